@@ -94,7 +94,7 @@ FROM runtime AS flower
 # What it shows, in a volume of its own.
 RUN install -d -o 10003 -g 10003 -m 0700 /var/lib/toolcrew-flower
 USER 10003:10003
-CMD ["python", "-m", "orchestrator.flower"]
+CMD ["python", "-m", "orchestrator.operations.flower"]
 
 FROM runtime AS orchestrator
 # The traces of runs, in a volume of their own.

@@ -25,14 +25,14 @@ from benchmarks.whole_path import awaited, whole_call
 from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator import ToolClient
-from orchestrator.api_keys import ApiKeys
-from orchestrator.batches.items import RunBody
-from orchestrator.redis_connection import open_redis
+from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.keys import run_events_key
-from orchestrator.sessions import Session
 from orchestrator.settings import load_settings
-from orchestrator.tenants import RedisTenants
+from store.api_keys import ApiKeys
+from store.batch_items import RunBody
+from store.connection import open_redis
+from store.run_keys import run_events_key
+from store.tenants import RedisTenants
 
 ROUNDS, WARM_UP = size((200, 20), (2, 1))
 CALLS = size(200, 4)

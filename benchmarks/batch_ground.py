@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.processes import child_process
 from orchestrator.batches.happening_files import read_happenings
-from orchestrator.batches.happenings import Happening, ItemDone, ItemRetried, ItemStarted
+from store.happenings import Happening, ItemDone, ItemRetried, ItemStarted
 from tests.model_server.running import ModelServer
 
 LOOK_S = 0.2

@@ -16,20 +16,20 @@ from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from orchestrator.batch_runs import until_first
-from orchestrator.batches.happenings import CallDone, Happening, ItemReady, StepDone
-from orchestrator.batches.items import BatchItem, Outcome, RunBody
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.row_files import RowFiles
-from orchestrator.redis_connection import open_redis
+from orchestrator.runs.batch_runs import until_first
 from orchestrator.runs.brake import Brake
 from orchestrator.runs.follower import Follower
-from orchestrator.runs.happening_stream import HappeningReader, HappeningWriter
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.places import Places
-from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
-from orchestrator.runs.run_queue import Claim, RunQueue
 from orchestrator.runs.runner import Runner
+from store.batch_events import HappeningReader, HappeningWriter
+from store.batch_items import BatchItem, Outcome, RunBody
+from store.connection import open_redis
+from store.happenings import CallDone, Happening, ItemReady, StepDone
+from store.run_queue import Claim, RunQueue
+from store.run_records import BatchDefaults, BatchRecord, BatchState
 
 QUEUED = size((10, 1000, 10_000), (10, 20))
 ROUNDS = size(3, 1)

@@ -13,11 +13,11 @@ from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from benchmarks.whole_path import per_second
 from orchestrator import ToolClient
-from orchestrator.functions.local_tools import LocalTools
-from orchestrator.limits import ReActOptions
+from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.openai import OpenAIModel
-from orchestrator.redis_connection import open_redis
+from orchestrator.sdk.local_tools import LocalTools
 from orchestrator.settings import load_settings
+from store.connection import open_redis
 from tests.model_server.running import ModelServer, running_model_server
 
 RUNS = size(1000, 4)

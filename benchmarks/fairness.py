@@ -21,8 +21,9 @@ from benchmarks.sizes import size
 from contract.errors import BrokerUnavailable
 from contract.names import slots_key
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import SharedAdmission, SlotRequest
-from orchestrator.redis_server import find_redis_server, write_redis_config
+from orchestrator.admission import SharedAdmission
+from orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from store.slots import SlotRequest
 
 QUEUE = "host.bench.1"
 SLOTS = 4

@@ -11,10 +11,10 @@ from benchmarks.sizes import size
 from benchmarks.throughput import succeeds, until_served
 from contract.tenancy import TenantPolicy
 from orchestrator import ToolClient
-from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
 from orchestrator.settings import load_settings
-from orchestrator.tenants import RedisTenants
+from store.connection import open_redis
+from store.tenants import RedisTenants
 
 SLOTS = 4
 FLOOD = size(2000, 40)

@@ -18,11 +18,11 @@ from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
-from orchestrator.celery_transport import CeleryTransport
-from orchestrator.redis_connection import check_redis, open_redis
-from orchestrator.redis_server import find_redis_server, write_redis_config
-from orchestrator.results import ResultHub
-from orchestrator.transport import Delivery
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.transport import Delivery
+from orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from store.connection import check_redis, open_redis
+from store.results import ResultHub
 
 ROUNDS = size(5, 1)
 CALLS = size(5000, 50)

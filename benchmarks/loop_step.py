@@ -11,12 +11,12 @@ from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from contract.calls import ToolCall, ToolResult
 from contract.specs import ToolSpec
-from orchestrator.agent import Agent
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect, build_tag_call
-from orchestrator.limits import ReActOptions
+from orchestrator.loop.agent import Agent
+from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.base import Chunk, ModelRequest
 
 STEPS = size(20, 3)

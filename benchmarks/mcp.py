@@ -25,9 +25,9 @@ from benchmarks.whole_path import awaited, whole_call
 from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator import ToolClient
-from orchestrator.api_keys import ApiKeys
-from orchestrator.redis_connection import open_redis
 from orchestrator.settings import load_settings
+from store.api_keys import ApiKeys
+from store.connection import open_redis
 
 ROUNDS, WARM_UP = size((200, 20), (2, 1))
 REVISION = "2026-07-28"

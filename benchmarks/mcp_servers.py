@@ -10,7 +10,7 @@ from benchmarks.sizes import size
 from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited, whole_call
 from orchestrator import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
 
 ROUNDS, WARM_UP, FIRSTS = size((100, 10, 10), (2, 1, 1))
 SERVER = """

@@ -15,18 +15,17 @@ from benchmarks.sizes import size
 from contract.calls import Clocks, ToolResult
 from contract.errors import ErrorCode
 from contract.hosts import HostReport
-from contract.metric_counts import Counts
 from contract.metrics import CALL_SECONDS, CALLS
-from contract.names import admission_prefix, call_key, host_gauges_key, host_key, hosts_key, tenants_key
+from contract.names import admission_prefix, call_key, host_key, hosts_key, tenants_key
 from contract.settings import BrokerSettings
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import SlotRequest
-from orchestrator.admission.script import Operation, enqueue, load_script, script_arguments
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.tally import Tally
-from orchestrator.redis_connection import open_redis
+from store.connection import open_redis
+from store.metrics import Counts, host_gauges_key
+from store.slots import Operation, SlotRequest, enqueue, load_script, script_arguments
 
 DEPLOYMENT = "bench"
 TENANTS, HOSTS, MESSAGES, WAITING, TOOLS = size((1000, 200, 10_000, 2000, 60), (10, 4, 20, 100, 3))

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from contract.registry import Tool
 from contract.specs import ToolSpec
-from workers.app import build_app, run_worker
+from workers.celery_edge.app import build_app, run_worker
 from workers.logs import configure_logging
 from workers.settings import load_worker_settings
 from workers.tools.base import Outcome, Workbench

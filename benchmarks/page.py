@@ -13,12 +13,12 @@ from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from orchestrator.api.service import ApiService
-from orchestrator.api_keys import ApiKeys
-from orchestrator.batches.items import RunBody
-from orchestrator.redis_connection import open_redis
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tenants import RedisTenants
+from store.api_keys import ApiKeys
+from store.batch_items import RunBody
+from store.connection import open_redis
+from store.tenants import RedisTenants
 
 RUNS, AT_ONCE = size((10_000, 100), (120, 60))
 VIEWS = size(15, 2)

@@ -92,11 +92,14 @@ def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[Runn
 
 
 @contextlib.contextmanager
-def guest_on_pipes() -> Iterator["subprocess.Popen[bytes]"]:
-    """The guest as PID 1 of a pid namespace of its own: no engine, no container, no filter. Needs root."""
+def guest_on_pipes(prelude: str = "") -> Iterator["subprocess.Popen[bytes]"]:
+    """The guest as PID 1 of a pid namespace of its own: no engine, no container, no filter. Needs root.
+
+    `prelude`: statements that run in it first, each with its semicolon.
+    """
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
         boot = (
-            "import sys; sys.path.insert(0, sys.argv[1]); from guest.loop import main; from guest.options import Options; from guest.places import Places;"
+            f"import sys; {prelude} sys.path.insert(0, sys.argv[1]); from guest.loop import main; from guest.options import Options; from guest.places import Places;"
             "main(Options(), Places((sys.argv[2].encode(),), sys.argv[2].encode() + b'/output'))"
         )
         (Path(name) / "output").mkdir()

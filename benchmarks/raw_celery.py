@@ -14,11 +14,11 @@ from celery import Celery
 
 from benchmarks.noop_worker import TASK
 from benchmarks.processes import child_process
-from orchestrator.celery_transport import CeleryTransport
-from orchestrator.results import ResultHub
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.transport import Delivery
 from orchestrator.settings import load_settings
-from orchestrator.transport import Delivery
-from workers.app import build_app
+from store.results import ResultHub
+from workers.celery_edge.app import build_app
 
 
 class RawCelery:

@@ -25,8 +25,9 @@ from benchmarks.simulator_shares import misgiven, share_out
 from benchmarks.sizes import size
 from contract.names import POOL_WEB, slots_key
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import SharedAdmission, SlotRequest
-from orchestrator.placement import Wanted, choose_host
+from orchestrator.admission import SharedAdmission
+from orchestrator.dispatch.placement import Wanted, choose_host
+from store.slots import SlotRequest
 
 SEED = 6
 HOSTS, SESSIONS, TENANTS, ORCHESTRATORS = size((500, 10_000, 1_000, 2), (60, 300, 30, 2))

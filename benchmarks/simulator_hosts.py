@@ -19,7 +19,7 @@ from contract.hosts import HEARTBEAT_S, HOST_TTL_S, HostReport, holder_name
 from contract.ledger import Claim
 from contract.names import call_key, host_key, hosts_key, result_key, slots_key, tombstone_key
 from contract.signing import ResultSeal, SigningKeys
-from workers.ledger import Ledger
+from store.calls import WorkerCallStore
 
 DEPLOYMENT = "simulator"
 KEYS = SigningKeys.of("simulator")
@@ -33,7 +33,7 @@ AT_ONCE = 10
 NEVER = 4_000_000_000
 """A time at which nobody is late yet."""
 
-# As workers/result_backend.py: only the attempt that the ledger knows has a result. KEYS: result, call. ARGV: stored text, attempt.
+# As workers/celery_edge/result_backend.py: only the attempt that the ledger knows has a result. KEYS: result, call. ARGV: stored text, attempt.
 _STORE = """
 local known = redis.call('HMGET', KEYS[2], 'attempt', 'state')
 if known[1] ~= ARGV[2] then return 0 end
@@ -69,7 +69,7 @@ class World:
 
     def __init__(self, client: "redis.Redis", loop: JumpingLoop, chance: random.Random) -> None:
         self._client, self.loop, self.chance = client, loop, chance
-        self._ledger = Ledger(client, DEPLOYMENT, SharedClock())
+        self._ledger = WorkerCallStore(client, DEPLOYMENT, SharedClock())
         self._store = client.register_script(_STORE)
         self.hosts: list[Host] = []
         self.by_queue: dict[str, Host] = {}

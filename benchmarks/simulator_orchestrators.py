@@ -20,16 +20,17 @@ from contract.hosts import HOST_LOST_TYPE, HOST_TTL_S, HostReport
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
-from orchestrator.call_ledger import CallLedger
-from orchestrator.call_watch import WATCH_EVERY_S, CallWatch
-from orchestrator.carrier import Carrier, Errand
-from orchestrator.homes import Opening, SessionHomes
-from orchestrator.hosts import FRESH_S
-from orchestrator.places import Home, Places
-from orchestrator.publishing import Publisher
-from orchestrator.recovery import Recovery
-from orchestrator.results import ResultHub
-from orchestrator.transport import CallLost, Delivery, DeliveryFailed, NotSent
+from orchestrator.dispatch.call_watch import WATCH_EVERY_S, CallWatch
+from orchestrator.dispatch.carrier import Carrier, Errand
+from orchestrator.dispatch.celery_transport import build_call_message
+from orchestrator.dispatch.recovery import Recovery
+from orchestrator.dispatch.session_locator import Opening, SessionLocator
+from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed
+from store.calls import CallStore
+from store.hosts import FRESH_S, HostStore
+from store.publisher import NotSent, Publisher
+from store.results import ResultHub
+from store.sessions import SessionAddress, SessionStore
 
 FUTURE_AT = 4_000_000_000.0
 """Where the played clock begins: so far ahead of Redis's that no deadline of a call is over for it."""
@@ -68,7 +69,7 @@ class Ends:
 
 
 class _Hosts:
-    """As RedisHosts: read again when what is known is FRESH_S old."""
+    """As HostStore: read again when what is known is FRESH_S old."""
 
     def __init__(self, world: World) -> None:
         self._world, self._known, self._read_at = world, list[HostReport](), float("-inf")
@@ -88,7 +89,7 @@ class _Transport:
     async def deliver(self, delivery: Delivery) -> Any:
         task_id = self._hub.task_id(f"{delivery.call_id}.{delivery.attempt}")
         with self._hub.expect(task_id) as stored:
-            await self._publisher.publish(delivery, task_id)
+            await self._publisher.publish(build_call_message(delivery, task_id, DEPLOYMENT))
             self._world.poke(delivery.queue)
             with self._watch.over(task_id, delivery):
                 async with asyncio.timeout(delivery.wait_s):
@@ -116,14 +117,14 @@ class Orchestrator:
         self._clock = SharedClock(lambda: FUTURE_AT + world.loop.time())
         transport = _Transport(world, Publisher(client, DEPLOYMENT, SharedClock()), hub, watch)
         self.admission = admission
-        self.homes = SessionHomes(Places(client, DEPLOYMENT), _Hosts(world), self._send_open, KEYS)
-        self._recovery = Recovery(Carrier(transport, KEYS, admission, self._clock), self.homes, CallLedger(client, DEPLOYMENT))
+        self.locator = SessionLocator(SessionStore(client, DEPLOYMENT), _Hosts(world), self._send_open, KEYS)
+        self._recovery = Recovery(Carrier(transport, KEYS, admission, self._clock), self.locator, CallStore(client, DEPLOYMENT))
 
     async def open(self, session: Session) -> bool:
         """Whether it was."""
         self._ends.openings += 1
         try:
-            result = await self.homes.open(session.tenant, session.name, session.policy, {})
+            result = await self.locator.open(session.tenant, session.name, session.policy, {})
         except OperatorError:
             result = None
         if result is None or not result.success:
@@ -148,12 +149,12 @@ class Orchestrator:
         self._ends.longest_s = max(self._ends.longest_s, self._world.loop.time() - began)
         return code
 
-    async def _send_open(self, opening: Opening, home: Home) -> ToolResult:
+    async def _send_open(self, opening: Opening, address: SessionAddress) -> ToolResult:
         call = ToolCall(id=secrets.token_hex(8), name="session.open")
         await asyncio.sleep(OPEN_S)
-        has_room = self._world.open_session(home.queue)
+        has_room = self._world.open_session(address.queue)
         if has_room is None:
-            if not self._world.is_reported(home.queue):
+            if not self._world.is_reported(address.queue):
                 raise NotSent("host_lost")
             await asyncio.sleep(HOST_TTL_S + WATCH_EVERY_S)
             raise CallLost("the host is gone", has_started=False)
@@ -161,7 +162,7 @@ class Orchestrator:
             return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
         if "moved" in opening.arguments:
             self._ends.moved_s.append(self._world.loop.time() - self._world.stopped_at[self._ends.lived[opening.session]])
-        self._ends.lived[opening.session] = home.queue
+        self._ends.lived[opening.session] = address.queue
         return ToolResult(call_id=call.id, name=call.name, success=True)
 
 
@@ -174,7 +175,7 @@ async def open_orchestrators(world: World, client: "redis.asyncio.Redis", number
             hub = ResultHub(client)
             await hub.start()
             stack.push_async_callback(hub.close)
-            watch = CallWatch(client, DEPLOYMENT, hub.fail, clock=world.loop.time)
+            watch = CallWatch(CallStore(client, DEPLOYMENT), HostStore(client, DEPLOYMENT), hub.fail, clock=world.loop.time)
             await watch.start()
             stack.push_async_callback(watch.close)
             admission = SharedAdmission(client, DEPLOYMENT, clock=lambda: FUTURE_AT + world.loop.time())

@@ -17,7 +17,7 @@ from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited
 from contract.skill_sidecars import SIDECAR_FILE
 from orchestrator import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
 from workers.skills.loader import load_skills
 
 ROUNDS, WARM_UP = size((200, 20), (2, 1))

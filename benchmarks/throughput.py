@@ -12,9 +12,9 @@ from benchmarks.sizes import size
 from benchmarks.whole_path import open_sessions, per_second
 from contract.errors import ToolcrewError
 from orchestrator import ToolClient
-from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
 from orchestrator.settings import load_settings
+from store.connection import open_redis
 
 ROUNDS = size(5, 1)
 CALLS = size(300, 20)

@@ -20,7 +20,7 @@ from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited
 from contract.names import BUILTIN_TOOLS
 from orchestrator import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
 
 ROUNDS, WARM_UP = size((1000, 20), (2, 1))
 """The p99 of 1,000 calls leaves ten beyond it."""

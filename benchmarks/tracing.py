@@ -17,9 +17,9 @@ from contract.envelope import decode_call, encode_result
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import ToolSpec
 from orchestrator import ToolClient
-from orchestrator.dispatcher import Dispatcher, Route
-from orchestrator.sessions import Session
-from orchestrator.transport import Delivery
+from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.sessions import Session
+from orchestrator.dispatch.transport import Delivery
 from tests.otlp_collector import open_collector
 
 HOOK_CALLS, HOOK_ROUNDS = size((200, 40), (5, 2))

@@ -11,9 +11,9 @@ from benchmarks.report import Case, Report, interleave, median, percentile, time
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from orchestrator import ToolClient
-from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
 from orchestrator.settings import load_settings
+from store.connection import open_redis
 from workers.sandbox_client import SandboxClient
 
 ROUNDS = size(200, 2)

@@ -1,7 +1,7 @@
 """What a call tells its caller while it runs: small JSON entries of one Redis stream a call, and the bounds both sides keep.
 
-The caller makes the stream (`call_events_key`) and names its listener in the signed context; the worker only adds to a stream that is there,
-and puts the call's name (`call_wake_name`) into the listener's set, so that one blocked connection serves every call of a process. The caller
+The caller makes the stream and names its listener in the signed context; the worker only adds to a stream that is there, and puts the call's
+name into the listener's set (store/call_events.py has the keys), so that one blocked connection serves every call of a process. The caller
 deletes what it has delivered: the length of the stream is what still waits. The last entry is END, which counts the others: it is
 written before the result is, so who has the result can read every event of the call.
 """
@@ -18,7 +18,7 @@ from contract.errors import EnvelopeRefused
 OUTPUT = "output"
 """A piece of output: `stream` and `text`."""
 MODEL = "model"
-"""A tool asks the caller's model; the answer comes back on `call_answers_key`."""
+"""A tool asks the caller's model; the answer comes back in a list of its own."""
 END = "end"
 """Nothing more comes: `count` entries were written before, `hidden_chars` characters of output were not."""
 

@@ -1,6 +1,6 @@
 """The closed set of metrics: what is counted where, under which name, with which labels and bounds.
 
-Counters and histograms are summed up in one hash in Redis (`metrics_key`), which any process of either side adds to; gauges are read when somebody asks.
+Counters and histograms are summed up in one hash in Redis (store/metrics.py), which any process of either side adds to; gauges are read when somebody asks.
 A field of the hash is one number: `<part>` TAB `<metric>` TAB `<label value>`..., where the part of a counter is empty, and those of a histogram are
 `count`, `sum` and `le:<bound>` (that bucket alone). `#<metric>` counts the series of a metric, which are bounded: whatever comes beyond goes under OTHER.
 """

@@ -81,7 +81,7 @@ def call_key(deployment: str, tenant: str, call_id: str) -> str:
 
 
 def place_key(deployment: str, tenant: str, session: str) -> str:
-    """The hash of where a session lives (contract/places.py)."""
+    """The hash of where a session lives (contract/session_locations.py)."""
     return tenant_key(deployment, tenant, f"session.{session}:place")
 
 
@@ -90,49 +90,19 @@ def tenant_sessions_key(deployment: str, tenant: str) -> str:
     return tenant_key(deployment, tenant, "places")
 
 
-def session_facts_key(deployment: str, tenant: str, session: str) -> str:
-    """What a session's host told when it was opened there, as JSON, for whoever takes the session over from its opener."""
-    return tenant_key(deployment, tenant, f"session.{session}:facts")
-
-
-def open_sessions_key(deployment: str) -> str:
-    """The sorted set of the open sessions of all tenants, `<tenant>|<session>` by the microsecond of their opening; some may have expired by now."""
-    return deployment_key(deployment, "open-sessions")
-
-
-def tenant_open_sessions_key(deployment: str, tenant: str) -> str:
-    """The same of one tenant, by the sessions' names."""
-    return tenant_key(deployment, tenant, "open-sessions")
-
-
 def seen_tenants_key(deployment: str) -> str:
     """The sorted set of the tenants that have opened sessions, registered or not, by the Unix time of the last one."""
     return deployment_key(deployment, "seen-tenants")
 
 
 def kills_key(deployment: str) -> str:
-    """The sorted set of the orders of the last minute to end calls, by the Unix time at which each was given (orchestrator/call_kills.py)."""
+    """The sorted set of the orders of the last minute to end calls, by the Unix time at which each was given (orchestrator/dispatch/call_kills.py)."""
     return deployment_key(deployment, "kills")
 
 
 def host_key(deployment: str, queue: str) -> str:
     """The report of one living worker incarnation (contract/hosts.py); gone when the worker is."""
     return deployment_key(deployment, f"host:{queue}")
-
-
-def host_gauges_key(deployment: str, queue: str) -> str:
-    """What a host's sandboxd does now, as JSON (workers/sandboxd_counts.py); gone when its worker's report is."""
-    return deployment_key(deployment, f"host:{queue}:gauges")
-
-
-def metrics_key(deployment: str) -> str:
-    """The hash of the deployment's sums (contract/metrics.py)."""
-    return deployment_key(deployment, "metrics")
-
-
-def counted_key(deployment: str, source: str) -> str:
-    """The hash of what has been taken of one source of counts (contract/metric_counts.py)."""
-    return deployment_key(deployment, f"metrics:counted.{source}")
 
 
 def hosts_key(deployment: str) -> str:
@@ -143,11 +113,6 @@ def hosts_key(deployment: str) -> str:
 def tombstone_key(deployment: str, queue: str) -> str:
     """There once an incarnation was given up for lost: whoever finds its own stops under that name."""
     return deployment_key(deployment, f"tombstone:{queue}")
-
-
-def worker_slots_key(deployment: str, queue: str) -> str:
-    """The hash of who serves a queue: worker incarnation to `<slots> <expires at>`."""
-    return deployment_key(deployment, f"slots:{queue}:workers")
 
 
 def slots_key(deployment: str, queue: str) -> str:
@@ -211,31 +176,6 @@ def control_queue(queue: str) -> str:
     return f"{queue}.control"
 
 
-def call_events_key(deployment: str, tenant: str, call_id: str) -> str:
-    """The stream of what a call tells while it runs: made and deleted by its caller, only added to by its worker."""
-    return tenant_key(deployment, tenant, f"call.{call_id}:events")
-
-
-def call_room_key(deployment: str, tenant: str, call_id: str) -> str:
-    """A list that gets an item when the caller has taken events: what a worker waits on when too many lie unread."""
-    return tenant_key(deployment, tenant, f"call.{call_id}:room")
-
-
-def call_answers_key(deployment: str, tenant: str, call_id: str) -> str:
-    """The list of the caller's answers to what a running call has asked."""
-    return tenant_key(deployment, tenant, f"call.{call_id}:answers")
-
-
-def listener_key(deployment: str, listener: str) -> str:
-    """The sorted set in which one process finds which of its calls have new events, by the time of the oldest."""
-    return deployment_key(deployment, f"listener:{listener}")
-
-
-def call_wake_name(tenant: str, call_id: str) -> str:
-    """How a call is called in a listener's set."""
-    return f"{tenant}:{call_id}"
-
-
 def switches_key(deployment: str) -> str:
     """The hash of the tools that are turned off, name to Switch; one that is not in it is on."""
     return deployment_key(deployment, "switches")
@@ -262,7 +202,7 @@ def session_state_key(deployment: str, tenant: str, session: str) -> str:
 
 
 def audit_key(deployment: str) -> str:
-    """The stream of what operators and administrators changed (orchestrator/audit.py)."""
+    """The stream of what operators and administrators changed (store/audit.py)."""
     return deployment_key(deployment, "audit")
 
 

@@ -29,7 +29,7 @@ class SigningKey:
 
     def sign(self, purpose: str, data: bytes) -> str:
         """HMAC-SHA-256 in hex. `purpose` keeps one kind of text from being taken for another."""
-        return hmac.new(self.key, purpose.encode(errors="surrogatepass") + b"\0" + data, hashlib.sha256).hexdigest()
+        return hmac.digest(self.key, purpose.encode(errors="surrogatepass") + b"\0" + data, "sha256").hex()
 
 
 @dataclass(frozen=True)

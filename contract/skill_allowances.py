@@ -1,4 +1,4 @@
-"""`allowed-tools` of a SKILL.md: which calls a skill asks to make unasked. What becomes of that is its tenant's to say (orchestrator/active_skills.py)."""
+"""`allowed-tools` of a SKILL.md: which calls a skill asks to make unasked. What becomes of that is its tenant's to say (orchestrator/runs/active_skills.py)."""
 
 import re
 from collections.abc import Iterable

@@ -100,15 +100,16 @@ def _read_extended(kind: str, data: bytes) -> dict[str, str]:
     if kind != "pax":
         return {kind: _text(data)}
     fields: dict[str, str] = {"pax": ""}
-    while data:
-        length, separator, _ = data[:8].partition(b" ")
-        count = int(length) if separator and length.isdigit() else 0
-        key, equals, value = data[len(length) + 1 : count - 1].partition(b"=")
-        if not equals or data[count - 1 : count] != b"\n" or key.startswith(b"GNU.sparse"):
+    at = 0
+    while at < len(data):
+        length, separator, _ = data[at : at + 8].partition(b" ")
+        end = at + (int(length) if separator and length.isdigit() else 0)
+        key, equals, value = data[at + len(length) + 1 : max(at, end - 1)].partition(b"=")
+        if not equals or data[end - 1 : end] != b"\n" or key.startswith(b"GNU.sparse"):
             raise TarRefused("an extended header is damaged, or that of a sparse file")
         if key in (b"path", b"linkpath", b"size"):
             fields[key.decode()] = value.decode("utf-8", "surrogateescape")
-        data = data[count:]
+        at = end
     return fields
 
 

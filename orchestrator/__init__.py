@@ -7,46 +7,46 @@ if TYPE_CHECKING:
     from contract.calls import ExecResult, ToolResult
     from contract.functions import CallContext, tool
     from contract.registry import ToolRegistry
-    from orchestrator.agent import Agent, ReActStrategy, RunResult
-    from orchestrator.chat_messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
-    from orchestrator.client import ToolClient
+    from orchestrator.dispatch.sessions import Checkpoint, Session
     from orchestrator.functions.function_tools import as_tool
-    from orchestrator.functions.local_tools import LocalTools
     from orchestrator.functions.openai_tools import convert_to_openai_tool
-    from orchestrator.limits import ReActOptions
-    from orchestrator.prompts import generate_tool_prompt
-    from orchestrator.sessions import Checkpoint, Session
-    from orchestrator.tool_agent import CustomAgent, LLMClient, ToolAgent
-    from orchestrator.tool_loop import ContextEngine, ToolLoopDeps, create_output_controller, create_tool_registry, run_tool_loop
+    from orchestrator.loop.agent import Agent, ReActStrategy, RunResult
+    from orchestrator.loop.chat_messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+    from orchestrator.loop.limits import ReActOptions
+    from orchestrator.loop.prompts import generate_tool_prompt
+    from orchestrator.sdk.client import ToolClient
+    from orchestrator.sdk.local_tools import LocalTools
+    from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
+    from orchestrator.sdk.tool_loop import ContextEngine, ToolLoopDeps, create_output_controller, create_tool_registry, run_tool_loop
 
 _HOMES = {
-    "AIMessage": "orchestrator.chat_messages",
-    "Agent": "orchestrator.agent",
+    "AIMessage": "orchestrator.loop.chat_messages",
+    "Agent": "orchestrator.loop.agent",
     "CallContext": "contract.functions.call_context",
-    "Checkpoint": "orchestrator.sessions",
-    "ContextEngine": "orchestrator.tool_loop",
-    "CustomAgent": "orchestrator.tool_agent",
+    "Checkpoint": "orchestrator.dispatch.sessions",
+    "ContextEngine": "orchestrator.sdk.tool_loop",
+    "CustomAgent": "orchestrator.sdk.tool_agent",
     "ExecResult": "contract.calls",
-    "HumanMessage": "orchestrator.chat_messages",
-    "LLMClient": "orchestrator.tool_agent",
-    "LocalTools": "orchestrator.functions.local_tools",
-    "ReActOptions": "orchestrator.limits",
-    "ReActStrategy": "orchestrator.agent",
-    "RunResult": "orchestrator.agent",
-    "Session": "orchestrator.sessions",
-    "SystemMessage": "orchestrator.chat_messages",
-    "ToolAgent": "orchestrator.tool_agent",
-    "ToolClient": "orchestrator.client",
-    "ToolLoopDeps": "orchestrator.tool_loop",
-    "ToolMessage": "orchestrator.chat_messages",
+    "HumanMessage": "orchestrator.loop.chat_messages",
+    "LLMClient": "orchestrator.sdk.tool_agent",
+    "LocalTools": "orchestrator.sdk.local_tools",
+    "ReActOptions": "orchestrator.loop.limits",
+    "ReActStrategy": "orchestrator.loop.agent",
+    "RunResult": "orchestrator.loop.agent",
+    "Session": "orchestrator.dispatch.sessions",
+    "SystemMessage": "orchestrator.loop.chat_messages",
+    "ToolAgent": "orchestrator.sdk.tool_agent",
+    "ToolClient": "orchestrator.sdk.client",
+    "ToolLoopDeps": "orchestrator.sdk.tool_loop",
+    "ToolMessage": "orchestrator.loop.chat_messages",
     "ToolRegistry": "contract.registry",
     "ToolResult": "contract.calls",
     "as_tool": "orchestrator.functions.function_tools",
     "convert_to_openai_tool": "orchestrator.functions.openai_tools",
-    "create_output_controller": "orchestrator.tool_loop",
-    "create_tool_registry": "orchestrator.tool_loop",
-    "generate_tool_prompt": "orchestrator.prompts",
-    "run_tool_loop": "orchestrator.tool_loop",
+    "create_output_controller": "orchestrator.sdk.tool_loop",
+    "create_tool_registry": "orchestrator.sdk.tool_loop",
+    "generate_tool_prompt": "orchestrator.loop.prompts",
+    "run_tool_loop": "orchestrator.sdk.tool_loop",
     "tool": "contract.functions.function_tools",
 }
 

@@ -7,11 +7,11 @@ from contextvars import ContextVar
 from contract.calls import ToolCall
 from contract.traceparent import SpanRef, call_span_id
 from orchestrator.call_spans import CallSpans, call_attributes
-from orchestrator.logs import get_logger
-from orchestrator.run_spans import RunSpans
+from orchestrator.runs.run_spans import RunSpans
 from orchestrator.settings import OrchestratorSettings, secrets_of_environment
 from orchestrator.traces.masking import Masker, build_masker
 from telemetry import names
+from telemetry.logs import get_logger
 from telemetry.otlp import open_tracer
 from telemetry.settings import load_tracing_settings
 from telemetry.spans import Attributes, Span, Tracer

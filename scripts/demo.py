@@ -18,7 +18,7 @@ from contract.errors import ConfigError, ModelUnavailable, ToolcrewError
 from orchestrator import ToolClient
 from orchestrator.models.choice import SCRIPTED, ChosenModel, choose_model
 from orchestrator.settings import OrchestratorSettings, load_settings
-from orchestrator.terminal import RunView
+from orchestrator.terminal.output import RunView
 
 NOTES = "The release meeting moved to Friday at noon.\nBring the budget draft.\n"
 NUMBERS = (12, 30, 45, 70)

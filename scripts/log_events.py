@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "log-events.md"
-PACKAGES = ("contract", "telemetry", "orchestrator", "workers")
+PACKAGES = ("contract", "telemetry", "store", "orchestrator", "workers")
 LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error", "critical": "critical"}
 UNWRITTEN = "to be written"
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")

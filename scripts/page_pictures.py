@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from orchestrator.batches.items import FailureKind, RunBody  # noqa: E402
-from orchestrator.redis_connection import open_redis  # noqa: E402
+from store.batch_items import FailureKind, RunBody  # noqa: E402
+from store.connection import open_redis  # noqa: E402
 from tests.api_ground import api_settings, open_api  # noqa: E402
 from tests.batch_story import Attempt  # noqa: E402
 from tests.page_ground import Visitors, World, open_browser  # noqa: E402

@@ -16,9 +16,9 @@ import httpx
 from playwright.async_api import Browser, async_playwright
 
 from contract.calls import ToolCall
-from orchestrator.client import ToolClient
-from orchestrator.local_stack import StackInfo
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.operations.local_stack import StackInfo
+from orchestrator.sdk.client import ToolClient
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")

@@ -8,8 +8,7 @@ import redis
 
 from contract.names import admission_prefix, slots_key
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import SlotRequest
-from orchestrator.admission.script import Answer, Operation, enqueue, grants_channel, load_script, parse_answer, release, script_arguments
+from store.slots import Answer, Operation, SlotRequest, enqueue, grants_channel, load_script, parse_answer, release, script_arguments
 
 DEPLOYMENT = "d"
 QUEUE = "host.a.1"

@@ -5,7 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import SlotRequest
+from store.slots import SlotRequest
 
 
 def shortened(value: float) -> float:

@@ -11,10 +11,10 @@ from pydantic import SecretStr
 
 from contract.tenancy import TenantPolicy
 from orchestrator.api.service import ApiService
-from orchestrator.api_keys import ApiKeys
-from orchestrator.redis_connection import open_redis
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tenants import RedisTenants
+from store.api_keys import ApiKeys
+from store.connection import open_redis
+from store.tenants import RedisTenants
 from tests.stack import eventually
 
 READY_S = 20.0

@@ -10,12 +10,12 @@ import redis.asyncio
 
 from contract.calls import ToolCall
 from contract.signing import SigningKeys
-from orchestrator.actors import Actor
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.gate import digest_call
 from orchestrator.approvals.questions import Question, build_record
 from orchestrator.approvals.queue import ApprovalQueue, Approvers
-from orchestrator.audit import Audit, Audited
+from store.actors import Actor
+from store.audit import Audit, Audited
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 

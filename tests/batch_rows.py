@@ -5,8 +5,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.batches.items import Failure, FailureKind, Outcome
 from orchestrator.batches.rows import build_row, build_row_line, parse_row
+from store.batch_items import Failure, FailureKind, Outcome
 
 
 def any_row(custom_id: str, run: str) -> bool:

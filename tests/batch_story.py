@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from contract.calls import Clocks
-from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
-from orchestrator.batches.items import FailureKind
+from store.batch_items import FailureKind
+from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
 
 BEGAN = 1_700_000_000.0
 

@@ -46,7 +46,7 @@ def open_command_server(folder: Path) -> Iterator[Path]:
 
 def serve(path: str) -> None:
     """Until SIGTERM."""
-    import orchestrator.cli  # noqa: F401  # what the forked ones need not load again
+    import orchestrator.cli.main  # noqa: F401  # what the forked ones need not load again
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -84,7 +84,7 @@ def _answer(link: socket.socket) -> int:
 
 
 def _run() -> int:
-    from orchestrator.cli import main
+    from orchestrator.cli.main import main
 
     code = 0
     try:

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from orchestrator.redis_server import find_redis_server, write_redis_config
+from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine
 
 if TYPE_CHECKING:

@@ -13,16 +13,15 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.hosts import holder_name
 from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
+from store.blobs import WorkerBlobs
+from store.calls import RefusalCounter, WorkerCallStore
+from store.connection import connect, connect_once
 from tests.builders import build_spec
-from workers.app import Pool, build_app, run_worker
-from workers.blobs import Blobs
+from workers.celery_edge.app import Pool, build_app, run_worker
+from workers.celery_edge.tasks import register_tasks
 from workers.executor import Executor
-from workers.ledger import Ledger
 from workers.logs import configure_logging
-from workers.redis_connection import connect, connect_once
-from workers.refusals import Refusals
 from workers.settings import load_worker_settings
-from workers.tasks import register_tasks
 from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
 
 TEXT = {"type": "string"}
@@ -60,8 +59,10 @@ def build_tools() -> WorkerRegistry:
 
 def _build_executor(broker: BrokerSettings, registry: WorkerRegistry, queue: str, clock: SharedClock) -> Executor:
     client = connect(broker)
-    blobs = Blobs(client, broker.deployment, "sandbox")
-    return Executor(registry, None, Ledger(client, broker.deployment, clock), blobs, {}, holder_name(queue, str(os.getpid())), clock)
+    blobs = WorkerBlobs(client, broker.deployment, "sandbox")
+    return Executor(
+        registry, None, WorkerCallStore(client, broker.deployment, clock), blobs, {}, holder_name(queue, str(os.getpid())), clock
+    )
 
 
 def main(pool: str, queue: str, slots: str) -> None:
@@ -69,7 +70,7 @@ def main(pool: str, queue: str, slots: str) -> None:
     broker, registry = settings.broker(), build_tools()
     configure_logging("worker", settings)
     [chosen] = [known for known in get_args(Pool) if known == pool]
-    refusals = Refusals(connect_once(broker), broker.deployment)
+    refusals = RefusalCounter(connect_once(broker), broker.deployment)
     app = build_app(broker, refusals.count)
     executor = partial(_build_executor, broker, registry, queue, SharedClock())
     register_tasks(app, registry, broker.signing_keys(), executor, refusals.count, broker.deployment)

@@ -8,13 +8,11 @@ import redis
 
 from contract.call_events import OUTPUT
 from contract.settings import BrokerSettings
-from orchestrator.call_events import CallEvents
-from orchestrator.heard_calls import HeardCall, OnOutput, output_handler
-from orchestrator.redis_connection import open_redis
-from tests.builders import build_call, build_context
+from orchestrator.dispatch.call_events import CallEventListener, CallEventReader, OnOutput, output_handler
+from store.call_events import WorkerCallEventStore
+from store.connection import connect_once, open_redis
 from tests.conftest import RedisProcess
-from workers.call_events import EventWriter
-from workers.redis_connection import connect_once
+from workers.call_events import CallEventWriter
 
 DEPLOYMENT = "test"
 
@@ -25,21 +23,21 @@ class House:
     def __init__(self, server: RedisProcess) -> None:
         self.broker = BrokerSettings.model_validate({"redis_url": server.url, "deployment": DEPLOYMENT})
         self.redis = open_redis(self.broker)
-        self.events = CallEvents(self.redis, DEPLOYMENT)
+        self.events = CallEventListener(self.redis, DEPLOYMENT)
         self.plain = server.client()
         self._clients: list[redis.Redis] = []
 
-    def writer(self, call_id: str = "call-1", tenant: str = "acme") -> EventWriter:
+    def writer(self, call_id: str = "call-1", tenant: str = "acme") -> CallEventWriter:
         client = connect_once(self.broker)
         self._clients.append(client)
-        return EventWriter(client, DEPLOYMENT, build_call(call_id=call_id), build_context(tenant=tenant, events=self.events.listener))
+        return CallEventWriter(WorkerCallEventStore(client, DEPLOYMENT, tenant, call_id, self.events.id), call_id)
 
-    async def hear(self, work: Callable[[EventWriter], Any], on_output: OnOutput, call_id: str = "call-1") -> HeardCall:
+    async def hear(self, work: Callable[[CallEventWriter], Any], on_output: OnOutput, call_id: str = "call-1") -> CallEventReader:
         """Listen to a call whose worker is `work` in a thread; ends as a call does, with everything delivered."""
-        async with self.events.listen("acme", call_id, {OUTPUT: output_handler(on_output)}, 30) as heard:
+        async with self.events.listen("acme", call_id, {OUTPUT: output_handler(on_output)}, 30) as reader:
             await asyncio.to_thread(run_call, work, self.writer(call_id))
-        assert heard is not None
-        return heard
+        assert reader is not None
+        return reader
 
     def names(self) -> list[bytes]:
         return self.plain.keys(f"toolcrew:{DEPLOYMENT}:*")  # type: ignore[return-value]
@@ -51,7 +49,7 @@ class House:
             client.close()
 
 
-def run_call(work: Callable[[EventWriter], Any], writer: EventWriter) -> int:
+def run_call(work: Callable[[CallEventWriter], Any], writer: CallEventWriter) -> int:
     try:
         work(writer)
     finally:

@@ -1,4 +1,4 @@
-"""The parts of hosts for tests: a sandboxd whose sessions are rows in memory, and places of sessions on a real Redis."""
+"""The parts of hosts for tests: a sandboxd whose sessions are rows in memory, and locations of sessions on a real Redis."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from contract.clock import SharedClock
 from contract.errors import SandboxUnavailable
 from contract.hosts import HostReport
 from contract.names import place_key
-from contract.places import SessionPlace, parse_place
+from contract.session_locations import SessionLocation
+from store.hosts import WorkerHostStore
+from store.sessions import WorkerSessionStore, parse_session_location
 from tests.conftest import RedisProcess
-from workers.places import WorkerPlaces
-from workers.reporting import Reporter
 from workers.sandbox_client import SandboxClient
 
 DEPLOYMENT = "d"
@@ -97,24 +97,24 @@ class MemoryClient(SandboxClient):
 
 
 class HostGround:
-    """One deployment on a real Redis: places as orchestrators make them, and workers' views of them."""
+    """One deployment on a real Redis: locations of sessions as orchestrators make them, and workers' views of them."""
 
     def __init__(self, server: RedisProcess) -> None:
         self.redis: redis.Redis = server.client()
         self.clock = SharedClock()
 
-    def places(self, queue: str = "host.a.b1") -> WorkerPlaces:
-        return WorkerPlaces(self.redis, DEPLOYMENT, queue.split(".")[1], queue)
+    def sessions(self, queue: str = "host.a.b1") -> WorkerSessionStore:
+        return WorkerSessionStore(self.redis, DEPLOYMENT, queue.split(".")[1], queue)
 
-    def reporter(self, queue: str = "host.a.b1", worker: str = "w1", pools: tuple[str, ...] = ()) -> Reporter:
-        return Reporter(self.redis, DEPLOYMENT, queue, worker, pools, self.clock)
+    def hosts(self) -> WorkerHostStore:
+        return WorkerHostStore(self.redis, DEPLOYMENT, self.clock)
 
     def put_place(self, name: str, **fields: Any) -> None:
         plain: Mapping[str, Any] = {"state": "open", "queue": "host.a.b1", "fence": 1, **fields}
         self.redis.hset(self._key(name), mapping={field: str(value) for field, value in plain.items()})
 
-    def place(self, name: str) -> SessionPlace:
-        found = parse_place(self.redis.hgetall(self._key(name)))  # type: ignore[arg-type]
+    def place(self, name: str) -> SessionLocation:
+        found = parse_session_location(self.redis.hgetall(self._key(name)))  # type: ignore[arg-type]
         assert found is not None
         return found
 

@@ -1,11 +1,11 @@
-"""Hosts and places in memory, for tests of what is above them."""
+"""Hosts and locations of sessions in memory, for tests of what is above them."""
 
 from typing import Any
 
 from contract.hosts import HostReport
-from contract.places import PlaceState, SessionPlace
-from orchestrator.dispatcher import Pool
-from orchestrator.places import Home, HostFate
+from contract.session_locations import LocationState, SessionLocation
+from orchestrator.dispatch.dispatcher import Pool
+from store.sessions import HostFate, SessionAddress, SessionStore
 
 
 def build_report(name: str = "h1", **fields: Any) -> HostReport:
@@ -37,24 +37,24 @@ class StaticHosts:
         return self.all
 
 
-class MemoryPlaces:
-    """As Places, without Redis: for one program that nothing happens to."""
+class MemorySessionStore(SessionStore):
+    """Locations in memory, for one program that no host is lost for."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[str, str], SessionPlace] = {}
+        self.known: dict[tuple[str, str], SessionLocation] = {}
         self.told: dict[tuple[str, str], str] = {}
 
-    async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> Home:
-        self.known[tenant, session] = SessionPlace(state=PlaceState.OPEN, queue=queue, fence=1, start=start, ttl_s=ttl_s)
-        return Home(queue, 1)
+    async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> SessionAddress:
+        self.known[tenant, session] = SessionLocation(state=LocationState.OPEN, queue=queue, fence=1, start=start, ttl_s=ttl_s)
+        return SessionAddress(queue, 1)
 
-    async def find(self, tenant: str, session: str) -> SessionPlace | None:
+    async def find(self, tenant: str, session: str) -> SessionLocation | None:
         return self.known.get((tenant, session))
 
-    async def begin_move(self, tenant: str, session: str, seen_fence: int, seen_state: PlaceState, queue: str) -> Home | None:
+    async def begin_move(self, tenant: str, session: str, seen_fence: int, seen_state: LocationState, queue: str) -> SessionAddress | None:
         return None
 
-    async def settle(self, tenant: str, session: str, fence: int, state: PlaceState, facts: str = "") -> bool:
+    async def settle(self, tenant: str, session: str, fence: int, state: LocationState, facts: str = "") -> bool:
         if facts:
             self.told[tenant, session] = facts
         return (tenant, session) in self.known
@@ -82,4 +82,4 @@ class NoLedger:
 
 def build_pool(*reports: HostReport) -> Pool:
     """A pool of those hosts, or of one."""
-    return Pool(MemoryPlaces(), StaticHosts(*(reports or (build_report(),))), NoLedger())
+    return Pool(MemorySessionStore(), StaticHosts(*(reports or (build_report(),))), NoLedger())

@@ -10,9 +10,9 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.ledger import Claim
 from contract.signing import ResultSeal
 from contract.specs import SkillSummary, ToolSpec
+from orchestrator.dispatch.transport import Delivery
 from orchestrator.models.base import Chunk, ModelRequest
-from orchestrator.results import ResultHub
-from orchestrator.transport import Delivery
+from store.results import ResultHub
 from tests.builders import KEY
 from workers.sandbox_client import GuestResponse, SandboxClient
 

@@ -9,17 +9,17 @@ from typing import Any
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from orchestrator.batches.items import Ground, RunBody
-from orchestrator.run_service import ServiceWork
 from orchestrator.runs.event_teller import EventTellers
-from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.hosted_records import HostedRun
-from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.run_service import ServiceWork
 from orchestrator.runs.runner import Runner
+from store.batch_events import HappeningWriter
+from store.batch_items import Ground, RunBody
+from store.hosted_records import HostedRun
+from store.run_queue import Claim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.fake_hosts import MemoryPlaces
+from tests.fake_hosts import MemorySessionStore
 from tests.item_ground import ItemGround
 
 SOON_S = 60.0
@@ -84,7 +84,7 @@ def types(events: list[Event]) -> list[str]:
 @asynccontextmanager
 async def open_hosted(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
     """Makes processes on one Redis, which share the places of sessions."""
-    places, made = MemoryPlaces(), list[HostedGround]()
+    places, made = MemorySessionStore(), list[HostedGround]()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=30) as client:
 
         def make(*arguments: Any, **options: Any) -> HostedGround:

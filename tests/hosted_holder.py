@@ -10,7 +10,7 @@ from typing import Any
 import redis.asyncio
 
 from contract.calls import ToolResult
-from tests.fake_hosts import MemoryPlaces
+from tests.fake_hosts import MemorySessionStore
 from tests.hosted_ground import HostedGround
 from tests.item_ground import echo_then
 
@@ -23,7 +23,7 @@ async def hang_at_the_second(call: Any, _: Any) -> ToolResult:
 
 async def work(url: str) -> None:
     async with redis.asyncio.Redis.from_url(url) as client:
-        ground = HostedGround(client, echo_then("never", "one", "two"), places=MemoryPlaces(), answers={"echo": hang_at_the_second})
+        ground = HostedGround(client, echo_then("never", "one", "two"), places=MemorySessionStore(), answers={"echo": hang_at_the_second})
         await ground.runner().run()
 
 

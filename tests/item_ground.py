@@ -15,29 +15,29 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.specs import ToolSpec
 from orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
 from orchestrator.approvals.approvers import Approver
-from orchestrator.batches.happenings import Happening
-from orchestrator.batches.items import BatchItem, CallBody, Outcome, RunBody
-from orchestrator.call_ledger import CallLedger
-from orchestrator.dispatcher import Dispatcher, Pool
-from orchestrator.installed_skills import InstalledSkills
+from orchestrator.dispatch.dispatcher import Dispatcher, Pool
+from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel
 from orchestrator.models.scripted import EVERYTHING, Calls, ScriptedModel, Turn
-from orchestrator.pool_connection import PoolConnection
-from orchestrator.run_parts import RunParts
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.models import Models
-from orchestrator.runs.records import BatchDefaults
-from orchestrator.runs.run_log import RunLog
-from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.run_parts import RunParts
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenant_catalog import TenantCatalog
-from orchestrator.tenants import RedisTenants
+from store.batch_items import BatchItem, CallBody, Outcome, RunBody
+from store.calls import CallStore
+from store.happenings import Happening
+from store.run_log import RunLog
+from store.run_queue import Claim
+from store.run_records import BatchDefaults
+from store.skills import InstalledSkills
+from store.switches import RedisSwitches
+from store.tenants import RedisTenants
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
-from tests.fake_hosts import MemoryPlaces, StaticHosts, build_report
+from tests.fake_hosts import MemorySessionStore, StaticHosts, build_report
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from tests.run_ground import RunGround, build_item
 from workers.tools.builtin import build_registry
@@ -74,7 +74,7 @@ class ItemGround(RunGround):
         *,
         approver: Approver | None = None,
         policy: ApprovalPolicy = DEFAULT_POLICY,
-        places: MemoryPlaces | None = None,
+        places: MemorySessionStore | None = None,
         answers: Mapping[str, Answer] | None = None,
         echo: ToolSpec | None = None,
     ) -> None:
@@ -82,12 +82,12 @@ class ItemGround(RunGround):
         self.model = turns if not isinstance(turns, Sequence) else ScriptedModel(turns)
         self.answers: dict[str, Answer] = dict(answers or {})
         self.happenings: list[Happening] = []
-        self.places = places or MemoryPlaces()
+        self.places = places or MemorySessionStore()
         self.transport = AnsweringTransport(self._answer)
         self.blobs = MemoryAsyncBlobs()
         catalog: Any = StaticCatalog(*build_registry().specs(), echo or build_spec("echo"))
         blobs: Any = self.blobs
-        pool = Pool(self.places, StaticHosts(build_report()), CallLedger(client, "d"))
+        pool = Pool(self.places, StaticHosts(build_report()), CallStore(client, "d"))
         dispatcher = Dispatcher(self.transport, catalog, KEY, queue_wait_s=60, pool=pool)
         installed = InstalledSkills(client, "d", KEY)
         self.pool = PoolConnection(
@@ -181,7 +181,7 @@ def archive_of(folder: Path) -> bytes:
 @asynccontextmanager
 async def open_maker(redis_server: RedisProcess) -> AsyncIterator[Made]:
     """Makes processes on one Redis, which share the places of sessions."""
-    places = MemoryPlaces()
+    places = MemorySessionStore()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         with capture_logs():
             yield lambda *arguments, **options: ItemGround(client, *arguments, places=places, **options)

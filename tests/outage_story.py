@@ -12,7 +12,7 @@ import httpx
 import pytest
 import redis
 
-from orchestrator import api_keys
+from store import api_keys
 from tests.api_ground import READY_S, api_settings, serving
 from tests.api_stack import SOON_S, ApiStack, bash, read_events, rule, started
 from tests.outage_requests import REQUESTS, Asked, Seen, send, send_again

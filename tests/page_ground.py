@@ -13,23 +13,23 @@ from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, 
 from contract.calls import Clocks, KillReport, ToolCall, ToolResult
 from contract.names import call_key, catalog_key, host_key, hosts_key
 from contract.specs import Catalog, seal_catalog
-from orchestrator.actors import Actor
-from orchestrator.api_keys import ApiKeys, NewKey
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.gate import digest_call
 from orchestrator.approvals.questions import Question, build_record
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.batches.items import BatchItem, FailureKind, Outcome, RunBody
-from orchestrator.events import CallFinished, CallSent, CallStarted, OutputArrived, RunStarted, StepFinished, StepStarted, TextArrived
+from orchestrator.loop.events import CallFinished, CallSent, CallStarted, OutputArrived, RunStarted, StepFinished, StepStarted, TextArrived
 from orchestrator.models.base import Usage
-from orchestrator.places import Places
 from orchestrator.runs.event_teller import EventTellers, RunTeller
-from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
-from orchestrator.runs.run_queue import RunQueue
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tenants import RedisTenants
+from store.actors import Actor
+from store.api_keys import ApiKeys, NewKey
+from store.batch_events import HappeningWriter
+from store.batch_items import BatchItem, FailureKind, Outcome, RunBody
+from store.run_queue import RunQueue
+from store.run_records import BatchDefaults, BatchRecord, BatchState
+from store.sessions import SessionStore
+from store.tenants import RedisTenants
 from tests.api_ground import ApiGround
 from tests.batch_story import Attempt, tell_item
 from tests.builders import build_spec
@@ -115,7 +115,7 @@ class World:
         await self.redis.rpush(queue, *(["a call"] * calls))
 
     async def open_session(self, tenant: str, session: str) -> None:
-        await Places(self.redis, DEPLOYMENT).open(tenant, session, "host.h1.b00t", start="{}", ttl_s=1800, limit=100)
+        await SessionStore(self.redis, DEPLOYMENT).open(tenant, session, "host.h1.b00t", start="{}", ttl_s=1800, limit=100)
 
     async def note_call(self, call: str, tenant: str = "acme") -> str:
         """The record of a call that has ended; gives its Celery task's id."""

@@ -14,11 +14,11 @@ from contract.envelope import decode_result, encode_call
 from contract.names import result_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from orchestrator.catalog import RedisCatalog
-from orchestrator.celery_transport import CeleryTransport
-from orchestrator.dispatcher import Dispatcher
-from orchestrator.redis_connection import open_redis
-from orchestrator.results import ResultHub
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.dispatcher import Dispatcher
+from store.catalog import RedisCatalog
+from store.connection import open_redis
+from store.results import ResultHub
 
 
 def make_envelope(

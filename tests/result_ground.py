@@ -9,7 +9,7 @@ from typing import Any
 
 import redis.asyncio
 
-from orchestrator.results import ResultHub
+from store.results import ResultHub
 from tests.conftest import RedisProcess, free_port
 from tests.fakes import close_hub
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import redis.asyncio
 
-from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome, RunBody
-from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
-from orchestrator.runs.run_queue import Claim, RunQueue
+from store.batch_items import BatchItem, Failure, FailureKind, Outcome, RunBody
+from store.run_queue import Claim, RunQueue
+from store.run_records import BatchDefaults, BatchRecord, BatchState
 from tests.builders import KEY
 
 

@@ -10,16 +10,16 @@ import redis.asyncio
 from structlog.testing import capture_logs
 
 from contract.errors import BrokerUnavailable
-from orchestrator.batches.happenings import Happening, ItemDone, parse_happening
-from orchestrator.batches.items import Failure, FailureKind, Outcome
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.brake import Brake
-from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.places import Places
-from orchestrator.runs.records import BatchDefaults, BatchState
-from orchestrator.runs.run_queue import Claim, RunQueue
 from orchestrator.runs.runner import Runner
+from store.batch_events import HappeningWriter
+from store.batch_items import Failure, FailureKind, Outcome
+from store.happenings import Happening, ItemDone, parse_happening
+from store.run_queue import Claim, RunQueue
+from store.run_records import BatchDefaults, BatchState
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround

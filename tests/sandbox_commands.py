@@ -1,6 +1,6 @@
 """What runs in a session's sandbox, seen from outside: by the host's processes, not by what the sandbox says."""
 
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
 from tests.stack import Stack, commands_in
 
 

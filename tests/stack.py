@@ -24,8 +24,8 @@ from docker import APIClient
 
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
-from orchestrator.local_stack import StackInfo, read_stack
-from orchestrator.redis_server import find_redis_server, write_redis_config
+from orchestrator.operations.local_stack import StackInfo, read_stack
+from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.containers import open_engine
 from tests.processes import read_proc
 

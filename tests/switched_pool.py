@@ -11,28 +11,26 @@ from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from orchestrator.admission import PausableAdmission, SharedAdmission
-from orchestrator.blobs import Blobs
-from orchestrator.call_events import CallEvents
-from orchestrator.catalog import RedisCatalog
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import Dispatcher
-from orchestrator.installed_skills import InstalledSkills
-from orchestrator.pool_connection import PoolConnection
-from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session, SessionInfo
+from orchestrator.dispatch.call_events import CallEventListener
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.dispatch.sessions import Session, SessionInfo
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenant_catalog import TenantCatalog
-from orchestrator.tenants import RedisTenants
-from orchestrator.transport import NotSent
+from store.blobs import Blobs
+from store.catalog import RedisCatalog
+from store.connection import connect_once, open_redis
+from store.publisher import NotSent
+from store.skills import InstalledSkills
+from store.switches import RedisSwitches, WorkerSwitches
+from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger
-from workers.call_events import open_events
+from workers.call_events import open_call_events
 from workers.executor import CallRepeated, Executor
-from workers.redis_connection import connect_once
-from workers.switches import Switches
 from workers.tools.base import WorkerTool
 
 SESSION = "s1"
@@ -51,8 +49,8 @@ class SwitchedPool:
             MemoryLedger(),
             MemoryBlobs(),
             {"host": "h", "queue": "q"},
-            switches=Switches(self.redis, "default", KEY),
-            open_events=partial(open_events, connect_once(self.broker), "default"),
+            switches=WorkerSwitches(self.redis, "default", KEY),
+            open_events=partial(open_call_events, connect_once(self.broker), "default"),
         )
         self.transport = AnsweringTransport(self._execute)
         catalog = Catalog(tools=tuple(state.spec for state in self.registry.describe()))
@@ -69,9 +67,9 @@ class SwitchedPool:
         """A client as `ToolClient.connect` makes one, but for the queue. `has_admission`: its calls need slots, and tenants have policies."""
         redis = open_redis(self.broker)
         catalog, switches = RedisCatalog(redis, "default", KEY), RedisSwitches(redis, "default", KEY)
-        events = CallEvents(redis, "default")
+        events = CallEventListener(redis, "default")
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
-        await hosts.places.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
+        await hosts.sessions.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         tenants = RedisTenants(redis, "default", KEY)
         admission = PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else None
         installed = InstalledSkills(redis, "default", KEY)

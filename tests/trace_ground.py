@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from contract.calls import Clocks, SandboxInfo, ToolCall, ToolResult
 from contract.errors import ErrorCode
-from orchestrator.agent import Agent, RunResult
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.events import CallSent, OnEvent
-from orchestrator.limits import ReActOptions
+from orchestrator.loop.agent import Agent, RunResult
+from orchestrator.loop.events import CallSent, OnEvent
+from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.base import Model
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.traces.masking import Masker

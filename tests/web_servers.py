@@ -12,12 +12,12 @@ from typing import Any
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
+from store.web_pages import Page
 from tests.builders import build_call, build_context
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from workers.executor import Executor
 from workers.tools.base import WorkerRegistry, WorkerTool
 from workers.web.addresses import AddressRules
-from workers.web.cache import Page
 from workers.web.connections import build_tls
 from workers.web.egress import EgressRules
 from workers.web.fetcher import Fetcher

@@ -11,13 +11,13 @@ from contract.envelope import encode_call, encode_result
 from contract.errors import ErrorCode
 from contract.hosts import HostReport
 from contract.ledger import CallRecord, CallState
-from contract.places import PlaceState, SessionPlace
 from contract.registry import Switch, seal_switch
+from contract.session_locations import LocationState, SessionLocation
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import Catalog, ToolSpec, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.batches.items import BatchItem, RunBody
-from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState, seal_item
+from store.batch_items import BatchItem, RunBody
+from store.run_records import BatchDefaults, BatchRecord, BatchState, seal_item
 
 KEYS = SigningKeys.of("a secret of the wire fixtures")
 CALL = ToolCall(id="call-1", name="bash_tool", arguments={"command": "echo 'a\u4e2d'", "timeout": 5})
@@ -49,7 +49,7 @@ def build_records() -> dict[str, str]:
         "host": REPORT.model_dump_json(),
         "tenant": seal_policy(KEYS, "acme", TenantPolicy(weight=2)),
         "switch": seal_switch(KEYS, "bash_tool", Switch(by="root", at=1.0, reason="not today")),
-        "place": SessionPlace(state=PlaceState.OPEN, queue="host.a.b1", fence=3).model_dump_json(),
+        "place": SessionLocation(state=LocationState.OPEN, queue="host.a.b1", fence=3).model_dump_json(),
         "ledger": CallRecord(state=CallState.DONE, tool="bash_tool").model_dump_json(),
         "catalog": seal_catalog(KEYS, "sandbox", Catalog(tools=(SPEC,))),
         "batch": batch.model_dump_json(),

@@ -4,9 +4,9 @@ import sys
 
 from contract.errors import ToolcrewError
 from contract.extras import explain_missing
+from store.connection import check_connection
 from workers.lifeline import hold_lifeline
 from workers.logs import configure_logging, tell_not_started
-from workers.redis_connection import check_redis
 from workers.settings import WorkerSettings, load_worker_settings
 
 ORPHAN_GRACE_S = 5.0
@@ -18,7 +18,7 @@ def main() -> int:
     try:
         settings = load_worker_settings()
         configure_logging("web-worker" if settings.worker_kind == "web" else "worker", settings)
-        check_redis(settings.broker())
+        check_connection(settings.broker())
         _run(settings)
     except ToolcrewError as error:
         tell_not_started("worker", error)

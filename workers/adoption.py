@@ -4,13 +4,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-import redis
 import structlog
 
 from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
 from contract.hosts import HostReport
-from workers.places import Adoption, WorkerPlaces
-from workers.reporting import Incarnations
+from store.hosts import WorkerHostStore
+from store.sessions import AdoptionResult, WorkerSessionStore
 from workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
@@ -19,33 +18,30 @@ RETRY_S = 1.0
 BATCH = 500
 
 
-class Adopter:
+class AdoptionMonitor:
     """Takes over sessions: `begin` before the worker serves calls; then, as a thread, what could not be decided or closed at once."""
 
     def __init__(
-        self, places: WorkerPlaces, others: Incarnations, gone: Sequence[HostReport], open_client: Callable[[], SandboxClient]
+        self, sessions: WorkerSessionStore, hosts: WorkerHostStore, ended: Sequence[HostReport], open_client: Callable[[], SandboxClient]
     ) -> None:
-        """`gone`: what is still reported of this host's workers that do not live any more."""
-        self._places = places
-        self._others = others
-        self._gone = gone
+        """`ended`: reports of workers of this host that have ended and whose reports have not expired."""
+        self._sessions = sessions
+        self._hosts = hosts
+        self._ended = ended
         self._open_client = open_client
         self._held: list[str] = []
         self._stale: list[str] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="adoption", daemon=True)
 
-    def begin(self, names: Iterable[str]) -> Counter[Adoption]:
-        """`names`: of all sessions that sandboxd has. Gives what was decided. Raises BrokerUnavailable."""
-        try:
-            counts = self._adopt(list(names))
-            # Only now: whoever finds a host lost moves its sessions away.
-            for report in self._gone:
-                self._others.dismiss(report)
-        except redis.RedisError as error:
-            raise BrokerUnavailable(f"Redis did not say where this host's sessions live ({error}): see that it is up") from error
+    def begin(self, names: Iterable[str]) -> Counter[AdoptionResult]:
+        """Decide about all sessions that sandboxd has (`names`); return how many were decided how. Raises BrokerUnavailable."""
+        counts = self._adopt(list(names))
+        # Only now: when a host is lost, orchestrators move its sessions away.
+        for report in self._ended:
+            self._hosts.dismiss(report)
         if counts:
-            log.info("sessions_adopted", **{str(adoption): count for adoption, count in counts.items()})
+            log.info("sessions_adopted", **{str(result): count for result, count in counts.items()})
         return counts
 
     def start(self) -> None:
@@ -56,15 +52,15 @@ class Adopter:
         """Returns at once."""
         self._stop.set()
 
-    def _adopt(self, names: list[str]) -> Counter[Adoption]:
-        counts: Counter[Adoption] = Counter()
+    def _adopt(self, names: list[str]) -> Counter[AdoptionResult]:
+        counts: Counter[AdoptionResult] = Counter()
         held = []
         for at in range(0, len(names), BATCH):
-            for name, adoption in self._places.adopt(names[at : at + BATCH], [report.queue for report in self._gone]).items():
-                counts[adoption] += 1
-                if adoption is Adoption.HELD:
+            for name, result in self._sessions.adopt(names[at : at + BATCH], [report.queue for report in self._ended]).items():
+                counts[result] += 1
+                if result is AdoptionResult.HELD:
                     held.append(name)
-                elif adoption in (Adoption.ELSEWHERE, Adoption.CLOSED) and name not in self._stale:
+                elif result in (AdoptionResult.ELSEWHERE, AdoptionResult.CLOSED) and name not in self._stale:
                     self._stale.append(name)
         # Only when Redis has answered for all: else they are all asked about again.
         self._held = held
@@ -78,7 +74,7 @@ class Adopter:
             self._stop.wait(RETRY_S)
             try:
                 self._adopt(self._held)
-            except redis.RedisError as error:
+            except BrokerUnavailable as error:
                 log.warning("sessions_not_adopted", left=len(self._held), error=str(error))
 
     def _close_stale(self) -> None:

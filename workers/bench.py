@@ -14,7 +14,7 @@ from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFa
 from contract.functions.call_context import CallContext, CoroutineRunner
 from contract.functions.session_state import NoState, SessionStates
 from contract.tenancy import SandboxTerms
-from workers.call_events import CallEvents, Unwatched
+from workers.call_events import CallEvents, NoCallEvents
 from workers.custom.model import CallerModel
 from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
 from workers.sandbox_client import GuestResponse, SandboxClient, SandboxdAway, sandbox_id
@@ -38,7 +38,7 @@ class Bench:
     sandbox: SandboxInfo | None = None
     sandbox_s: float = 0.0
     run_s: float = 0.0
-    events: CallEvents = field(default_factory=Unwatched)
+    events: CallEvents = field(default_factory=NoCallEvents)
     states: SessionStates | None = None
     """None: sessions have no state here."""
     trace: CallTrace | None = None

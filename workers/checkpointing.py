@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import redis
 import structlog
 
-from contract.errors import OperatorError, ToolFailure
-from contract.places import PlaceState
+from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
+from contract.session_locations import LocationState
+from store.sessions import WorkerSessionStore
 from workers.checkpoints import AutomaticCheckpoints
 from workers.host_watch import SessionRow, parse_rows
-from workers.places import WorkerPlaces
 from workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
@@ -48,19 +47,19 @@ class Watched:
         return row.idle_s >= QUIET_S or waited_s >= every_s
 
 
-class CheckpointKeeper:
+class CheckpointMonitor:
     """A thread that checkpoints what has changed, at most every `every_s` seconds a session, a few sessions at a time."""
 
     def __init__(
         self,
         open_client: Callable[[], SandboxClient],
-        places: WorkerPlaces,
+        sessions: WorkerSessionStore,
         checkpoints: AutomaticCheckpoints,
         every_s: float,
         stop: threading.Event,
     ) -> None:
         self._open_client = open_client
-        self._places = places
+        self._sessions = sessions
         self._checkpoints = checkpoints
         self._every_s = every_s
         self._stop = stop
@@ -72,7 +71,7 @@ class CheckpointKeeper:
             self._thread.start()
 
     def look(self, client: SandboxClient) -> int:
-        """One round: keep what is due; gives how many sessions were kept. Raises OperatorError, RedisError."""
+        """One round: keep what is due; gives how many sessions were kept. Raises OperatorError."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
         ended = {name: watched.checkpoint for name, watched in self._watched.items() if watched.checkpoint and name not in rows}
@@ -93,14 +92,14 @@ class CheckpointKeeper:
             while not self._stop.wait(min(LOOK_EVERY_S, self._every_s)):
                 try:
                     self.look(client)
-                except (OperatorError, ToolFailure, redis.RedisError) as error:
+                except (OperatorError, ToolFailure) as error:
                     log.warning("checkpoints_not_taken", error=str(error))
 
     def _keep_all(self, names: Sequence[str]) -> int:
-        places = self._places.find(names)
-        ours = [name for name in names if name in places and places[name].queue == self._places.queue]
+        locations = self._sessions.find(names)
+        ours = [name for name in names if name in locations and locations[name].queue == self._sessions.queue]
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="checkpoint") as threads:
-            return sum(threads.map(lambda name: self._keep(name, places[name].fence), ours))
+            return sum(threads.map(lambda name: self._keep(name, locations[name].fence), ours))
 
     def _keep(self, name: str, fence: int) -> bool:
         if self._stop.is_set():
@@ -109,6 +108,9 @@ class CheckpointKeeper:
         try:
             with self._open_client() as client:
                 checkpoint = self._checkpoints.take(client, name, fence)
+        except BrokerUnavailable:
+            # The worker ends before Redis has answered.
+            raise
         except (OperatorError, ToolFailure) as error:
             watched.failures += 1
             pause_s = min(MAX_PAUSE_S, self._every_s * 2**watched.failures)
@@ -120,8 +122,8 @@ class CheckpointKeeper:
 
     def _forget_ended(self, ended: Mapping[str, str]) -> None:
         """`ended`: sessions that sandboxd has no more, with their last checkpoints. What goes on elsewhere needs its own; closed and expired ones do not."""
-        places = self._places.find(ended) if ended else {}
+        locations = self._sessions.find(ended) if ended else {}
         for name, checkpoint in ended.items():
-            place = places.get(name)
-            if place is None or (place.queue == self._places.queue and place.state is PlaceState.OPEN):
+            location = locations.get(name)
+            if location is None or (location.queue == self._sessions.queue and location.state is LocationState.OPEN):
                 self._checkpoints.forget_later(name, checkpoint)

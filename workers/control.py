@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import redis
 import structlog
 
 from contract.calls import ToolCall, ToolContext
 from contract.envelope import decode_call
-from contract.errors import EnvelopeRefused, RefusalReason, ToolcrewError
+from contract.errors import BrokerUnavailable, EnvelopeRefused, RefusalReason, ToolcrewError
 from contract.hosts import DRAIN_ORDER
-from contract.names import control_queue
 from contract.signing import SigningKeys
+from store.control import WorkerControlStore
 from workers.sandbox_client import SandboxClient, sandbox_id
 
 log = structlog.get_logger(__name__)
@@ -25,7 +24,6 @@ STOP_S = 5.0
 RETRY_S = 1.0
 MAX_AT_ONCE = 32
 """Closing takes the engine seconds: one does not hold up the next."""
-_WAKE = b"stop"
 
 
 class ControlReader:
@@ -40,17 +38,16 @@ class ControlReader:
 
     def __init__(
         self,
-        client: "redis.Redis",
+        orders: WorkerControlStore,
         queues: Sequence[str],
         key: SigningKeys,
         clock: Callable[[], float] = time.time,
         on_refused: Callable[[RefusalReason], None] | None = None,
     ) -> None:
-        self._client = client
+        self._orders = orders
         self._on_refused = on_refused
-        self._own = queues[0]
+        self._own, self._queues = queues[0], tuple(queues)
         self._drain: Callable[[bool], bool] | None = None
-        self._lists = [control_queue(queue) for queue in queues]
         self._key = key
         self._clock = clock
         self._stop = threading.Event()
@@ -67,11 +64,9 @@ class ControlReader:
     def stop(self) -> None:
         """Stop reading; what is being obeyed goes on."""
         self._stop.set()
-        # Wakes the thread. The first list is this worker's own: nobody else takes it.
-        with contextlib.suppress(redis.RedisError), self._client.pipeline(transaction=True) as pipe:
-            pipe.lpush(self._lists[0], _WAKE)
-            pipe.expire(self._lists[0], 1 + WAIT_S)
-            pipe.execute()
+        # Wakes the thread. No other worker reads this worker's own list.
+        with contextlib.suppress(BrokerUnavailable):
+            self._orders.wake(self._own, 1 + WAIT_S)
         self._thread.join(timeout=STOP_S)
 
     def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
@@ -81,16 +76,13 @@ class ControlReader:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                item = self._client.brpop(self._lists, timeout=WAIT_S)
-            except redis.RedisError as error:
+                order = self._orders.take(self._queues, WAIT_S)
+            except BrokerUnavailable as error:
                 log.warning("control_not_read", error=str(error))
                 self._stop.wait(RETRY_S)
                 continue
-            if item is None:
-                continue
-            data = item[1] if isinstance(item[1], bytes) else item[1].encode()
-            if data != _WAKE:
-                self._take(data)
+            if order is not None:
+                self._take(order)
 
     def _take(self, data: bytes) -> None:
         try:
@@ -155,7 +147,7 @@ class ControlListener(ControlReader):
 
     def __init__(
         self,
-        client: "redis.Redis",
+        orders: WorkerControlStore,
         open_sandboxd: Callable[[], SandboxClient],
         ledger: CancelLedger,
         queue: str,
@@ -163,7 +155,7 @@ class ControlListener(ControlReader):
         clock: Callable[[], float] = time.time,
         on_refused: Callable[[RefusalReason], None] | None = None,
     ) -> None:
-        super().__init__(client, (queue,), key, clock, on_refused)
+        super().__init__(orders, (queue,), key, clock, on_refused)
         self._open_sandboxd = open_sandboxd
         self._ledger = ledger
 

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import redis
 import structlog
 
-from contract.errors import OperatorError, SandboxUnavailable, ToolFailure
-from contract.places import PlaceState, SessionPlace
+from contract.errors import BrokerUnavailable, OperatorError, SandboxUnavailable, ToolFailure
+from contract.session_locations import LocationState, SessionLocation
+from store.sessions import WorkerSessionStore
 from workers.checkpoints import AutomaticCheckpoints
 from workers.host_watch import SessionRow, parse_rows
-from workers.places import WorkerPlaces
 from workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
@@ -41,13 +40,13 @@ class Drain:
     def __init__(
         self,
         open_client: Callable[[], SandboxClient],
-        places: WorkerPlaces,
+        sessions: WorkerSessionStore,
         checkpoints: AutomaticCheckpoints,
         find_at_work: Callable[[], set[str]],
         stop: threading.Event,
     ) -> None:
         self._open_client = open_client
-        self._places = places
+        self._sessions = sessions
         self._checkpoints = checkpoints
         self._find_at_work = find_at_work
         self._stop = stop
@@ -79,7 +78,7 @@ class Drain:
             try:
                 if not self._round(is_lossy=is_lossy, is_late=time.monotonic() >= until):
                     return True
-            except (OperatorError, ToolFailure, redis.RedisError) as error:
+            except (OperatorError, ToolFailure) as error:
                 log.warning("drain_held_up", error=str(error))
             self._stop.wait(LOOK_S)
         return False
@@ -95,21 +94,21 @@ class Drain:
             # What it has nobody can keep: the next call of each session finds this worker gone.
             log.error("drained_without_sandboxd", error=str(silent))
             return 0
-        places = {name: place for name, place in self._places.find(rows).items() if self._is_ours(name, place)}
-        self.left = len(places)
+        locations = {name: location for name, location in self._sessions.find(rows).items() if self._is_ours(name, location)}
+        self.left = len(locations)
         now = time.monotonic()
-        names = [name for name in places if is_late or now >= self._retry_at.get(name, now)]
+        names = [name for name in locations if is_late or now >= self._retry_at.get(name, now)]
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="drain") as threads:
-            moved = threads.map(lambda name: self._try(rows[name], places[name], is_lossy=is_lossy, is_late=is_late), names)
+            moved = threads.map(lambda name: self._try(rows[name], locations[name], is_lossy=is_lossy, is_late=is_late), names)
             self.left -= sum(moved)
         # An open that is on its way has no row yet.
         return self.left or len(self._find_at_work())
 
-    def _is_ours(self, name: str, place: SessionPlace) -> bool:
+    def _is_ours(self, name: str, location: SessionLocation) -> bool:
         """One that is being moved, and not by us, is the mover's."""
-        return place.queue == self._places.queue and (place.state is PlaceState.OPEN or self._held.get(name) == place.fence)
+        return location.queue == self._sessions.queue and (location.state is LocationState.OPEN or self._held.get(name) == location.fence)
 
-    def _try(self, row: SessionRow, place: SessionPlace, *, is_lossy: bool, is_late: bool) -> bool:
+    def _try(self, row: SessionRow, location: SessionLocation, *, is_lossy: bool, is_late: bool) -> bool:
         """Whether the session is gone from here."""
         name = row.name
         since = self._since.setdefault(name, time.monotonic())
@@ -117,8 +116,8 @@ class Drain:
             return False
         try:
             with self._open_client() as client:
-                is_moved = self._move(client, row, place, is_lossy=is_lossy, is_late=is_late)
-        except (OperatorError, ToolFailure, redis.RedisError) as error:
+                is_moved = self._move(client, row, location, is_lossy=is_lossy, is_late=is_late)
+        except (OperatorError, ToolFailure) as error:
             self._refusals[name] = str(error)
             log.warning("session_not_moved", session=row.session, error=str(error))
             is_moved = False
@@ -129,34 +128,37 @@ class Drain:
         self._refusals.pop(name, None)
         return True
 
-    def _move(self, client: SandboxClient, row: SessionRow, place: SessionPlace, *, is_lossy: bool, is_late: bool) -> bool:
+    def _move(self, client: SandboxClient, row: SessionRow, location: SessionLocation, *, is_lossy: bool, is_late: bool) -> bool:
         """Keep, hold, keep what changed meanwhile, let go. While it is held every call waits, so most is kept before."""
         name, needs_keeping = row.name, not is_lossy and not is_late
-        if needs_keeping and (row.changed or not place.checkpoint) and not self._checkpoints.take(client, name, place.fence):
+        if needs_keeping and (row.changed or not location.checkpoint) and not self._checkpoints.take(client, name, location.fence):
             return False
-        fence = self._hold(name, place)
+        fence = self._hold(name, location)
         if fence is None:
             return False
         try:
             if not self._await_quiet(name) and not is_late:
-                self._places.unhold(name, fence)
+                self._sessions.unhold(name, fence)
                 return False
             if needs_keeping and self._has_changed(client, name):
                 self._checkpoints.take(client, name, fence)
-        except (OperatorError, ToolFailure):
-            self._places.unhold(name, fence)
+        except BrokerUnavailable:
+            # What was asked for may have been done: the next round looks at the session as it is then.
             raise
-        if self._places.release(name, fence):
+        except (OperatorError, ToolFailure):
+            self._sessions.unhold(name, fence)
+            raise
+        if self._sessions.release(name, fence):
             log.info("session_moved", session=row.session, kept=needs_keeping)
         client.close(name)
         return True
 
-    def _hold(self, name: str, place: SessionPlace) -> int | None:
-        if place.state is PlaceState.MOVING:
-            return place.fence
+    def _hold(self, name: str, location: SessionLocation) -> int | None:
+        if location.state is LocationState.MOVING:
+            return location.fence
         # Before it is asked for: when the answer is lost, the next round knows its own hold.
-        self._held[name] = place.fence + 1
-        return self._places.hold(name, place.fence, HOLD_S)
+        self._held[name] = location.fence + 1
+        return self._sessions.hold(name, location.fence, HOLD_S)
 
     def _await_quiet(self, name: str) -> bool:
         """Whether what was taken from the queue before the hold has ended."""

@@ -20,7 +20,7 @@ from contract.specs import ToolSpec
 from contract.tenancy import SandboxTerms
 from telemetry.spans import Tracer
 from workers.bench import Bench, SandboxBench
-from workers.call_events import CallEvents, Unwatched
+from workers.call_events import CallEvents, NoCallEvents
 from workers.held_calls import HeldCalls
 from workers.interrupts import CallInterrupted
 from workers.sandbox_client import SandboxClient, SandboxdAway
@@ -45,8 +45,8 @@ class CallRepeated(Exception):
         self.claim = claim
 
 
-class CallLedger(Protocol):
-    """Who may start a call, or refuse it. As workers/ledger.py has it."""
+class ClaimStore(Protocol):
+    """Decides who may start a call, or refuse it (WorkerCallStore of store/calls.py)."""
 
     def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim: ...
 
@@ -105,7 +105,7 @@ class Executor:
         self,
         registry: WorkerRegistry,
         client: SandboxClient | None,
-        ledger: CallLedger,
+        ledger: ClaimStore,
         blobs: BlobStore,
         facts: Mapping[str, str],
         holder: str = "",
@@ -201,7 +201,7 @@ class Executor:
         call = prepared.call
         content = self.blobs.take(context.tenant, context.blob) if context.blob else b""
         # Only now: the caller of a repetition hears the first one's events.
-        events = self._open_events(call, context) if self._open_events is not None else Unwatched()
+        events = self._open_events(call, context) if self._open_events is not None else NoCallEvents()
         try:
             bench = self._open_bench(call, context, content, events, prepared.terms)
             bench.trace = trace

@@ -1,14 +1,14 @@
-"""Tells every few seconds that the worker lives, and hears whether it was given up."""
+"""Reports every few seconds that the worker lives, and learns whether it was given up."""
 
 import threading
 from collections.abc import Callable
 
-import redis
 import structlog
 
 from contract.clock import SKEW_TOLD_S, SharedClock
+from contract.errors import BrokerUnavailable
 from contract.hosts import HEARTBEAT_S, HostReport
-from workers.reporting import How, Reporter, Verdict
+from store.hosts import Departure, ReportResult, WorkerHostStore
 
 log = structlog.get_logger(__name__)
 
@@ -22,8 +22,8 @@ class Heartbeat:
     `on_lost`: called once, with the reason, when the worker must not go on under its name; nothing is reported from then on.
     """
 
-    def __init__(self, reporter: Reporter, build: Callable[[], HostReport], clock: SharedClock, on_lost: Callable[[str], None]) -> None:
-        self._reporter = reporter
+    def __init__(self, hosts: WorkerHostStore, build: Callable[[], HostReport], clock: SharedClock, on_lost: Callable[[str], None]) -> None:
+        self._hosts = hosts
         self._build = build
         self._clock = clock
         self._on_lost = on_lost
@@ -41,13 +41,13 @@ class Heartbeat:
         """Report now, because something has changed."""
         self._wake.set()
 
-    def stop(self, how: How) -> None:
-        """The last report, so that nobody waits for the worker longer than need be. Redis being away: what was reported expires by itself."""
+    def stop(self, departure: Departure) -> None:
+        """Send the last report, so that no process waits longer for the worker than necessary. If Redis does not answer, the report expires by itself."""
         self._stop.set()
         self._wake.set()
         try:
-            self._leave(how)
-        except redis.RedisError as error:
+            self._leave(departure)
+        except BrokerUnavailable as error:
             log.warning("worker_left_unsaid", error=str(error))
 
     def leave_drained(self, is_ending: Callable[[], bool]) -> bool:
@@ -56,16 +56,16 @@ class Heartbeat:
             try:
                 if self._leave("drained"):
                     return True
-            except redis.RedisError as error:
+            except BrokerUnavailable as error:
                 log.warning("worker_left_unsaid", error=str(error))
             self._stop.wait(LEAVE_POLL_S)
         return False
 
-    def _leave(self, how: How) -> bool:
+    def _leave(self, departure: Departure) -> bool:
         with self._turn:
             if self._is_over:
                 return False
-            self._is_over = self._reporter.leave(how, self._build())
+            self._is_over = self._hosts.leave(departure, self._build())
             return self._is_over
 
     def _run(self) -> None:
@@ -80,16 +80,17 @@ class Heartbeat:
             with self._turn:
                 if self._is_over:
                     return True
-                verdict = self._reporter.report(self._build())
-                self._is_over = verdict is not Verdict.KEPT
-        except redis.RedisError as error:
+                report = self._build()
+                result = self._hosts.report(report)
+                self._is_over = result is not ReportResult.ACCEPTED
+        except BrokerUnavailable as error:
             log.warning("worker_not_reported", error=str(error))
             return False
         self._tell_skew()
         if self._is_over:
-            reason = "was given up for lost" if verdict is Verdict.GIVEN_UP else "is another worker's by now"
-            log.error("worker_lost_its_name", queue=self._reporter.queue, reason=reason)
-            self._on_lost(f"{self._reporter.queue} {reason}")
+            reason = "was given up for lost" if result is ReportResult.GIVEN_UP else "is another worker's by now"
+            log.error("worker_lost_its_name", queue=report.queue, reason=reason)
+            self._on_lost(f"{report.queue} {reason}")
         return True
 
     def _tell_skew(self) -> None:

@@ -13,25 +13,25 @@ import structlog
 from contract.clock import SharedClock
 from contract.errors import SandboxUnavailable
 from contract.hosts import HostReport
-from workers.adoption import Adopter
-from workers.celery_state import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
-from workers.checkpointing import DEFAULT_EVERY_S, CheckpointKeeper
-from workers.checkpoints import AutomaticCheckpoints, NotingClient
+from store.connection import connect, connect_once
+from store.hosts import WorkerHostStore
+from store.metrics import WorkerMetricsStore
+from store.sessions import WorkerSessionStore
+from store.tenants import WorkerTenants
+from workers.adoption import AdoptionMonitor
+from workers.celery_edge.worker_state import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
+from workers.checkpointing import DEFAULT_EVERY_S, CheckpointMonitor
+from workers.checkpoints import AutomaticCheckpoints, RecordingSandboxClient
 from workers.draining import Drain
-from workers.expiry import ExpiryWatch
 from workers.heartbeat import Heartbeat
 from workers.host_report import build_host_report, read_store
 from workers.host_watch import SandboxdWatch
 from workers.incarnation import take_incarnation
-from workers.leftovers import LeftoverSweep
-from workers.places import WorkerPlaces
 from workers.processes import describe_process
-from workers.redis_connection import connect, connect_once
-from workers.reporting import Incarnations, Reporter
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd_counts import SandboxdCounts
+from workers.session_monitors import ExpiryMonitor, LeftoverMonitor
 from workers.settings import WorkerSettings
-from workers.tenants import Tenants
 from workers.terms_watch import TermsWatch
 
 log = structlog.get_logger(__name__)
@@ -78,38 +78,34 @@ class HostLife:
         self._watch = SandboxdWatch(self._open_client, first, self._end_for_other_boot)
         facts = _Facts(self._settings.host, secrets.token_hex(4), describe_process(), self._settings.concurrency, time.time())
         self._facts = facts
-        # Sent once: what a report says is old when it can be sent again.
-        client, deployment = connect_once(self._broker), self._broker.deployment
-
-        def open_reporter(queue: str) -> Reporter:
-            return Reporter(client, deployment, queue, facts.worker, (), self._clock)
-
-        others = Incarnations(client, deployment, facts.host)
-        incarnation = take_incarnation(facts.host, str(first["boot"]), others, open_reporter, self._report)
-        self.queue, self.worker = incarnation.reporter.queue, facts.worker
-        self._places = self.open_places()
-        self._adopter = Adopter(self._places, others, incarnation.gone, self._open_client)
+        deployment = self._broker.deployment
+        hosts = WorkerHostStore(connect_once(self._broker), deployment, self._clock)
+        incarnation = take_incarnation(facts.host, str(first["boot"]), hosts, self._report)
+        self.queue, self.worker = incarnation.queue, facts.worker
+        self._sessions = self.open_sessions()
+        self._adopter = AdoptionMonitor(self._sessions, hosts, incarnation.ended, self._open_client)
         with self._open_client() as sandboxd:
             self._adopter.begin(str(row["name"]) for row in sandboxd.sessions())
-        self._heartbeat = Heartbeat(incarnation.reporter, lambda: self._report(self.queue), self._clock, self._end_for_loss)
-        self._counts = SandboxdCounts(connect_once(self._broker), deployment, facts.host, self.queue, lambda: self._watch.status)
-        self._checkpoints = AutomaticCheckpoints(self._places, self._clock, self._stop)
-        self._keeper = CheckpointKeeper(self._open_client, self._places, self._checkpoints, self._every_s(), self._stop_keeping)
-        self._expiry = ExpiryWatch(self._open_client, self._places, self._stop)
-        self._leftovers = LeftoverSweep(self._open_client, self._places, self._stop)
+        self._heartbeat = Heartbeat(hosts, lambda: self._report(self.queue), self._clock, self._end_for_loss)
+        metrics = WorkerMetricsStore(connect_once(self._broker), deployment)
+        self._counts = SandboxdCounts(metrics, facts.host, self.queue, lambda: self._watch.status)
+        self._checkpoints = AutomaticCheckpoints(self._sessions, self._clock, self._stop)
+        self._keeper = CheckpointMonitor(self._open_client, self._sessions, self._checkpoints, self._every_s(), self._stop_keeping)
+        self._expiry = ExpiryMonitor(self._open_client, self._sessions, self._stop)
+        self._leftovers = LeftoverMonitor(self._open_client, self._sessions, self._stop)
         self._terms = TermsWatch(
-            self._open_client, Tenants(connect(self._broker), deployment, self._broker.signing_keys()).policy, self._stop
+            self._open_client, WorkerTenants(connect(self._broker), deployment, self._broker.signing_keys()).policy, self._stop
         )
 
-    def open_places(self) -> WorkerPlaces:
+    def open_sessions(self) -> WorkerSessionStore:
         """Over a connection of its own."""
-        return WorkerPlaces(connect(self._broker), self._broker.deployment, self._settings.host, self.queue)
+        return WorkerSessionStore(connect(self._broker), self._broker.deployment, self._settings.host, self.queue)
 
     def open_call_client(self) -> SandboxClient:
         """A client of sandboxd for one thread or process that runs calls."""
         if self._is_local:
             return self._open_client()
-        return NotingClient(self._settings.sandboxd_socket, self.open_places(), self._clock)
+        return RecordingSandboxClient(self._settings.sandboxd_socket, self.open_sessions(), self._clock)
 
     def start(self) -> None:
         on_stopping(self._note_leaving)
@@ -124,13 +120,13 @@ class HostLife:
         self._terms.start()
 
     def stop(self) -> None:
-        """With sessions its next process is waited for; else whatever waits in its queue is somebody else's at once."""
+        """With sessions, orchestrators wait for its next process. Without, they take what waits in its queue at once."""
         self._stop.set()
         self._stop_keeping.set()
         self._adopter.stop()
         self._watch.stop()
         self._counts.stop()
-        self._heartbeat.stop("parted" if self._watch.status.get("sessions") else "gone")
+        self._heartbeat.stop("restarting" if self._watch.status.get("sessions") else "stopped")
 
     def drain(self, lossy: bool) -> bool:
         """Take the host out of service, and end; whether that has begun. `lossy`: though its checkpoints cannot leave it."""
@@ -143,7 +139,7 @@ class HostLife:
         with self._drain_turn:
             if self._drain is not None:
                 return False
-            self._drain = Drain(self._open_client, self._places, self._checkpoints, find_sessions_at_work, self._stop)
+            self._drain = Drain(self._open_client, self._sessions, self._checkpoints, find_sessions_at_work, self._stop)
         log.info("drain_begins")
         self._stop_keeping.set()
         self._heartbeat.beat_soon()

@@ -84,7 +84,8 @@ def _take_what_libraries_say(formatter: logging.Formatter, least: int) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(least if least <= logging.DEBUG else max(least, logging.WARNING))
-    logging.getLogger("celery").setLevel(least)
+    for package in ("celery", "store"):
+        logging.getLogger(package).setLevel(least)
     for name in _REPEATING:
         logging.getLogger(name).setLevel(least if least <= logging.DEBUG else max(least, logging.WARNING))
     logging.captureWarnings(True)

@@ -7,18 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import redis
-
 from contract.calls import ToolCall, ToolContext
-from contract.errors import BrokerUnavailable, RefusalReason
+from contract.errors import RefusalReason
 from contract.hosts import holder_name
-from contract.names import control_queue
 from contract.signing import SigningKeys
+from store.control import WorkerControlStore
 from workers.control import ControlReader
 from workers.interrupts import END_SIGNAL, CancelBoard
 
-ORDER_TTL_S = 60
-"""What is passed on to a worker that is gone vanishes."""
 _HOLDER = re.compile(r"(pool\.[^/\s]{1,128})/([1-9][0-9]{0,9})")
 """As `process_holder` writes it. It comes from Redis: it may only name a worker of ours, and a process."""
 
@@ -44,7 +40,7 @@ class PoolControlListener(ControlReader):
 
     def __init__(
         self,
-        client: "redis.Redis",
+        orders: WorkerControlStore,
         ledger: HolderLedger,
         board: CancelBoard,
         worker: str,
@@ -54,7 +50,7 @@ class PoolControlListener(ControlReader):
         clock: Callable[[], float] = time.time,
         on_refused: Callable[[RefusalReason], None] | None = None,
     ) -> None:
-        super().__init__(client, (worker, *pools), key, clock, on_refused)
+        super().__init__(orders, (worker, *pools), key, clock, on_refused)
         self._ledger = ledger
         self._board = board
         self._worker = worker
@@ -69,21 +65,11 @@ class PoolControlListener(ControlReader):
         if found is None:
             return False
         if found[1] != self._worker:
-            self._pass_on(found[1], data)
+            self._orders.push(found[1], data)
             return True
         # Before the signal: the process looks there whether it is meant.
         self._board.mark(context.tenant, call_id)
         return self._end_process(int(found[2]))
-
-    def _pass_on(self, worker: str, data: bytes) -> None:
-        key = control_queue(worker)
-        try:
-            with self._client.pipeline(transaction=True) as pipe:
-                pipe.lpush(key, data)
-                pipe.expire(key, ORDER_TTL_S)
-                pipe.execute()
-        except redis.RedisError as error:
-            raise BrokerUnavailable(f"the cancel was not passed on to {worker} ({error})") from error
 
 
 def _interrupt_child(pid: int) -> bool:

@@ -7,12 +7,12 @@ import structlog
 
 from contract.clock import SharedClock
 from contract.hosts import HostReport
-from workers.celery_state import EXIT_RESTART, count_running, end_worker, on_stopping
+from store.connection import connect_once
+from store.hosts import WorkerHostStore
+from workers.celery_edge.worker_state import EXIT_RESTART, count_running, end_worker, on_stopping
 from workers.heartbeat import Heartbeat
 from workers.host_report import build_pool_report
 from workers.processes import describe_process
-from workers.redis_connection import connect_once
-from workers.reporting import Reporter
 from workers.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -32,8 +32,8 @@ class PoolLife:
         self._started_at = time.time()
         self._is_leaving = False
         broker = settings.broker()
-        self._reporter = Reporter(connect_once(broker), broker.deployment, worker, self._word(), self._pools, clock)
-        self._heartbeat = Heartbeat(self._reporter, self._report, clock, self._end_for_loss)
+        hosts = WorkerHostStore(connect_once(broker), broker.deployment, clock)
+        self._heartbeat = Heartbeat(hosts, self._report, clock, self._end_for_loss)
 
     def start(self) -> None:
         on_stopping(self._note_leaving)

@@ -7,31 +7,32 @@ import structlog
 from contract.clock import SharedClock
 from contract.hosts import holder_name
 from contract.specs import Catalog
+from store.blobs import WorkerBlobs
+from store.calls import RefusalCounter, WorkerCallStore
+from store.connection import connect, connect_once
+from store.control import WorkerControlStore
+from store.switches import WorkerSwitches
+from store.tenants import WorkerTenants
+from store.tool_state import StateStore
 from telemetry.spans import Tracer
-from workers.app import build_app, choose_pool, claim_node, run_worker
-from workers.blobs import Blobs
-from workers.call_events import open_events
+from workers.call_events import open_call_events
 from workers.catalog import CatalogPublisher
+from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
+from workers.celery_edge.tasks import register_tasks
 from workers.control import ControlListener
-from workers.custom.state import StateStore
 from workers.executor import Executor
 from workers.held_calls import HeldCalls
 from workers.host_life import HostLife
-from workers.ledger import Ledger
 from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
 from workers.mcp.settings import StdioEntry, load_servers
 from workers.mcp.shelf import ServerShelf
-from workers.redis_connection import connect, connect_once
-from workers.refusals import Refusals
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
 from workers.skills.examiner import SkillExaminer
 from workers.skills.installed import InstalledSkills
 from workers.skills.loader import load_skills
 from workers.skills.of_session import SessionSkills
-from workers.switches import Switches
-from workers.tasks import register_tasks
-from workers.tenants import TenantGate, Tenants
+from workers.tenants import TenantGate
 from workers.tools.base import WorkerRegistry
 from workers.tools.builtin import build_registry
 from workers.tools.skill import build_skill_tool
@@ -59,7 +60,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     tracer = open_process_tracer("sandbox")
     life = HostLife(settings, clock)
     node = claim_node(settings.host, settings.broker())
-    refusals = Refusals(connect_once(settings.broker()), settings.deployment)
+    refusals = RefusalCounter(connect_once(settings.broker()), settings.deployment)
     app = build_app(settings.broker(), refusals.count)
     register_tasks(
         app,
@@ -76,9 +77,9 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
 
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, key, build_catalogs())
     shelf.on_change = lambda: publisher.replace(build_catalogs())
-    ledger = Ledger(connect(settings.broker()), settings.deployment, clock)
+    ledger = WorkerCallStore(connect(settings.broker()), settings.deployment, clock)
     open_sandboxd = partial(SandboxClient, settings.sandboxd_socket)
-    control = ControlListener(connect(settings.broker()), open_sandboxd, ledger, life.queue, key, clock, refusals.count)
+    control = ControlListener(WorkerControlStore(connect(settings.broker())), open_sandboxd, ledger, life.queue, key, clock, refusals.count)
     control.serve_drain(life.drain)
 
     def start_threads() -> None:
@@ -125,15 +126,15 @@ def _build_executor(
     return Executor(
         registry,
         life.open_call_client(),
-        Ledger(client, settings.deployment, clock, node),
-        Blobs(client, settings.deployment, "sandbox"),
+        WorkerCallStore(client, settings.deployment, clock, node),
+        WorkerBlobs(client, settings.deployment, "sandbox"),
         {"host": settings.host, "queue": life.queue},
         holder_name(life.queue, life.worker),
         clock,
-        switches=Switches(client, settings.deployment, keys),
-        open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
+        switches=WorkerSwitches(client, settings.deployment, keys),
+        open_events=partial(open_call_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(
-            Tenants(client, settings.deployment, keys), Refusals(connect_once(settings.broker()), settings.deployment).count
+            WorkerTenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
         ),
         held=held,
         tracer=tracer,

@@ -1,15 +1,13 @@
-"""Makes metrics of what the host's sandboxd has counted: its totals go into the deployment's sums, its present state beside the host's report."""
+"""Sends the counts and the present state of the host's sandboxd to the deployment's metrics."""
 
-import json
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import redis
 import structlog
 
-from contract.hosts import HEARTBEAT_S, HOST_TTL_S
-from contract.metric_counts import ABSORB_LUA, Counts
+from contract.errors import BrokerUnavailable
+from contract.hosts import HEARTBEAT_S
 from contract.metrics import (
     BUCKET,
     COUNT,
@@ -21,7 +19,7 @@ from contract.metrics import (
     SUM,
     WARM_SANDBOXES,
 )
-from contract.names import counted_key, host_gauges_key, metrics_key
+from store.metrics import Counts, WorkerMetricsStore
 
 log = structlog.get_logger(__name__)
 
@@ -31,19 +29,17 @@ _STATES = ("busy", "idle", "paused", "lost", "warm")
 
 
 class SandboxdCounts:
-    """A thread. `status`: sandboxd's last one; one of another release may tell less. `client`: one that sends every command once. Redis may be away for
-    any time: what sandboxd has counted is taken when it is back, also by the next worker."""
+    """A thread. `status`: returns the last status of sandboxd; another release may report less. When Redis does not answer, the counts are sent later,
+    by this worker or by the next one."""
 
-    def __init__(self, client: "redis.Redis", deployment: str, host: str, queue: str, status: Callable[[], Mapping[str, Any]]) -> None:
-        self._client = client
-        self._deployment = deployment
+    def __init__(self, metrics: WorkerMetricsStore, host: str, queue: str, status: Callable[[], Mapping[str, Any]]) -> None:
+        self._metrics = metrics
         self._host = host
         self._queue = queue
         self._status = status
         self._counts = Counts()
         self._boot = ""
-        self._absorb = client.register_script(ABSORB_LUA)
-        self._is_told = False
+        self._is_reported = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sandboxd-counts", daemon=True)
 
@@ -51,44 +47,41 @@ class SandboxdCounts:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns at once; what is not taken yet the next worker takes."""
+        """Return at once. The next worker sends what is not sent yet."""
         self._stop.set()
 
     def keep(self) -> None:
-        """Take over what sandboxd tells now. Raises redis.RedisError."""
+        """Send what sandboxd reports now. Raises BrokerUnavailable."""
         status = self._status()
         if not isinstance(status.get("counts"), Mapping):
             return
         if str(status["boot"]) != self._boot:
             self._boot, self._counts = str(status["boot"]), Counts()
         _read(status, self._counts)
-        self._client.set(host_gauges_key(self._deployment, self._queue), json.dumps(_gauges(status)), ex=HOST_TTL_S)
-        keys = [metrics_key(self._deployment), counted_key(self._deployment, f"{self._host}.{self._boot}")]
-        while (sending := self._counts.pending()) is not None:
-            self._absorb(keys=keys, args=list(sending.arguments))
-            self._counts.settle(sending)
+        self._metrics.set_gauges(self._queue, _gauges(status))
+        self._metrics.absorb(f"{self._host}.{self._boot}", self._counts)
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
                 self.keep()
-                self._is_told = False
-            except redis.RedisError as error:
-                if not self._is_told:
+                self._is_reported = False
+            except BrokerUnavailable as error:
+                if not self._is_reported:
                     log.warning("sandboxd_counts_not_kept", error=str(error))
-                self._is_told = True
+                self._is_reported = True
             self._stop.wait(HEARTBEAT_S)
 
 
 def _read(status: Mapping[str, Any], counts: Counts) -> None:
-    told = status["counts"]
+    totals = status["counts"]
     for part in _PARTS:
-        counts.set_total(SANDBOX_START_SECONDS, part, _number(told.get("starts"), part))
-    counts.set_total(SANDBOX_START_FAILURES, "", _number(told, "failed_starts"))
-    counts.set_total(SANDBOX_OOM, "", _number(told, "oom"))
+        counts.set_total(SANDBOX_START_SECONDS, part, _number(totals.get("starts"), part))
+    counts.set_total(SANDBOX_START_FAILURES, "", _number(totals, "failed_starts"))
+    counts.set_total(SANDBOX_OOM, "", _number(totals, "oom"))
     for name, metric in _LABELLED.items():
         for label in metric.values:
-            counts.set_total(metric, "", _number(told.get(name), label), label)
+            counts.set_total(metric, "", _number(totals.get(name), label), label)
     for outcome in WARM_SANDBOXES.values:
         counts.set_total(WARM_SANDBOXES, "", _number(status.get("pool"), outcome), outcome)
 
@@ -101,6 +94,6 @@ def _gauges(status: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _number(told: object, name: str) -> float:
-    value = told.get(name) if isinstance(told, Mapping) else None
+def _number(fields: object, name: str) -> float:
+    value = fields.get(name) if isinstance(fields, Mapping) else None
     return float(value) if isinstance(value, int | float) else 0.0

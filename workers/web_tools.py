@@ -1,12 +1,12 @@
 """Every tool that a worker without sandboxes may have: our web tools, those of operators, and the MCP servers over HTTP."""
 
+from store.connection import connect_once
+from store.web_pages import PageCache
 from workers.custom.loading import load_custom_tools
 from workers.mcp.http_tools import HttpSource, build_http_sources
 from workers.mcp.settings import HttpEntry, load_servers
-from workers.redis_connection import connect_once
 from workers.settings import WorkerSettings, load_web_settings
 from workers.tools.base import WorkerTool
-from workers.web.cache import PageCache
 from workers.web.tools import build_web_tools
 
 

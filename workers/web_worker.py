@@ -13,24 +13,25 @@ from contract.errors import ConfigError
 from contract.names import POOL_QUEUES, pool_worker
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
+from store.blobs import WorkerBlobs
+from store.calls import RefusalCounter, WorkerCallStore
+from store.connection import connect, connect_once, drop_connections
+from store.control import WorkerControlStore
+from store.switches import WorkerSwitches
+from store.tenants import WorkerTenants
+from store.tool_state import StateStore
 from telemetry.spans import Tracer
-from workers.app import build_app, choose_pool, claim_node, run_worker
-from workers.blobs import Blobs
-from workers.call_events import open_events
+from workers.call_events import open_call_events
 from workers.catalog import CatalogPublisher
-from workers.custom.state import StateStore
+from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
+from workers.celery_edge.tasks import register_tasks
 from workers.executor import Executor
 from workers.interrupts import CancelBoard, Interrupts
-from workers.ledger import Ledger
 from workers.mcp.shelf import ServerShelf, Source
 from workers.pool_control import PoolControlListener, process_holder
 from workers.pool_life import PoolLife
-from workers.redis_connection import connect, connect_once, drop_connections
-from workers.refusals import Refusals
 from workers.settings import WorkerSettings
-from workers.switches import Switches
-from workers.tasks import register_tasks
-from workers.tenants import TenantGate, Tenants
+from workers.tenants import TenantGate
 from workers.tools.base import WorkerRegistry, WorkerTool
 from workers.tracing import open_process_tracer
 
@@ -57,14 +58,16 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     node = claim_node(f"web-{settings.host}", broker)
     queues = [POOL_QUEUES[pool] for pool in pools]
     life = PoolLife(settings, worker, queues, clock)
-    refusals = Refusals(connect_once(broker), settings.deployment)
+    refusals = RefusalCounter(connect_once(broker), settings.deployment)
     app = build_app(broker, refusals.count)
     executor = partial(_build_executor, settings, registry, worker, board, clock, tracer, node)
     register_tasks(app, registry, key, executor, refusals.count, settings.deployment, shelf.look)
     publisher = CatalogPublisher(connect(broker), settings.deployment, key, build_catalogs(registry))
     shelf.on_change = lambda: publisher.replace(build_catalogs(registry))
-    ledger = Ledger(connect(broker), settings.deployment, clock)
-    control = PoolControlListener(connect(broker), ledger, board, worker, queues, key, clock=clock, on_refused=refusals.count)
+    ledger = WorkerCallStore(connect(broker), settings.deployment, clock)
+    control = PoolControlListener(
+        WorkerControlStore(connect(broker)), ledger, board, worker, queues, key, clock=clock, on_refused=refusals.count
+    )
     control.serve_drain(life.drain)
 
     def start_threads() -> None:
@@ -139,16 +142,16 @@ def _build_executor(
     return Executor(
         registry,
         None,
-        Ledger(client, settings.deployment, clock, node),
-        Blobs(client, settings.deployment, "web"),
+        WorkerCallStore(client, settings.deployment, clock, node),
+        WorkerBlobs(client, settings.deployment, "web"),
         {},
         process_holder(worker, os.getpid()),
         clock,
         guard=interrupts,
-        switches=Switches(client, settings.deployment, keys),
-        open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
+        switches=WorkerSwitches(client, settings.deployment, keys),
+        open_events=partial(open_call_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(
-            Tenants(client, settings.deployment, keys), Refusals(connect_once(settings.broker()), settings.deployment).count
+            WorkerTenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
         ),
         tracer=tracer,
         states=StateStore.of(settings.broker()),

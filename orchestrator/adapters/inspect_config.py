@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contract.errors import ConfigError
-from contract.places import MAX_TTL_S
+from contract.session_locations import MAX_TTL_S
 
 CONFIG_FILES = ["toolcrew.yaml", "toolcrew.yml"]
 

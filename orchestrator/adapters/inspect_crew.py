@@ -5,8 +5,8 @@ from weakref import WeakKeyDictionary
 
 from contract.errors import ConfigError
 from orchestrator.adapters.inspect_config import ToolcrewSandboxConfig
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 
 

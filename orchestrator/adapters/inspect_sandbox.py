@@ -29,8 +29,8 @@ from contract.calls import ExecResult as Done
 from contract.errors import ErrorCode, OperatorError, ToolcrewError, ToolFailure
 from orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
 from orchestrator.adapters.inspect_crew import crew_of_loop
-from orchestrator.logs import get_logger
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -8,9 +8,9 @@ from contract.extras import explain_missing
 from contract.specs import ToolSpec
 from orchestrator.adapters.artifacts import build_artifact
 from orchestrator.approvals import Approver
-from orchestrator.client import ToolClient
-from orchestrator.session_tools import Names, SessionTools
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
+from orchestrator.sdk.session_tools import Names, SessionTools
 
 try:
     from langchain_core.messages import ToolMessage

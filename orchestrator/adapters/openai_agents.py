@@ -9,10 +9,10 @@ from contract.extras import explain_missing
 from contract.specs import ToolSpec
 from orchestrator.adapters.artifacts import build_artifact
 from orchestrator.approvals import ApprovalRequest, Approver, Decision
-from orchestrator.client import ToolClient
 from orchestrator.dialects.native_assembler import parse_arguments
-from orchestrator.session_tools import Names, SessionTools
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
+from orchestrator.sdk.session_tools import Names, SessionTools
 
 try:
     from agents import FunctionTool, FunctionToolCustomDataContext, RunContextWrapper, UserError

@@ -2,14 +2,12 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode
-from contract.tenancy import TenantPolicy
+from store.slots import SlotRequest
 
-Priority = Literal["interactive", "batch"]
 NOT_ADMITTED = {"not_run": "admission"}
 """In the metadata of what admission refuses. No tool's own has it: workers take it out."""
 
@@ -17,33 +15,6 @@ NOT_ADMITTED = {"not_run": "admission"}
 def was_not_admitted(result: ToolResult) -> bool:
     """Whether the call has not been sent, so that it may be made again under its own id; one whose tool says that it is asked too often has been."""
     return result.error_code is ErrorCode.RATE_LIMITED and NOT_ADMITTED.items() <= result.metadata.items()
-
-
-def count_slots_in_use(in_flight: int, slots: int) -> int:
-    """Return how many of `slots` are in use when so many calls are in flight.
-
-    Every surface that shows slots in use counts them here. Admission lets more calls into a queue than it has slots, so that workers need not wait
-    for the next message: the calls beyond `slots` are in flight, and use none.
-    """
-    return min(in_flight, slots)
-
-
-@dataclass(frozen=True)
-class SlotRequest:
-    """One call that wants to be sent. `queue`: whose slots it needs; `wait_s`: how long it may wait; `limit_s`: the longest it can run.
-
-    `is_urgent`: it frees what others wait for (closing a session), and is let through at once.
-    """
-
-    tenant: str
-    policy: TenantPolicy
-    queue: str
-    call_id: str
-    tool: str
-    priority: Priority
-    wait_s: float
-    limit_s: float
-    is_urgent: bool = False
 
 
 class Slot:

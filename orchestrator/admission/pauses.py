@@ -9,9 +9,10 @@ from typing import Protocol
 
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.tenancy import TenantPolicy
-from orchestrator.admission.base import NOT_ADMITTED, Admission, Slot, SlotRequest
-from orchestrator.logs import get_logger
-from orchestrator.shared_tasks import begin_shared
+from orchestrator.admission.base import NOT_ADMITTED, Admission, Slot
+from store.slots import SlotRequest
+from store.tasks import begin_shared
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -7,16 +7,12 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import redis.asyncio
-
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.admission.base import NOT_ADMITTED, Slot, SlotRequest
-from orchestrator.admission.grants import GrantListener
-from orchestrator.admission.script import LEASE_S, Answer, grants_channel, renew, restore, tick
-from orchestrator.admission.steps import Clock, Steps
-from orchestrator.admission.waiting import NOTICE_S, WaitReason, build_notice, waiting_listener
-from orchestrator.cancelling import cancel_all
-from orchestrator.shared_tasks import begin_shared
+from orchestrator.admission.base import NOT_ADMITTED, Slot
+from orchestrator.admission.waiting import NOTICE_S, build_notice, waiting_listener
+from store.connection import RedisClient
+from store.slots import LEASE_S, Answer, Clock, GrantListener, SlotRequest, Steps, WaitReason, grants_channel, renew, restore, tick
+from store.tasks import begin_shared, cancel_all
 
 TICK_S = 1.0
 """How soon a queue whose slots have become more is looked at."""
@@ -47,7 +43,7 @@ class SharedAdmission:
     seconds instead of Redis's own, for programs that play time.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, *, lease_s: float = LEASE_S, clock: Clock | None = None) -> None:
+    def __init__(self, client: RedisClient, deployment: str, *, lease_s: float = LEASE_S, clock: Clock | None = None) -> None:
         self.id = secrets.token_hex(6)
         self._lease_s = lease_s
         self._numbers = itertools.count(1)
@@ -57,7 +53,7 @@ class SharedAdmission:
         self._listener = GrantListener(client, grants_channel(deployment, self.id), self._grant, self._reconcile)
         self._tasks: list[asyncio.Task[None]] = []
         self._wake: asyncio.TimerHandle | None = None
-        self._away: Exception | None = None
+        self._outage: str | None = None
         self._is_closed = False
 
     @asynccontextmanager
@@ -98,8 +94,8 @@ class SharedAdmission:
                 await ticket.granted
         except TimeoutError:
             self._drop(ticket, 0.0)
-            if self._away is not None:
-                raise _unavailable(f"Redis does not answer ({self._away})") from None
+            if self._outage is not None:
+                raise _unavailable(f"Redis does not answer ({self._outage})") from None
             raise _none_free(request) from None
         except BaseException:
             self._drop(ticket, 0.0)
@@ -149,12 +145,12 @@ class SharedAdmission:
             self._fail(call, _too_many(self._waiting[call].request, retry_after_s) if call in self._waiting else None)
         self._repair(answer.unknown)
         self._schedule_wake(answer.wake_s)
-        if self._away is not None:
-            self._away = None
+        if self._outage is not None:
+            self._outage = None
             self._reconcile()
 
-    def _on_failure(self, error: Exception, requested: frozenset[str]) -> None:
-        self._away = error
+    def _on_failure(self, error: str, requested: frozenset[str]) -> None:
+        self._outage = error
         for call in requested:
             self._fail(call, _unavailable(f"Redis does not answer ({error})"))
 

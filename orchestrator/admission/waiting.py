@@ -4,22 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import StrEnum
 
-from orchestrator.admission.base import SlotRequest
-from orchestrator.command_text import build_command
+from orchestrator.terminal.commands import build_command
+from store.slots import SlotRequest, WaitReason
 
 NOTICE_S = 0.5
 """A call that has its slot sooner is not reported: on a busy pool most calls wait for some milliseconds."""
-
-
-class WaitReason(StrEnum):
-    """Why a call has no slot yet. `slots`: the workers have no slot that the tenant may use now."""
-
-    PAUSED = "paused"
-    IN_FLIGHT = "in_flight"
-    RATE = "rate"
-    SLOTS = "slots"
 
 
 @dataclass(frozen=True)

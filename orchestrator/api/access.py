@@ -12,10 +12,10 @@ from orchestrator.api.door import bearer_of, identify
 from orchestrator.api.house import House
 from orchestrator.api.problems import ApiProblem
 from orchestrator.api.shares import Streams
-from orchestrator.api_keys import ApiKeys, Credential, Identity
-from orchestrator.audit import Audit, AuditAction, AuditEntry, build_entry
-from orchestrator.client import ToolClient
-from orchestrator.tenants import RedisTenants
+from orchestrator.sdk.client import ToolClient
+from store.api_keys import ApiKeys, Credential, Identity
+from store.audit import Audit, AuditAction, AuditEntry, build_entry
+from store.tenants import RedisTenants
 
 
 @dataclass(frozen=True)

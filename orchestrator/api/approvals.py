@@ -7,13 +7,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contract.clock import format_instant
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.actors import Actor
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
 from orchestrator.approvals.approvers import Decision
 from orchestrator.approvals.questions import AlreadyAnswered, Answer, OtherCall, QuestionOver, UnknownQuestion
 from orchestrator.approvals.queue import ApprovalQueue, Pending
+from store.actors import Actor
 
 router = APIRouter(prefix="/v1/approvals", tags=["approvals"], responses=responses())
 

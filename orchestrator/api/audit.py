@@ -6,11 +6,11 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 
 from contract.clock import format_instant
-from orchestrator.actors import Actor
 from orchestrator.api.access import OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import responses
-from orchestrator.audit import Audit, AuditAction
+from store.actors import Actor
+from store.audit import Audit, AuditAction
 
 router = APIRouter(prefix="/v1/audit", tags=["audit"], responses=responses())
 

@@ -13,16 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.once_slots import KEPT_S
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
-from orchestrator.audit import entry_text
-from orchestrator.batch_runs import BatchRuns
-from orchestrator.batches.items import FailureKind, RunLimits
 from orchestrator.batches.lines import BatchFile, read_lines
 from orchestrator.batches.rows import build_row, build_row_line
+from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.batch_status import build_status
-from orchestrator.runs.records import BatchDefaults, BatchRecord
+from store.audit import entry_text
+from store.batch_items import FailureKind, RunLimits
+from store.idempotency import KEPT_S
+from store.run_records import BatchDefaults, BatchRecord
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
-from orchestrator.call_control import GLANCE_S, CallControl
-from orchestrator.call_life import CallLife, CallLives
+from orchestrator.sdk.call_control import GLANCE_S, CallControl
+from store.call_life import CallLife, CallLives
 
 router = APIRouter(prefix="/v1/calls", tags=["calls"], responses=responses())
 

@@ -23,7 +23,7 @@ from orchestrator.api.limits import find_header
 from orchestrator.api.problems import REDIS_AWAY, responses
 from orchestrator.api.sessions import SESSION_ID, SessionId
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
 
 WAITING_PIECES = 32
 """Of output that the client has not taken: then the call is held up for a while, and the rest is in the result alone."""

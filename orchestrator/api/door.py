@@ -6,7 +6,7 @@ from contract.errors import ErrorCode, OperatorError, ToolFailure
 from orchestrator.api.house import House
 from orchestrator.api.limits import BODY_OWNER, find_header, refuse
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
-from orchestrator.api_keys import Identity
+from store.api_keys import Identity
 
 MAX_KEY_CHARS = 256
 NO_KEY = "an API key is needed: send it as `Authorization: Bearer KEY` (`toolcrew tenants keys add TENANT` makes one)"

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Coroutine
 
-from orchestrator.cancelling import cancel_all
+from store.tasks import cancel_all
 
 
 class Errands:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from orchestrator.shared_reads import SharedReads
+from store.tasks import SharedReads
 
 T = TypeVar("T")
 

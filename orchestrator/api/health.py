@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.names import deployment_key
@@ -15,6 +14,7 @@ from orchestrator.api.access import OperatorCaller, depend_on_house
 from orchestrator.api.house import House
 from orchestrator.api.problems import responses
 from orchestrator.metrics.samples import OPEN_METRICS, TEXT, choose_format
+from store.connection import broker_errors
 
 router = APIRouter(tags=["health"])
 
@@ -62,9 +62,10 @@ async def _checks(house: House) -> Mapping[str, str]:
     pool = house.parts.pool
     try:
         # A replica that was promoted, or a full disk: it answers, and takes nothing.
-        await pool.redis.set(deployment_key(house.settings.deployment, "api:ready"), "1", ex=60)
+        with broker_errors("Redis takes no data"):
+            await pool.redis.set(deployment_key(house.settings.deployment, "api:ready"), "1", ex=60)
         pools: dict[str, Any] = dict(await pool.catalog.pools())
-    except (RedisError, OSError, BrokerUnavailable):
+    except BrokerUnavailable:
         return {"redis": "it does not answer, or cannot be written: see that it is up"}
     except ConfigError:
         return {"redis": "ok", "workers": "they publish tools of another release: run the same release everywhere"}

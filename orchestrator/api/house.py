@@ -12,16 +12,16 @@ from orchestrator.api.known_sessions import KnownSessions
 from orchestrator.api.problems import ApiCode, ApiProblem
 from orchestrator.api.rates import Rates
 from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, FairTurn, OpenStreams, Turns
-from orchestrator.api_keys import ApiKeys, Credential
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.client import ToolClient
-from orchestrator.logs import get_logger
+from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from orchestrator.metrics.page import MetricsPage
-from orchestrator.pool_connection import PoolConnection, open_pool
 from orchestrator.runs.hosted import HostedRuns
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
+from store.api_keys import ApiKeys, Credential
+from telemetry.logs import get_logger
 from telemetry.settings import load_tracing_settings
 
 log = get_logger(__name__)

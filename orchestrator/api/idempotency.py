@@ -16,10 +16,10 @@ from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
 from orchestrator.api.door import identify
 from orchestrator.api.house import House
 from orchestrator.api.limits import JSON_BYTES, find_header
-from orchestrator.api.once_slots import PENDING_S, Claim, OnceSlots
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
-from orchestrator.logs import get_logger
-from orchestrator.outages import outlast
+from store.idempotency import PENDING_S, Claim, OnceSlots
+from store.outages import outlast
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
@@ -62,7 +62,7 @@ class Idempotency:
         body = await _read(receive)
         digest = hashlib.sha256(scope["path"].encode() + b"\0" + scope["query_string"] + b"\0" + body).hexdigest()
         name = hashlib.sha256(f"{identity.key_id}\0{key}".encode()).hexdigest()
-        slots = OnceSlots(self._house.parts.pool.redis, self._house.settings.deployment)
+        slots = OnceSlots(self._house.parts.pool.redis, self._house.settings.deployment, self._house.parts.pool.keys)
         claim = slots.name(identity.key_id, name, digest, secrets.token_hex(8))
         kept = await self._claim(slots, claim)
         if kept is not None:

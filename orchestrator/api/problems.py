@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

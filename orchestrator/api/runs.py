@@ -16,11 +16,11 @@ from orchestrator.api.exact_json import is_deeper
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
-from orchestrator.batches.items import Failure, Ground, RunBody, RunLimits
 from orchestrator.batches.strict_json import MAX_DEPTH
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.hosted_records import HostedRun, HostedState
-from orchestrator.runs.told_events import parse_id
+from store.batch_items import Failure, Ground, RunBody, RunLimits
+from store.hosted_records import HostedRun, HostedState
+from store.run_events import parse_id
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
 

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from contract.errors import ConfigError
 from orchestrator.api.limits import LEAST_BYTES_PER_S
 from orchestrator.api.problems import ApiCode, build_response
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -8,9 +8,9 @@ from contract.errors import ConfigError, OperatorError
 from orchestrator.api.app import build_app
 from orchestrator.api.house import House, HouseParts
 from orchestrator.api.server import ApiServer
-from orchestrator.logs import get_logger
-from orchestrator.run_service import RunService, Stopping, open_runner
+from orchestrator.runs.run_service import RunService, Stopping, open_runner
 from orchestrator.settings import OrchestratorSettings
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.places import DEFAULT_TTL_S, MAX_TTL_S
+from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.file_answers import FileAnswer
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import responses
-from orchestrator.sessions import Session, SessionInfo
+from orchestrator.dispatch.sessions import Session, SessionInfo
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())
 

@@ -14,8 +14,8 @@ from contract.specs import SkillSummary
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problems import responses
-from orchestrator.skill_desk import SkillDesk
-from orchestrator.tenant_catalog import Offer
+from orchestrator.dispatch.tenant_catalog import Offer
+from orchestrator.sdk.skill_desk import SkillDesk
 
 router = APIRouter(prefix="/v1/skills", tags=["skills"], responses=responses())
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TextIO
 
 from contract.calls import ToolCall
 from contract.specs import ToolSpec
-from orchestrator.terminal import escape_controls
+from orchestrator.terminal.output import escape_controls
 
 MAX_ANSWER_BYTES = 64
 _INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10)})

@@ -9,10 +9,10 @@ from contract.errors import BrokerUnavailable, EnvelopeRefused, ToolFailure
 from orchestrator.approvals.approvers import ApprovalRequest, Approver, Decision, choose_approver
 from orchestrator.approvals.questions import Answer, Question, build_record
 from orchestrator.approvals.queue import MAX_WAIT_S, ApprovalQueue
-from orchestrator.logs import get_logger
-from orchestrator.pool_connection import PoolConnection
+from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.shared_tasks import begin_shared
+from store.tasks import begin_shared
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

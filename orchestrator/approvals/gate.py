@@ -24,9 +24,9 @@ from orchestrator.approvals.approvers import (
     Decision,
 )
 from orchestrator.approvals.policies import ApprovalPolicy, Verdict
-from orchestrator.events import ApprovalAsked, ApprovalDecided, OnEvent
-from orchestrator.large_arguments import check_off_loop
-from orchestrator.logs import get_logger
+from orchestrator.dispatch.large_arguments import check_off_loop
+from orchestrator.loop.events import ApprovalAsked, ApprovalDecided, OnEvent
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -11,9 +11,9 @@ from contract.calls import Identifier, Record, ToolCall
 from contract.clock import format_instant
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.signing import SigningKeys
-from orchestrator.actors import Actor
 from orchestrator.approvals.approvers import ApprovalRequest, Decision
 from orchestrator.approvals.gate import digest_call
+from store.actors import Actor
 
 MAX_QUESTION_BYTES = 128 * 1024
 """Of what is shown, arguments and all. A person who is to read more cannot judge it."""

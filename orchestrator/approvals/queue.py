@@ -5,13 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import redis.asyncio
-from redis.exceptions import RedisError
-
-from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
+from contract.errors import EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
 from contract.names import approval_key, approvals_key, audit_key, tenant_approvals_key
 from contract.signing import SigningKeys
-from orchestrator.actors import Actor
 from orchestrator.approvals.approvers import Decision
 from orchestrator.approvals.questions import (
     ID_CHARS,
@@ -26,8 +22,10 @@ from orchestrator.approvals.questions import (
     seal,
     unseal,
 )
-from orchestrator.audit import AUDIT_LUA, build_entry, entry_text
-from orchestrator.logs import get_logger
+from store.actors import Actor
+from store.audit import AUDIT_LUA, build_entry, entry_text
+from store.connection import RedisClient, broker_errors
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
@@ -42,6 +40,7 @@ OVER_KEPT_S = 3600.0
 """How long it is known of a question that nobody waits any more."""
 MAX_PAGE = 1000
 _AT_ONCE = 500
+_WHAT = "the questions were not read or changed"
 
 _NOW = """
 local time = redis.call('TIME')
@@ -129,7 +128,7 @@ class ApprovalQueue:
 
     def __init__(
         self,
-        client: "redis.asyncio.Redis",
+        client: RedisClient,
         deployment: str,
         keys: SigningKeys,
         approvers: Approvers = "tenant",
@@ -163,10 +162,8 @@ class ApprovalQueue:
         found: dict[str, Answer | EnvelopeRefused] = {}
         for at in range(0, len(ids), _AT_ONCE):
             some = ids[at : at + _AT_ONCE]
-            try:
+            with broker_errors(_WHAT):
                 told: Any = await self._client.mget([self._keys_of(id_)[1] for id_ in some])
-            except (RedisError, OSError) as error:
-                raise _unavailable(error) from error
             for id_, sealed in zip(some, told, strict=True):
                 if sealed is not None:
                     found[id_] = self._opened(id_, sealed)
@@ -244,10 +241,8 @@ class ApprovalQueue:
 
     async def _places(self, key: str, lowest: int, at: int) -> list[tuple[int, str]]:
         """Of what waits, when each expires, in ms, and its id; from `lowest` on, leaving out the first `at`."""
-        try:
+        with broker_errors(_WHAT):
             rows: Any = await self._client.zrangebyscore(key, lowest, "+inf", start=at, num=_AT_ONCE, withscores=True)
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
         return [(int(score), member.decode()) for member, score in rows]
 
     async def _read(self, ids: Sequence[str]) -> dict[str, Pending]:
@@ -255,10 +250,8 @@ class ApprovalQueue:
         pipe = self._client.pipeline(transaction=False)
         for id_ in ids:
             pipe.hmget(self._keys_of(id_)[0], ["question", "created_at", "expires_at"])
-        try:
+        with broker_errors(_WHAT):
             told = await pipe.execute() if ids else []
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
         found = {}
         for id_, (sealed, created_at, expires_at) in zip(ids, told, strict=True):
             question = self._asked(id_, sealed) if sealed is not None else None
@@ -287,17 +280,13 @@ class ApprovalQueue:
             raise AlreadyAnswered(answer)
 
     async def _now(self) -> float:
-        try:
+        with broker_errors(_WHAT):
             seconds, micros = await self._client.time()
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
         return float(seconds) + float(micros) / 1_000_000
 
     async def _run(self, script: Any, keys: list[str], args: list[Any]) -> Any:
-        try:
+        with broker_errors(_WHAT):
             return await script(keys=keys, args=args)
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
 
     def _keys_of(self, id_: str) -> tuple[str, str]:
         """The question's and its answer's. Raises UnknownQuestion for what is no id: it would be another key."""
@@ -317,7 +306,3 @@ def _parse_cursor(text: str | None) -> tuple[int, str]:
     if not (dash and score.isascii() and score.isdecimal() and len(score) <= 15 and len(id_) == ID_CHARS):
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "that is no cursor of the questions: give one as a page gave it, or leave it out")
     return int(score), id_
-
-
-def _unavailable(error: Exception) -> BrokerUnavailable:
-    return BrokerUnavailable(f"Redis does not say what waits for approval ({error}): see that it is up")

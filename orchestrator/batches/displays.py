@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Protocol
 
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.happenings import Happening
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.snapshot import Snapshot
 from orchestrator.batches.summary import Summary, build_summary
+from store.happenings import Happening
 
 
 class Display(Protocol):

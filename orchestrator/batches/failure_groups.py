@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from orchestrator.batches.items import FailureKind
 from orchestrator.batches.snapshot import FailureGroup
+from store.batch_items import FailureKind
 
 MAX_GROUPS = 200
 MAX_EXAMPLES = 3

@@ -3,7 +3,7 @@
 import math
 from datetime import UTC, datetime
 
-from orchestrator.terminal_text import escape_controls
+from orchestrator.terminal.text import escape_controls
 
 MAX_NOTE_CHARS = 600
 """Of what is said of a batch as a whole: our own sentences, which name what to do at their end."""

@@ -6,7 +6,7 @@ from typing import IO
 
 from contract.calls import Record
 from orchestrator.batches.displays import Watched
-from orchestrator.batches.happenings import Happening
+from store.happenings import Happening
 
 
 class JsonLines:

@@ -8,11 +8,11 @@ from rich.live import Live
 from rich.text import Text
 
 from orchestrator.batches.displays import Display, Watched
-from orchestrator.batches.happenings import Happening
 from orchestrator.batches.json_lines import JsonLines
 from orchestrator.batches.live_screen import build_screen
 from orchestrator.batches.plain_lines import PlainLines
 from orchestrator.batches.summary import build_summary_lines
+from store.happenings import Happening
 
 EVERY_S = 0.25
 _FREE_CELLS = 3

@@ -5,8 +5,8 @@ from typing import IO
 
 from orchestrator.batches.displays import Watched
 from orchestrator.batches.figures import MAX_NOTE_CHARS, format_seconds, format_time, one_line
-from orchestrator.batches.happenings import BatchNoted, Happening, ItemDone, ItemRetried, ItemStarted
 from orchestrator.batches.summary import build_summary_lines
+from store.happenings import BatchNoted, Happening, ItemDone, ItemRetried, ItemStarted
 
 
 class LogLines:

@@ -5,9 +5,9 @@ from typing import IO
 
 from orchestrator.batches.displays import Watched
 from orchestrator.batches.figures import MAX_NOTE_CHARS, format_cost, format_count, format_eta, format_rate, one_line
-from orchestrator.batches.happenings import BatchNoted, Happening, ItemDone, ItemRetried
 from orchestrator.batches.snapshot import Snapshot
 from orchestrator.batches.summary import build_summary_lines
+from store.happenings import BatchNoted, Happening, ItemDone, ItemRetried
 
 EVERY_S = 5.0
 MAX_TOLD = 5

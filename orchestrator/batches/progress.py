@@ -5,13 +5,13 @@ from collections import Counter
 
 from orchestrator.batches.arrival import MAX_ENDS, estimate_arrival
 from orchestrator.batches.failure_groups import MAX_MESSAGE_CHARS, FailedItem, FailureGroups
-from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
 from orchestrator.batches.histogram import LogHistogram
-from orchestrator.batches.items import MAX_ITEMS, FailureKind
 from orchestrator.batches.progress_items import Heard, Item, Spent, Stage, Working
 from orchestrator.batches.settled_items import SettledItems
 from orchestrator.batches.snapshot import EndedItem, Note, RunningItem, Snapshot, Spread
 from orchestrator.batches.tool_times import ToolTable
+from store.batch_items import MAX_ITEMS, FailureKind
+from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
 
 MAX_SLOWEST = 20
 MAX_NOTES = 20

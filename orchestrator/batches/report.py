@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.figures import format_cost, format_count, format_eta, format_rate, format_seconds, format_time, one_line
-from orchestrator.batches.happenings import Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 from orchestrator.batches.markup import Markup, element, join, text
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.report_page import build_page, figure, paragraph, table
@@ -12,6 +11,7 @@ from orchestrator.batches.report_plots import Line, plot_bars, plot_lines, plot_
 from orchestrator.batches.report_series import DONE, FAILED, RETRIED, RUNNING, Spans, TimeSeries, within_time
 from orchestrator.batches.snapshot import Snapshot, Spread
 from orchestrator.batches.summary import Summary, build_summary
+from store.happenings import Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 
 MAX_FAILED_ROWS = 500
 MAX_TOOLS = 15

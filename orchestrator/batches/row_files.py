@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from contract.errors import ConfigError, ErrorCode, OperatorError
-from orchestrator.batches.items import Failure, FailureKind, Outcome
 from orchestrator.batches.row_scan import Belongs, Scan, read_rows, scan_rows
 from orchestrator.batches.rows import Row, build_row, build_row_line, parse_outcome, parse_row
+from store.batch_items import Failure, FailureKind, Outcome
 
 MAX_HELD_BYTES = 64 * 1024 * 1024
 """Of newer failures, which take the place of older ones when the files are settled; with more, that is done at once."""

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import ToolResult
-from orchestrator.agent import RunResult
-from orchestrator.batches.items import CHAT_URL, MAX_ID_CHARS, Failure, FailureKind, Outcome
-from orchestrator.limits import StopReason
+from orchestrator.loop.agent import RunResult
+from orchestrator.loop.limits import StopReason
+from store.batch_items import CHAT_URL, MAX_ID_CHARS, Failure, FailureKind, Outcome
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
 

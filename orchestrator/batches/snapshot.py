@@ -2,7 +2,7 @@
 
 from contract.calls import Record
 from orchestrator.batches.histogram import LogHistogram
-from orchestrator.batches.items import FailureKind
+from store.batch_items import FailureKind
 
 
 class Spread(Record):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contract.errors import ToolFailure
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
-from orchestrator.batches.items import BatchItem, CallBody
 from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, Complaint
-from orchestrator.command_text import build_command
+from orchestrator.terminal.commands import build_command
+from store.batch_items import BatchItem, CallBody
 
 NOT_CHECKED = "no worker publishes its tools now, so the names and arguments of tools were not checked"
 MIN_LIKENESS = 0.6

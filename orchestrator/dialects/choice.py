@@ -7,10 +7,10 @@ from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.limits import ReActOptions
+from orchestrator.loop.limits import ReActOptions
+from orchestrator.loop.prompts import SMALL_MODEL_HINT, SMALL_MODEL_JSON_HINT
 from orchestrator.models.capabilities import Capabilities, CapabilityCache, HasEndpoint, KnowsCapabilities, find_capabilities
 from orchestrator.models.choice import ChosenModel
-from orchestrator.prompts import SMALL_MODEL_HINT, SMALL_MODEL_JSON_HINT
 from orchestrator.settings import OrchestratorSettings
 
 NAMES = ("native", "tags", "json", "auto")

@@ -16,8 +16,8 @@ from orchestrator.dialects.decisions import (
 )
 from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages
 from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, requested
+from orchestrator.loop.prompts import NO_TOOLS, build_system_prompt, build_worked_example, describe_tools
 from orchestrator.models.base import Chunk, Message, ModelRequest
-from orchestrator.prompts import NO_TOOLS, build_system_prompt, build_worked_example, describe_tools
 
 __all__ = ["JsonDecisionDialect", "build_tool_system_prompt"]
 

@@ -10,8 +10,8 @@ from orchestrator.dialects.observations import build_tool_messages, build_wire_m
 from orchestrator.dialects.reader import StreamReader
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.functions.openai_tools import convert_to_openai_tool
+from orchestrator.loop.prompts import build_system_prompt
 from orchestrator.models.base import Message, ModelRequest
-from orchestrator.prompts import build_system_prompt
 
 __all__ = ["MalformedNativeCall", "NativeCall", "NativeCallAssembler", "NativeDialect", "Reply"]
 

@@ -12,8 +12,8 @@ from orchestrator.dialects.call_ids import build_call_id, build_short_id
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
 from orchestrator.dialects.tag_events import Call, TagEvent
 from orchestrator.dialects.tag_parser import TagStreamParser
-from orchestrator.logs import get_logger
 from orchestrator.models.base import Chunk, Message, Usage
+from telemetry.logs import get_logger
 
 BROKEN = "the connection to the model broke off, so this call was not run; write it again"
 CUT = "the reply was cut at the token limit, so this call was not run; write it again, shorter"

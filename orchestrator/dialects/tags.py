@@ -12,8 +12,8 @@ from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
 from orchestrator.dialects.tag_gbnf import build_tag_grammar
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tag_values import build_tag_call
+from orchestrator.loop.prompts import WORKED_EXAMPLE_STOP, build_system_prompt, build_worked_example, generate_tool_prompt
 from orchestrator.models.base import Message, ModelRequest
-from orchestrator.prompts import WORKED_EXAMPLE_STOP, build_system_prompt, build_worked_example, generate_tool_prompt
 
 __all__ = ["Call", "Malformed", "TagEvent", "TagStreamParser", "TagsDialect", "Text", "build_tag_call"]
 

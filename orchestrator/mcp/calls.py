@@ -20,13 +20,13 @@ from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.schema import find_aliases
 from contract.specs import ToolSpec
 from orchestrator.approvals import Approver
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import note_aliases
+from orchestrator.dispatch.dispatcher import note_aliases
+from orchestrator.dispatch.tool_search import find_nearest
 from orchestrator.mcp.answers import SESSION_META, build_answer
 from orchestrator.mcp.consents import LaterApprover, Pending, build_question, choose_client_approver
 from orchestrator.mcp.leases import Leases
 from orchestrator.mcp.tool_list import build_tool
-from orchestrator.tool_search import find_nearest
+from orchestrator.sdk.client import ToolClient
 
 Context = ServerRequestContext[Any, Any]
 T = TypeVar("T")

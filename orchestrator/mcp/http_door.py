@@ -11,11 +11,11 @@ from orchestrator.api.door import bearer_of, identify
 from orchestrator.api.house import House
 from orchestrator.api.limits import find_header, refuse
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
-from orchestrator.api_keys import Credential
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import choose_pool_approver
 from orchestrator.mcp.calls import Caller
 from orchestrator.mcp.leases import KeyLeases
+from store.api_keys import Credential
 
 CALLER = "toolcrew.mcp.caller"
 """In the scope of a request that came in: its Caller."""

@@ -17,11 +17,11 @@ from contract.settings import BrokerSettings
 from orchestrator.api.house import House, HouseParts
 from orchestrator.api.limits import JSON_BYTES, BodyLimits
 from orchestrator.api.server import ApiServer
-from orchestrator.logs import get_logger
 from orchestrator.mcp.calls import Caller, Context
 from orchestrator.mcp.http_door import CALLER, Door, Origins
 from orchestrator.mcp.server import build_server
 from orchestrator.settings import OrchestratorSettings
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

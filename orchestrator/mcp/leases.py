@@ -6,8 +6,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Protocol
 
 from orchestrator.api.known_sessions import KnownSessions
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 
 NEW = "new"
 """In place of a session's name: one is opened, and stays open after the call."""

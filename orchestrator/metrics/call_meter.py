@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode
-from contract.metric_counts import Counts
 from contract.metrics import (
     CALL_SECONDS,
     CALLS,
@@ -20,7 +19,8 @@ from contract.metrics import (
 )
 from contract.names import POOL_QUEUES
 from contract.specs import ToolSpec
-from orchestrator.recovery import NOT_RUN
+from orchestrator.dispatch.recovery import NOT_RUN
+from store.metrics import Counts
 
 HOST_QUEUES = "host"
 """Stands for the queues of all hosts."""

@@ -1,108 +1,55 @@
-"""The page that Prometheus scrapes: the deployment's sums, and what Redis and the workers' reports say now."""
+"""The page that Prometheus scrapes: the deployment's sums, and its state at the moment of the scrape."""
 
-import json
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
-
-import redis.asyncio
-from redis.exceptions import NoPermissionError, RedisError
 
 from contract import metrics
-from contract.errors import BrokerUnavailable
 from contract.hosts import RELEASE, HostReport
-from contract.metric_counts import is_mark
-from contract.names import (
-    POOL_QUEUES,
-    admission_prefix,
-    deployment_key,
-    host_gauges_key,
-    hosts_key,
-    metrics_key,
-    refusals_key,
-    seen_tenants_key,
-    slots_key,
-    tenants_key,
-)
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.admission.base import count_slots_in_use
-from orchestrator.hosts import RedisHosts
-from orchestrator.logs import get_logger
+from contract.names import POOL_QUEUES
 from orchestrator.metrics.samples import Samples, render
-from orchestrator.runs.keys import runs_prefix
+from store.connection import RedisAccessDenied, RedisClient, read_server_info
+from store.hosts import HostStore
+from store.metrics import MetricsStore, StoredCounts, is_mark
+from store.slots import count_slots_in_use
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-MOST_BATCHES = 1000
 MOST_LOST = 1000
-"""So many queues of hosts that do not report are looked into."""
-LOOK_AT_ONCE = 250
-"""Rows: between two looks Redis is free for others."""
-_LOOK = Path(__file__).with_name("look.lua").read_text()
+"""The queues of so many hosts that do not report are read."""
 _STATES = ("busy", "idle", "paused", "lost", "warm")
 _NUMBERS = (bytes, int, float)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What Redis tells without a look: queues of hosts that are listed, sums, refusals, tenants that are registered, and all that may be told of."""
-
-    listed: Sequence[str]
-    sums: Mapping[bytes, bytes]
-    refused: Mapping[bytes, bytes]
-    registered: Sequence[str]
-    tenants: Sequence[str]
-
-
 class MetricsPage:
-    """Of one deployment, for any number of readers. `has_tenants`: also what each tenant has running and waiting.
+    """The page of one deployment, for any number of readers. `has_tenants`: with the running and waiting calls of each tenant.
 
-    What nobody can read any more, a number that somebody else wrote or a message of a stranger, is left out and counted, never an error.
+    A number or message that another program wrote and that cannot be read is left out and counted. It is never an error.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, *, has_tenants: bool = True) -> None:
+    def __init__(self, client: RedisClient, deployment: str, *, has_tenants: bool = True) -> None:
         self._client = client
-        self._deployment = deployment
         self._has_tenants = has_tenants
-        self._hosts = RedisHosts(client, deployment)
-        prefixes = deployment_key(deployment, ""), admission_prefix(deployment), slots_key(deployment, ""), runs_prefix(deployment)
-        self._places: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
-        self._look = client.register_script(_LOOK)
-        self._is_told = False
+        self._hosts = HostStore(client, deployment)
+        self._store = MetricsStore(client, deployment)
+        self._is_reported = False
 
     async def render(self, *, is_open: bool = False) -> bytes:
-        """As of now. `is_open`: as OpenMetrics. Raises BrokerUnavailable."""
+        """Read and return the page. `is_open`: as OpenMetrics. Raises BrokerUnavailable."""
         began = time.monotonic()
         samples = Samples()
-        try:
-            reports, known = await self._hosts.read(), await self._read()
-            _add_sums(samples, known)
-            await self._add_hosts(samples, reports)
-            await self._add_queues(samples, reports, known.listed)
-            await self._add_tenants(samples, known)
-            await self._add_deployment(samples)
-            await self._add_redis(samples)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis does not tell the metrics ({error}): see that it is up") from error
+        reports, counts = await self._hosts.read(), await self._store.read_counts()
+        _add_sums(samples, counts)
+        await self._add_hosts(samples, reports)
+        await self._add_queues(samples, reports, counts.queues)
+        await self._add_tenants(samples, counts)
+        await self._add_deployment(samples)
+        await self._add_redis(samples)
         samples.set(metrics.BUILD, 1, RELEASE)
         samples.set(metrics.SCRAPE_SECONDS, time.monotonic() - began)
         return render(samples, is_open=is_open)
-
-    async def _read(self) -> _Known:
-        async with self._client.pipeline(transaction=False) as pipe:
-            pipe.zrange(hosts_key(self._deployment), 0, -1)
-            pipe.hgetall(metrics_key(self._deployment))
-            pipe.hgetall(refusals_key(self._deployment))
-            pipe.hkeys(tenants_key(self._deployment))
-            pipe.zrange(seen_tenants_key(self._deployment), 0, -1)
-            listed, sums, refused, fields, seen = await pipe.execute()
-        registered = [name for name in _decoded(fields) if not name.startswith("#")]
-        return _Known(_decoded(listed), sums, refused, registered, list({DEFAULT_TENANT, *registered, *_decoded(seen)}))
 
     async def _add_hosts(self, samples: Samples, reports: Sequence[HostReport]) -> None:
         for report in reports:
@@ -110,13 +57,10 @@ class MetricsPage:
         living = [report for report in reports if report.worker]
         for report in living:
             _add_host(samples, report)
-        beside = [report for report in living if report.kind == "sandbox"]
-        texts: Any = []
-        if beside:
-            texts = await self._asked(self._client.mget([host_gauges_key(self._deployment, report.queue) for report in beside]))
-        for report, text in zip(beside, texts, strict=True):
-            told = _parsed(text)
-            states, target = told.get("sandboxes"), _number(told.get("warm_target"))
+        sandbox_hosts = [report for report in living if report.kind == "sandbox"]
+        all_gauges = await self._store.read_gauges([report.queue for report in sandbox_hosts])
+        for report, gauges in zip(sandbox_hosts, all_gauges, strict=True):
+            states, target = gauges.get("sandboxes"), _number(gauges.get("warm_target"))
             if isinstance(states, Mapping):
                 for state in _STATES:
                     samples.add(metrics.SANDBOXES, _number(states.get(state)) or 0.0, report.host, state)
@@ -127,97 +71,75 @@ class MetricsPage:
         alive = {report.queue for report in reports}
         own = sorted(queue for queue in alive if not queue.startswith("pool."))
         lost = [queue for queue in listed if queue not in alive]
-        looked = set([queue for queue in lost if not queue.startswith("pool.")][:MOST_LOST])
-        queues = list(dict.fromkeys([*POOL_QUEUES.values(), *own, *sorted(looked)]))
-        found = await self._looked("queues", queues)
-        waits = await self._waits({queue: tenants for queue, (*_, tenants) in zip(queues, found, strict=True) if tenants})
+        lost_queues = set([queue for queue in lost if not queue.startswith("pool.")][:MOST_LOST])
+        queues = list(dict.fromkeys([*POOL_QUEUES.values(), *own, *sorted(lost_queues)]))
+        states = dict(zip(queues, await self._store.read_queues(queues), strict=True))
+        waits = await self._store.read_waits({queue: state.tenants for queue, state in states.items() if state.tenants})
         dead, messages = 0, 0
-        for queue, (length, age_s, slots, held, waiting, _) in zip(queues, found, strict=True):
-            samples.set(metrics.QUEUE_MESSAGES, length, queue)
-            samples.set(metrics.QUEUE_SLOTS, slots, queue)
-            samples.set(metrics.QUEUE_SLOTS_IN_USE, count_slots_in_use(held, slots), queue)
-            samples.set(metrics.QUEUE_CALLS, held, queue, "in_flight")
-            samples.set(metrics.QUEUE_CALLS, waiting, queue, "waiting")
+        for queue, state in states.items():
+            samples.set(metrics.QUEUE_MESSAGES, state.messages, queue)
+            samples.set(metrics.QUEUE_SLOTS, state.slots, queue)
+            samples.set(metrics.QUEUE_SLOTS_IN_USE, count_slots_in_use(state.in_flight, state.slots), queue)
+            samples.set(metrics.QUEUE_CALLS, state.in_flight, queue, "in_flight")
+            samples.set(metrics.QUEUE_CALLS, state.waiting, queue, "waiting")
             samples.set(metrics.QUEUE_OLDEST_CALL, waits.get(queue, 0.0), queue)
-            if age_s >= 0:
-                samples.set(metrics.QUEUE_OLDEST, age_s, queue)
-            samples.add(metrics.CALLS_RUNNING, length, "queued")
-            if queue in looked and length:
-                dead, messages = dead + 1, messages + length
+            if state.oldest_s >= 0:
+                samples.set(metrics.QUEUE_OLDEST, state.oldest_s, queue)
+            samples.add(metrics.CALLS_RUNNING, state.messages, "queued")
+            if queue in lost_queues and state.messages:
+                dead, messages = dead + 1, messages + state.messages
         samples.set(metrics.CALLS_RUNNING, sum(report.busy for report in reports), "running")
         samples.set(metrics.DEAD_QUEUES, dead)
         samples.set(metrics.DEAD_MESSAGES, messages)
         samples.set(metrics.LOST_HOSTS, len(lost))
 
-    async def _waits(self, tenants: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
-        """For how many seconds the oldest call of a queue waits for a slot."""
-        waits: dict[str, float] = defaultdict(float)
-        for rows in _parted(tenants):
-            for (queue, _), waited_s in zip(rows, await self._look_at("waits", rows), strict=True):
-                waits[queue] = max(waits[queue], waited_s)
-        return waits
-
-    async def _add_tenants(self, samples: Samples, known: _Known) -> None:
-        samples.set(metrics.TENANTS, len(known.registered))
+    async def _add_tenants(self, samples: Samples, counts: StoredCounts) -> None:
+        samples.set(metrics.TENANTS, len(counts.registered))
         if self._has_tenants:
-            for name, (held, waiting) in zip(known.tenants, await self._looked("tenants", known.tenants), strict=True):
-                samples.set(metrics.TENANT_CALLS, held, name, "in_flight")
+            for name, (in_flight, waiting) in zip(counts.tenants, await self._store.read_tenants(counts.tenants), strict=True):
+                samples.set(metrics.TENANT_CALLS, in_flight, name, "in_flight")
                 samples.set(metrics.TENANT_CALLS, waiting, name, "waiting")
 
     async def _add_deployment(self, samples: Samples) -> None:
-        told = await self._look_at("deployment", ())
-        for state, number in zip(("waiting", "delayed", "running"), told["runs"], strict=True):
-            samples.set(metrics.RUNS, number, state)
-        samples.set(metrics.BATCHES, told["batches"])
-        samples.set(metrics.APPROVALS_WAITING, told["approvals"])
+        state = await self._store.read_deployment()
+        samples.set(metrics.RUNS, state.waiting_runs, "waiting")
+        samples.set(metrics.RUNS, state.delayed_runs, "delayed")
+        samples.set(metrics.RUNS, state.running_runs, "running")
+        samples.set(metrics.BATCHES, state.batches)
+        samples.set(metrics.APPROVALS_WAITING, state.approvals)
 
     async def _add_redis(self, samples: Samples) -> None:
         try:
-            told: Any = await self._asked(self._client.info("memory"))
-            clients: Any = await self._asked(self._client.info("clients"))
-        except NoPermissionError as error:
-            if not self._is_told:
-                self._is_told = True
+            info = await read_server_info(self._client, "memory", "clients")
+        except RedisAccessDenied as error:
+            if not self._is_reported:
+                self._is_reported = True
                 log.warning("redis_memory_not_told", error=str(error), remedy="make Redis's users anew with `toolcrew redis users`")
             return
-        samples.set(metrics.REDIS_MEMORY, float(told["used_memory"]))
-        samples.set(metrics.REDIS_MEMORY_MAX, float(told.get("maxmemory", 0)))
-        samples.set(metrics.REDIS_CLIENTS, float(clients["connected_clients"]))
-
-    async def _looked(self, what: str, rows: Sequence[Any]) -> list[Any]:
-        """One answer a row."""
-        found: list[Any] = []
-        for at in range(0, len(rows), LOOK_AT_ONCE):
-            found += await self._look_at(what, rows[at : at + LOOK_AT_ONCE])
-        return found
-
-    async def _look_at(self, what: str, rows: Sequence[Any]) -> Any:
-        answer: bytes = await self._asked(self._look(keys=[], args=[what, json.dumps(rows), *self._places]))
-        return json.loads(answer.decode(errors="replace"))
-
-    async def _asked(self, asked: Any) -> Any:
-        return await asked
+        samples.set(metrics.REDIS_MEMORY, float(info["used_memory"]))
+        samples.set(metrics.REDIS_MEMORY_MAX, float(info.get("maxmemory", 0)))
+        samples.set(metrics.REDIS_CLIENTS, float(info["connected_clients"]))
 
 
 @lru_cache(maxsize=16_384)
 def _field(name: bytes) -> tuple[metrics.Metric, str, tuple[str, ...]] | None:
-    """Metric, part and labels of a field of the sums."""
-    known = metrics.parse_field(name.decode(errors="replace"))
-    if known is None:
+    """Return metric, part and labels of a field of the sums."""
+    parsed = metrics.parse_field(name.decode(errors="replace"))
+    if parsed is None:
         return None
-    metric, part, labels = known
+    metric, part, labels = parsed
     return metric, part, tuple(metrics.clean_label(label) for label in labels)
 
 
-def _add_sums(samples: Samples, known: _Known) -> None:
+def _add_sums(samples: Samples, counts: StoredCounts) -> None:
     unreadable = 0
-    for name, text in known.sums.items():
+    for name, text in counts.sums.items():
         field, value = _field(name), _number(text)
         if field is not None and value is not None:
             samples.add_part(*field, value)
         elif not is_mark(name.decode(errors="replace")):
             unreadable += 1
-    for name, text in known.refused.items():
+    for name, text in counts.refusals.items():
         value = _number(text)
         if value is not None and len(samples.numbers[metrics.REFUSED_ENVELOPES.name]) < metrics.REFUSED_ENVELOPES.most:
             samples.add(metrics.REFUSED_ENVELOPES, value, metrics.clean_label(name.decode(errors="replace")))
@@ -240,42 +162,15 @@ def _add_host(samples: Samples, report: HostReport) -> None:
         samples.set(metrics.HOST_DISK, report.disk_free_bytes, report.host)
 
 
-def _parted(tenants: Mapping[str, Sequence[str]]) -> Iterator[Sequence[tuple[str, Sequence[str]]]]:
-    """The same, each time as much as one look takes: a tenant of a queue is as much as a row of other looks."""
-    rows, left = list[tuple[str, Sequence[str]]](), LOOK_AT_ONCE
-    for queue, names in tenants.items():
-        for at in range(0, len(names), LOOK_AT_ONCE):
-            part = names[at : at + LOOK_AT_ONCE]
-            if len(part) > left:
-                yield rows
-                rows, left = [], LOOK_AT_ONCE
-            rows.append((queue, part))
-            left -= len(part)
-    if rows:
-        yield rows
-
-
-def _decoded(names: Iterable[bytes]) -> list[str]:
-    return [name.decode(errors="replace") for name in names]
-
-
-def _parsed(text: object) -> Mapping[str, Any]:
+def _number(stored: object) -> float | None:
+    """Return the number of a sum or a gauge; None if it is not a number from 0."""
     try:
-        told = json.loads(text) if isinstance(text, bytes) else {}
-    except (ValueError, RecursionError):
-        return {}
-    return told if isinstance(told, Mapping) else {}
-
-
-def _number(told: object) -> float | None:
-    """A sum or a gauge; None for what is none."""
-    try:
-        value = float(told) if isinstance(told, _NUMBERS) else math.nan
+        value = float(stored) if isinstance(stored, _NUMBERS) else math.nan
     except (ValueError, OverflowError):
         return None
     return value if math.isfinite(value) and value >= 0 else None
 
 
-async def render_metrics(client: "redis.asyncio.Redis", deployment: str, *, has_tenants: bool = True, is_open: bool = False) -> bytes:
-    """The page once. Who gives it often keeps a MetricsPage. Raises BrokerUnavailable."""
+async def render_metrics(client: RedisClient, deployment: str, *, has_tenants: bool = True, is_open: bool = False) -> bytes:
+    """Return the page once. Callers that return it often keep a MetricsPage. Raises BrokerUnavailable."""
     return await MetricsPage(client, deployment, has_tenants=has_tenants).render(is_open=is_open)

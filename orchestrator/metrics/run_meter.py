@@ -2,9 +2,8 @@
 
 from typing import Protocol
 
-from contract.metric_counts import Counts
 from contract.metrics import APPROVALS, APPROVALS_ASKED, ITERATIONS, MODEL_SECONDS, RUNS_ENDED, TOKENS
-from orchestrator.events import (
+from orchestrator.loop.events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
@@ -18,6 +17,7 @@ from orchestrator.events import (
     StepStarted,
 )
 from orchestrator.metrics.call_meter import CallMeter
+from store.metrics import Counts
 
 
 class Replay(Protocol):

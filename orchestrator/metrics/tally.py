@@ -1,67 +1,63 @@
-"""What this process counts, and the task that brings it into the deployment's sums about once a second."""
+"""The counts of this process, and the task that sends them to the deployment's sums about once a second."""
 
 import asyncio
 import secrets
 
-import redis.asyncio
-from redis.exceptions import RedisError
-
-from contract.metric_counts import ABSORB_LUA, Counts
-from contract.names import counted_key, metrics_key
-from orchestrator.cancelling import cancel_all
-from orchestrator.events import OnEvent
-from orchestrator.logs import get_logger
+from contract.errors import BrokerUnavailable
+from orchestrator.loop.events import OnEvent
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.metrics.run_meter import Replay, RunMeter
+from store.connection import RedisClient
+from store.metrics import Counts, MetricsStore
+from store.tasks import cancel_all
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 FLUSH_S = 1.0
 LAST_FLUSH_S = 3.0
-"""How long the end of a program waits for a Redis that is away."""
+"""How long the end of a program waits for a Redis that does not answer."""
 
 
 class Tally:
-    """Redis may be away for any time: what was counted meanwhile is sent when it is back. Only what a killed process had not sent is lost."""
+    """Counts are sent later when Redis does not answer. Only the counts that a killed process had not sent are lost."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+    def __init__(self, client: RedisClient, deployment: str) -> None:
         self.counts = Counts()
         self.calls = CallMeter(self.counts)
-        self._keys = [metrics_key(deployment), counted_key(deployment, secrets.token_hex(8))]
-        self._absorb = client.register_script(ABSORB_LUA)
+        self._store = MetricsStore(client, deployment)
+        self._source = secrets.token_hex(8)
         self._task: asyncio.Task[None] | None = None
-        self._is_told = False
+        self._is_reported = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="metrics-tally")
 
     async def aclose(self) -> None:
-        """Send what is left."""
+        """Send the rest."""
         if self._task is not None:
             await cancel_all((self._task,))
         try:
             async with asyncio.timeout(LAST_FLUSH_S):
                 await self.flush()
-        except (RedisError, OSError, TimeoutError) as error:
+        except (BrokerUnavailable, TimeoutError) as error:
             log.warning("metrics_lost", error=str(error) or type(error).__name__)
 
     def watch_run(self, tell: OnEvent, book: Replay | None) -> OnEvent:
-        """What a run tells is counted, and then told `tell`. `book`: of a run that is remembered."""
+        """Return a listener that counts the events of a run and passes them to `tell`. `book`: the journal of a durable run."""
         return RunMeter(self.counts, self.calls, tell, book).on_event
 
     async def flush(self) -> None:
-        """Send what has changed. Raises RedisError, OSError."""
-        while (sending := self.counts.pending()) is not None:
-            await self._absorb(keys=self._keys, args=list(sending.arguments))
-            self.counts.settle(sending)
+        """Send what has changed. Raises BrokerUnavailable."""
+        await self._store.absorb(self._source, self.counts)
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
             try:
                 await self.flush()
-                self._is_told = False
-            except (RedisError, OSError) as error:
-                if not self._is_told:
+                self._is_reported = False
+            except BrokerUnavailable as error:
+                if not self._is_reported:
                     log.warning("metrics_wait_for_redis", error=str(error))
-                self._is_told = True
+                self._is_reported = True

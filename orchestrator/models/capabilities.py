@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contract.errors import ContextWindowExceeded, ModelRefused
 from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
-from orchestrator.logs import get_logger
 from orchestrator.models.base import Model, ModelRequest
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from contract.errors import ConfigError
+from orchestrator.loop.prompts import DEFAULT_INSTRUCTION
 from orchestrator.models.base import Model
 from orchestrator.models.capabilities import Capabilities
 from orchestrator.models.local_server import CONTEXT_TOKENS
 from orchestrator.models.scripted import EVERYTHING, ScriptedModel, demo_script
 from orchestrator.models.weights import Progress, load_weights
-from orchestrator.prompts import DEFAULT_INSTRUCTION
 from orchestrator.settings import OrchestratorSettings
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterator, Sequence
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.batches.detached import check_detached
-from orchestrator.batches.happenings import BatchNoted
-from orchestrator.batches.items import BatchItem, FailureKind
 from orchestrator.batches.lines import BatchFile
-from orchestrator.command_text import build_resubmission
-from orchestrator.runs.happening_stream import HappeningWriter
-from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
-from orchestrator.runs.run_queue import AT_ONCE, BatchCancelled, RunQueue
+from orchestrator.terminal.commands import build_resubmission
+from store.batch_events import HappeningWriter
+from store.batch_items import BatchItem, FailureKind
+from store.happenings import BatchNoted
+from store.run_queue import AT_ONCE, BatchCancelled, RunQueue
+from store.run_records import BatchDefaults, BatchRecord, BatchState
 
 DEFAULT_CONCURRENCY = 16
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -7,11 +7,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis.asyncio
-
 from contract.errors import BrokerUnavailable
-from orchestrator.cancelling import check_cancelled
-from orchestrator.events import (
+from orchestrator.loop.events import (
     ApprovalAsked,
     ApprovalDecided,
     OutputArrived,
@@ -20,10 +17,11 @@ from orchestrator.events import (
     StepStarted,
     TextArrived,
 )
-from orchestrator.logs import get_logger
-from orchestrator.outages import outlast
-from orchestrator.runs.told_events import Telling, ToldEvents, build_event
-from orchestrator.shared_tasks import begin_shared
+from store.connection import RedisClient
+from store.outages import outlast
+from store.run_events import Telling, ToldEvents, build_event
+from store.tasks import begin_shared, check_cancelled
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
@@ -155,7 +153,7 @@ class Taken:
 class EventTellers:
     """Those of one process. A run is never held up by its events; at its end they are told, however long Redis is away."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+    def __init__(self, client: RedisClient, deployment: str) -> None:
         self._told = ToldEvents(client, deployment)
         self._tellers: list[RunTeller] = []
         self._telling: asyncio.Task[None] | None = None

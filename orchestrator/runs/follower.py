@@ -5,16 +5,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from orchestrator.batches.happenings import BatchNoted, Happening
-from orchestrator.batches.items import Outcome
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from orchestrator.batches.settled_items import SettledItems
-from orchestrator.cancelling import check_cancelled
-from orchestrator.command_text import build_resubmission
-from orchestrator.logs import get_logger
-from orchestrator.runs.happening_stream import HappeningReader
-from orchestrator.runs.records import BatchRecord, BatchState
-from orchestrator.runs.run_queue import RunQueue
+from orchestrator.terminal.commands import build_resubmission
+from store.batch_events import HappeningReader
+from store.batch_items import Outcome
+from store.happenings import BatchNoted, Happening
+from store.run_queue import RunQueue
+from store.run_records import BatchRecord, BatchState
+from store.tasks import check_cancelled
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

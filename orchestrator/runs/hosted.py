@@ -7,22 +7,20 @@ import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import redis.asyncio
 from pydantic import ValidationError
-from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key
 from contract.signing import SigningKeys
-from orchestrator.actors import Actor
-from orchestrator.audit import build_entry, entry_text
 from orchestrator.batches.detached import find_paths
-from orchestrator.batches.items import RUNS_URL, BatchItem, Ground, RunBody
+from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
-from orchestrator.places import Places
-from orchestrator.pool_connection import PoolConnection
-from orchestrator.runs.event_hub import RunEventHub
-from orchestrator.runs.hosted_records import (
+from orchestrator.runs.transcripts import build_transcript
+from store.actors import Actor
+from store.audit import build_entry, entry_text
+from store.batch_items import RUNS_URL, BatchItem, Ground, RunBody
+from store.connection import RedisClient, broker_errors
+from store.hosted_records import (
     LISTED,
     MAX_BODY_BYTES,
     MAX_KEPT,
@@ -41,13 +39,14 @@ from orchestrator.runs.hosted_records import (
     standing_defaults,
     unpack_transcript,
 )
-from orchestrator.runs.keys import RUN_TTL_S, run_key, run_transcript_key
-from orchestrator.runs.records import open_outcome, parse_run, readable, seal_defaults, seal_item
-from orchestrator.runs.run_log import RunLog
-from orchestrator.runs.run_queue import RunQueue
-from orchestrator.runs.told_events import not_found
-from orchestrator.runs.transcripts import build_transcript
-from orchestrator.tenants import RedisTenants
+from store.run_event_hub import RunEventHub
+from store.run_events import not_found
+from store.run_keys import RUN_TTL_S, run_key, run_transcript_key
+from store.run_log import RunLog
+from store.run_queue import RunQueue
+from store.run_records import open_outcome, parse_run, readable, seal_defaults, seal_item
+from store.sessions import SessionStore
+from store.tenants import RedisTenants
 
 MAX_PAGE = 200
 LOOKS = 2000
@@ -66,7 +65,7 @@ class HostedRuns:
 
     def __init__(
         self,
-        client: "redis.asyncio.Redis",
+        client: RedisClient,
         deployment: str,
         keys: SigningKeys,
         tenants: RedisTenants,
@@ -78,7 +77,7 @@ class HostedRuns:
         self._client = client
         self._deployment, self._keys = deployment, keys
         self._tenants = tenants
-        self._places = Places(client, deployment)
+        self._places = SessionStore(client, deployment)
         self._queue = RunQueue(client, deployment, keys)
         self._limits = (max_pending, max_kept)
         self.hub = RunEventHub(client, deployment)
@@ -220,10 +219,8 @@ class HostedRuns:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)
 
     async def _asked(self, asked: Any) -> Any:
-        try:
+        with broker_errors("the runs were not read or changed"):
             return await asked
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis does not answer for runs ({error}): see that it is up") from error
 
 
 def _parsed(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:

@@ -18,34 +18,34 @@ from orchestrator.admission.insistence import until_admitted
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import QueueApprover
 from orchestrator.batches.artifacts import artifact_folder, copy_artifacts
-from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemReady, StepDone
-from orchestrator.batches.items import CHAT_URL, BatchItem, CallBody, Failure, Ground, Outcome, RunBody, RunLimits
 from orchestrator.batches.rows import build_answer_body, build_call_body
-from orchestrator.cancelling import is_being_cancelled
-from orchestrator.dispatcher import Terms
-from orchestrator.events import CallFinished, CallStarted, OnEvent, RunEvent, StepFinished
-from orchestrator.homes import new_session_name
-from orchestrator.limits import Prices, ReActOptions, StopReason
-from orchestrator.logs import get_logger
+from orchestrator.dispatch.dispatcher import Terms
+from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.dispatch.session_locator import new_session_name
+from orchestrator.dispatch.sessions import Session, SessionInfo, Start
+from orchestrator.loop.events import CallFinished, CallStarted, OnEvent, RunEvent, StepFinished
+from orchestrator.loop.limits import Prices, ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
-from orchestrator.outages import outlast
-from orchestrator.pool_connection import PoolConnection
-from orchestrator.run_parts import RunAs, RunParts
-from orchestrator.run_spans import RunSpans
 from orchestrator.runs.brake import Brake, HeldModel, NotNow
-from orchestrator.runs.entries import Exported
-from orchestrator.runs.hosted_records import STANDING
 from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
 from orchestrator.runs.places import PlacedApprover, Places, RunPlace
-from orchestrator.runs.records import BatchDefaults
-from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.run_parts import RunAs, RunParts
+from orchestrator.runs.run_spans import RunSpans
 from orchestrator.runs.session_turns import SessionTurns
-from orchestrator.sessions import Session, SessionInfo, Start
 from orchestrator.traces.opening import Traces
 from orchestrator.tracing import current_run, within_run
+from store.batch_items import CHAT_URL, BatchItem, CallBody, Failure, Ground, Outcome, RunBody, RunLimits
+from store.happenings import BatchNoted, CallDone, Happening, ItemReady, StepDone
+from store.hosted_records import STANDING
+from store.outages import outlast
+from store.run_entries import Exported
+from store.run_queue import Claim
+from store.run_records import BatchDefaults
+from store.tasks import is_being_cancelled
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -10,9 +10,9 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable
 from orchestrator.models.base import Chunk, Model, ModelRequest
 from orchestrator.runs.chunks import join_chunks
-from orchestrator.runs.entries import Entry, Exported, Replied, Resulted, Reviewed, SessionOpened, SessionOpening
 from orchestrator.runs.live_text import LiveText
-from orchestrator.runs.run_log import RunLog, RunTaken
+from store.run_entries import Entry, Exported, Replied, Resulted, Reviewed, SessionOpened, SessionOpening
+from store.run_log import RunLog, RunTaken
 
 AnyEntry = TypeVar("AnyEntry", SessionOpening, SessionOpened, Reviewed, Resulted)
 

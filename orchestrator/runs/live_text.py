@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from orchestrator.dialects.base import ReplyReader, Text
-from orchestrator.events import OnEvent, RunEvent, TextArrived, TextWithdrawn
+from orchestrator.loop.events import OnEvent, RunEvent, TextArrived, TextWithdrawn
 from orchestrator.models.base import Chunk
 
 

@@ -16,10 +16,10 @@ from contract.errors import (
     OperatorError,
     ToolFailure,
 )
-from orchestrator.agent import RunResult
-from orchestrator.batches.items import Failure, FailureKind, Outcome
-from orchestrator.limits import StopReason
-from orchestrator.runs.run_queue import Claim
+from orchestrator.loop.agent import RunResult
+from orchestrator.loop.limits import StopReason
+from store.batch_items import Failure, FailureKind, Outcome
+from store.run_queue import Claim
 
 _INPUT_CODES = frozenset(
     {

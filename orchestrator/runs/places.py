@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, contextmanager
 
 from contract.calls import ToolCall, ToolResult
 from orchestrator.approvals.approvers import ApprovalRequest, Approver, Decision
-from orchestrator.call_runner import RunCall
-from orchestrator.cancelling import is_being_cancelled
+from orchestrator.loop.call_runner import RunCall
+from store.tasks import is_being_cancelled
 
 MOST_AWAY = 16
 """For each place so many runs may lie here in all, those that wait included: each keeps its messages in memory."""

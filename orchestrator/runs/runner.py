@@ -8,24 +8,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis.asyncio
-
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
-from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
-from orchestrator.batches.items import Failure, FailureKind, Outcome
-from orchestrator.cancelling import cancel_all, check_cancelled
-from orchestrator.limits import Prices
-from orchestrator.logs import bound, get_logger
+from orchestrator.loop.limits import Prices
 from orchestrator.models.base import Usage
 from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
-from orchestrator.runs.happening_stream import HappeningWriter
-from orchestrator.runs.hosted_records import STANDING, standing_defaults
 from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
-from orchestrator.runs.records import BatchDefaults
-from orchestrator.runs.run_log import RunLog
-from orchestrator.runs.run_queue import LEASE_S, BatchCancelled, Claim, RunQueue
+from store.batch_events import HappeningWriter
+from store.batch_items import Failure, FailureKind, Outcome
+from store.connection import RedisClient
+from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
+from store.hosted_records import STANDING, standing_defaults
+from store.run_log import RunLog
+from store.run_queue import LEASE_S, BatchCancelled, Claim, RunQueue
+from store.run_records import BatchDefaults
+from store.tasks import cancel_all, check_cancelled
+from telemetry.logs import bound, get_logger
 
 log = get_logger(__name__)
 
@@ -90,7 +89,7 @@ class Runner:
     """One process's share of the work. `concurrency`: runs at a time here, as Places counts; a batch's own limit holds over all processes. `only`: the tenant and the batch
     whose runs it takes; None: it takes those of all detached batches, of those `tenants` if there are some."""
 
-    client: "redis.asyncio.Redis"
+    client: RedisClient
     deployment: str
     queue: RunQueue
     work: ItemWork

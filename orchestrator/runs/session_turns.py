@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 from contract.errors import BrokerUnavailable
-from orchestrator.logs import get_logger
-from orchestrator.placement import HostRoom
+from orchestrator.dispatch.placement import HostRoom
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from contract.calls import ToolResult
-from orchestrator.batches.items import RunBody
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.observations import build_tool_messages
-from orchestrator.runs.entries import Entry, Replied, Resulted
-from orchestrator.runs.records import RunRecord
+from store.batch_items import RunBody
+from store.run_entries import Entry, Replied, Resulted
+from store.run_records import RunRecord
 
 
 def build_transcript(run: str, record: RunRecord, entries: Sequence[Entry]) -> list[dict[str, Any]]:

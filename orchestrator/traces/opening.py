@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchestrator.events import OnEvent, RunEvent
+from orchestrator.loop.events import OnEvent, RunEvent
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.masking import Masker, build_masker, passwords_of
 from orchestrator.traces.recorder import TraceRecorder, open_trace

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from orchestrator.terminal import format_clocks
-from orchestrator.terminal_text import escape_controls
+from orchestrator.terminal.output import format_clocks
+from orchestrator.terminal.text import escape_controls
 from orchestrator.traces import records
 from orchestrator.traces.export_atif import split_thinking
 from orchestrator.traces.reading import Trace, TraceCall, TraceStep, seconds_of

@@ -14,13 +14,13 @@ from typing import Any
 from contract.calls import ToolResult
 from contract.errors import ConfigError
 from contract.traceparent import call_span_id, derive_id, run_span_id, trace_id_of
-from orchestrator import events
-from orchestrator.logs import get_logger
+from orchestrator.loop import events
 from orchestrator.models.base import Message, Usage
 from orchestrator.traces import records
 from orchestrator.traces.blobs import LITERAL, MAX_INLINE_BYTES, REFERENCE, BlobFolder, Kind, build_reference
 from orchestrator.traces.masking import Masker
 from orchestrator.traces.writer import TraceWriter, read_last_lines
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

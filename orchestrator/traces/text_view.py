@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from orchestrator.terminal import escape_controls, format_clocks
+from orchestrator.terminal.output import escape_controls, format_clocks
 from orchestrator.traces import records
 from orchestrator.traces.export_atif import split_thinking
 from orchestrator.traces.reading import Trace, TraceCall, TraceStep, seconds_of

@@ -16,7 +16,7 @@ from orchestrator.api.file_answers import PIECE_BYTES, FileAnswer
 from orchestrator.api.server import PatientProtocol
 from orchestrator.api.shares import FairTurn, Turns
 from orchestrator.api.sse import EventStream, ServerEvent
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
 from tests.api_ground import ApiGround, open_api
 from tests.conftest import RedisProcess
 

@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.api import once_slots
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.redis_connection import open_redis
+from store import idempotency as once_slots
+from store.connection import open_redis
 from tests.api_ground import ApiGround, api_settings
 from tests.approval_ground import build_question
 from tests.conftest import RedisProcess

@@ -10,8 +10,8 @@ import pytest
 
 from contract.names import call_key, catalog_key, host_key, hosts_key
 from contract.specs import Catalog, seal_catalog
-from orchestrator import hosts
 from orchestrator.api.pages import approval_pages, logins
+from orchestrator.operations import drains
 from tests.api.test_hostile import ask_for_approval
 from tests.api_ground import ApiGround, open_api
 from tests.builders import build_spec
@@ -53,7 +53,7 @@ async def test_failed_logins_of_one_client_do_not_lock_out_a_valid_key_from_the_
 async def test_what_operators_do_is_put_down_to_their_keys(
     api: ApiGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "TAKEN_S", 0.0)
+    monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.0)
     report = build_report("h1", started_at=time.time(), reported_at=time.time(), store="shared")
     with redis_server.client() as client:
         client.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("bash_tool"),))))

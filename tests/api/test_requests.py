@@ -13,9 +13,9 @@ import pytest
 from contract.errors import BrokerUnavailable, ConfigError
 from orchestrator.api import limits, server, service
 from orchestrator.api.idempotency import KEPT_FIRST_S
-from orchestrator.api.once_slots import Claim, OnceSlots
 from orchestrator.api.service import ApiService
 from orchestrator.runs.runner import Runner
+from store.idempotency import Claim, OnceSlots
 from tests.api_ground import ApiGround, api_settings, open_api, serving
 from tests.conftest import RedisProcess
 from tests.stack import eventually

@@ -7,28 +7,28 @@ import pytest
 import redis.asyncio
 
 from contract.calls import ToolResult
-from contract.errors import ConfigError
+from contract.errors import ConfigError, RecordRefused
 from contract.names import api_keys_key, catalog_key, switches_key, tenants_key
 from contract.registry import Switch
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.api_keys import ApiKeys
-from orchestrator.batches.items import RunBody
-from orchestrator.catalog import RedisCatalog
-from orchestrator.redis_connection import open_redis
-from orchestrator.runs.entries import Replied, Resulted
-from orchestrator.runs.keys import batch_key, run_key, run_log_key
-from orchestrator.runs.records import BatchDefaults, RowPlace, seal_defaults, seal_item
-from orchestrator.runs.run_log import RunLog
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenants import RedisTenants
+from orchestrator.api.pages.logins import Logins
+from store.api_keys import ApiKeys, Identity
+from store.batch_items import RunBody
+from store.catalog import RedisCatalog
+from store.connection import open_redis
+from store.idempotency import OnceSlots
+from store.run_entries import Replied, Resulted
+from store.run_keys import batch_key, run_key, run_log_key
+from store.run_log import RunLog
+from store.run_records import BatchDefaults, RowPlace, seal_defaults, seal_item
+from store.switches import RedisSwitches, WorkerSwitches
+from store.tenants import RedisTenants, WorkerTenants
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
-from workers.switches import Switches
-from workers.tenants import Tenants
 
 GUESS = SigningKeys.of("a guess")
 OTHER_DEPLOYMENT = SigningKeys.of("k" * 32, deployment="another")
@@ -64,6 +64,35 @@ async def test_a_forged_api_key_is_no_admin(client: "redis.asyncio.Redis", keys:
         await ApiKeys(client, "d", KEY).authenticate(mine.text)
 
 
+@pytest.mark.parametrize("keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"])
+async def test_a_forged_login_is_nobodys(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
+    admin = await ApiKeys(client, "d", KEY).add("default", "admin")
+    logins, word = Logins(client, "d", ApiKeys(client, "d", KEY), KEY), "w" * 43
+    forged = keys.seal(logins._purpose(word), admin.id) if keys is not None else admin.id
+    await client.set(logins._slot(word), forged)
+    assert await logins.find(word) is None
+
+
+async def test_a_login_that_was_copied_to_another_word_is_nobodys(client: "redis.asyncio.Redis") -> None:
+    admin = await ApiKeys(client, "d", KEY).add("default", "admin")
+    logins, other = Logins(client, "d", ApiKeys(client, "d", KEY), KEY), "w" * 43
+    word = await logins.open(Identity("default", "admin", admin.id))
+    assert (found := await logins.find(word)) is not None
+    assert found.identity.key_id == admin.id
+    await client.copy(logins._slot(word), logins._slot(other))
+    assert await logins.find(other) is None
+
+
+@pytest.mark.parametrize("keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"])
+async def test_a_forged_answer_to_an_idempotency_key_is_not_replayed(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
+    slots = OnceSlots(client, "d", KEY)
+    claim = slots.name("key", "word", "digest", "1")
+    record = '{"digest": "digest", "status": 200, "headers": [], "body": ""}'
+    await client.set(claim.slot, keys.seal(f"answer {claim.slot}", record) if keys is not None else record)
+    with pytest.raises(RecordRefused):
+        await slots.claim(claim)
+
+
 POLICIES: dict[str, Callable[[TenantPolicy], str]] = {
     "unsigned": lambda policy: plain(seal_policy(KEY, "acme", policy)),
     "another secret": lambda policy: seal_policy(GUESS, "acme", policy),
@@ -80,7 +109,7 @@ async def test_a_forged_policy_gives_a_tenant_no_rights(client: "redis.asyncio.R
     with pytest.raises(ConfigError, match="policy of tenant acme cannot be verified, so nothing is served"):
         await RedisTenants(client, "d", KEY).policy("acme")
     with redis_server.client() as blocking, pytest.raises(ConfigError, match="cannot be verified"):
-        Tenants(blocking, "d", KEY).policy("acme")
+        WorkerTenants(blocking, "d", KEY).policy("acme")
 
 
 async def test_a_forged_switch_turns_nothing_on_and_brings_no_text_to_a_model(
@@ -95,7 +124,7 @@ async def test_a_forged_switch_turns_nothing_on_and_brings_no_text_to_a_model(
         assert "cannot be verified" in found.refusal("echo")
         assert "instead" not in found.refusal("echo")
         with redis_server.client() as blocking:
-            assert Switches(blocking, "d", KEY).find("echo", "acme") == found
+            assert WorkerSwitches(blocking, "d", KEY).find("echo", "acme") == found
 
 
 async def test_a_switch_that_was_copied_to_another_tool_is_not_taken_for_its_own(client: "redis.asyncio.Redis") -> None:

@@ -25,10 +25,10 @@ from contract.ledger import seal_ticket
 from contract.names import POOL_WEB, call_key, control_queue, place_key, refusals_key, result_key, tenants_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.dispatcher import Route
-from orchestrator.pool_connection import open_pool
-from orchestrator.task_messages import build_message
-from orchestrator.transport import Delivery
+from orchestrator.dispatch.dispatcher import Route
+from orchestrator.dispatch.pool_connection import open_pool
+from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.transport import Delivery
 from tests.queue_by_hand import stored_result, stored_state
 from tests.redis_ground import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
 from tests.stack import eventually, wait_until

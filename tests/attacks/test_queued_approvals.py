@@ -26,7 +26,7 @@ from orchestrator.approvals.questions import (
     build_answer,
     seal,
 )
-from orchestrator.redis_users import ROLES
+from orchestrator.operations.redis_users import ROLES
 from tests.approval_ground import ACME, ADMIN, OTHER, SHELL, SOON_S, Desk, build_question, build_request, open_desk
 from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess

@@ -7,10 +7,10 @@ import pytest
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
 from contract.specs import Catalog, ToolSpec
-from orchestrator.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from store.catalog import WorkerCatalogStore
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
-from workers.catalog import CatalogPublisher
 from workers.executor import Executor
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
@@ -62,7 +62,7 @@ def test_a_worker_does_not_run_it_for_another_tenant_whatever_came_by_the_queue(
 
 
 def test_names_that_outlive_their_worker_tell_nobody_of_it() -> None:
-    entries = CatalogPublisher(None, "default", KEY, {"tools": Catalog(tools=(BOLTS, COMMON))})._entries  # type: ignore[arg-type]
+    entries = WorkerCatalogStore(None, "default", KEY)._build_entries({"tools": Catalog(tools=(BOLTS, COMMON))})  # type: ignore[arg-type]
     assert json.loads(entries[1][1]) == ["common_tool"]
 
 

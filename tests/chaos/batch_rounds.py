@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.runs.batches import run_id
-from orchestrator.runs.keys import batch_key, run_key, runs_prefix
+from store.run_keys import batch_key, run_key, runs_prefix
 from tests.chaos.batch_blows import KILLS, PAUSE_S, BatchBlow, Blow, strike
 from tests.chaos.batch_load import BatchLoad, build_script
 from tests.chaos.batch_verdict import BatchVerdict, Evidence, judge_batch, read_tally

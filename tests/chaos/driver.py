@@ -17,8 +17,8 @@ from typing import Any
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 
 KNOWN = "known words\n"
 LIMIT_S = 10.0

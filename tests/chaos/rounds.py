@@ -11,7 +11,7 @@ from typing import Any
 from docker import APIClient
 
 from contract.errors import OperatorError, ToolFailure
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from tests.chaos.blows import Blow, Struck, strike
 from tests.chaos.leftovers import find_leftovers, find_mounts

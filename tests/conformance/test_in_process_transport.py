@@ -20,8 +20,8 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.functions.call_context import CallContext
 from contract.registry import Tool, ToolRegistry
 from contract.signing import ResultSeal
+from orchestrator.dispatch.transport import Delivery, InProcessTransport
 from orchestrator.functions.blocking_calls import BlockingCalls
-from orchestrator.transport import Delivery, InProcessTransport
 from tests.builders import KEY, build_call, build_context, build_spec
 
 SOON_S = 15.0
@@ -245,7 +245,7 @@ async def test_an_async_function_is_cancelled_at_its_limit_and_cleans_up() -> No
 
 
 async def test_an_async_function_that_will_not_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.transport.CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("orchestrator.dispatch.transport.CANCEL_GRACE_S", 0.05)
     release = asyncio.Event()
 
     async def stubborn() -> None:

@@ -9,8 +9,8 @@ import pytest
 from contract.errors import ErrorCode, ToolFailure
 from contract.functions.session_state import MAX_VALUE_BYTES, SessionState
 from orchestrator.functions.session_state import MemoryState
+from store.tool_state import StateStore
 from tests.conftest import RedisProcess
-from workers.custom.state import StateStore
 
 Open = Callable[..., SessionState]
 

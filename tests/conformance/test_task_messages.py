@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.calls import POOL_GRACE_S
-from orchestrator.task_messages import build_message
-from orchestrator.transport import Delivery
+from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.transport import Delivery
 from tests.conftest import RedisProcess
 
 QUEUE = "host.a.b00t"

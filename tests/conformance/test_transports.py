@@ -20,10 +20,10 @@ from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolF
 from contract.hosts import HOST_LOST_TYPE
 from contract.settings import BrokerSettings
 from contract.signing import ResultSeal, SigningKeys
-from orchestrator import publishing
-from orchestrator.celery_transport import CeleryTransport
-from orchestrator.results import ResultHub
-from orchestrator.transport import CallLost, Delivery, DeliveryFailed, InProcessTransport, Transport
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed, InProcessTransport, Transport
+from store import publisher as publishing
+from store.results import ResultHub
 from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
@@ -195,7 +195,7 @@ async def test_what_people_see_of_a_task_is_its_id_and_never_its_arguments(redis
 
 
 async def test_a_redis_that_is_gone_is_an_unavailable_broker(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "SEND_PATIENCE_S", 0.2)
+    monkeypatch.setattr(publishing, "SEND_WAIT_S", 0.2)
     async with celery_transport(redis_server) as (transport, _):
         await asyncio.to_thread(redis_server.stop)
         try:

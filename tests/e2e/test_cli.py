@@ -12,7 +12,7 @@ import pytest
 from docker import APIClient
 
 from contract.calls import ToolResult
-from orchestrator.local_stack import StackInfo
+from orchestrator.operations.local_stack import StackInfo
 from tests.stack import TOOLCREW, Footprint, Stack, commands_in, end_process, open_stack, read_line, run_toolcrew, wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]

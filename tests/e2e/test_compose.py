@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from orchestrator.redis_users import ROLES
+from orchestrator.operations.redis_users import ROLES
 from tests.image_scan import scan_image
 from tests.log_lines import read_events
 from tests.stack import free_port, missing, require_engine, wait_until

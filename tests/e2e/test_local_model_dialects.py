@@ -10,20 +10,20 @@ from pydantic import JsonValue
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ConfigError, ModelUnavailable
 from contract.specs import ToolSpec
-from orchestrator.agent import Agent, RunResult
-from orchestrator.client import ToolClient
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tag_gbnf import build_tag_grammar
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.limits import ReActOptions, StopReason
+from orchestrator.dispatch.sessions import Session
+from orchestrator.loop.agent import Agent, RunResult
+from orchestrator.loop.limits import ReActOptions, StopReason
+from orchestrator.loop.prompts import SMALL_MODEL_HINT, SMALL_MODEL_JSON_HINT
 from orchestrator.models.base import ModelRequest
 from orchestrator.models.choice import SMALL_INSTRUCTION, SMALL_TOOLS
 from orchestrator.models.local import LocalModelServer
 from orchestrator.models.weights import DEFAULT_CACHE, load_weights
-from orchestrator.prompts import SMALL_MODEL_HINT, SMALL_MODEL_JSON_HINT
-from orchestrator.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack
 
 pytestmark = [pytest.mark.model, pytest.mark.stack, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]

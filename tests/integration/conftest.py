@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack
 
 

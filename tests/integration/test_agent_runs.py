@@ -11,13 +11,13 @@ import pytest
 
 from contract.errors import ErrorCode
 from orchestrator.approvals import AutoApprover
-from orchestrator.client import ToolClient
 from orchestrator.dialects.tags import build_tag_call
-from orchestrator.events import CallFinished, CallStarted, RunEvent, TextArrived
-from orchestrator.limits import ReActOptions, StopReason
+from orchestrator.dispatch.sessions import Session
+from orchestrator.loop.events import CallFinished, CallStarted, RunEvent, TextArrived
+from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.base import Message
 from orchestrator.models.scripted import Calls, Reply, ScriptedModel
-from orchestrator.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, commands_in, eventually
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(120)]

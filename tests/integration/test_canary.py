@@ -21,12 +21,12 @@ from pydantic import SecretStr
 
 from contract.errors import ErrorCode
 from contract.names import POOL_WEB
-from orchestrator.api_keys import ApiKeys
-from orchestrator.client import ToolClient
-from orchestrator.redis_connection import open_redis
+from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.transport import Delivery
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.task_messages import build_message
-from orchestrator.transport import Delivery
+from store.api_keys import ApiKeys
+from store.connection import open_redis
 from tests.processes import read_proc
 from tests.stack import Stack, all_pids, eventually, open_stack
 

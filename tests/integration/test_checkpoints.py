@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

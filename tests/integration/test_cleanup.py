@@ -13,8 +13,8 @@ import pytest
 from docker import APIClient
 
 from contract.errors import BrokerUnavailable, ConfigError, SandboxUnavailable
-from orchestrator.client import ToolClient
-from orchestrator.local_stack import StackInfo
+from orchestrator.operations.local_stack import StackInfo
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from tests.log_lines import read_log
 from tests.stack import (
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
 PROGRAM = """
 import asyncio, sys
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 
 async def main():
     async with ToolClient.embedded() as client, await client.open_session() as session:

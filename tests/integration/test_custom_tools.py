@@ -18,10 +18,10 @@ from hatchling.build import build_wheel
 from contract.errors import ErrorCode
 from contract.names import catalog_key
 from orchestrator.approvals import AutoApprover
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import Terms
+from orchestrator.dispatch.dispatcher import Terms
+from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
-from orchestrator.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.stack import ROOT, Stack, children_of, eventually, wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]

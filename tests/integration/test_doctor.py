@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from orchestrator import doctor_deep
-from orchestrator.doctor_deep import examine_hosts
-from orchestrator.findings import Report
-from orchestrator.hosts import RedisHosts
-from orchestrator.redis_connection import open_redis
+from orchestrator.operations import doctor_deep
+from orchestrator.operations.doctor_deep import examine_hosts
+from orchestrator.operations.findings import Report
+from store.connection import open_redis
+from store.hosts import HostStore
 from tests.redis_ground import broker_for
 from tests.stack import Stack, run_toolcrew
 
@@ -47,7 +47,7 @@ async def test_another_secret_on_this_side_is_found_by_a_call_and_named(stack: S
     client = open_redis(broker)
     report = Report()
     try:
-        await examine_hosts(broker, await RedisHosts(client, broker.deployment).read(), report)
+        await examine_hosts(broker, await HostStore(client, broker.deployment).read(), report)
     finally:
         await client.aclose()
 

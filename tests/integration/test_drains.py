@@ -11,11 +11,11 @@ from docker import APIClient
 from pydantic import SecretStr
 
 from contract.hosts import HostReport
-from orchestrator.client import ToolClient
-from orchestrator.hosts import RedisHosts
-from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
+from store.connection import open_redis
+from store.hosts import HostStore
 from tests.host_ground import Ground, open_ground
 from tests.stack import TOOLCREW, UP_S, eventually, wait_until
 
@@ -39,7 +39,7 @@ def reports(ground: Ground) -> list[HostReport]:
     async def read() -> list[HostReport]:
         client = open_redis(ground.broker)
         try:
-            return await RedisHosts(client, ground.deployment).read()
+            return await HostStore(client, ground.deployment).read()
         finally:
             await client.aclose()
 

@@ -10,8 +10,8 @@ import pytest
 from docker import APIClient
 
 from contract.errors import SandboxUnavailable
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, eventually, missing, open_stack
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]

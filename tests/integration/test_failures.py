@@ -14,11 +14,11 @@ from docker import APIClient
 
 from contract.calls import ToolResult
 from contract.errors import OPERATOR_CODES, ErrorCode, OperatorError
-from orchestrator import recovery
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch import recovery
+from orchestrator.dispatch.sessions import Session
+from orchestrator.operations.supervision import MOST_ENDS
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.supervision import MOST_ENDS
 from tests.stack import RedisServer, Stack, all_of, children_of, commands_in, eventually, is_alive, missing, open_redis_server, open_stack
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]

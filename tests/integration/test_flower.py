@@ -21,9 +21,9 @@ from flower.urls import handlers
 from prometheus_client.parser import text_string_to_metric_families
 
 from contract.errors import ErrorCode
-from orchestrator.client import ToolClient
-from orchestrator.flower import DEFAULTS
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.operations.flower import DEFAULTS
+from orchestrator.sdk.client import ToolClient
 from tests.log_lines import read_events
 from tests.queue_by_hand import publish
 from tests.stack import UP_S, Stack, eventually, open_stack
@@ -336,7 +336,7 @@ def test_without_a_password_it_does_not_start() -> None:
 
     for told, sentence in (({}, "set FLOWER_BASIC_AUTH"), ({"FLOWER_MAX_TASKS": "many"}, "a FLOWER_ variable")):
         ended = subprocess.run(
-            [sys.executable, "-m", "orchestrator.flower"],
+            [sys.executable, "-m", "orchestrator.operations.flower"],
             env={**environment, **told},
             capture_output=True,
             text=True,

@@ -15,8 +15,8 @@ from docker import APIClient
 from playwright.async_api import Page, expect
 
 from contract.errors import ErrorCode, SandboxUnavailable
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.page_ground import CHROMIUM, open_browser
 from tests.stack import UP_S, Stack, eventually, missing, open_stack
 

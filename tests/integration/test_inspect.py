@@ -15,7 +15,7 @@ from inspect_ai.util._sandbox.environment import SandboxUnavailableError
 from contract.errors import ConfigError
 from orchestrator.adapters.inspect_config import ToolcrewSandboxConfig, load_config, parse_config
 from orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, commands_in, eventually
 
 pytestmark = pytest.mark.stack

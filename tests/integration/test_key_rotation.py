@@ -8,8 +8,8 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.names import POOL_WEB
 from contract.settings import BrokerSettings
-from orchestrator.dispatcher import Route
-from orchestrator.pool_connection import open_pool
+from orchestrator.dispatch.dispatcher import Route
+from orchestrator.dispatch.pool_connection import open_pool
 from tests.redis_ground import Server, open_counting_pool, open_server
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,8 +14,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.sandbox_commands import find_container, is_running
 from tests.stack import Stack, eventually, wait_until
 

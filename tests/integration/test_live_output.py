@@ -7,11 +7,11 @@ from typer.testing import CliRunner
 
 from contract.call_events import MAX_WAITING_BYTES
 from contract.names import call_key
-from orchestrator.cli import app
-from orchestrator.client import ToolClient
-from orchestrator.events import CallFinished, OutputArrived, RunEvent
+from orchestrator.cli.main import app
+from orchestrator.dispatch.sessions import Session
+from orchestrator.loop.events import CallFinished, OutputArrived, RunEvent
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, eventually
 
 pytestmark = pytest.mark.stack

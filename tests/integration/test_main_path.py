@@ -13,9 +13,9 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import blob_key
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import Route, Terms
-from orchestrator.sessions import Session
+from orchestrator.dispatch.dispatcher import Route, Terms
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.queue_by_hand import open_dispatcher
 from tests.stack import Footprint, Stack, all_of, eventually, run_toolcrew
 

@@ -15,7 +15,7 @@ from docker import APIClient
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import catalog_key
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 from tests.mcp_peers import TOOL, modern, open_raw_peer
 from tests.stack import ROOT, Stack, commands_in, eventually, open_stack, wait_until
 

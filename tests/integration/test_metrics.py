@@ -9,13 +9,13 @@ import pytest
 from docker import APIClient
 from typer.testing import CliRunner
 
-from contract.names import metrics_key
-from orchestrator.cli import app
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import Terms
+from orchestrator.cli.main import app
+from orchestrator.dispatch.dispatcher import Terms
+from orchestrator.dispatch.sessions import Session
 from orchestrator.metrics.page import render_metrics
-from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
+from orchestrator.sdk.client import ToolClient
+from store.connection import open_redis
+from store.metrics import metrics_key
 from tests.metric_ground import Key, counted, key, read_page
 from tests.stack import UP_S, Stack, eventually, open_stack
 from tests.unit.test_metric_files import promtool

@@ -8,8 +8,8 @@ import pytest
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.approvals import AutoApprover, CallbackApprover, Decision
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.sandbox_commands import find_container, is_running
 from tests.stack import Stack, eventually
 

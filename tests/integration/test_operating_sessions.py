@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import call_key, slots_key
-from orchestrator.call_life import CallLife
-from orchestrator.cli import app
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import Terms
-from orchestrator.sessions import Session
+from orchestrator.cli.main import app
+from orchestrator.dispatch.dispatcher import Terms
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
+from store.call_life import CallLife
 from tests.stack import Stack, commands_in, eventually, run_toolcrew
 
 pytestmark = pytest.mark.stack

@@ -83,7 +83,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     wanted = set(source_files())
     assert held == wanted
-    assert {"contract/py.typed", "workers/sandboxd/seccomp.json", "orchestrator/runs/queue.lua"} <= held
+    assert {"contract/py.typed", "workers/sandboxd/seccomp.json", "store/run_queue.lua"} <= held
 
 
 def test_every_module_is_content_with_the_extra_that_it_asks_for(unpacked: Path, bare: Installed, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_every_module_is_content_with_the_extra_that_it_asks_for(unpacked: Path,
     )
     lacking = find_lacks(bare, modules)
     assert "contract.envelope" not in lacking
-    assert (lacking["orchestrator.cli"], lacking["workers.sandboxd.engine"], lacking["workers.web.exchange"]) == (
+    assert (lacking["orchestrator.cli.main"], lacking["workers.sandboxd.engine"], lacking["workers.web.exchange"]) == (
         "orchestrator",
         "worker",
         "web",
@@ -128,7 +128,7 @@ def test_all_extras_are_installed_together_from_the_wheel_alone(wheel: Path, unp
     ids=["toolcrew", "sandboxd", "web"],
 )
 def test_a_program_without_its_extra_says_which_one_it_needs(bare: Installed, redis_server: RedisProcess, program: str, extra: str) -> None:
-    start = ("-c", "from orchestrator.entry import main; main()") if program == "toolcrew" else ("-m", program)
+    start = ("-c", "from orchestrator.cli.entry import main; main()") if program == "toolcrew" else ("-m", program)
     done = bare.run(bare.python, *start, TOOLCREW_WORKER_KIND="web", TOOLCREW_REDIS_URL=redis_server.url)
     told = done.stderr.removeprefix("toolcrew: ") if program == "toolcrew" else read_last_words(done.stderr)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr

@@ -19,15 +19,15 @@ from contract.errors import ErrorCode
 from contract.names import POOL_WEB, call_key, catalog_key, control_queue
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from orchestrator.actors import local_actor
-from orchestrator.call_control import CallControl
-from orchestrator.celery_transport import CeleryTransport
-from orchestrator.dispatcher import Dispatcher, Route, Terms
-from orchestrator.local_stack import WEB_CONCURRENCY
-from orchestrator.redis_connection import open_redis
-from orchestrator.results import ResultHub
-from orchestrator.sessions import Session
-from orchestrator.transport import Delivery, DeliveryFailed
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.sessions import Session
+from orchestrator.dispatch.transport import Delivery, DeliveryFailed
+from orchestrator.operations.local_stack import WEB_CONCURRENCY
+from orchestrator.sdk.call_control import CallControl
+from store.actors import local_actor
+from store.connection import open_redis
+from store.results import ResultHub
 from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_state
 from tests.stack import (
     ROOT,

@@ -19,11 +19,11 @@ from contract.errors import ErrorCode
 from contract.ledger import CallState, parse_record
 from contract.names import call_key, refusals_key
 from contract.signing import SigningKeys
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import Route
-from orchestrator.sessions import Session
-from orchestrator.task_messages import build_message
-from orchestrator.transport import Delivery
+from orchestrator.dispatch.dispatcher import Route
+from orchestrator.dispatch.sessions import Session
+from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.transport import Delivery
+from orchestrator.sdk.client import ToolClient
 from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_result, stored_state
 from tests.stack import Stack, all_of, eventually, is_alive
 

@@ -17,10 +17,10 @@ from celery import Celery
 
 from contract.calls import ToolCall
 from contract.settings import BrokerSettings
-from orchestrator.celery_transport import CeleryTransport
-from orchestrator.redis_connection import open_redis
-from orchestrator.results import ResultHub
-from orchestrator.transport import Delivery
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.transport import Delivery
+from store.connection import open_redis
+from store.results import ResultHub
 from tests.queue_by_hand import make_envelope
 from tests.stack import ROOT, Footprint, RedisServer, all_of, end_process, eventually, open_footprint, open_redis_server
 

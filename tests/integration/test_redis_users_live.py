@@ -23,16 +23,17 @@ from contract.envelope import INLINE_BYTES
 from contract.names import catalog_key, host_key, hosts_key, place_key, tombstone_key
 from contract.tenancy import TenantPolicy
 from orchestrator.approvals import AutoApprover
-from orchestrator.batch_service import BatchService
-from orchestrator.cli import app
-from orchestrator.client import ToolClient
-from orchestrator.hosts import RedisHosts, find_workers
+from orchestrator.cli.main import app
+from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.redis_connection import open_redis
-from orchestrator.runs.records import BatchState
-from orchestrator.sessions import Session
+from orchestrator.operations.drains import find_workers, follow_drain, order_drain
+from orchestrator.runs.batch_service import BatchService
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tenants import RedisTenants
+from store.connection import open_redis
+from store.hosts import HostStore
+from store.run_records import BatchState
+from store.tenants import RedisTenants
 from tests.host_ground import Ground, GroundProcess
 from tests.redis_ground import SECRET, Server, open_server
 from tests.stack import UP_S, eventually, free_port, open_footprint, wait_until
@@ -157,7 +158,9 @@ def _open_house(ground: Ground, server: Server, site: WebServer) -> House:
         "FLOWER_PORT": str(port),
         "FLOWER_BASIC_AUTH": "me:word",
     }
-    flower = GroundProcess("flower", [sys.executable, "-m", "orchestrator.flower"], ground.environment(told), ground.folder / "flower.log")
+    flower = GroundProcess(
+        "flower", [sys.executable, "-m", "orchestrator.operations.flower"], ground.environment(told), ground.folder / "flower.log"
+    )
     flower.start()
     return House(ground, server, site, flower, port)
 
@@ -375,9 +378,9 @@ async def drain(house: House, host: str) -> str:
     broker = house.settings.broker()
     redis = open_redis(broker)
     try:
-        hosts = RedisHosts(redis, "default")
+        hosts = HostStore(redis, "default")
         [report] = find_workers(await hosts.read(), host)
-        await hosts.order_drain(report, broker.signing_keys())
-        return [state async for state, _ in hosts.follow_drain(report)][-1]
+        await order_drain(hosts, report, broker.signing_keys())
+        return [state async for state, _ in follow_drain(hosts, report)][-1]
     finally:
         await redis.aclose()

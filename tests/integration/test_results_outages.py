@@ -11,10 +11,10 @@ import redis.asyncio
 from pydantic import SecretStr
 
 from contract.settings import BrokerSettings
-from orchestrator import results
-from orchestrator.celery_transport import CeleryTransport
-from orchestrator.results import ResultHub
-from orchestrator.transport import Delivery
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.transport import Delivery
+from store import results
+from store.results import ResultHub
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.result_ground import SOON_S, SilentRelay, listening, stored

@@ -10,8 +10,8 @@ import redis
 from contract.calls import ToolCall, ToolResult
 from contract.names import POOL_WEB
 from contract.settings import BrokerSettings
-from orchestrator.dispatcher import Dispatcher, Route
-from orchestrator.pool_connection import open_pool
+from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.pool_connection import open_pool
 from tests.redis_ground import SECRET, CountingPool, Server, open_counting_pool, open_sentinel, open_server
 from tests.stack import eventually, wait_until
 

@@ -10,9 +10,9 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.names import slots_key
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import Route, Terms
-from orchestrator.sessions import Session
+from orchestrator.dispatch.dispatcher import Route, Terms
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.queue_by_hand import open_dispatcher
 from tests.stack import Stack, commands_in, eventually, is_alive
 

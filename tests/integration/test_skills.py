@@ -12,9 +12,9 @@ from contract.errors import ErrorCode
 from contract.skill_sidecars import SIDECAR_FILE
 from orchestrator.approvals import CallbackApprover
 from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.client import ToolClient
+from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.skill_ground import SHIPPED, write_skill
 from tests.stack import open_stack, run_toolcrew
 from workers.skills.loader import load_skill

@@ -9,12 +9,12 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy
-from orchestrator.api_keys import ApiKeys
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import Dispatcher, Route
-from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
-from orchestrator.tenants import RedisTenants
+from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
+from store.api_keys import ApiKeys
+from store.connection import open_redis
+from store.tenants import RedisTenants
 from tests.queue_by_hand import open_dispatcher
 from tests.stack import Stack
 

@@ -11,12 +11,11 @@ from contract.calls import ToolCall
 from contract.errors import BrokerUnavailable
 from contract.names import POOL_WEB
 from contract.settings import BrokerSettings
-from orchestrator.dispatcher import Route
-from orchestrator.pool_connection import open_pool
-from orchestrator.redis_connection import check_redis, open_redis
+from orchestrator.dispatch.dispatcher import Route
+from orchestrator.dispatch.pool_connection import open_pool
+from store.connection import check_connection, check_redis, open_redis
 from tests.redis_ground import Server, broker_for, open_counting_pool, open_server
 from tests.tls_ground import Authority, Pair, open_relay
-from workers.redis_connection import check_redis as check_redis_of_worker
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,7 +51,7 @@ async def refusals(broker: BrokerSettings) -> list[str]:
     finally:
         await client.aclose()
     with pytest.raises(BrokerUnavailable) as refused_there:
-        check_redis_of_worker(broker)
+        check_connection(broker)
     return [str(refused.value), str(refused_there.value)]
 
 

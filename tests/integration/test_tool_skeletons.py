@@ -11,7 +11,7 @@ import pytest
 
 from contract.errors import ErrorCode
 from contract.names import catalog_key
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 from tests.stack import ROOT, Stack, run_toolcrew, wait_until
 
 pytestmark = pytest.mark.stack

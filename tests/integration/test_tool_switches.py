@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from contract.calls import ToolCall
 from contract.errors import ErrorCode
-from orchestrator.cli import app
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import Dispatcher, Route
-from orchestrator.sessions import Session
+from orchestrator.cli.main import app
+from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.queue_by_hand import open_dispatcher
 from tests.stack import Stack
 

@@ -8,8 +8,8 @@ from docker import APIClient
 
 from contract.traceparent import run_span_id, trace_id_of
 from orchestrator.approvals import AutoApprover
-from orchestrator.client import ToolClient
 from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.sdk.client import ToolClient
 from tests.otlp_collector import Collected, Collector, assert_one_tree, open_collector
 from tests.stack import Stack, open_stack
 

@@ -12,16 +12,23 @@ import pytest
 from docker import APIClient
 from pydantic import SecretStr
 
-from orchestrator.client import ToolClient
-from orchestrator.runs.keys import batch_key
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
+from store.run_keys import batch_key
 from tests.earlier_release import COMMIT, unpack_release
 from tests.host_ground import Ground, open_ground
 from tests.stack import ROOT, TOOLCREW, UP_S, end_process, eventually, wait_until
 
 SESSIONS, ITEMS = 4, 3
-COMMAND = (sys.executable, "-c", "from orchestrator.cli import main; main()")
+_MAIN = """
+try:
+    from orchestrator.cli.main import main
+except ModuleNotFoundError:  # the earlier releases
+    from orchestrator.cli import main
+main()
+"""
+COMMAND = (sys.executable, "-c", _MAIN)
 """toolcrew, of the release in whose tree it is started."""
 # Run in the tree of the release before; prints what came of calls in a few sessions.
 OLD_ORCHESTRATOR = """

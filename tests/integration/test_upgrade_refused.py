@@ -13,15 +13,22 @@ from pydantic import SecretStr
 from contract.calls import ToolCall
 from contract.errors import ConfigError
 from contract.names import hosts_key, refusals_key
-from orchestrator.client import ToolClient
-from orchestrator.runs.keys import batch_key
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
+from store.run_keys import batch_key
 from tests.earlier_release import INCOMPATIBLE_COMMIT, unpack_release
 from tests.host_ground import Ground, open_ground
 from tests.queue_by_hand import make_envelope, publish, stored_state
 from tests.stack import ROOT, UP_S, end_process, wait_until
 
-COMMAND = (sys.executable, "-c", "from orchestrator.cli import main; main()")
+_MAIN = """
+try:
+    from orchestrator.cli.main import main
+except ModuleNotFoundError:  # the earlier releases
+    from orchestrator.cli import main
+main()
+"""
+COMMAND = (sys.executable, "-c", _MAIN)
 """toolcrew, of the release in whose tree it is started."""
 # Run in the tree of the earlier release; prints why no session was opened.
 EARLIER_ORCHESTRATOR = """

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.client import ToolClient
-from orchestrator.sessions import Session
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from tests.unit.test_workspace_sources import git
 
 pytestmark = pytest.mark.stack

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 from tests.mcp_stack import SOON_S, McpStack, bash, new_session, open_mcp_process, text_of
 from tests.stack import eventually
 

@@ -7,7 +7,7 @@ import pytest
 from mcp import MCPError
 from mcp_types import CallToolResult, ElicitResult, InputRequiredResult
 
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 from tests.mcp_stack import REVISIONS, SESSION, SOON_S, McpStack, Person, bash, new_session, open_mcp_process, text_of
 from tests.stack import Stack, eventually, run_toolcrew
 

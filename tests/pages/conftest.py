@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from orchestrator.redis_connection import open_redis
+from store.connection import open_redis
 from tests.api_ground import api_settings, open_api
 from tests.page_ground import CHROMIUM, FLOWER, SCREENSHOTS, Visitors, World, open_browser
 from tests.stack import RedisServer, missing, open_redis_server

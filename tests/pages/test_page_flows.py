@@ -7,11 +7,11 @@ import pytest
 from playwright.async_api import Page, expect
 
 from contract.names import control_queue
-from orchestrator.actors import LOCAL, Actor
 from orchestrator.approvals.questions import AlreadyAnswered, Question
-from orchestrator.audit import Audit
-from orchestrator.batches.items import RunBody
-from orchestrator.runs.records import BatchState
+from store.actors import LOCAL, Actor
+from store.audit import Audit
+from store.batch_items import RunBody
+from store.run_records import BatchState
 from tests.batch_story import Attempt
 from tests.page_ground import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
 

@@ -10,18 +10,18 @@ import pytest
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
 from contract.specs import ToolSpec
-from orchestrator.agent import Agent, RunResult
-from orchestrator.client import ToolClient
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.dispatcher import Dispatcher, Route
-from orchestrator.events import CallFinished, RunEvent
+from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.transport import InProcessTransport, Transport
 from orchestrator.functions.function_tools import tool
-from orchestrator.functions.local_tools import LocalTools
-from orchestrator.limits import ReActOptions
+from orchestrator.loop.agent import Agent, RunResult
+from orchestrator.loop.events import CallFinished, RunEvent
+from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.transport import InProcessTransport, Transport
+from orchestrator.sdk.client import ToolClient
+from orchestrator.sdk.local_tools import LocalTools
 from tests.builders import KEY, build_call, build_exec_response, build_spec
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
 from tests.stack import Stack

@@ -6,7 +6,7 @@ from orchestrator.dialects.tag_events import Call
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import tool
-from orchestrator.prompts import generate_tool_prompt
+from orchestrator.loop.prompts import generate_tool_prompt
 from tests.builders import build_spec
 
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.agent import Agent, RunResult
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.choice import choose_dialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.events import CallStarted, RunEvent, TextArrived
 from orchestrator.functions.function_tools import tool
-from orchestrator.functions.local_tools import LocalTools
-from orchestrator.limits import ReActOptions, StopReason
+from orchestrator.loop.agent import Agent, RunResult
+from orchestrator.loop.events import CallStarted, RunEvent, TextArrived
+from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
+from orchestrator.sdk.local_tools import LocalTools
 
 SOON_S = 10.0
 TAG = '<tool_action name="vector-search"><query value="读取文件" /></tool_action>'

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from orchestrator.agent import Agent, RunResult
 from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.events import CallFinished, CallStarted, RunEvent, TextArrived
 from orchestrator.functions.function_tools import tool
-from orchestrator.functions.local_tools import LocalTools
+from orchestrator.loop.agent import Agent, RunResult
+from orchestrator.loop.events import CallFinished, CallStarted, RunEvent, TextArrived
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
+from orchestrator.sdk.local_tools import LocalTools
 from tests.fakes import StreamModel
 
 SOON_S = 10.0

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from contract.registry import Tool
-from orchestrator.agent import Agent
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import convert_to_openai_tool
-from orchestrator.limits import StopReason
+from orchestrator.loop.agent import Agent
+from orchestrator.loop.limits import StopReason
 from orchestrator.models.base import Message
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.tool_loop import (
+from orchestrator.sdk.tool_loop import (
     ContextEngine,
     ToolDecisionOutput,
     ToolLoopDeps,

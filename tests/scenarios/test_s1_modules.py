@@ -1,7 +1,7 @@
 """Rows S1-22 to S1-35 of the scenarios: every name that the document lists, where it lives here, and what it is.
 
 The document's three TypeScript files are these modules: types.ts is contract.registry, contract.calls and orchestrator.dialects.decisions,
-registry.ts and runner.ts are orchestrator.tool_loop. Functions are written in snake_case.
+registry.ts and runner.ts are orchestrator.sdk.tool_loop. Functions are written in snake_case.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from jsonschema import Draft202012Validator
 
 from contract.calls import ToolCall, ToolResult
 from contract.registry import Tool, ToolRegistry
-from orchestrator import tool_loop
 from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.tool_loop import (
+from orchestrator.sdk import tool_loop
+from orchestrator.sdk.tool_loop import (
     TOOL_DECISION_SCHEMA,
     ContextEngine,
     ToolDecisionOutput,
@@ -37,11 +37,11 @@ HOMES = [
     ("S1-26", "ToolDecisionOutput", "orchestrator.dialects.decisions"),
     ("S1-27", "ToolRegistry", "contract.registry"),
     ("S1-28", "TOOL_DECISION_SCHEMA", "orchestrator.dialects.decisions"),
-    ("S1-30", "create_tool_registry", "orchestrator.tool_loop"),
+    ("S1-30", "create_tool_registry", "orchestrator.sdk.tool_loop"),
     ("S1-32", "build_tool_system_prompt", "orchestrator.dialects.json_decision"),
     ("S1-33", "parse_tool_decision", "orchestrator.dialects.decisions"),
-    ("S1-34", "execute_tool_call", "orchestrator.tool_loop"),
-    ("S1-35", "run_tool_loop", "orchestrator.tool_loop"),
+    ("S1-34", "execute_tool_call", "orchestrator.sdk.tool_loop"),
+    ("S1-35", "run_tool_loop", "orchestrator.sdk.tool_loop"),
 ]
 IN_THE_LOOP = [home for home in HOMES if home[1] not in ("Tool", "ToolCall", "ToolResult", "ToolRegistry")]
 FORMS = [{"tool": "get_weather", "arguments": {"city": "Beijing"}}, {"tool": None, "reply": "Warm."}, {"tool": "now"}]

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator import tool_loop
-from orchestrator.agent import Agent
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.limits import StopReason
+from orchestrator.loop.agent import Agent
+from orchestrator.loop.limits import StopReason
 from orchestrator.models.base import Message
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.tool_loop import ContextEngine, ToolLoopRegistry, create_output_controller, create_tool_registry, run_tool_loop
+from orchestrator.sdk import tool_loop
+from orchestrator.sdk.tool_loop import ContextEngine, ToolLoopRegistry, create_output_controller, create_tool_registry, run_tool_loop
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path("examples", "weather_loop.py")

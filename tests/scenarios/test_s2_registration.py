@@ -11,12 +11,12 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import BUILTIN_TOOLS
 from contract.registry import ToolRegistry
 from contract.specs import SkillSummary
-from orchestrator.client import ToolClient
-from orchestrator.events import CallFinished, RunEvent
 from orchestrator.functions.function_tools import tool
-from orchestrator.functions.local_tools import LocalTools
-from orchestrator.installed_skills import InstalledSkills
+from orchestrator.loop.events import CallFinished, RunEvent
 from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.sdk.client import ToolClient
+from orchestrator.sdk.local_tools import LocalTools
+from store.skills import InstalledSkills
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import MemoryBlobs, MemoryLedger
@@ -46,8 +46,8 @@ def quiet_logs() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of the switches is never old: how old it may be is another test's."""
-    monkeypatch.setattr("orchestrator.switches.SWITCHES_FRESH_S", 0.0)
-    monkeypatch.setattr("workers.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
 
 
 def answering(text: str) -> Any:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.chat_messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
 from orchestrator.functions.function_tools import convert_to_openai_tool
+from orchestrator.loop.chat_messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
 from orchestrator.models.base import Message
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
-from orchestrator.tool_agent import CustomAgent, LLMClient, ToolAgent
+from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
 from tests.model_endpoint import END, HELLO, serving, stream
 
 ASKED: list[ChatMessage | Message] = [SystemMessage("Be brief."), HumanMessage("北京天气?")]

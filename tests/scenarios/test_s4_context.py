@@ -14,19 +14,18 @@ from contract.functions.function_tools import FunctionTool
 from contract.registry import Tool
 from contract.settings import BrokerSettings
 from orchestrator import CallContext, LocalTools, as_tool, tool
-from orchestrator.call_events import CallEvents
-from orchestrator.model_requests import ModelRequests
+from orchestrator.dispatch.call_events import CallEventListener
+from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.models.adapter import MAX_CALLS, BudgetedModel
 from orchestrator.models.scripted import ScriptedModel
-from orchestrator.redis_connection import open_redis
+from store.connection import connect, open_redis
+from store.tool_state import StateStore
 from tests.builders import build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
-from workers.call_events import open_events
+from workers.call_events import open_call_events
 from workers.custom.calls import CustomCalls
-from workers.custom.state import StateStore
 from workers.executor import Executor
-from workers.redis_connection import connect
 from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
 
 
@@ -204,13 +203,13 @@ async def test_s4_14_in_a_worker_a_tool_asks_the_model_of_its_callers_run(redis_
         return [model.name, context.wait(model.complete("What now?")).text]
 
     broker = BrokerSettings.model_validate({"redis_url": redis_server.url})
-    worker = serve(ask, ask_plainly, events=partial(open_events, connect(broker), "default"))
+    worker = serve(ask, ask_plainly, events=partial(open_call_events, connect(broker), "default"))
     client = open_redis(broker)
-    listener = CallEvents(client, "default")
+    listener = CallEventListener(client, "default")
     questions = ModelRequests(ScriptedModel(lambda messages: f"Re: {messages[-1]['content']}"))
     for name in ("ask", "ask_plainly"):
         async with listener.listen("acme", name, {MODEL: questions.open_call()}, 60):
-            context = build_context(model="scripted", events=listener.listener)
+            context = build_context(model="scripted", events=listener.id)
             answer = await asyncio.to_thread(execute, worker, name, name, context)
         assert answer == ["scripted", "Re: What now?"]
     await listener.close()

@@ -6,13 +6,13 @@ from typing import Any
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.specs import ToolSpec
-from orchestrator.agent import Agent
 from orchestrator.approvals import ApprovalRequest, Approver, AutoApprover, CallbackApprover, ConsoleApprover, RefusingApprover, review
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.transport import InProcessTransport
+from orchestrator.loop.agent import Agent
 from orchestrator.models.scripted import ScriptedModel
-from orchestrator.transport import InProcessTransport
 from tests.builders import KEY, build_call, build_context, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
 from workers.executor import Executor

@@ -7,16 +7,16 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
-from orchestrator.agent import Agent
 from orchestrator.approvals import AutoApprover
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import tool
-from orchestrator.functions.local_tools import LocalTools
+from orchestrator.loop.agent import Agent
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.tool_agent import CustomAgent, ToolAgent
+from orchestrator.sdk.local_tools import LocalTools
+from orchestrator.sdk.tool_agent import CustomAgent, ToolAgent
 from tests.builders import build_call
 
 

@@ -9,8 +9,8 @@ from contract.calls import ToolCall, ToolContext
 from contract.errors import ErrorCode, ToolFailure
 from contract.registry import Tool, ToolRegistry
 from contract.schema import check_schema, prepare_arguments
-from orchestrator.dispatcher import Dispatcher, Route
-from orchestrator.transport import InProcessTransport
+from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.transport import InProcessTransport
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
 from workers.executor import Executor

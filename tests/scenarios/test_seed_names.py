@@ -7,8 +7,8 @@ import pytest
 
 from contract.registry import Tool, ToolRegistry
 from orchestrator.models.scripted import ScriptedModel
-from orchestrator.seed_names import ModelGateway, createOutputController, createToolRegistry, runToolLoop, tool_schema
-from orchestrator.tool_loop import ContextEngine
+from orchestrator.sdk.seed_names import ModelGateway, createOutputController, createToolRegistry, runToolLoop, tool_schema
+from orchestrator.sdk.tool_loop import ContextEngine
 from tests.builders import build_call, build_context, build_exec_response
 from tests.fakes import FakeSandboxClient
 from workers import seed_names as worker_names
@@ -25,7 +25,7 @@ TOOLS = {
 NAMES = [
     *(("workers.seed_names", name) for name in (*TOOLS, "BuiltInToolsRegistry", "SkillsSandboxExecutor")),
     *(
-        ("orchestrator.seed_names", name)
+        ("orchestrator.sdk.seed_names", name)
         for name in (
             *("ToolContext", "tool_schema", "ModelGateway", "createToolRegistry", "createOutputController", "buildToolSystemPrompt"),
             *("parseToolDecision", "executeToolCall", "runToolLoop", "generateToolPrompt"),
@@ -33,8 +33,8 @@ NAMES = [
     ),
     *(("orchestrator", name) for name in ("ReActStrategy", "ReActOptions", "ToolRegistry", "ToolAgent", "CustomAgent", "LLMClient")),
     *(("orchestrator", name) for name in ("AIMessage", "ToolMessage", "convert_to_openai_tool", "run_tool_loop", "generate_tool_prompt")),
-    ("orchestrator.tool_loop", "TOOL_DECISION_SCHEMA"),
-    ("orchestrator.tool_loop", "ToolDecisionOutput"),
+    ("orchestrator.sdk.tool_loop", "TOOL_DECISION_SCHEMA"),
+    ("orchestrator.sdk.tool_loop", "ToolDecisionOutput"),
     ("contract.calls", "ToolCall"),
     ("contract.calls", "ToolResult"),
     ("contract.functions", "ModelAdapter"),

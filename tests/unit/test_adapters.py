@@ -22,5 +22,5 @@ def test_a_missing_framework_is_said_with_the_extra_that_brings_it(adapter: str,
 
 
 def test_the_sdk_loads_no_framework() -> None:
-    code = "import sys, orchestrator.client; print([m for m in ('langchain_core', 'langgraph', 'agents') if m in sys.modules])"
+    code = "import sys, orchestrator.sdk.client; print([m for m in ('langchain_core', 'langgraph', 'agents') if m in sys.modules])"
     assert run_python(code) == "[]"

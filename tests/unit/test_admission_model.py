@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.tenancy import TenantPolicy
-from orchestrator.admission.script import enqueue, release, tick
+from store.slots import enqueue, release, tick
 from tests.admission_ground import Ground, build_request, set_slots
 from tests.admission_model import Model, Queue
 from tests.conftest import RedisProcess

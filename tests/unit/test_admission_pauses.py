@@ -9,9 +9,10 @@ from structlog.testing import capture_logs
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import PausableAdmission, Slot, SlotRequest
+from orchestrator.admission import PausableAdmission, Slot
 from orchestrator.admission import pauses as pauses_module
 from orchestrator.admission.base import NOT_ADMITTED
+from store.slots import SlotRequest
 
 PAUSED = TenantPolicy(is_paused=True, pause_reason="the bill is open")
 SOON_S = 10.0

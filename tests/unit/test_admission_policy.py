@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from contract.tenancy import TenantPolicy
-from orchestrator.admission.script import enqueue, tick
+from store.slots import enqueue, tick
 from tests.admission_ground import QUEUE, Ground, build_request, set_slots
 from tests.conftest import RedisProcess
 

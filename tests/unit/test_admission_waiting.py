@@ -13,16 +13,17 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import PausableAdmission, SharedAdmission
-from orchestrator.admission.waiting import WaitNotice, WaitReason, build_notice, report_waiting, waiting_listener
+from orchestrator.admission.waiting import WaitNotice, build_notice, report_waiting, waiting_listener
 from orchestrator.api.calls import NewCall, _stream
-from orchestrator.cli_runner import run_work
-from orchestrator.events import CallFinished, RunEvent, Warned
+from orchestrator.cli.runner import run_work
+from orchestrator.dispatch.sessions import Session
+from orchestrator.loop.events import CallFinished, RunEvent, Warned
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.overview import OverviewReader, TenantLook
-from orchestrator.pressure import Pressure
-from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
-from orchestrator.tenants import RedisTenants
+from store.connection import open_redis
+from store.overview import OverviewReader, TenantLook
+from store.pressure import Pressure
+from store.slots import WaitReason
+from store.tenants import RedisTenants
 from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from contract.calls import ToolCall, ToolResult
-from orchestrator.agent import Agent
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect, build_tag_call
-from orchestrator.events import RunEvent, TextArrived, TextWithdrawn
-from orchestrator.limits import ReActOptions
+from orchestrator.loop.agent import Agent
+from orchestrator.loop.events import RunEvent, TextArrived, TextWithdrawn
+from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.base import Chunk
 from orchestrator.models.openai import OpenAIModel
 from tests.builders import build_spec

@@ -15,9 +15,9 @@ from contract.names import api_keys_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
-from orchestrator.api_keys import KEY_FRESH_S, MAX_KNOWN, ApiKeyRecord, ApiKeys, Credential, Identity
-from orchestrator.redis_connection import open_redis
-from orchestrator.tenants import RedisTenants
+from store.api_keys import KEY_FRESH_S, MAX_KNOWN, ApiKeyRecord, ApiKeys, Credential, Identity
+from store.connection import open_redis
+from store.tenants import RedisTenants
 from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
 

@@ -10,12 +10,12 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import audit_key, switches_key, tenant_audit_key, tenants_key
 from contract.registry import Switch
 from contract.tenancy import TenantPolicy
-from orchestrator import audit as audit_file
-from orchestrator.actors import LOCAL, Actor, local_actor
-from orchestrator.api_keys import ApiKeys
-from orchestrator.audit import MAX_DETAIL_CHARS, Audit, AuditAction, Audited, build_entry, entry_text
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenants import RedisTenants
+from store import audit as audit_file
+from store.actors import LOCAL, Actor, local_actor
+from store.api_keys import ApiKeys
+from store.audit import MAX_DETAIL_CHARS, Audit, AuditAction, Audited, build_entry, entry_text
+from store.switches import RedisSwitches
+from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 

@@ -14,8 +14,6 @@ from rich.console import Console
 
 from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.figures import format_cost, format_count, format_eta, format_rate, format_seconds, format_time
-from orchestrator.batches.happenings import BatchNoted, Happening, ItemDone, parse_happening
-from orchestrator.batches.items import FailureKind
 from orchestrator.batches.json_lines import JsonLines
 from orchestrator.batches.live_display import LiveDisplay, open_display
 from orchestrator.batches.live_screen import build_screen
@@ -23,6 +21,8 @@ from orchestrator.batches.log_lines import LogLines
 from orchestrator.batches.plain_lines import MAX_TOLD, PlainLines
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.summary import build_summary, build_summary_lines
+from store.batch_items import FailureKind
+from store.happenings import BatchNoted, Happening, ItemDone, parse_happening
 from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e\ud800\r\nnext: `rm -rf /`"

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
 from orchestrator.batches.displays import Watched
-from orchestrator.batches.happenings import BatchNoted, Happening
 from orchestrator.batches.plain_lines import PlainLines
 from orchestrator.batches.progress import MAX_WARNINGS, Progress
 from orchestrator.batches.report import build_report
-from orchestrator.cli import app
+from orchestrator.cli.main import app
 from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from orchestrator.models.scripted import EVERYTHING
 from orchestrator.runs.models import Models
 from orchestrator.settings import OrchestratorSettings
+from store.happenings import BatchNoted, Happening
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.item_ground import Made, build_run, echo_then, open_maker

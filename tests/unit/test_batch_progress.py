@@ -5,11 +5,11 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
-from orchestrator.batches.items import FailureKind
 from orchestrator.batches.progress import MAX_NOTES, Progress
 from orchestrator.batches.snapshot import Snapshot
 from orchestrator.batches.tool_times import MAX_TOOLS
+from store.batch_items import FailureKind
+from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
 
 RETRIED = Attempt(is_retried=True, code="HOST_LOST")

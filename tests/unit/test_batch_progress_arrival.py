@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.batches.arrival import LifeTable, estimate_arrival
-from orchestrator.batches.happenings import Happening, ItemDone, ItemStarted
 from orchestrator.batches.histogram import LogHistogram, bucket_of, middle_of, start_of
 from orchestrator.batches.progress import Progress
+from store.happenings import Happening, ItemDone, ItemStarted
 from tests.batch_story import BEGAN
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
-from orchestrator.batches.items import FailureKind
 from orchestrator.batches.markup import Markup, element, text
 from orchestrator.batches.report import MAX_FAILED_ROWS, build_report
 from orchestrator.batches.report_series import MAX_BUCKETS, Spans, TimeSeries
+from store.batch_items import FailureKind
+from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
 
 HOSTILE = [

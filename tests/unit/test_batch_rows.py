@@ -11,8 +11,6 @@ from pydantic import JsonValue, ValidationError
 
 from contract.calls import Clocks, ToolResult
 from contract.errors import ErrorCode
-from orchestrator.agent import RunResult
-from orchestrator.batches.items import CHAT_URL, RUNS_URL, Failure, FailureKind, Outcome
 from orchestrator.batches.rows import (
     build_answer_body,
     build_call_body,
@@ -22,9 +20,11 @@ from orchestrator.batches.rows import (
     build_run_body,
     parse_row,
 )
-from orchestrator.limits import StopReason
+from orchestrator.loop.agent import RunResult
+from orchestrator.loop.limits import StopReason
+from orchestrator.loop.transcript import Transcript
 from orchestrator.models.base import Usage
-from orchestrator.transcript import Transcript
+from store.batch_items import CHAT_URL, RUNS_URL, Failure, FailureKind, Outcome
 
 calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)

@@ -14,22 +14,22 @@ from pydantic import SecretStr
 
 from contract.errors import ConfigError, ErrorCode, ModelDenied, ToolFailure
 from contract.tenancy import TenantPolicy
-from orchestrator.batch_service import BatchService
 from orchestrator.batches.detached import check_detached
-from orchestrator.batches.happenings import CallDone, Happening
-from orchestrator.batches.items import FailureKind, Ground, Outcome
 from orchestrator.batches.lines import BadBatch, load_lines
-from orchestrator.run_service import MAX_IDLE_MODELS, ServiceWork
+from orchestrator.runs.batch_service import BatchService
 from orchestrator.runs.batches import Batches
-from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.models import Models
-from orchestrator.runs.records import BatchDefaults
-from orchestrator.runs.run_log import RunLog
-from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
+from store.batch_events import HappeningWriter
+from store.batch_items import FailureKind, Ground, Outcome
+from store.happenings import CallDone, Happening
+from store.run_log import RunLog
+from store.run_queue import Claim
+from store.run_records import BatchDefaults
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome

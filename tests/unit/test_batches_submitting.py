@@ -7,12 +7,12 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.batches.items import BatchItem, FailureKind
 from orchestrator.batches.lines import BatchFile
 from orchestrator.runs.batches import Batches, run_id
-from orchestrator.runs.happening_stream import HappeningWriter
-from orchestrator.runs.records import BatchDefaults, BatchState
-from orchestrator.runs.run_queue import AT_ONCE, RunQueue
+from store.batch_events import HappeningWriter
+from store.batch_items import BatchItem, FailureKind
+from store.run_queue import AT_ONCE, RunQueue
+from store.run_records import BatchDefaults, BatchState
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome

@@ -7,14 +7,12 @@ import pytest
 import redis.asyncio
 
 import contract.blobs
-import orchestrator.blobs
-import workers.blobs
 from contract.blobs import LEAST_CHARGE
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import BlobPool
-from orchestrator.blobs import Blobs
+from store import blobs as blob_store
+from store.blobs import Blobs, WorkerBlobs
 from tests.conftest import RedisProcess
-from workers.blobs import Blobs as WorkerBlobs
 
 MOST = 4 * LEAST_CHARGE
 
@@ -35,8 +33,8 @@ class Ground:
 @pytest.fixture
 async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
     monkeypatch.setattr(contract.blobs, "TENANT_BLOB_BYTES", MOST)
-    monkeypatch.setattr(orchestrator.blobs, "ROOM_WAIT_S", 0)
-    monkeypatch.setattr(workers.blobs, "ROOM_WAIT_S", 0)
+    monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 0)
+    monkeypatch.setattr(blob_store, "RESULT_ROOM_WAIT_S", 0)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         ground = Ground(redis_server, client)
         yield ground
@@ -63,8 +61,8 @@ async def test_both_sides_share_a_limit_for_each_tenant_and_pool(ground: Ground)
 
 @pytest.mark.parametrize("is_large", [False, True])
 async def test_a_blob_beyond_the_limit_leaves_nothing(ground: Ground, is_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orchestrator.blobs, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
-    monkeypatch.setattr(workers.blobs, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
+    monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
+    monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
     with pytest.raises(ToolFailure) as refused:
         await ground.own.leave("acme", bytes(MOST + 1))
     check_refused(refused)
@@ -94,7 +92,7 @@ async def test_small_blobs_count_enough_that_there_are_few_of_them(ground: Groun
 
 
 async def test_a_call_waits_until_another_call_has_given_back_room(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orchestrator.blobs, "ROOM_WAIT_S", 30)
+    monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 30)
     refused, store = asyncio.Event(), ground.own._store
 
     async def store_and_note(tenant: str, pool: BlobPool, key: str, data: bytes) -> bool:

@@ -19,21 +19,20 @@ from contract.call_events import (
     entry_fields,
 )
 from contract.calls import ToolResult
-from contract.names import call_events_key, listener_key
 from contract.settings import BrokerSettings
-from orchestrator.call_events import CallEvents
-from orchestrator.heard_calls import output_handler
+from orchestrator.dispatch.call_events import CallEventListener, output_handler
+from store.call_events import WorkerCallEventStore, call_event_keys, wakes_key
+from store.connection import connect_once
 from tests.builders import build_call, build_context
 from tests.event_house import DEPLOYMENT, House, Screen, run_call
 from workers import call_events as writing
-from workers.call_events import EventWriter, Unwatched, open_events
-from workers.redis_connection import connect_once
+from workers.call_events import CallEventWriter, NoCallEvents, open_call_events
 
 
 async def test_output_comes_in_order_and_whole_before_listening_ends(house: House) -> None:
     screen = Screen()
 
-    def work(writer: EventWriter) -> None:
+    def work(writer: CallEventWriter) -> None:
         for number in range(500):
             writer.show("stdout", f"line {number}\n")
 
@@ -47,7 +46,7 @@ async def test_output_is_heard_while_the_call_runs(house: House) -> None:
     async def on_output(_: str, text: str) -> None:
         shown.set()
 
-    def work(writer: EventWriter) -> None:
+    def work(writer: CallEventWriter) -> None:
         writer.show("stdout", "first")
         assert answered.wait(5)
 
@@ -69,7 +68,7 @@ async def test_a_piece_that_nothing_follows_is_sent_by_itself(house: House) -> N
         if "b" in screen.text():
             seen.set()
 
-    def work(writer: EventWriter) -> None:
+    def work(writer: CallEventWriter) -> None:
         writer.show("stdout", "a")
         writer.show("stdout", "b")
         assert may_end.wait(5)
@@ -85,7 +84,7 @@ async def test_a_piece_that_nothing_follows_is_sent_by_itself(house: House) -> N
 async def test_streams_keep_their_names_and_their_order(house: House) -> None:
     screen = Screen()
 
-    def work(writer: EventWriter) -> None:
+    def work(writer: CallEventWriter) -> None:
         for stream, text in (("stdout", "1"), ("stderr", "2"), ("stderr", "3"), ("stdout", "4")):
             writer.show(stream, text)
 
@@ -111,10 +110,10 @@ async def test_calls_that_end_together_are_read_together(house: House, monkeypat
 
     async def one(number: int) -> None:
         handlers = {OUTPUT: output_handler(screens[number].show)}
-        async with house.events.listen("acme", f"call-{number}", handlers, 30) as heard:
-            assert heard is not None
+        async with house.events.listen("acme", f"call-{number}", handlers, 30) as reader:
+            assert reader is not None
             # No wake-up: what is still unread when the result comes.
-            house.plain.xadd(heard.key, entry_fields(encode_event(OUTPUT, {"stream": "stdout", "text": str(number)})))  # type: ignore[arg-type]
+            house.plain.xadd(reader.keys.events, entry_fields(encode_event(OUTPUT, {"stream": "stdout", "text": str(number)})))  # type: ignore[arg-type]
             if await ended.wait() == 0:
                 monkeypatch.setattr(house.redis, "pipeline", lambda **options: round_trips.append(1) or open_pipeline(**options))
 
@@ -171,15 +170,15 @@ async def test_a_slow_consumer_holds_the_writer_up_and_loses_nothing(house: Hous
     async def on_output(stream: str, text: str) -> None:
         nonlocal longest
         await asyncio.sleep(0.001)
-        longest = max(longest, int(str(house.plain.xlen(call_events_key(DEPLOYMENT, "acme", "call-1")))))
+        longest = max(longest, int(str(house.plain.xlen(call_event_keys(DEPLOYMENT, "acme", "call-1").events))))
         screen.show(stream, text)
 
     text = "".join(f"{number:06}\n" for number in range(150_000))
-    heard = await house.hear(lambda writer: writer.show("stdout", text), on_output)
+    reader = await house.hear(lambda writer: writer.show("stdout", text), on_output)
     assert screen.text() == text
     # Pieces are at least half as large as they may be.
     assert longest <= 2 * MAX_WAITING_BYTES / MAX_PIECE_BYTES + 1
-    assert heard.note(build_result()).metadata == {}
+    assert reader.note(build_result()).metadata == {}
 
 
 async def test_a_consumer_that_stops_taking_costs_the_call_a_bounded_time_and_is_told(
@@ -196,7 +195,7 @@ async def test_a_consumer_that_stops_taking_costs_the_call_a_bounded_time_and_is
         started = time.monotonic()
         hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", text), writer)
         took = time.monotonic() - started
-        waiting = int(str(house.plain.xlen(call_events_key(DEPLOYMENT, "acme", "call-1"))))
+        waiting = int(str(house.plain.xlen(call_event_keys(DEPLOYMENT, "acme", "call-1").events)))
         stuck.set()
     assert took < 1.5
     assert 1_000_000 - MAX_WAITING_BYTES <= hidden < 1_000_000
@@ -231,8 +230,8 @@ async def test_a_handler_that_raises_costs_neither_the_call_nor_the_others(house
 async def test_entries_that_are_none_of_ours_are_skipped(house: House) -> None:
     screen = Screen()
 
-    def work(writer: EventWriter) -> None:
-        key = call_events_key(DEPLOYMENT, "acme", "call-1")
+    def work(writer: CallEventWriter) -> None:
+        key = call_event_keys(DEPLOYMENT, "acme", "call-1").events
         for fields in ({"event": "no JSON"}, {"other": "x"}, {"event": b"\xff"}, {"event": "[1]"}, {"event": '{"kind":"A B"}'}):
             house.plain.xadd(key, fields)  # type: ignore[arg-type]
         writer.show("stdout", "after")
@@ -244,8 +243,8 @@ async def test_entries_that_are_none_of_ours_are_skipped(house: House) -> None:
 async def test_a_wake_up_for_a_call_that_nobody_hears_is_ignored(house: House) -> None:
     screen = Screen()
 
-    def work(writer: EventWriter) -> None:
-        house.plain.zadd(listener_key(DEPLOYMENT, house.events.listener), {b"\xff": 0, "acme:other": 1, "evil:call-1": 2})
+    def work(writer: CallEventWriter) -> None:
+        house.plain.zadd(wakes_key(DEPLOYMENT, house.events.id), {b"\xff": 0, "acme:other": 1, "evil:call-1": 2})
         writer.show("stdout", "x")
 
     await house.hear(work, screen.show)
@@ -255,12 +254,12 @@ async def test_a_wake_up_for_a_call_that_nobody_hears_is_ignored(house: House) -
 async def test_events_whose_wake_up_was_lost_come_before_the_result_after_however_long_a_silence(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.heard_calls.STALL_S", 0.1)
+    monkeypatch.setattr("orchestrator.dispatch.call_events.STALL_S", 0.1)
     screen = Screen()
 
-    def work(writer: EventWriter) -> None:
+    def work(writer: CallEventWriter) -> None:
         time.sleep(0.2)  # the silence
-        writer._wake = "somebody-elses"
+        writer._store._wakes = "another-process"
         writer.show("stdout", "x")
 
     await house.hear(work, screen.show)
@@ -272,7 +271,7 @@ async def test_a_call_is_heard_once(house: House) -> None:
     async with house.events.listen("acme", "call-1", handlers, 30) as first, house.events.listen("acme", "call-1", handlers, 30) as again:
         assert first is not None
         assert again is None
-    other = CallEvents(house.redis, DEPLOYMENT)
+    other = CallEventListener(house.redis, DEPLOYMENT)
     async with (
         house.events.listen("acme", "call-2", handlers, 30),
         other.listen("acme", "call-2", handlers, 30) as elsewhere,
@@ -282,12 +281,12 @@ async def test_a_call_is_heard_once(house: House) -> None:
 
 
 async def test_without_handlers_nothing_is_written_and_nothing_is_read(house: House) -> None:
-    async with house.events.listen("acme", "call-1", {}, 30) as heard:
-        assert heard is None
+    async with house.events.listen("acme", "call-1", {}, 30) as reader:
+        assert reader is None
         assert house.names() == []
-    events = open_events(house.plain, DEPLOYMENT, build_call(), build_context())
+    events = open_call_events(house.plain, DEPLOYMENT, build_call(), build_context())
     events.show("stdout", "x")
-    assert isinstance(events, Unwatched)
+    assert isinstance(events, NoCallEvents)
     assert (events.is_watched, events.send(MODEL, {}), events.await_answer(9), events.close()) == (False, False, None, 0)
     assert house.names() == []
 
@@ -295,28 +294,28 @@ async def test_without_handlers_nothing_is_written_and_nothing_is_read(house: Ho
 async def test_a_redis_that_is_away_costs_a_call_nothing_but_its_events() -> None:
     broker = BrokerSettings.model_validate({"redis_url": "redis://:x@127.0.0.1:1/0"})
     client = connect_once(broker)
-    writer = EventWriter(client, DEPLOYMENT, build_call(), build_context(events="l1"))
+    writer = CallEventWriter(WorkerCallEventStore(client, DEPLOYMENT, "acme", "call-1", "l1"), "call-1")
     started = time.monotonic()
     assert run_call(lambda w: [w.show("stdout", "abc") for _ in range(100)], writer) == 300
     assert not writer.send(MODEL, {})
     assert time.monotonic() - started < 2
 
     plain = redis.asyncio.Redis(host="127.0.0.1", port=1, retry=None)
-    events = CallEvents(plain, DEPLOYMENT)
-    async with events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30) as heard:
-        assert heard is None
+    events = CallEventListener(plain, DEPLOYMENT)
+    async with events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30) as reader:
+        assert reader is None
     await events.close()
     await plain.aclose()
 
 
 async def test_what_comes_too_late_to_be_shown_is_counted_in_the_result(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.heard_calls.STALL_S", 0.1)
+    monkeypatch.setattr("orchestrator.dispatch.call_events.STALL_S", 0.1)
 
     async def on_output(_: str, text: str) -> None:
         await asyncio.Event().wait()
 
-    heard = await house.hear(lambda w: [w.show("stdout", "x" * 20_000) for _ in range(3)], on_output)
-    hidden = heard.note(build_result()).metadata[HIDDEN]
+    reader = await house.hear(lambda w: [w.show("stdout", "x" * 20_000) for _ in range(3)], on_output)
+    hidden = reader.note(build_result()).metadata[HIDDEN]
     assert hidden == 60_000
 
 
@@ -338,5 +337,5 @@ async def test_a_function_that_gives_something_back_is_no_coroutine(house: House
 async def test_a_listener_that_is_closed_in_the_middle_of_a_call_does_not_hold_it(house: House) -> None:
     async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
         await house.events.close()
-    async with house.events.listen("acme", "call-2", {OUTPUT: output_handler(Screen().show)}, 30) as heard:
-        assert heard is None
+    async with house.events.listen("acme", "call-2", {OUTPUT: output_handler(Screen().show)}, 30) as reader:
+        assert reader is None

@@ -1,14 +1,14 @@
-"""A Redis that goes and comes back in the middle of calls that are heard."""
+"""A Redis that goes and comes back in the middle of calls that are reader."""
 
 import asyncio
 import time
 from typing import Any
 
 import pytest
-import redis
 
 from contract.call_events import OUTPUT
-from orchestrator.heard_calls import output_handler
+from contract.errors import BrokerUnavailable
+from orchestrator.dispatch.call_events import output_handler
 from tests.conftest import RedisProcess
 from tests.event_house import House, Screen, run_call
 
@@ -32,7 +32,7 @@ async def test_a_call_goes_on_without_its_events_and_later_calls_are_heard_again
 
 
 async def test_what_was_woken_while_redis_failed_is_read_as_soon_as_it_works_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived, failures = asyncio.Event(), [redis.ConnectionError("away") for _ in range(3)]
+    arrived, failures = asyncio.Event(), [BrokerUnavailable("away") for _ in range(3)]
     read = house.events._read
 
     async def read_when_it_works(calls: Any) -> None:
@@ -40,7 +40,7 @@ async def test_what_was_woken_while_redis_failed_is_read_as_soon_as_it_works_aga
             raise failures.pop()
         await read(calls)
 
-    monkeypatch.setattr("orchestrator.call_events.RETRY_S", 0.01)
+    monkeypatch.setattr("orchestrator.dispatch.call_events.RETRY_S", 0.01)
     monkeypatch.setattr(house.events, "_read", read_when_it_works)
     async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(lambda *_: arrived.set())}, 30):
         await asyncio.to_thread(house.writer().show, "stdout", "x")

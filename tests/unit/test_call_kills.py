@@ -14,14 +14,14 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.ledger import CallState
 from contract.names import audit_key, call_key, kills_key
-from orchestrator import call_control as control_module
-from orchestrator import call_kills as kills_module
-from orchestrator.actors import Actor
-from orchestrator.call_control import CallControl
-from orchestrator.call_kills import CallKills, KillOrder, KillWatch
-from orchestrator.call_ledger import CallLedger
-from orchestrator.dispatcher import Route
-from orchestrator.transport import DeliveryFailed
+from orchestrator.dispatch import call_kills as kills_module
+from orchestrator.dispatch.call_kills import KillWatch
+from orchestrator.dispatch.dispatcher import Route
+from orchestrator.dispatch.transport import DeliveryFailed
+from orchestrator.sdk import call_control as control_module
+from orchestrator.sdk.call_control import CallControl
+from store.actors import Actor
+from store.calls import CallStore, KillOrder
 from tests.conftest import RedisProcess
 
 SOON_S = 20.0
@@ -51,8 +51,8 @@ class Ground:
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
-        self.kills = CallKills(client, "d")
-        self.watch = KillWatch(CallKills(client, "d"))
+        self.kills = CallStore(client, "d")
+        self.watch = KillWatch(CallStore(client, "d"))
         self.orders = Orders(self._end)
         self.control = CallControl(Pool(client, self.orders), "d")  # type: ignore[arg-type]
 
@@ -206,7 +206,7 @@ async def test_a_call_that_runs_is_left_to_its_host_by_the_program_that_waits_fo
 
     call = asyncio.create_task(ground.watch.watched("acme", "c1", serve()))
     await asyncio.sleep(0)
-    await ground.kills.order(KillOrder(tenant="acme", call="c1", by="anne"))
+    await ground.kills.kill(KillOrder(tenant="acme", call="c1", by="anne"))
     await ground.watch.look()
     assert not call.done()
     ended.set()
@@ -215,7 +215,7 @@ async def test_a_call_that_runs_is_left_to_its_host_by_the_program_that_waits_fo
 
 async def test_a_killed_call_is_not_sent_again_when_its_host_is_lost(ground: Ground) -> None:
     await ground.note(state="lost")
-    ledger = CallLedger(ground.client, "d")
+    ledger = CallStore(ground.client, "d")
     assert (await ground.control.kill("acme", "c1", ANNE)).record.state is CallState.LOST
     assert await ledger.renew("acme", "c1", 1) is False
     await ground.note("c2", state="lost")
@@ -295,18 +295,18 @@ async def test_nobody_looks_for_orders_when_there_are_no_calls(ground: Ground) -
 async def test_the_orders_are_few_however_many_are_given(ground: Ground) -> None:
     """The aim: to fill Redis, and every program's ears."""
     for number in range(1100):
-        await ground.kills.order(KillOrder(tenant="acme", call=f"c{number}", by="anne"))
+        await ground.kills.kill(KillOrder(tenant="acme", call=f"c{number}", by="anne"))
     assert await ground.client.zcard(kills_key("d")) == 1000
     assert await ground.client.ttl(kills_key("d")) > 0
 
 
 async def test_what_is_no_order_is_passed_over(ground: Ground) -> None:
     await ground.client.zadd(kills_key("d"), {b"\xff{": 1.0, b'{"tenant": "acme", "call": "c1"}': 2.0})
-    assert await ground.kills.recent(0.0) == []
+    assert await ground.kills.recent_kills(0.0) == []
 
 
 async def test_a_redis_that_is_away_is_told_and_kills_nothing() -> None:
     client = redis.asyncio.Redis.from_url("redis://127.0.0.1:1/0", socket_timeout=1)
     with pytest.raises(BrokerUnavailable, match="the call was not killed"):
-        await CallKills(client, "d").order(KillOrder(tenant="acme", call="c1", by="anne"))
+        await CallStore(client, "d").kill(KillOrder(tenant="acme", call="c1", by="anne"))
     await client.aclose()

@@ -13,13 +13,13 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import blob_key, call_key, host_key, result_key, tenants_key
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import SharedAdmission, SlotRequest
-from orchestrator.admission.script import enqueue, load_script, script_arguments
-from orchestrator.call_life import CallLives, parse_task_id
-from orchestrator.places import Places
-from orchestrator.runs.keys import run_key
-from orchestrator.task_messages import build_message
-from orchestrator.transport import Delivery
+from orchestrator.admission import SharedAdmission
+from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.transport import Delivery
+from store.call_life import CallLives, parse_task_id
+from store.run_keys import run_key
+from store.sessions import SessionStore
+from store.slots import SlotRequest, enqueue, load_script, script_arguments
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 
@@ -103,7 +103,7 @@ async def test_a_running_call_tells_its_worker_and_whether_that_still_reports(gr
 
 
 async def test_a_call_tells_of_its_session_its_task_and_its_page_in_flower(ground: Ground) -> None:
-    await Places(ground.client, "d").open("acme", "s1", "host.a.b1", start="{}", ttl_s=60, limit=10)
+    await SessionStore(ground.client, "d").open("acme", "s1", "host.a.b1", start="{}", ttl_s=60, limit=10)
     await ground.note(state="done")
     told = (await ground.lives.find("c1", "acme")).to_json()
     assert (told["place"]["state"], told["place"]["host"], told["place"]["generation"]) == ("open", "a", 1)
@@ -217,7 +217,7 @@ async def test_a_call_is_found_by_the_id_of_its_task(ground: Ground) -> None:
 async def test_a_call_is_found_without_its_tenant_by_all_that_are_known(ground: Ground) -> None:
     """Registered, seen with a session, the default one, or waiting for a slot right now."""
     await ground.client.hset(tenants_key("d"), mapping={"acme": "{}", "#version": "v"})
-    await Places(ground.client, "d").open("bolt", "s", "host.a.b1", start="{}", ttl_s=60, limit=10)
+    await SessionStore(ground.client, "d").open("bolt", "s", "host.a.b1", start="{}", ttl_s=60, limit=10)
     for tenant in ("acme", "bolt", "default"):
         await ground.note(f"of-{tenant}", tenant, state="done")
     for number in range(5):

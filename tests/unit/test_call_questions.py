@@ -8,20 +8,20 @@ import pytest
 
 from contract.call_events import MODEL, OUTPUT, CallEvent
 from contract.errors import EnvelopeRefused
-from contract.names import call_answers_key
-from orchestrator.heard_calls import MAX_QUESTIONS, HeardCall, output_handler
+from orchestrator.dispatch.call_events import MAX_QUESTIONS, CallEventReader, output_handler
+from store import call_events as stored_events
+from store.call_events import call_event_keys
 from tests.event_house import DEPLOYMENT, House, Screen, run_call
-from workers import call_events as writing
-from workers.call_events import EventWriter
+from workers.call_events import CallEventWriter
 
 
 async def test_a_question_is_answered_while_output_goes_on(house: House) -> None:
     screen = Screen()
 
-    async def on_question(event: CallEvent, heard: HeardCall) -> None:
-        await heard.answer({"text": f"{event.payload['ask']}!"})
+    async def on_question(event: CallEvent, reader: CallEventReader) -> None:
+        await reader.answer({"text": f"{event.payload['ask']}!"})
 
-    def work(writer: EventWriter) -> None:
+    def work(writer: CallEventWriter) -> None:
         writer.show("stdout", "before ")
         assert writer.send(MODEL, {"ask": "who"})
         answers.append(writer.await_answer(5))
@@ -59,11 +59,11 @@ async def test_a_question_that_is_still_worked_on_ends_with_the_call(house: Hous
 async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_nothing_up(house: House) -> None:
     screen, begun = Screen(), list[CallEvent]()
 
-    async def on_question(event: CallEvent, _: HeardCall) -> None:
+    async def on_question(event: CallEvent, _: CallEventReader) -> None:
         begun.append(event)
         await asyncio.Event().wait()
 
-    def ask_and_leave(writer: EventWriter) -> None:
+    def ask_and_leave(writer: CallEventWriter) -> None:
         for _ in range(2 * MAX_QUESTIONS):
             writer.send(MODEL, {})
         writer.show("stdout", "done")
@@ -77,13 +77,13 @@ async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_no
 
 
 async def test_who_waits_for_an_answer_of_a_caller_that_has_gone_is_told_soon(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "WAIT_SLICE_S", 0.1)
+    monkeypatch.setattr(stored_events, "WAIT_SLICE_S", 0.1)
     started = time.monotonic()
     assert await asyncio.to_thread(house.writer().await_answer, 30) is None
     assert time.monotonic() - started < 2
 
 
 async def test_an_answer_that_is_nonsense_is_refused(house: House) -> None:
-    house.plain.rpush(call_answers_key(DEPLOYMENT, "acme", "call-1"), b"[1]")
+    house.plain.rpush(call_event_keys(DEPLOYMENT, "acme", "call-1").answers, b"[1]")
     with pytest.raises(EnvelopeRefused):
         await asyncio.to_thread(house.writer().await_answer, 1)

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
+from orchestrator.cli.main import app
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.ledger import CallState
 from contract.names import call_key, control_queue, host_key, hosts_key, result_key, tombstone_key
-from orchestrator.call_ledger import CallLedger
-from orchestrator.call_watch import RESULT_LATE_S, WATCH_EVERY_S, CallWatch
-from orchestrator.reaper import Reaper
-from orchestrator.task_messages import describe_sender
-from orchestrator.transport import CallLost, Delivery, Sticky
+from orchestrator.dispatch.call_watch import RESULT_LATE_S, WATCH_EVERY_S, CallWatch
+from orchestrator.dispatch.task_messages import describe_sender
+from orchestrator.dispatch.transport import CallLost, Delivery, Sticky
+from store.calls import CallStore
+from store.hosts import HostStore
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.stack import eventually
@@ -46,7 +46,7 @@ class Watching:
         self.client = client
         self.now = 0.0
         self.failed: dict[str, CallLost] = {}
-        self.watch = CallWatch(client, "d", self._fail, clock=lambda: self.now)
+        self.watch = CallWatch(CallStore(client, "d", describe_sender()), HostStore(client, "d"), self._fail, clock=lambda: self.now)
 
     async def settle(self) -> None:
         """Rounds until Redis has answered for long enough."""
@@ -148,20 +148,20 @@ async def test_celery_receives_the_failure_of_a_lost_task_in_the_name_of_its_wor
 
 async def test_the_record_of_a_lost_call_says_when_who_noticed_and_why(client: "redis.asyncio.Redis") -> None:
     assert await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"})
-    record = await CallLedger(client, "d").find("acme", "c1")
+    record = await CallStore(client, "d").find("acme", "c1")
     assert record is not None
     assert (record.state, record.ended_at > 0, record.noticed_by) == (CallState.LOST, True, describe_sender())
     assert QUEUE in record.reason
-    assert await CallLedger(client, "d").give_up("acme", "c1", 1, CallState.UNKNOWN, ErrorCode.OUTCOME_UNKNOWN) is CallState.UNKNOWN
-    ended = await CallLedger(client, "d").find("acme", "c1")
+    assert await CallStore(client, "d").give_up("acme", "c1", 1, CallState.UNKNOWN, ErrorCode.OUTCOME_UNKNOWN) is CallState.UNKNOWN
+    ended = await CallStore(client, "d").find("acme", "c1")
     assert ended is not None
     assert (ended.code, ended.ended_at) == ("OUTCOME_UNKNOWN", record.ended_at)
 
 
 async def test_a_call_that_is_sent_again_is_no_longer_lost(client: "redis.asyncio.Redis") -> None:
     assert await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"})
-    assert await CallLedger(client, "d").renew("acme", "c1", 1)
-    record = await CallLedger(client, "d").find("acme", "c1")
+    assert await CallStore(client, "d").renew("acme", "c1", 1)
+    record = await CallStore(client, "d").find("acme", "c1")
     assert record is not None
     assert (record.state, record.ended_at, record.noticed_by, record.reason) == (CallState.QUEUED, 0.0, "", "")
 
@@ -247,13 +247,13 @@ async def test_nobody_is_given_up_when_redis_stands_still_in_the_midst_of_a_roun
 async def test_judging_many_calls_for_long_is_no_outage(client: "redis.asyncio.Redis") -> None:
     """Else of the calls of a dead host only the first few would be told in each ten seconds."""
     watching = Watching(client)
-    lose = watching.watch._ledger.lose
+    lose = watching.watch._store.lose
 
     async def take_long(*args: Any) -> bool:
         watching.now += WATCH_EVERY_S
         return await lose(*args)
 
-    watching.watch._ledger.lose = take_long  # type: ignore[method-assign]
+    watching.watch._store.lose = take_long  # type: ignore[method-assign]
     await watching.settle()
     with ExitStack() as watched:
         for number in range(6):
@@ -310,7 +310,7 @@ async def test_what_waits_for_a_dead_host_is_answered_and_its_name_is_given_up(c
     async with client.pubsub() as heard:
         await heard.psubscribe("celery-task-meta-*")
         await heard.get_message(timeout=1)
-        assert await Reaper(client, "d").reap(QUEUE, await now_of(client))
+        assert await CallStore(client, "d").reap(QUEUE, await now_of(client))
         told = await heard.get_message(timeout=1)
     stored = json.loads(await client.get(result_key("hub-7")) or b"")
     assert (stored["status"], stored["task_id"], stored["result"]["exc_type"]) == ("FAILURE", "hub-7", HOST_LOST_TYPE)
@@ -323,7 +323,7 @@ async def test_what_waits_for_a_dead_host_is_answered_and_its_name_is_given_up(c
 async def test_a_reaping_that_redis_carries_out_late_reaps_nobody(client: "redis.asyncio.Redis") -> None:
     """The aim of a Redis that was stopped for a while: all hosts, whose reports have expired meanwhile, given up at once."""
     await client.lpush(QUEUE, message("t"))
-    assert not await Reaper(client, "d").reap(QUEUE, await now_of(client) - 20)
+    assert not await CallStore(client, "d").reap(QUEUE, await now_of(client) - 20)
     assert (await client.llen(QUEUE), await client.exists(tombstone_key("d", QUEUE))) == (1, 0)
 
 
@@ -347,21 +347,21 @@ async def test_only_a_call_that_has_not_begun_nor_been_sent_again_is_answered_fo
     if record:
         await client.hset(key, mapping=record)
     await client.lpush(QUEUE, message("t", call_key=key, call_attempt=1))
-    assert await Reaper(client, "d").reap(QUEUE, await now_of(client))
+    assert await CallStore(client, "d").reap(QUEUE, await now_of(client))
     assert (bool(await client.exists(result_key("t"))), await client.hget(key, "state")) == (is_answered, after)
 
 
 async def test_a_message_that_names_a_key_of_another_kind_holds_up_no_other(client: "redis.asyncio.Redis") -> None:
     await client.set("a text", "x")
     await client.lpush(QUEUE, message("t1", call_key="a text", call_attempt=1), message("t2"))
-    assert await Reaper(client, "d").reap(QUEUE, await now_of(client))
+    assert await CallStore(client, "d").reap(QUEUE, await now_of(client))
     assert await client.exists(result_key("t1"), result_key("t2")) == 2
 
 
 async def test_a_living_host_is_not_reaped(client: "redis.asyncio.Redis") -> None:
     await report(client)
     await client.lpush(QUEUE, message("t"))
-    assert not await Reaper(client, "d").reap(QUEUE, await now_of(client))
+    assert not await CallStore(client, "d").reap(QUEUE, await now_of(client))
     assert (await client.llen(QUEUE), await client.exists(tombstone_key("d", QUEUE))) == (1, 0)
 
 
@@ -369,6 +369,6 @@ async def test_hosts_that_are_silent_are_found_by_their_last_report(client: "red
     now = (await client.time())[0]
     await report(client)
     await client.zadd(hosts_key("d"), {QUEUE: now - 60, "host.dead.x": now - 60, "host.young.x": now, "host.old.x": now - 3600})
-    assert sorted(await Reaper(client, "d").sweep(now)) == ["host.dead.x", "host.old.x"]
+    assert sorted(await CallStore(client, "d").reap_all(now)) == ["host.dead.x", "host.old.x"]
     # One that has been gone for long is forgotten; the others are looked at again: something may have been on its way to them.
     assert sorted(await client.zrange(hosts_key("d"), 0, -1)) == [QUEUE.encode(), b"host.dead.x", b"host.young.x"]

@@ -19,10 +19,10 @@ from contract.errors import ErrorCode
 from contract.ledger import CallState
 from contract.names import blob_key, call_key, result_key
 from contract.settings import BrokerSettings
-from orchestrator import celery_transport
-from orchestrator.celery_transport import CeleryTransport
-from orchestrator.results import ResultHub
-from orchestrator.transport import CallLost, Delivery, DeliveryFailed
+from orchestrator.dispatch import celery_transport
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed
+from store.results import ResultHub
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 

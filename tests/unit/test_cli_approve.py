@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy
-from orchestrator.api_keys import ApiKeys
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.cli import app
-from orchestrator.events import ApprovalAsked
-from orchestrator.tenants import RedisTenants
-from orchestrator.terminal import RunView
+from orchestrator.cli.main import app
+from orchestrator.loop.events import ApprovalAsked
+from orchestrator.terminal.output import RunView
+from store.api_keys import ApiKeys
+from store.tenants import RedisTenants
 from tests.approval_ground import build_question
 from tests.conftest import RedisProcess
 

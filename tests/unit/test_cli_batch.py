@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
-from orchestrator.cli import app
+from orchestrator.cli.main import app
 from orchestrator.runs.batches import run_id
-from orchestrator.runs.keys import batch_key
+from store.run_keys import batch_key
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 

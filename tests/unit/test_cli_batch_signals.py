@@ -10,11 +10,11 @@ from typing import cast
 import pytest
 
 from contract.errors import ConfigError
-from orchestrator.batch_runs import Shift
-from orchestrator.cli_batch_shift import Interrupts, find_rows
-from orchestrator.cli_traced import Leaving
-from orchestrator.runs.records import RowPlace
+from orchestrator.cli.batch_shift import Interrupts, find_rows
+from orchestrator.cli.traced import Leaving
+from orchestrator.runs.batch_runs import Shift
 from orchestrator.traces.attempts import find_attempts
+from store.run_records import RowPlace
 
 
 @dataclass

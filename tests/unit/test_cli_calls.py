@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from contract.names import call_key, tenants_key
 from contract.tenancy import TenantPolicy
-from orchestrator.api_keys import ApiKeys
-from orchestrator.cli import app
-from orchestrator.tenants import RedisTenants
+from orchestrator.cli.main import app
+from store.api_keys import ApiKeys
+from store.tenants import RedisTenants
 from tests.conftest import RedisProcess
 
 

@@ -18,13 +18,13 @@ from contract.names import call_key, catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator import cli as command_line
-from orchestrator.api_keys import ApiKeys, Role
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.audit import Audit, Audited
-from orchestrator.cli import app
-from orchestrator.places import Places
-from orchestrator.tenants import RedisTenants
+from orchestrator.cli import main as command_line
+from orchestrator.cli.main import app
+from store.api_keys import ApiKeys, Role
+from store.audit import Audit, Audited
+from store.sessions import SessionStore
+from store.tenants import RedisTenants
 from tests.approval_ground import build_question
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
@@ -178,7 +178,7 @@ def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyP
                 catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),)))
             )
             await client.hset(call_key("default", "rival", "rival-call"), mapping={"state": "done", "tool": "echo_tool"})
-            await Places(client, "default").open("rival", "rival-session", "host.rival-host.b", start="{}", ttl_s=600, limit=9)
+            await SessionStore(client, "default").open("rival", "rival-session", "host.rival-host.b", start="{}", ttl_s=600, limit=9)
 
     asyncio.run(prepare())
     submitted = found.invoke(["batch", "submit", "in.jsonl", "--detach", "--id", "rival-batch", "--tenant", "rival"], "")
@@ -192,8 +192,8 @@ def test_every_command_is_in_one_of_the_lists() -> None:
 
 
 def test_one_module_opens_redis_for_commands() -> None:
-    sources = Path(command_line.__file__).parent.glob("cli*.py")
-    assert [path.name for path in sources if "open_redis" in path.read_text()] == ["cli_access.py"]
+    sources = Path(command_line.__file__).parent.glob("*.py")
+    assert [path.name for path in sources if "open_redis" in path.read_text()] == ["access.py"]
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -15,9 +15,9 @@ from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator.cli import OPERATE, SET_UP, WORK, app
-from orchestrator.tenants import RedisTenants
-from orchestrator.terminal import format_times, table_rows
+from orchestrator.cli.main import OPERATE, SET_UP, WORK, app
+from orchestrator.terminal.output import format_times, table_rows
+from store.tenants import RedisTenants
 from tests.builders import build_call, build_spec
 from tests.conftest import RedisProcess
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import api_keys_key, catalog_names_key, tenants_key
 from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy
-from orchestrator.cli import app
-from orchestrator.policy_options import OPTIONS, apply_options, policy_lines
+from orchestrator.cli.main import app
+from orchestrator.cli.policy_options import OPTIONS, apply_options, policy_lines
 from tests.conftest import RedisProcess
 
 Toolcrew = Callable[..., Result]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.redis_users import ROLES, build_users, hash_password
+from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from orchestrator.settings import OrchestratorSettings
 from workers.settings import EgressSettings, SandboxdSettings, WorkerSettings
 
@@ -357,7 +357,7 @@ def test_flower_is_behind_a_password_and_remembers_what_it_shows() -> None:
     assert environment["FLOWER_BASIC_AUTH"] == "toolcrew:p"
     assert environment["FLOWER_PERSISTENT"] == "True"
     assert find_mounts("flower") == {str(Path(environment["FLOWER_DB"]).parent): "flower-state"}
-    # All else is as its own defaults say (orchestrator/flower.py).
+    # All else is as its own defaults say (orchestrator/operations/flower.py).
     assert {name for name in environment if name.startswith("FLOWER_")} == {
         "FLOWER_BASIC_AUTH", "FLOWER_ADDRESS", "FLOWER_PORT", "FLOWER_PERSISTENT", "FLOWER_DB",
     }  # fmt: skip

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from contract import names
-from orchestrator.redis_users import ROLES
-from orchestrator.runs import keys as run_keys
+from orchestrator.operations.redis_users import ROLES
+from store import run_keys
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFa
 from contract.functions import Completion, Usage
 from contract.functions.call_context import ModelAdapter
 from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, parse_answer, parse_question
-from orchestrator.limits import Prices, ReActOptions, Spending, StopReason
-from orchestrator.model_requests import ModelRequests
+from orchestrator.dispatch.model_requests import ModelRequests
+from orchestrator.loop.limits import Prices, ReActOptions, Spending, StopReason
 from orchestrator.models.adapter import MAX_CALLS
 from orchestrator.models.scripted import Raw, ScriptedModel
 from workers.custom import model as custom_model
@@ -59,7 +59,7 @@ class FakeEvents:
         self.answers.put(encode_answer(payload))
 
 
-class FakeHeardCall:
+class FakeReader:
     """The caller's end."""
 
     call_id = "call-1"
@@ -84,7 +84,7 @@ class Bridge:
         handle = self.requests.open_call()
         for _ in range(count):
             payload = await asyncio.to_thread(self.events.sent.get, True, 5)
-            given = handle(CallEvent(kind=MODEL, payload=payload), FakeHeardCall(self.events))  # type: ignore[arg-type]
+            given = handle(CallEvent(kind=MODEL, payload=payload), FakeReader(self.events))  # type: ignore[arg-type]
             assert given is not None
             await given
 
@@ -173,7 +173,7 @@ async def test_a_worker_that_does_not_count_is_counted_by_the_caller() -> None:
     handle = requests.open_call()
     question = {"number": 1, "messages": [{"role": "user", "content": "?"}], "timeout_s": 5}
     for _ in range(MAX_CALLS + 1):
-        given = handle(CallEvent(kind=MODEL, payload=question), FakeHeardCall(events))  # type: ignore[arg-type]
+        given = handle(CallEvent(kind=MODEL, payload=question), FakeReader(events))  # type: ignore[arg-type]
         assert given is not None
         await given
     answers = [parse_answer(decode_answer(events.answers.get())) for _ in range(MAX_CALLS + 1)]
@@ -234,7 +234,7 @@ async def test_nonsense_for_a_question_is_logged_and_not_answered(caplog: pytest
     for payload in ({}, {"number": 1}, {"number": 10**6, "messages": [{}], "timeout_s": 1}, {"number": 1, "messages": "x", "timeout_s": 1}):
         with pytest.raises(EnvelopeRefused):
             parse_question(payload)
-        given = requests.open_call()(CallEvent(kind=MODEL, payload=payload), FakeHeardCall(events))  # type: ignore[arg-type]
+        given = requests.open_call()(CallEvent(kind=MODEL, payload=payload), FakeReader(events))  # type: ignore[arg-type]
         assert given is not None
         await given
         assert "model_question_refused" in caplog.text

@@ -8,8 +8,8 @@ import pytest
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import session_state_key
 from contract.settings import BrokerSettings
+from store.tool_state import STATE_TTL_S, RedisState, StateStore
 from tests.conftest import RedisProcess, free_port
-from workers.custom.state import STATE_TTL_S, RedisState, StateStore
 
 
 @pytest.fixture

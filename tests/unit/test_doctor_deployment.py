@@ -16,7 +16,6 @@ from contract.names import (
     catalog_names_key,
     host_key,
     hosts_key,
-    open_sessions_key,
     refusals_key,
     slots_key,
     switches_key,
@@ -26,16 +25,17 @@ from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import SandboxTerms, TenantPolicy, seal_policy
-from orchestrator import doctor_deep
-from orchestrator.api_keys import ApiKeys
-from orchestrator.doctor import examine
-from orchestrator.doctor_deep import examine_hosts, judge_clock
-from orchestrator.doctor_pool import examine_pool
-from orchestrator.doctor_redis import examine_redis
-from orchestrator.findings import Finding, Report
-from orchestrator.redis_connection import open_redis
+from orchestrator.operations import doctor_deep
+from orchestrator.operations.doctor import examine
+from orchestrator.operations.doctor_deep import examine_hosts, judge_clock
+from orchestrator.operations.doctor_pool import examine_pool
+from orchestrator.operations.doctor_redis import examine_redis
+from orchestrator.operations.findings import Finding, Report
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tenants import RedisTenants
+from store.api_keys import ApiKeys
+from store.connection import open_redis
+from store.sessions import open_sessions_key
+from store.tenants import RedisTenants
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report

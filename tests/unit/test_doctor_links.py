@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.doctor_links import examine_model, examine_pages, examine_tracing
-from orchestrator.findings import Finding, Report
+from orchestrator.operations.doctor_links import examine_model, examine_pages, examine_tracing
+from orchestrator.operations.findings import Finding, Report
 from orchestrator.settings import OrchestratorSettings
 from tests.stack import free_port
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator import doctor
-from orchestrator.doctor import examine
-from orchestrator.findings import Report
+from orchestrator.operations import doctor
+from orchestrator.operations.doctor import examine
+from orchestrator.operations.findings import Report
 from orchestrator.settings import OrchestratorSettings
 
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from orchestrator.flower import LiveQueues
+from orchestrator.operations.flower import LiveQueues
 
 
 def test_only_the_queues_of_workers_that_are_online_are_listed() -> None:

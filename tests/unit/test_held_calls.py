@@ -10,20 +10,20 @@ from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.ledger import CallState, Claim, parse_record
 from contract.names import call_key
+from store.calls import WorkerCallStore
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
 from workers import held_calls
 from workers.held_calls import SURE_AFTER_S, HeldCalls
-from workers.ledger import Ledger
 
 CALL, CONTEXT, HOLDER = build_call("echo", call_id="c1"), build_context(deadline_at=time.time() + 86_400), "host.h1.b00t/w1"
 KEY = call_key("d", "acme", "c1")
 
 
 @pytest.fixture
-def ledger(redis_server: RedisProcess) -> Iterator[Ledger]:
+def ledger(redis_server: RedisProcess) -> Iterator[WorkerCallStore]:
     with redis_server.client() as client:
-        yield Ledger(client, "d", SharedClock())
+        yield WorkerCallStore(client, "d", SharedClock())
 
 
 class Watched:
@@ -74,7 +74,9 @@ def test_a_redis_that_is_away_is_told_later(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "fields", [{"state": "queued", "attempt": 1, "queue": "host.h1.b00t"}, {}], ids=["forgot the claim", "forgot the call"]
 )
-def test_a_claim_that_redis_forgot_is_noted_again(ledger: Ledger, redis_server: RedisProcess, fields: dict[str, str | int]) -> None:
+def test_a_claim_that_redis_forgot_is_noted_again(
+    ledger: WorkerCallStore, redis_server: RedisProcess, fields: dict[str, str | int]
+) -> None:
     with redis_server.client() as client:
         assert ledger.claim(CALL, CONTEXT, HOLDER) is Claim.GRANTED
         client.delete(KEY)
@@ -92,7 +94,9 @@ def test_a_claim_that_redis_forgot_is_noted_again(ledger: Ledger, redis_server: 
     ("state", "attempt", "told"),
     [(state, 1, Claim.STARTED) for state in CallState if state is not CallState.QUEUED] + [(CallState.QUEUED, 2, Claim.SUPERSEDED)],
 )
-def test_what_was_decided_since_then_stays(ledger: Ledger, redis_server: RedisProcess, state: CallState, attempt: int, told: Claim) -> None:
+def test_what_was_decided_since_then_stays(
+    ledger: WorkerCallStore, redis_server: RedisProcess, state: CallState, attempt: int, told: Claim
+) -> None:
     with redis_server.client() as client:
         fields = {"state": state.value, "attempt": attempt, "holder": "another"}
         client.hset(KEY, mapping=fields)  # type: ignore[arg-type]

@@ -13,12 +13,12 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ModelInterrupted
-from orchestrator.events import ApprovalAsked, ApprovalDecided, CallFinished, OutputArrived, StepFinished, StepStarted, TextArrived
+from orchestrator.loop.events import ApprovalAsked, ApprovalDecided, CallFinished, OutputArrived, StepFinished, StepStarted, TextArrived
 from orchestrator.models.base import Usage
-from orchestrator.runs import told_events
 from orchestrator.runs.event_teller import MAX_OUTPUT_CHARS, MAX_UNTOLD_CHARS, RunTeller
-from orchestrator.runs.hosted_records import HostedState
-from orchestrator.runs.told_events import MAX_EVENT_BYTES, ToldEvents, build_event, is_before
+from store import run_events as told_events
+from store.hosted_records import HostedState
+from store.run_events import MAX_EVENT_BYTES, ToldEvents, build_event, is_before
 from tests.conftest import RedisProcess
 from tests.hosted_ground import SOON_S, HostedGround, MadeHosted, open_hosted, types
 from tests.item_ground import echo_then

@@ -8,10 +8,11 @@ import pytest
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.batches.items import FailureKind
-from orchestrator.runs import event_hub, told_events
-from orchestrator.runs.event_hub import RunEventHub
-from orchestrator.runs.told_events import ToldEvents, parse_id
+from store import run_event_hub as event_hub
+from store import run_events as told_events
+from store.batch_items import FailureKind
+from store.run_event_hub import RunEventHub
+from store.run_events import ToldEvents, parse_id
 from tests.conftest import RedisProcess
 from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted, types
 from tests.item_ground import echo_then

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.batches.items import FailureKind, RunBody
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.hosted_records import HostedState
+from store.batch_items import FailureKind, RunBody
+from store.hosted_records import HostedState
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted

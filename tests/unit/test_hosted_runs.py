@@ -8,18 +8,18 @@ import pytest
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import TenantPolicy
-from orchestrator.actors import Actor
-from orchestrator.audit import Audit
-from orchestrator.batches.items import BatchItem, Ground, RunBody
 from orchestrator.batches.lines import BatchFile
+from orchestrator.dispatch.sessions import Session, Start
 from orchestrator.runs.batches import Batches
-from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.hosted_records import STANDING, HostedState
-from orchestrator.runs.records import parse_run
-from orchestrator.runs.run_queue import BatchCancelled
-from orchestrator.sessions import Session, Start
-from orchestrator.tenants import RedisTenants
+from store.actors import Actor
+from store.audit import Audit
+from store.batch_events import HappeningWriter
+from store.batch_items import BatchItem, Ground, RunBody
+from store.hosted_records import STANDING, HostedState
+from store.run_queue import BatchCancelled
+from store.run_records import parse_run
+from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted, types

@@ -13,13 +13,16 @@ from contract.errors import BrokerUnavailable, ConfigError, OperatorError
 from contract.names import POOL_WEB, control_queue, host_key, hosts_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from orchestrator import hosts as hosts_module
-from orchestrator.cli import app
-from orchestrator.hosts import RedisHosts, find_workers
-from orchestrator.redis_connection import open_redis
+from orchestrator.cli.main import app
+from orchestrator.operations import drains
+from orchestrator.operations.drains import find_workers, follow_drain, order_drain
+from store import hosts as hosts_module
+from store.connection import open_redis
+from store.control import WorkerControlStore
+from store.hosts import HostStore
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
-from workers.celery_state import parse_session_of
+from workers.celery_edge.worker_state import parse_session_of
 from workers.control import ControlReader
 from workers.host_report import build_host_report, build_pool_report, find_free_memory
 
@@ -33,33 +36,31 @@ def ground(redis_server: RedisProcess) -> HostGround:
 
 
 @pytest.fixture
-async def hosts(redis_server: RedisProcess) -> AsyncIterator[RedisHosts]:
+async def hosts(redis_server: RedisProcess) -> AsyncIterator[HostStore]:
     client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
-    yield RedisHosts(client, DEPLOYMENT)
+    yield HostStore(client, DEPLOYMENT)
     await client.aclose()
 
 
-async def test_living_workers_are_seen_and_those_that_report_no_more_are_not(ground: HostGround, hosts: RedisHosts) -> None:
+async def test_living_workers_are_seen_and_those_that_report_no_more_are_not(ground: HostGround, hosts: HostStore) -> None:
     for queue in ("host.b.b1", "host.a.b1"):
-        ground.reporter(queue).report(build_report(queue))
+        ground.hosts().report(build_report(queue))
     ground.redis.zadd(hosts_key(DEPLOYMENT), {"host.gone.b1": 1.0})
     assert [report.queue for report in await hosts.reports()] == ["host.a.b1", "host.b.b1"]
 
 
-async def test_reports_are_read_again_only_when_they_are_old(
-    ground: HostGround, hosts: RedisHosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reports_are_read_again_only_when_they_are_old(ground: HostGround, hosts: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await hosts.reports() == []
-    ground.reporter().report(build_report())
+    ground.hosts().report(build_report())
     assert await hosts.reports() == []
     monkeypatch.setattr(hosts_module, "FRESH_S", 0.0)
     assert len(await hosts.reports()) == 1
 
 
 async def test_the_report_of_another_release_is_left_out_and_told_once(
-    ground: HostGround, hosts: RedisHosts, caplog: pytest.LogCaptureFixture
+    ground: HostGround, hosts: HostStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ground.reporter().report(build_report())
+    ground.hosts().report(build_report())
     ground.redis.set(host_key(DEPLOYMENT, QUEUE), json.dumps({"queue": QUEUE, "slots": "many"}))
     assert (await hosts.read(), await hosts.read()) == ([], [])
     assert ["host_report_unreadable" in record.getMessage() for record in caplog.records] == [True]
@@ -67,8 +68,8 @@ async def test_the_report_of_another_release_is_left_out_and_told_once(
 
 async def test_without_redis_nobody_is_known_and_it_is_said_so() -> None:
     client = open_redis(BrokerSettings.model_validate({"redis_url": "redis://:x@127.0.0.1:1/0"}))
-    with pytest.raises(BrokerUnavailable, match="see that it is up"):
-        await RedisHosts(client, DEPLOYMENT).reports()
+    with pytest.raises(BrokerUnavailable, match="Redis does not answer"):
+        await HostStore(client, DEPLOYMENT).reports()
     await client.aclose()
 
 
@@ -95,10 +96,10 @@ class Worker:
         self.refusal = threading.Event()
         self.answers = True
         self.queue = queue
-        self.reader = ControlReader(server.client(), (queue, *others), KEY, on_refused=self.note)
+        self.reader = ControlReader(WorkerControlStore(server.client()), (queue, *others), KEY, on_refused=self.note)
         self.reader.serve_drain(self.drain)
         self.reader.start()
-        ground.reporter(queue).report(build_report(queue, store="shared"))
+        ground.hosts().report(build_report(queue, store="shared"))
 
     def note(self, reason: str) -> None:
         self.refused.append(reason)
@@ -107,9 +108,7 @@ class Worker:
     def drain(self, lossy: bool) -> bool:
         self.orders.append(lossy)
         if self.answers:
-            self.ground.reporter(self.queue).report(
-                build_report(self.queue, store="shared", draining=True, trouble="draining: 2 sessions left")
-            )
+            self.ground.hosts().report(build_report(self.queue, store="shared", draining=True, trouble="draining: 2 sessions left"))
         return self.answers
 
 
@@ -121,59 +120,59 @@ def worker(ground: HostGround, redis_server: RedisProcess) -> Iterator[Worker]:
         opened.reader.stop()
 
 
-async def test_a_drain_begins_when_the_worker_says_so(worker: Worker, hosts: RedisHosts) -> None:
+async def test_a_drain_begins_when_the_worker_says_so(worker: Worker, hosts: HostStore) -> None:
     (report,) = await hosts.read()
-    await hosts.order_drain(report, KEY)
+    await order_drain(hosts, report, KEY)
     assert worker.orders == [False]
 
 
-async def test_an_order_that_is_not_taken_is_told(worker: Worker, hosts: RedisHosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts_module, "TAKEN_S", 0.5)
+async def test_an_order_that_is_not_taken_is_told(worker: Worker, hosts: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.5)
     worker.answers = False
     (report,) = await hosts.read()
     with pytest.raises(OperatorError, match="see the log of its worker"):
-        await hosts.order_drain(report, KEY)
+        await order_drain(hosts, report, KEY)
 
 
-async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_meant(worker: Worker, hosts: RedisHosts) -> None:
+async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_meant(worker: Worker, hosts: HostStore) -> None:
     report = build_report(store="local")
     with pytest.raises(ConfigError, match="set TOOLCREW_WORKSPACE_STORE"):
-        await hosts.order_drain(report, KEY)
+        await order_drain(hosts, report, KEY)
     assert worker.orders == []
-    await hosts.order_drain(report, KEY, lossy=True)
+    await order_drain(hosts, report, KEY, lossy=True)
     assert worker.orders == [True]
 
 
-async def test_an_order_for_another_worker_or_of_a_forger_drains_nobody(worker: Worker, hosts: RedisHosts, ground: HostGround) -> None:
+async def test_an_order_for_another_worker_or_of_a_forger_drains_nobody(worker: Worker, hosts: HostStore, ground: HostGround) -> None:
     other = build_report("host.b.b1", store="shared")
-    ground.reporter("host.b.b1").report(other.model_copy(update={"draining": True}))
-    await hosts.order_drain(other, KEY)
+    ground.hosts().report(other.model_copy(update={"draining": True}))
+    await order_drain(hosts, other, KEY)
     meant_for_b = ground.redis.rpop(control_queue("host.b.b1"))
     assert isinstance(meant_for_b, bytes)
     assert decode_call(meant_for_b.decode(), KEY)[0].arguments["queue"] == "host.b.b1"
     ground.redis.lpush(control_queue(QUEUE), meant_for_b)
     assert worker.refusal.wait(10)
     worker.refusal.clear()
-    ground.reporter().report(build_report(store="shared", draining=True))
+    ground.hosts().report(build_report(store="shared", draining=True))
     (report, *_) = await hosts.read()
-    await hosts.order_drain(report, SigningKeys.of("a guess"))
+    await order_drain(hosts, report, SigningKeys.of("a guess"))
     assert worker.refusal.wait(10)
     assert (worker.refused, worker.orders) == (["wrong_task", "signature"], [])
 
 
-async def test_the_end_of_a_drain_is_told_apart_from_a_loss(worker: Worker, hosts: RedisHosts, ground: HostGround) -> None:
+async def test_the_end_of_a_drain_is_told_apart_from_a_loss(worker: Worker, hosts: HostStore, ground: HostGround) -> None:
     (report,) = await hosts.read()
-    await hosts.order_drain(report, KEY)
+    await order_drain(hosts, report, KEY)
     told = []
-    async for state, last in hosts.follow_drain(report):
+    async for state, last in follow_drain(hosts, report):
         told.append((state, last.trouble))
         if state == "draining":
-            ground.reporter().leave("drained", report)
+            ground.hosts().leave("drained", report)
     assert told == [("draining", "draining: 2 sessions left"), ("drained", "draining: 2 sessions left")]
 
-    ground.reporter().report(report)
+    ground.hosts().report(report)
     ground.redis.delete(host_key(DEPLOYMENT, QUEUE))
-    assert [state async for state, _ in hosts.follow_drain(report)] == ["lost"]
+    assert [state async for state, _ in follow_drain(hosts, report)] == ["lost"]
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------------
@@ -188,11 +187,11 @@ def environment(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("environment")
 def test_hosts_lists_each_worker_with_its_state_and_iso_times(ground: HostGround) -> None:
-    ground.reporter("host.a.b1").report(build_report("host.a.b1", sessions=3, max_sessions=10, busy=2))
-    ground.reporter("host.b.b1").report(build_report("host.b.b1", healthy=False))
-    ground.reporter("pool.a.x", pools=(POOL_WEB,)).report(build_report("pool.a.x", kind="web", draining=True))
-    ground.reporter("host.c.b1").report(build_report("host.c.b1"))
-    ground.reporter("host.c.b1").leave("parted", build_report("host.c.b1"))
+    ground.hosts().report(build_report("host.a.b1", sessions=3, max_sessions=10, busy=2))
+    ground.hosts().report(build_report("host.b.b1", healthy=False))
+    ground.hosts().report(build_report("pool.a.x", kind="web", draining=True, pools=(POOL_WEB,)))
+    ground.hosts().report(build_report("host.c.b1"))
+    ground.hosts().leave("restarting", build_report("host.c.b1"))
 
     shown = CliRunner().invoke(app, ["hosts"])
     rows = json.loads(CliRunner().invoke(app, ["hosts", "--json"]).stdout)
@@ -208,7 +207,7 @@ def test_hosts_lists_each_worker_with_its_state_and_iso_times(ground: HostGround
 
 @pytest.mark.usefixtures("environment")
 def test_worker_status_tells_what_waits(ground: HostGround) -> None:
-    ground.reporter(pools=(POOL_WEB,)).report(build_report(pools=(POOL_WEB,), images=("python",)))
+    ground.hosts().report(build_report(pools=(POOL_WEB,), images=("python",)))
     ground.redis.lpush(POOL_WEB, "one", "two")
     (row,) = json.loads(CliRunner().invoke(app, ["worker", "status", "a", "--json"]).stdout)
     assert row["waiting"] == {QUEUE: 0, POOL_WEB: 2}
@@ -222,7 +221,7 @@ def test_commands_say_what_is_missing(ground: HostGround) -> None:
     assert "no worker reports: start one" in CliRunner().invoke(app, ["hosts"]).stdout
     unknown = CliRunner().invoke(app, ["worker", "drain", "c"])
     assert (unknown.exit_code, unknown.stderr) == (1, "toolcrew: no worker reports: start one (toolcrew worker start)\n")
-    ground.reporter().report(build_report())
+    ground.hosts().report(build_report())
     local = CliRunner().invoke(app, ["worker", "drain", "a", "--json"])
     assert local.exit_code == 1
     assert json.loads(local.stdout)["error"]["code"] == "CONFIG_MISSING"
@@ -238,7 +237,7 @@ def test_worker_drain_gives_the_order(worker: Worker) -> None:
 
 @pytest.mark.usefixtures("environment")
 def test_a_worker_whose_restart_is_awaited_is_not_said_to_drain(ground: HostGround) -> None:
-    ground.reporter().report(build_report(worker="", store="shared"))
+    ground.hosts().report(build_report(worker="", store="shared"))
     done = CliRunner().invoke(app, ["worker", "drain", "a"])
     assert done.exit_code == 1
     assert "has ended, and its restart is awaited for 30 s" in done.stderr

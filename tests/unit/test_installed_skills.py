@@ -14,11 +14,11 @@ from contract.names import installed_skills_key, skill_bundle_key, tenant_audit_
 from contract.signing import SigningKeys
 from contract.specs import SkillSummary
 from contract.tenancy import TenantPolicy
-from orchestrator import installed_skills
-from orchestrator.actors import Actor
-from orchestrator.installed_skills import InstalledSkills
-from orchestrator.skill_desk import SkillDesk
-from orchestrator.tenants import RedisTenants
+from orchestrator.sdk.skill_desk import SkillDesk
+from store import skills as installed_skills
+from store.actors import Actor
+from store.skills import InstalledSkills
+from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.skill_ground import write_skill

@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 import pytest
 
 from contract.settings import BrokerSettings
+from store.connection import connect, drop_connections
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
 from workers.interrupts import END_SIGNAL, CallInterrupted, CancelBoard, Interrupts
-from workers.redis_connection import connect, drop_connections
 
 Told = list[str]
 FORK = multiprocessing.get_context("fork")

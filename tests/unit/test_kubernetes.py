@@ -13,8 +13,8 @@ import yaml
 from kubernetes_validate import validate
 
 from contract.names import POOL_QUEUES
-from orchestrator.pressure import HostsPressure, QueuePressure
 from orchestrator.settings import OrchestratorSettings
+from store.pressure import HostsPressure, QueuePressure
 from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]

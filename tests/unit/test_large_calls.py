@@ -12,12 +12,11 @@ import redis.asyncio
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import MAX_ARGUMENTS_BYTES, MAX_ENVELOPE_BYTES
 from contract.errors import ErrorCode
-from orchestrator.blobs import Blobs
-from orchestrator.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from store.blobs import Blobs, WorkerBlobs
 from tests.builders import KEY, build_exec_response
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryLedger, StaticCatalog
-from workers.blobs import Blobs as WorkerBlobs
 from workers.executor import Executor
 from workers.tools.builtin import build_registry
 

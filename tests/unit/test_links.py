@@ -6,10 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 from contract.errors import ConfigError
-from orchestrator.links import call_page_url, flower_task_url, parse_shown_call
+from contract.links import call_page_url, flower_task_url, parse_shown_call
+from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.transport import Delivery
 from orchestrator.settings import OrchestratorSettings, load_settings
-from orchestrator.task_messages import build_message
-from orchestrator.transport import Delivery
 
 
 def test_a_task_is_found_in_flower_and_its_call_on_our_pages() -> None:

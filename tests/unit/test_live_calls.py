@@ -9,9 +9,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.client import ToolClient
-from orchestrator.events import CallFinished, CallStarted, OutputArrived, RunEvent
+from orchestrator.loop.events import CallFinished, CallStarted, OutputArrived, RunEvent
 from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.sdk.client import ToolClient
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool

@@ -8,7 +8,6 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.metric_counts import ABSORB_LUA, Counts
 from contract.metrics import (
     CALL_SECONDS,
     CALLS,
@@ -23,7 +22,7 @@ from contract.metrics import (
     encode_series,
     parse_field,
 )
-from contract.names import counted_key, metrics_key
+from store.metrics import ABSORB_LUA, Counts, counted_key, metrics_key
 from tests.conftest import RedisProcess
 
 SUMS = metrics_key("d")

@@ -13,25 +13,22 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from contract import metrics
 from contract.errors import BrokerUnavailable
 from contract.hosts import HostReport
-from contract.metric_counts import ABSORB_LUA, Counts
 from contract.names import (
     POOL_WEB,
     admission_prefix,
     approvals_key,
     call_key,
-    counted_key,
-    host_gauges_key,
     host_key,
     hosts_key,
-    metrics_key,
     refusals_key,
     tenants_key,
 )
 from contract.tenancy import TenantPolicy
-from orchestrator.metrics.page import LOOK_AT_ONCE, MetricsPage
+from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.samples import choose_format
-from orchestrator.pressure import Pressure
-from orchestrator.runs.keys import batch_key, runs_prefix
+from store.metrics import ABSORB_LUA, LOOK_AT_ONCE, Counts, counted_key, host_gauges_key, metrics_key
+from store.pressure import Pressure
+from store.run_keys import batch_key, runs_prefix
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
@@ -332,5 +329,5 @@ async def test_the_user_of_an_orchestrator_may_look_and_one_that_may_not_ask_for
 
 async def test_a_redis_that_is_away_is_said() -> None:
     async with redis.asyncio.Redis(port=1) as nobody:
-        with pytest.raises(BrokerUnavailable, match="see that it is up"):
+        with pytest.raises(BrokerUnavailable, match="is up"):
             await MetricsPage(nobody, DEPLOYMENT).render()

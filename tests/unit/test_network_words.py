@@ -1,7 +1,7 @@
 """What a model is told of the network: in the description of the tools that run beside it."""
 
 from contract.specs import NO_NETWORK
-from orchestrator.sessions import SessionInfo
+from orchestrator.dispatch.sessions import SessionInfo
 from tests.builders import build_spec
 from workers.tools.builtin import build_registry
 

@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from contract.errors import ErrorCode
+from contract.errors import ErrorCode, ToolFailure
 from contract.settings import BrokerSettings
-from orchestrator.api import once_slots
-from orchestrator.api.once_slots import KEPT_S, PENDING_S, SLOT_BYTES, OnceSlots
-from orchestrator.api.problems import ApiProblem
-from orchestrator.redis_connection import open_redis
+from store import idempotency as once_slots
+from store.connection import open_redis
+from store.idempotency import KEPT_S, PENDING_S, SLOT_BYTES, OnceSlots
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 
 RECORD = json.dumps({"digest": "d", "status": 201, "headers": [], "body": ""})
-SIZE = len(RECORD) + SLOT_BYTES
+SIZE = len(KEY.seal("answer d", RECORD)) + SLOT_BYTES
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 @pytest.fixture
 def slots(client: "redis.asyncio.Redis") -> OnceSlots:
-    return OnceSlots(client, "d")
+    return OnceSlots(client, "d", KEY)
 
 
 async def test_one_request_has_the_slot_and_another_is_told_that_it_is_worked(slots: OnceSlots, client: "redis.asyncio.Redis") -> None:
@@ -86,7 +86,7 @@ async def test_a_full_account_claims_nothing_new_and_is_told_what_it_has(slots: 
     await slots.claim(kept)
     await slots.keep(kept, RECORD)
     monkeypatch.setattr(once_slots, "KEPT_BYTES", SIZE - 1)
-    with pytest.raises(ApiProblem) as refused:
+    with pytest.raises(ToolFailure) as refused:
         await slots.claim(slots.name("key", "other", "d", "2"))
     assert refused.value.code == ErrorCode.QUOTA_EXCEEDED
     assert await slots.claim(slots.name("key", "word", "d", "3")) == json.loads(RECORD)

@@ -8,11 +8,11 @@ import pytest
 
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ErrorCode, ModelUnavailable
-from orchestrator.agent import Agent, RunResult
 from orchestrator.dialects.base import Dialect, MalformedCall, ReplyEnd, Text, Usage
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.events import (
+from orchestrator.loop.agent import Agent, RunResult
+from orchestrator.loop.events import (
     CallFinished,
     CallStarted,
     ModelAnswered,
@@ -25,7 +25,7 @@ from orchestrator.events import (
     TextArrived,
     Warned,
 )
-from orchestrator.limits import ReActOptions, StopReason
+from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.base import Chunk, Model, ModelRequest
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from tests.builders import build_spec

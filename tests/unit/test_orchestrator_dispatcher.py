@@ -8,8 +8,8 @@ import pytest
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode
 from contract.specs import ToolSpec
-from orchestrator.dispatcher import Dispatcher, Route, Terms, effective_limit
-from orchestrator.transport import DeliveryFailed, InProcessTransport
+from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms, effective_limit
+from orchestrator.dispatch.transport import DeliveryFailed, InProcessTransport
 from tests.builders import KEY, build_call, build_spec
 from tests.fakes import AnsweringTransport, StaticCatalog
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator import folders
-from orchestrator.folders import pack_folder, unpack_archive
+from orchestrator.dispatch import folders
+from orchestrator.dispatch.folders import pack_folder, unpack_archive
 
 Adder = Callable[[tarfile.TarFile], None]
 

@@ -8,8 +8,8 @@ import pytest
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable
-from orchestrator import results
-from orchestrator.results import ResultHub
+from store import results
+from store.results import ResultHub
 from tests.conftest import RedisProcess, free_port
 from tests.fakes import close_hub
 from tests.result_ground import SOON_S, arrives, listening, publish, stored

@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 
 from contract.calls import KillReport, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from orchestrator.dispatcher import Dispatcher
-from orchestrator.sessions import Checkpoint, Session, Start
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.sessions import Checkpoint, Session, Start
 from tests.builders import KEY, build_spec
 from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog

@@ -11,15 +11,25 @@ from rich.console import Console
 
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator import redis_server as redis_server_module
-from orchestrator.cli import parse_arguments
+from orchestrator.cli.main import parse_arguments
 from orchestrator.dialects.base import Usage
-from orchestrator.events import CallFinished, CallStarted, RunEvent, RunFinished, RunStarted, StepFinished, StepStarted, TextArrived, Warned
-from orchestrator.limits import Prices, ReActOptions, Spending, StopReason
-from orchestrator.redis_server import find_redis_server, write_redis_config
+from orchestrator.loop.events import (
+    CallFinished,
+    CallStarted,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    StepStarted,
+    TextArrived,
+    Warned,
+)
+from orchestrator.loop.limits import Prices, ReActOptions, Spending, StopReason
+from orchestrator.loop.transcript import Transcript
+from orchestrator.operations import redis_server as redis_server_module
+from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from orchestrator.settings import load_settings
-from orchestrator.terminal import MAX_SHOWN_LINES, RunView, escape_controls, format_clocks, table_rows
-from orchestrator.transcript import Transcript
+from orchestrator.terminal.output import MAX_SHOWN_LINES, RunView, escape_controls, format_clocks, table_rows
 from tests.builders import build_call
 
 RESULT = ToolResult(call_id="c", name="echo", success=True, output="fine")

@@ -11,9 +11,9 @@ from contract.errors import BrokerUnavailable
 from contract.names import approvals_key, host_key, hosts_key, tenants_key
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.overview import MOST_BATCHES, OverviewReader
-from orchestrator.redis_connection import open_redis
-from orchestrator.tenants import RedisTenants
+from store.connection import open_redis
+from store.overview import MOST_BATCHES, OverviewReader
+from store.tenants import RedisTenants
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -161,7 +161,7 @@ async def test_questions_that_have_expired_wait_for_nobody(client: "redis.asynci
 async def test_a_dead_redis_is_said_in_one_sentence() -> None:
     nowhere = open_redis(BrokerSettings.model_validate({"redis_url": "redis://127.0.0.1:1/0"}))
     try:
-        with pytest.raises(BrokerUnavailable, match="see that it is up"):
+        with pytest.raises(BrokerUnavailable, match="is up"):
             await OverviewReader(nowhere, DEPLOYMENT, KEY).read()
     finally:
         await nowhere.aclose()

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key, tenants_key
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.cli import app
-from orchestrator.tenants import RedisTenants
+from orchestrator.cli.main import app
+from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from orchestrator.placement import LOW_MEMORY_BYTES, Wanted, choose_host, find_room
+from orchestrator.dispatch.placement import LOW_MEMORY_BYTES, Wanted, choose_host, find_room
 from tests.fake_hosts import build_report
 
 GIB = 1024**3

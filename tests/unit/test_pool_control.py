@@ -17,11 +17,12 @@ from contract.envelope import encode_call
 from contract.ledger import Claim
 from contract.names import POOL_WEB, call_key, control_queue, pool_worker
 from contract.signing import SigningKeys
+from store.calls import WorkerCallStore
+from store.control import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from tests.stack import wait_until
 from workers.interrupts import CancelBoard
-from workers.ledger import Ledger
 from workers.pool_control import PoolControlListener, _interrupt_child, process_holder
 
 HERE, THERE = pool_worker("h1", "aaaa"), pool_worker("h2", "bbbb")
@@ -36,7 +37,7 @@ class Worker:
         self.ended: list[int] = []
         self.is_asked = threading.Semaphore(0)
         self.listener = PoolControlListener(
-            self._client, Ledger(server.client(), "d", SharedClock()), self.board, name, pools, KEY, self._end
+            WorkerControlStore(self._client), WorkerCallStore(server.client(), "d", SharedClock()), self.board, name, pools, KEY, self._end
         )
         self.listener.start()
 
@@ -108,7 +109,7 @@ def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:
     floor.order("c1")
     # Every order is obeyed in a thread of its own: that a later one has been says nothing of this one.
     wait_until(lambda: floor.store.exists(call_key("d", "acme", "c1")), 10, "the order is obeyed")
-    late = Ledger(floor.store, "d", SharedClock()).claim(ToolCall(id="c1", name="echo"), build_context(session=None), "late")
+    late = WorkerCallStore(floor.store, "d", SharedClock()).claim(ToolCall(id="c1", name="echo"), build_context(session=None), "late")
     assert late is Claim.STARTED
 
 

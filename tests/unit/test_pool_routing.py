@@ -13,17 +13,16 @@ from contract.names import CATALOG_POOLS, POOL_QUEUES, POOL_TOOLS, POOL_WEB, cat
 from contract.registry import Tool, ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, ToolSpec
-from orchestrator import catalog as catalog_module
-from orchestrator.catalog import RedisCatalog
-from orchestrator.dispatcher import Dispatcher, Route, Terms
-from orchestrator.doctor_pool import examine_workers
-from orchestrator.findings import Report
-from orchestrator.redis_connection import open_redis
+from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.operations.doctor_pool import examine_workers
+from orchestrator.operations.findings import Report
+from store import catalog as catalog_module
+from store.catalog import CATALOG_TTL_S, RedisCatalog, WorkerCatalogStore
+from store.connection import open_redis
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog
-from workers.catalog import CATALOG_TTL_S, CatalogPublisher
-from workers.tasks import register_tasks
+from workers.celery_edge.tasks import register_tasks
 from workers.tools.base import Outcome, WorkerTool
 from workers.tools.builtin import build_registry
 from workers.web_worker import build_catalogs, choose_pools
@@ -128,8 +127,7 @@ class Pools:
 
     def publish(self, **pools: "tuple[ToolSpec, ...]") -> None:
         catalogs = {pool: Catalog(tools=specs) for pool, specs in pools.items()}
-        publisher = CatalogPublisher(self.store, "d", KEY, catalogs)
-        publisher._publish()
+        WorkerCatalogStore(self.store, "d", KEY).publish(catalogs)
 
     async def names(self) -> list[str]:
         return [spec.name for spec in await self.catalog.specs()]

@@ -14,8 +14,8 @@ from redis.backoff import NoBackoff
 from contract.hosts import HostReport
 from contract.names import POOL_WEB, host_key, hosts_key
 from contract.tenancy import TenantPolicy
-from orchestrator.pressure import Pressure, QueuePressure
-from orchestrator.pressure_server import PressureServer
+from orchestrator.operations.pressure_server import PressureServer
+from store.pressure import Pressure, QueuePressure
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
@@ -133,5 +133,5 @@ async def test_without_redis_it_is_said_and_it_still_lives(redis_server: RedisPr
     with_nobody = redis.asyncio.Redis(host="127.0.0.1", port=1, socket_timeout=1, retry=Retry(NoBackoff(), 0))
     async with with_nobody as client, serve(Pressure(client, DEPLOYMENT)) as port:
         status, told = await fetch(port, b"GET /hosts HTTP/1.1\r\n\r\n")
-        assert (status, "see that it is up" in told["error"]) == (503, True)
+        assert (status, "is up" in told["error"]) == (503, True)
         assert (await fetch(port, b"GET /alive HTTP/1.1\r\n\r\n"))[0] == 200

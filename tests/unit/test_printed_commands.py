@@ -17,19 +17,19 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from contract.names import catalog_key, catalog_names_key
-from contract.places import seal_start
+from contract.session_locations import seal_start
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.displays import Watched
-from orchestrator.batches.happenings import BatchNoted, ItemDone
-from orchestrator.batches.items import FailureKind
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.report import build_report
-from orchestrator.cli import app
-from orchestrator.command_text import build_command
-from orchestrator.places import Places
-from orchestrator.tenants import RedisTenants
+from orchestrator.cli.main import app
+from orchestrator.terminal.commands import build_command
+from store.batch_items import FailureKind
+from store.happenings import BatchNoted, ItemDone
+from store.sessions import SessionStore
+from store.tenants import RedisTenants
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.stack import ROOT
@@ -76,7 +76,7 @@ def texts_of(path: Path) -> Iterator[str]:
 @cache
 def printed_texts() -> list[tuple[str, str]]:
     """Every text of a message or a page, with its file."""
-    folders = [ROOT / package for package in ("orchestrator", "contract", "workers", "telemetry")]
+    folders = [ROOT / package for package in ("orchestrator", "contract", "store", "workers", "telemetry")]
     modules = [(path, text) for folder in folders for path in folder.rglob("*.py") for text in texts_of(path)]
     pages = [(path, re.sub(r"{{.*?}}", "X", path.read_text())) for path in (ROOT / "orchestrator").rglob("*.html")]
     return [(str(path.relative_to(ROOT)), text) for path, text in (*modules, *pages)]
@@ -94,9 +94,9 @@ def test_every_command_in_a_message_exists() -> None:
 
 
 NO_HINTS = {
-    "orchestrator/cli.py": "the examples of a help text",
-    "orchestrator/command_text.py": "cuts the words off a command",
-    "orchestrator/tool_skeleton.py": "commands in the README of a new tool",
+    "orchestrator/cli/main.py": "the examples of a help text",
+    "orchestrator/terminal/commands.py": "cuts the words off a command",
+    "orchestrator/cli/tool_skeleton.py": "commands in the README of a new tool",
 }
 """File -> what its unmarked commands are."""
 
@@ -240,7 +240,7 @@ def test_pages_of_lists_are_gone_on_with_by_the_printed_command(redis_server: Re
         async with redis.asyncio.Redis.from_url(redis_server.url) as client:
             for number in range(3):
                 start = seal_start(redis_server.keys, "acme", f"s{number}", {"image": "python"})
-                await Places(client, "default").open("acme", f"s{number}", "host.a.b", start=start, ttl_s=60, limit=9)
+                await SessionStore(client, "default").open("acme", f"s{number}", "host.a.b", start=start, ttl_s=60, limit=9)
 
     asyncio.run(open_some())
     for line in ("toolcrew session ls --limit 1 --tenant acme", "toolcrew session ls -n 1"):

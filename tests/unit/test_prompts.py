@@ -12,7 +12,7 @@ from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.prompt_json import PromptJsonDialect
 from orchestrator.dialects.tags import Call, TagsDialect, TagStreamParser
 from orchestrator.functions.openai_tools import convert_to_openai_tool
-from orchestrator.prompts import (
+from orchestrator.loop.prompts import (
     DEFAULT_INSTRUCTION,
     NO_TOOLS,
     build_system_prompt,

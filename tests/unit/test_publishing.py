@@ -16,10 +16,12 @@ from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S, CallState, parse_record
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
-from contract.places import PLACE_MARGIN_S
-from orchestrator import publishing
-from orchestrator.publishing import Publisher
-from orchestrator.transport import Delivery, NotSent, Sticky
+from contract.session_locations import LOCATION_MARGIN_S
+from orchestrator.dispatch.celery_transport import build_call_message
+from orchestrator.dispatch.transport import Delivery, Sticky
+from store import publisher as publishing
+from store.calls import CallStore
+from store.publisher import NotSent, Publisher
 from tests.conftest import RedisProcess
 
 QUEUE = "host.a.b00t"
@@ -56,16 +58,25 @@ def record(server: "redis.Redis", call_id: str = "c1") -> Any:
     return parse_record(fields)
 
 
+async def forbid(server: "redis.Redis", attempt: int = 1) -> str:
+    known = server.get_connection_kwargs()
+    client = redis.asyncio.Redis(host=known["host"], port=known["port"], password=known["password"])
+    try:
+        return await CallStore(client, "d").forbid("acme", "c1", attempt)
+    finally:
+        await client.aclose()
+
+
 async def reason_of(publisher: Publisher, letter: Delivery) -> str | None:
     try:
-        await publisher.publish(letter, "hub-task")
+        await publisher.publish(build_call_message(letter, "hub-task", "d"))
     except NotSent as refused:
         return refused.reason
     return None
 
 
 async def test_a_call_is_in_its_queue_and_in_the_ledger(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(delivery(sticky=STICKY), "hub-task")
+    await publisher.publish(build_call_message(delivery(sticky=STICKY), "hub-task", "d"))
     [message] = [json.loads(item) for item in server.lrange(QUEUE, 0, -1)]
     assert (message["headers"]["id"], message["headers"]["task"]) == ("hub-task", "tool.read_tool")
     assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": '{"v":2}'}
@@ -76,25 +87,25 @@ async def test_a_call_is_in_its_queue_and_in_the_ledger(publisher: Publisher, se
 
 
 async def test_a_call_of_a_pool_needs_neither_host_nor_place(publisher: Publisher, redis_server: RedisProcess) -> None:
-    await publisher.publish(delivery(queue="pool.web"), "hub-task")
+    await publisher.publish(build_call_message(delivery(queue="pool.web"), "hub-task", "d"))
     with redis_server.client() as client:
         assert client.llen("pool.web") == 1
         assert record(client).session == ""
 
 
 async def test_every_call_keeps_its_sessions_place_for_its_time_to_live(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(delivery(sticky=STICKY), "hub-task")
-    assert 901 + PLACE_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + PLACE_MARGIN_S
+    await publisher.publish(build_call_message(delivery(sticky=STICKY), "hub-task", "d"))
+    assert 901 + LOCATION_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + LOCATION_MARGIN_S
 
 
-@pytest.mark.parametrize(("before", "after"), [(60, 901 + PLACE_MARGIN_S), (50_000, 50_000)])
+@pytest.mark.parametrize(("before", "after"), [(60, 901 + LOCATION_MARGIN_S), (50_000, 50_000)])
 async def test_a_session_counts_among_its_tenants_for_as_long_as_it_has_a_place(
     publisher: Publisher, server: "redis.Redis", before: int, after: int
 ) -> None:
     names = tenant_sessions_key("d", "acme")
     server.sadd(names, "s1")
     server.expire(names, before)
-    await publisher.publish(delivery(sticky=STICKY), "hub-task")
+    await publisher.publish(build_call_message(delivery(sticky=STICKY), "hub-task", "d"))
     assert after - 30 < server.ttl(names) <= after
 
 
@@ -132,22 +143,22 @@ async def test_nothing_is_sent_to_a_host_that_does_not_report(publisher: Publish
 
 @pytest.mark.parametrize("state", list(CallState))
 async def test_a_call_id_that_was_used_before_is_not_sent(publisher: Publisher, server: "redis.Redis", state: CallState) -> None:
-    await publisher.publish(delivery(), "hub-task")
+    await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
     server.hset(call_key("d", "acme", "c1"), "state", state.value)
     assert await reason_of(publisher, delivery()) == "duplicate"
     assert server.llen(QUEUE) == 1
 
 
 async def test_two_tenants_may_use_one_call_id(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(delivery(), "hub-task")
-    await publisher.publish(delivery(tenant="other"), "hub-task-2")
+    await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
+    await publisher.publish(build_call_message(delivery(tenant="other"), "hub-task-2", "d"))
     assert server.llen(QUEUE) == 2
 
 
 async def test_a_renewed_call_is_sent_again_once_and_nothing_of_the_lost_attempt_is_left(
     publisher: Publisher, server: "redis.Redis"
 ) -> None:
-    await publisher.publish(delivery(), "hub-task")
+    await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
     server.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2, "holder": "host.a.b00t/w1", "started_at": "5"})
     second = delivery(attempt=2)
     assert [await reason_of(publisher, second), await reason_of(publisher, second)] == [None, "duplicate"]
@@ -169,41 +180,41 @@ async def test_an_attempt_that_the_ledger_does_not_expect_is_not_sent(
 
 async def test_many_of_one_turn_share_pipelines_and_keep_their_order(publisher: Publisher, server: "redis.Redis") -> None:
     server.config_resetstat()
-    await asyncio.gather(*(publisher.publish(delivery(f"c{number}"), f"hub-{number}") for number in range(500)))
+    await asyncio.gather(*(publisher.publish(build_call_message(delivery(f"c{number}"), f"hub-{number}", "d")) for number in range(500)))
     sent = [json.loads(item)["headers"]["id"] for item in server.lrange(QUEUE, 0, -1)]
     assert sent == [f"hub-{number}" for number in reversed(range(500))]
 
 
 async def test_a_redis_that_forgot_its_scripts_is_told_them_again(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(delivery("c1"), "hub-1")
+    await publisher.publish(build_call_message(delivery("c1"), "hub-1", "d"))
     server.script_flush()
-    await asyncio.gather(*(publisher.publish(delivery(f"d{number}"), f"hub-{number}") for number in range(3)))
+    await asyncio.gather(*(publisher.publish(build_call_message(delivery(f"d{number}"), f"hub-{number}", "d")) for number in range(3)))
     assert server.llen(QUEUE) == 4
 
 
 async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProcess) -> None:
     client = redis.asyncio.Redis.from_url(redis_server.url)
     clock = SharedClock(lambda: time.time() - 60)
-    await Publisher(client, "d", clock).publish(delivery(), "hub-task")
+    await Publisher(client, "d", clock).publish(build_call_message(delivery(), "hub-task", "d"))
     await client.aclose()
     assert 55 < clock.offset_s < 65
 
 
 async def test_a_call_that_is_cancelled_before_its_turn_is_not_sent(publisher: Publisher, server: "redis.Redis") -> None:
-    sending = asyncio.create_task(publisher.publish(delivery("c1"), "hub-1"))
-    cancelled = asyncio.create_task(publisher.publish(delivery("c2"), "hub-2"))
+    sending = asyncio.create_task(publisher.publish(build_call_message(delivery("c1"), "hub-1", "d")))
+    cancelled = asyncio.create_task(publisher.publish(build_call_message(delivery("c2"), "hub-2", "d")))
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.gather(sending, cancelled, return_exceptions=True)
-    await publisher.publish(delivery("c3"), "hub-3")
+    await publisher.publish(build_call_message(delivery("c3"), "hub-3", "d"))
     assert [json.loads(item)["headers"]["id"] for item in server.lrange(QUEUE, 0, -1)] == ["hub-3", "hub-1"]
 
 
 async def test_after_a_restart_of_redis_the_next_call_is_sent(publisher: Publisher, redis_server: RedisProcess) -> None:
-    await publisher.publish(delivery("c1"), "hub-1")
+    await publisher.publish(build_call_message(delivery("c1"), "hub-1", "d"))
     await asyncio.to_thread(redis_server.stop)
     await asyncio.to_thread(redis_server.start)
-    await publisher.publish(delivery("c2"), "hub-2")
+    await publisher.publish(build_call_message(delivery("c2"), "hub-2", "d"))
     with redis_server.client() as client:
         assert client.llen(QUEUE) == 2
 
@@ -211,12 +222,12 @@ async def test_after_a_restart_of_redis_the_next_call_is_sent(publisher: Publish
 async def test_it_is_known_that_nothing_is_sent_over_a_connection_that_has_ended(
     publisher: Publisher, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "SEND_PATIENCE_S", 0.1)
-    await publisher.publish(delivery("c1"), "hub-1")
+    monkeypatch.setattr(publishing, "SEND_WAIT_S", 0.1)
+    await publisher.publish(build_call_message(delivery("c1"), "hub-1", "d"))
     await asyncio.to_thread(redis_server.stop)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await asyncio.wait_for(publisher.publish(delivery("c2"), "hub-2"), 20)
+            await asyncio.wait_for(publisher.publish(build_call_message(delivery("c2"), "hub-2", "d")), 20)
     finally:
         await asyncio.to_thread(redis_server.start)
 
@@ -225,7 +236,7 @@ async def test_a_full_redis_refuses_the_call_and_keeps_nothing_of_it(publisher: 
     server.config_set("maxmemory", 1024)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await publisher.publish(delivery(), "hub-task")
+            await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
     finally:
         server.config_set("maxmemory", 0)
     assert server.llen(QUEUE) == 0
@@ -236,7 +247,7 @@ async def test_a_read_only_redis_refuses_the_call(publisher: Publisher, server: 
     server.replicaof("127.0.0.1", "1")
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await publisher.publish(delivery(), "hub-task")
+            await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
     finally:
         server.replicaof("NO", "ONE")
 
@@ -244,11 +255,11 @@ async def test_a_read_only_redis_refuses_the_call(publisher: Publisher, server: 
 async def test_a_redis_that_is_away_is_said_after_a_moment(
     publisher: Publisher, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "SEND_PATIENCE_S", 0.1)
+    monkeypatch.setattr(publishing, "SEND_WAIT_S", 0.1)
     await asyncio.to_thread(redis_server.stop)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await publisher.publish(delivery(), "hub-task")
+            await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
     finally:
         await asyncio.to_thread(redis_server.start)
 
@@ -291,7 +302,7 @@ async def test_a_publish_whose_answer_was_lost_is_repeated_and_sent_once(redis_s
     async with Cutting(redis_server, cuts) as relay:
         client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
         publisher = Publisher(client, "d", SharedClock())
-        await publisher.publish(delivery(), "hub-task")
+        await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
         await publisher.aclose()
         await client.aclose()
     with redis_server.client() as server:
@@ -302,7 +313,7 @@ async def test_a_publish_whose_answer_was_lost_is_seen_even_when_the_call_has_en
     publisher: Publisher, server: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing.random, "getrandbits", lambda _: 5)
-    await publisher.publish(delivery(), "hub-task")
+    await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
     server.hset(call_key("d", "acme", "c1"), "state", "done")
     server.delete(HOST)
     assert await reason_of(publisher, delivery(sticky=STICKY)) is None
@@ -323,7 +334,7 @@ async def test_what_may_have_been_sent_is_not_told_as_not_sent_though_its_repeti
         return verdict
 
     monkeypatch.setattr(publisher, "_post", lose_an_answer)
-    await asyncio.wait_for(publisher.publish(delivery(), "hub-task"), 20)
+    await asyncio.wait_for(publisher.publish(build_call_message(delivery(), "hub-task", "d")), 20)
     assert server.llen(QUEUE) == 1
 
 
@@ -332,7 +343,7 @@ async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: R
     port = silent.sockets[0].getsockname()[1]
     client = redis.asyncio.Redis(port=port)
     publisher = Publisher(client, "d", SharedClock())
-    sending = asyncio.create_task(publisher.publish(delivery(), "hub-task"))
+    sending = asyncio.create_task(publisher.publish(build_call_message(delivery(), "hub-task", "d")))
     await asyncio.sleep(0.05)
     await publisher.aclose()
     with pytest.raises(BrokerUnavailable, match="closed"):
@@ -345,13 +356,13 @@ async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: R
 
 
 async def test_a_waiting_call_is_forbidden_and_says_that_it_waited(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(delivery(), "hub-task")
-    assert [await publisher.forbid(delivery()), await publisher.forbid(delivery())] == ["queued", "forbidden"]
+    await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
+    assert [await forbid(server), await forbid(server)] == ["queued", "forbidden"]
     assert record(server).state is CallState.FORBIDDEN
 
 
 async def test_a_call_that_nobody_knows_is_forbidden_for_good(publisher: Publisher, server: "redis.Redis") -> None:
-    assert await publisher.forbid(delivery()) == "queued"
+    assert await forbid(server) == "queued"
     assert record(server).state is CallState.FORBIDDEN
     assert server.ttl(call_key("d", "acme", "c1")) > 0
 
@@ -359,13 +370,13 @@ async def test_a_call_that_nobody_knows_is_forbidden_for_good(publisher: Publish
 @pytest.mark.parametrize("state", ["running", "done", "lost", "unknown"])
 async def test_a_call_that_has_started_stays_as_it_is(publisher: Publisher, server: "redis.Redis", state: str) -> None:
     server.hset(call_key("d", "acme", "c1"), mapping={"state": state, "attempt": 1})
-    assert await publisher.forbid(delivery()) == state
+    assert await forbid(server) == state
     assert record(server).state == state
 
 
 async def test_another_attempt_is_not_forbidden_by_the_one_before(publisher: Publisher, server: "redis.Redis") -> None:
     server.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
-    assert await publisher.forbid(delivery(attempt=1)) == "superseded"
+    assert await forbid(server, attempt=1) == "superseded"
     assert record(server).state is CallState.QUEUED
 
 
@@ -374,6 +385,6 @@ async def test_what_redis_forgot_to_renew_is_forbidden_unless_an_earlier_attempt
     publisher: Publisher, server: "redis.Redis", state: str, told: str
 ) -> None:
     server.hset(call_key("d", "acme", "c1"), mapping={"state": state, "attempt": 1})
-    assert await publisher.forbid(delivery(attempt=2)) == told
+    assert await forbid(server, attempt=2) == told
     noted = record(server)
     assert (noted.state, noted.attempt) == ((CallState.FORBIDDEN, 2) if told == "queued" else (CallState(state), 1))

@@ -13,15 +13,17 @@ from contract.errors import BrokerUnavailable, ErrorCode
 from contract.ledger import CallState
 from contract.names import call_key, host_key, place_key
 from contract.signing import ResultSeal
-from orchestrator import homes, recovery
-from orchestrator.call_ledger import CallLedger
-from orchestrator.dispatcher import Dispatcher, Pool, Route
-from orchestrator.places import Places
-from orchestrator.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed, NotSent
+from orchestrator.dispatch import recovery
+from orchestrator.dispatch import session_locator as locator
+from orchestrator.dispatch.dispatcher import Dispatcher, Pool, Route
+from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed
+from store.calls import CallStore
+from store.publisher import NotSent
+from store.sessions import SessionStore
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import StaticCatalog
-from tests.unit.test_session_homes import Hosts
+from tests.unit.test_session_locator import Hosts
 
 ENDED = CallLost("its result was lost", has_started=True)
 SAFE, ACTS = build_spec("safe", idempotent=True), build_spec("acts")
@@ -77,7 +79,7 @@ class Ground:
         self.hosts = Hosts("a", "b")
         self.fleet = Fleet(client, *ends)
         opening = build_spec("session.open", audience="session", idempotent=True, properties={"moved": {"type": "object"}})
-        pool = Pool(Places(client, "d"), self.hosts, CallLedger(client, "d"))
+        pool = Pool(SessionStore(client, "d"), self.hosts, CallStore(client, "d"))
         self.door = Dispatcher(
             self.fleet, StaticCatalog(SAFE, ACTS, opening, build_spec("session.close", audience="session")), KEY, queue_wait_s=5, pool=pool
         )
@@ -147,7 +149,7 @@ async def test_a_call_that_is_lost_again_and_again_without_having_begun_was_not_
 async def test_a_lost_call_that_could_go_nowhere_else_was_not_run_and_says_why(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(homes, "SETTLE_S", 0.3)
+    monkeypatch.setattr(locator, "SETTLE_S", 0.3)
     ground = Ground(client, CallLost("the host is gone", has_started=False))
     await ground.open()
     for queue in list(ground.hosts.all):
@@ -263,8 +265,8 @@ async def test_what_is_known_of_a_lost_call_is_told_though_redis_does_not_take_i
     async def refuse(*_: Any) -> bool:
         raise BrokerUnavailable("Redis is away")
 
-    monkeypatch.setattr(CallLedger, "renew", refuse)
-    monkeypatch.setattr(CallLedger, "give_up", refuse)
+    monkeypatch.setattr(CallStore, "renew", refuse)
+    monkeypatch.setattr(CallStore, "give_up", refuse)
     result = await Ground(client, CallLost("gone", has_started=True)).call(tool)
     assert (result.error_code, "gone" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 

@@ -11,8 +11,8 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.ledger import seal_ticket
 from contract.names import call_key
-from orchestrator.dispatcher import Route, Terms
-from orchestrator.transport import Delivery
+from orchestrator.dispatch.dispatcher import Route, Terms
+from orchestrator.dispatch.transport import Delivery
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.unit.test_recovery import Ground

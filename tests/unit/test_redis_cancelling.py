@@ -7,7 +7,7 @@ import redis.asyncio
 from pydantic import SecretStr
 
 from contract.settings import BrokerSettings
-from orchestrator.redis_connection import open_redis
+from store.connection import open_redis
 from tests.conftest import RedisProcess
 
 

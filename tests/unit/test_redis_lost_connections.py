@@ -13,10 +13,9 @@ from redis.exceptions import BusyLoadingError
 
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
-from orchestrator import redis_connection
-from orchestrator.redis_connection import check_redis, open_redis
+from store import connection as redis_connection
+from store.connection import check_redis, connect_once, open_redis
 from tests.conftest import RedisProcess
-from workers.redis_connection import connect_once
 
 CONNECTIONS = 4
 

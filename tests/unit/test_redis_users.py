@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 import contract.blobs
 from contract import names
 from contract.errors import ConfigError
-from orchestrator.cli_redis import redis_app
-from orchestrator.redis_users import ROLES, build_users, hash_password
+from orchestrator.cli.redis import redis_app
+from orchestrator.operations.redis_users import ROLES, build_users, hash_password
+from store import metrics
+from store.blobs import WorkerBlobs
+from store.hosts import worker_slots_key
 from tests.redis_ground import Server, open_server
-from workers.blobs import Blobs
 
 LIMITED = ("orchestrator", "worker", "web", "flower")
 LOOKING_AROUND = (
@@ -55,13 +57,13 @@ KEYS = {
     "operators' tools": names.catalog_key(DEP, "tools"),
     "report of a host": names.host_key(DEP, "host.a.1"),
     "end of a host": names.tombstone_key(DEP, "host.a.1"),
-    "slots of a host": names.worker_slots_key(DEP, "host.a.1"),
+    "slots of a host": worker_slots_key(DEP, "host.a.1"),
     "report of a web worker": names.host_key(DEP, "pool.b.2"),
     "end of a web worker": names.tombstone_key(DEP, "pool.b.2"),
     "slots of the web": names.slots_key(DEP, "pool.web"),
-    "sums of metrics": names.metrics_key(DEP),
-    "counts of a host": names.counted_key(DEP, "a.1"),
-    "gauges of a host": names.host_gauges_key(DEP, "host.a.1"),
+    "sums of metrics": metrics.metrics_key(DEP),
+    "counts of a host": metrics.counted_key(DEP, "a.1"),
+    "gauges of a host": metrics.host_gauges_key(DEP, "host.a.1"),
     "another deployment": names.tenants_key("other"),
     "a key of a stranger": "somebody-elses",
 }
@@ -128,7 +130,7 @@ def test_a_script_reaches_no_more_than_its_user(server: Server, role: str) -> No
 def test_a_worker_counts_the_blobs_of_its_pool(server: Server, role: str, pool: names.BlobPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract.blobs, "TENANT_BLOB_BYTES", contract.blobs.LEAST_CHARGE)
     with server.client(role) as client:
-        blobs = Blobs(client, DEP, pool)
+        blobs = WorkerBlobs(client, DEP, pool)
         # The second is counted after the first was looked for.
         client.unlink(blobs.leave("acme", b"x"))
         assert blobs.take("acme", blobs.leave("acme", b"y")) == b"y"

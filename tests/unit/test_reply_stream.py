@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ModelInterrupted
+from orchestrator.loop.reply_stream import MAX_CHUNKS, ReadAhead, ShownText
 from orchestrator.models.base import Chunk
-from orchestrator.reply_stream import MAX_CHUNKS, ReadAhead, ShownText
 
 SOON_S = 20.0
 

@@ -13,12 +13,12 @@ from contract.registry import Switch
 from contract.signing import SigningKeys
 from contract.specs import SkillSummary
 from contract.tenancy import TenantPolicy
-from orchestrator.api_keys import ApiKeys
-from orchestrator.cli import app
-from orchestrator.installed_skills import InstalledSkills
-from orchestrator.redis_connection import open_redis
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenants import RedisTenants
+from orchestrator.cli.main import app
+from store.api_keys import ApiKeys
+from store.connection import open_redis
+from store.skills import InstalledSkills
+from store.switches import RedisSwitches
+from store.tenants import RedisTenants
 from tests.conftest import RedisProcess
 from tests.redis_ground import broker_for
 

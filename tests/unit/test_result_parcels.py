@@ -10,10 +10,10 @@ from contract.envelope import decode_result, join_result, kept_result_key
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import is_blob_of
 from contract.signing import ResultSeal
+from store.blobs import WorkerBlobs
 from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
 from workers import result_parcels
-from workers.blobs import Blobs
 from workers.result_parcels import RECORD_TTL_S, encode_parcel
 
 CALL, CONTEXT = build_call("echo"), build_context()
@@ -53,7 +53,7 @@ def test_a_small_result_leaves_nothing_behind() -> None:
 
 def test_a_large_one_lies_under_a_key_of_the_tenants_for_longer_than_its_message(redis_server: RedisProcess) -> None:
     client: Any = redis.Redis.from_url(redis_server.url)
-    encoded = encode_parcel(result("x" * 256 * 1024), CALL, CONTEXT, Blobs(client, "d", "sandbox"), KEY)
+    encoded = encode_parcel(result("x" * 256 * 1024), CALL, CONTEXT, WorkerBlobs(client, "d", "sandbox"), KEY)
     key = kept_result_key(encoded)
     assert key is not None
     assert is_blob_of(key, "d", CONTEXT.tenant)

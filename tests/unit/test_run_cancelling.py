@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from orchestrator.batches.items import FailureKind
 from orchestrator.runs.follower import Follower
-from orchestrator.runs.happening_stream import HappeningReader
-from orchestrator.runs.records import BatchState
-from orchestrator.runs.run_queue import BatchCancelled
+from store.batch_events import HappeningReader
+from store.batch_items import FailureKind
+from store.run_queue import BatchCancelled
+from store.run_records import BatchState
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
 

@@ -8,17 +8,17 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ModelDenied
-from orchestrator.batches.happenings import BatchNoted, Happening, ItemRetried, parse_happening
-from orchestrator.batches.items import Outcome
 from orchestrator.runs import brake as brake_module
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.brake import Brake, NotNow
-from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.places import Places
-from orchestrator.runs.records import BatchDefaults, BatchState
-from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.runner import Runner
+from store.batch_events import HappeningWriter
+from store.batch_items import Outcome
+from store.happenings import BatchNoted, Happening, ItemRetried, parse_happening
+from store.run_queue import Claim
+from store.run_records import BatchDefaults, BatchState
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
 

@@ -11,10 +11,10 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from orchestrator.approvals import ApprovalPolicy, Decision, Rule, asking
 from orchestrator.approvals.questions import Question
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.batches.items import Outcome
 from orchestrator.models.scripted import Calls
-from orchestrator.run_parts import RunParts
-from orchestrator.runs.records import BatchDefaults, parse_batch, seal_defaults
+from orchestrator.runs.run_parts import RunParts
+from store.batch_items import Outcome
+from store.run_records import BatchDefaults, parse_batch, seal_defaults
 from tests.approval_ground import ADMIN, SOON_S, Desk
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess

@@ -11,12 +11,12 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable
 from orchestrator.approvals import ApprovalPolicy, Decision, Rule
 from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.batches.happenings import CallDone, ItemReady, StepDone
-from orchestrator.batches.items import FailureKind, RunLimits
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.runs import item_work
-from orchestrator.runs.records import BatchDefaults
+from store.batch_items import FailureKind, RunLimits
+from store.happenings import CallDone, ItemReady, StepDone
+from store.run_records import BatchDefaults
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
 from tests.item_ground import ItemGround, Made, archive_of, build_run, build_tool_call, echo_then, failed, open_maker, with_ground

@@ -9,11 +9,11 @@ import pytest
 from contract.calls import ToolResult
 from contract.errors import ContextWindowExceeded, ErrorCode, ModelRefused
 from contract.tenancy import TenantPolicy
-from orchestrator.batches.happenings import CallDone, ItemReady, StepDone
-from orchestrator.batches.items import FailureKind, RunLimits
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
-from orchestrator.tenants import RedisTenants
+from store.batch_items import FailureKind, RunLimits
+from store.happenings import CallDone, ItemReady, StepDone
+from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel

@@ -13,8 +13,8 @@ from contract.errors import ErrorCode, ModelInterrupted, SandboxUnavailable
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.runs.journal import Journal, LoggedModel
-from orchestrator.runs.run_log import RunLog
-from orchestrator.runs.run_queue import Claim
+from store.run_log import RunLog
+from store.run_queue import Claim
 from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel

@@ -8,15 +8,15 @@ import redis.asyncio
 from structlog.testing import capture_logs
 
 from contract.names import place_key
-from orchestrator.places import Places
-from orchestrator.runs import left_sessions
 from orchestrator.runs import runner as runner_module
-from orchestrator.runs.entries import Replied, SessionOpened, SessionOpening
-from orchestrator.runs.keys import run_key, run_log_key
-from orchestrator.runs.left_sessions import close_left_sessions
-from orchestrator.runs.records import BatchState
-from orchestrator.runs.run_log import RunLog, entry_purpose
-from orchestrator.runs.run_queue import Claim
+from store import left_sessions
+from store.left_sessions import close_left_sessions
+from store.run_entries import Replied, SessionOpened, SessionOpening
+from store.run_keys import run_key, run_log_key
+from store.run_log import RunLog, entry_purpose
+from store.run_queue import Claim
+from store.run_records import BatchState
+from store.sessions import SessionStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, Worker
@@ -27,7 +27,7 @@ class Ground(House):
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         super().__init__(client)
-        self.places = Places(client, "d")
+        self.places = SessionStore(client, "d")
 
     async def open(self, claim: Claim, *sessions: str) -> None:
         """As a process does that works the run and dies while it opens each but the last."""

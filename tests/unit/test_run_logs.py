@@ -11,10 +11,10 @@ from redis.exceptions import ConnectionError as LostConnection
 
 from contract.calls import ToolResult
 from orchestrator.dialects.native_assembler import NativeCallAssembler
-from orchestrator.runs import run_log
 from orchestrator.runs.chunks import join_chunks
-from orchestrator.runs.entries import Replied, Resulted, SessionOpening
-from orchestrator.runs.run_log import INLINE_BYTES, RunLog, RunTaken
+from store import run_log
+from store.run_entries import Replied, Resulted, SessionOpening
+from store.run_log import INLINE_BYTES, RunLog, RunTaken
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround

@@ -8,15 +8,15 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from orchestrator.batches.items import FailureKind, Outcome
 from orchestrator.runs import runner as runner_module
-from orchestrator.runs.entries import Replied, SessionOpening
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import ORCHESTRATOR_LOST
-from orchestrator.runs.records import BatchState
-from orchestrator.runs.run_log import RunLog
-from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
+from store.batch_items import FailureKind, Outcome
+from store.run_entries import Replied, SessionOpening
+from store.run_log import RunLog
+from store.run_queue import Claim
+from store.run_records import BatchState
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, Worker, outcome_of

@@ -11,12 +11,12 @@ from structlog.testing import capture_logs
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode
 from orchestrator.batches.row_files import RowFiles
-from orchestrator.outages import outlast
 from orchestrator.runs.follower import BatchForgotten, Follower
-from orchestrator.runs.happening_stream import HappeningReader
-from orchestrator.runs.keys import batch_key, run_key
-from orchestrator.runs.records import BatchState
-from orchestrator.runs.run_queue import Claim
+from store.batch_events import HappeningReader
+from store.outages import outlast
+from store.run_keys import batch_key, run_key
+from store.run_queue import Claim
+from store.run_records import BatchState
 from tests.batch_rows import any_row, ids_of
 from tests.conftest import RedisProcess
 from tests.item_ground import ItemGround, build_run, echo_then

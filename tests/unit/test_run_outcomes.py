@@ -15,12 +15,12 @@ from contract.errors import (
     SandboxUnavailable,
     ToolFailure,
 )
-from orchestrator.agent import RunResult
-from orchestrator.batches.items import FailureKind
-from orchestrator.limits import StopReason
+from orchestrator.loop.agent import RunResult
+from orchestrator.loop.limits import StopReason
+from orchestrator.loop.transcript import Transcript
 from orchestrator.models.base import Usage
 from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, status_of
-from orchestrator.transcript import Transcript
+from store.batch_items import FailureKind
 from tests.builders import build_call
 
 ERRORS: list[tuple[Exception, FailureKind]] = [

@@ -6,9 +6,9 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ToolFailure
-from orchestrator.batches.items import FailureKind
-from orchestrator.runs.records import BatchState, RunState
-from orchestrator.runs.run_queue import AT_ONCE
+from store.batch_items import FailureKind
+from store.run_queue import AT_ONCE
+from store.run_records import BatchState, RunState
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
 

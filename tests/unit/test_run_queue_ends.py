@@ -8,14 +8,14 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ConfigError, ToolFailure
-from orchestrator.batches.happenings import BatchNoted, Happening
-from orchestrator.batches.items import FailureKind
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.follower import Follower
-from orchestrator.runs.happening_stream import HappeningReader
-from orchestrator.runs.keys import RUN_TTL_S
-from orchestrator.runs.records import BatchState
-from orchestrator.runs.run_queue import AT_ONCE, BatchCancelled, RunQueue
+from store.batch_events import HappeningReader
+from store.batch_items import FailureKind
+from store.happenings import BatchNoted, Happening
+from store.run_keys import RUN_TTL_S
+from store.run_queue import AT_ONCE, BatchCancelled, RunQueue
+from store.run_records import BatchState
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from contract.errors import BrokerUnavailable
-from orchestrator.batches.happenings import CallDone, ItemDone, ItemRetried, StepDone
-from orchestrator.batches.items import FailureKind, Outcome
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
-from orchestrator.runs.records import BatchDefaults, BatchState, RunState
-from orchestrator.runs.run_log import RunLog
-from orchestrator.runs.run_queue import Claim
+from store.batch_items import FailureKind, Outcome
+from store.happenings import CallDone, ItemDone, ItemRetried, StepDone
+from store.run_log import RunLog
+from store.run_queue import Claim
+from store.run_records import BatchDefaults, BatchState, RunState
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.batches.happenings import CallDone
-from orchestrator.batches.items import FailureKind, Outcome
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
-from orchestrator.runs.records import BatchState
-from orchestrator.runs.run_queue import Claim
+from store.batch_items import FailureKind, Outcome
+from store.happenings import CallDone
+from store.run_queue import Claim
+from store.run_records import BatchState
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
 

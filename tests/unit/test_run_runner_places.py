@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from orchestrator.batches.happenings import Happening
-from orchestrator.batches.items import Outcome
 from orchestrator.runs.journal import Journal
-from orchestrator.runs.records import BatchState
-from orchestrator.runs.run_queue import Claim, RunQueue
+from store.batch_items import Outcome
+from store.happenings import Happening
+from store.run_queue import Claim, RunQueue
+from store.run_records import BatchState
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.place_ground import given_up

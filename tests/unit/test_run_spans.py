@@ -14,10 +14,10 @@ from contract.traceparent import attempt_span_id, call_span_id, parse_traceparen
 from orchestrator.approvals import AutoApprover
 from orchestrator.approvals.approvers import ApprovalRequest, Decision
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dispatcher import Dispatcher, Pool, Route
-from orchestrator.run_parts import RunParts
+from orchestrator.dispatch.dispatcher import Dispatcher, Pool, Route
+from orchestrator.dispatch.transport import CallLost
+from orchestrator.runs.run_parts import RunParts
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.transport import CallLost
 from telemetry.spans import Span, Tracer
 from tests.builders import KEY
 from tests.conftest import RedisProcess

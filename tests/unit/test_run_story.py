@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from orchestrator.api.pages.run_story import LIVE_CHARS, RunStory
-from orchestrator.runs.told_events import build_event
+from store.run_events import build_event
 
 CALL = {"id": "r-1-1", "name": "bash_tool", "arguments": {"command": "ls"}}
 

@@ -10,6 +10,7 @@ import redis.asyncio
 
 from contract.errors import SandboxUnavailable
 from orchestrator.metrics.page import MetricsPage
+from store.metrics import WorkerMetricsStore
 from tests.conftest import RedisProcess
 from tests.fake_engine import echoing
 from tests.fake_hosts import build_report
@@ -50,7 +51,7 @@ def build_status(boot: str = "b00t", **counts: Any) -> dict[str, Any]:
 def build_taker(client: "redis.Redis", *told: dict[str, Any]) -> tuple[SandboxdCounts, list[dict[str, Any]]]:
     """A worker's, and the list whose last is what sandboxd tells."""
     statuses = list(told)
-    return SandboxdCounts(client, "d", "h1", QUEUE, lambda: statuses[-1]), statuses
+    return SandboxdCounts(WorkerMetricsStore(client, "d"), "h1", QUEUE, lambda: statuses[-1]), statuses
 
 
 async def test_starts_failures_and_losses_are_counted(tmp_path: Path) -> None:

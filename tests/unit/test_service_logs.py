@@ -19,7 +19,8 @@ configure_logging("worker", load_worker_settings())
 log = structlog.get_logger("x")
 """
 ORCHESTRATOR = """
-from orchestrator.logs import configure_logging, get_logger
+from orchestrator.logs import configure_logging
+from telemetry.logs import get_logger
 from orchestrator.settings import load_settings
 configure_logging(load_settings(), "orchestrator")
 log = get_logger("orchestrator.x")
@@ -103,7 +104,7 @@ def test_a_worker_with_a_level_or_form_that_there_is_not_does_not_start(name: st
 def test_a_program_that_uses_the_sdk_keeps_its_own_logging() -> None:
     code = """
 import json, logging, orchestrator
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 log = get_logger("orchestrator.x")
 log.info("unsaid"); log.warning("call_lost", call="c")
 print(json.dumps([logging.getLogger().handlers, logging.getLogger("orchestrator").handlers, logging.getLogger("orchestrator").level]))

@@ -7,10 +7,10 @@ import pytest
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.dispatcher import Dispatcher, Pool
-from orchestrator.sessions import Session, Start
+from orchestrator.dispatch.dispatcher import Dispatcher, Pool
+from orchestrator.dispatch.sessions import Session, Start
 from tests.builders import KEY
-from tests.fake_hosts import MemoryPlaces, NoLedger, StaticHosts, build_report
+from tests.fake_hosts import MemorySessionStore, NoLedger, StaticHosts, build_report
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from workers.tools.builtin import build_registry
 
@@ -29,7 +29,7 @@ class House:
     """One pool, and two programs that use it."""
 
     def __init__(self) -> None:
-        self.places = MemoryPlaces()
+        self.places = MemorySessionStore()
         self.transport = AnsweringTransport(self._answer)
         self.blobs: Any = MemoryAsyncBlobs()
         self.first, self.second = self._program(), self._program()

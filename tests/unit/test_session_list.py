@@ -6,11 +6,10 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.names import open_sessions_key, place_key, seen_tenants_key, session_facts_key, tenant_open_sessions_key
-from contract.places import PlaceState, seal_start
+from contract.names import place_key, seen_tenants_key
+from contract.session_locations import LocationState, seal_start
 from contract.signing import SigningKeys
-from orchestrator.places import Places
-from orchestrator.session_list import SessionList
+from store.sessions import SessionList, SessionStore, open_sessions_key, session_facts_key, tenant_open_sessions_key
 from tests.conftest import RedisProcess
 
 KEYS = SigningKeys.of("a secret", deployment="d")
@@ -31,7 +30,7 @@ async def open_some(client: "redis.asyncio.Redis", count: int, tenant: str = "ac
     """Sessions of the tenant, the newest first."""
     names = [f"{tenant}-{number}" for number in range(count)]
     for name in names:
-        await Places(client, "d").open(tenant, name, "host.a.b1", start=signed_start(tenant, name), ttl_s=60, limit=1000)
+        await SessionStore(client, "d").open(tenant, name, "host.a.b1", start=signed_start(tenant, name), ttl_s=60, limit=1000)
     return names[::-1]
 
 
@@ -84,8 +83,8 @@ async def test_sessions_of_other_tenants_are_not_among_ones_own(client: "redis.a
 
 async def test_a_closed_session_is_listed_no_more_and_leaves_nothing_of_itself(client: "redis.asyncio.Redis") -> None:
     await open_some(client, 1)
-    places = Places(client, "d")
-    await places.settle("acme", "acme-0", 1, PlaceState.OPEN, '{"image": "python"}')
+    places = SessionStore(client, "d")
+    await places.settle("acme", "acme-0", 1, LocationState.OPEN, '{"image": "python"}')
     assert await places.facts("acme", "acme-0") == '{"image": "python"}'
     await places.close("acme", "acme-0")
     assert await places.facts("acme", "acme-0") is None
@@ -102,7 +101,7 @@ async def test_sessions_that_expired_are_passed_over_and_taken_out_of_the_lists(
 
 async def test_the_lists_do_not_grow_with_sessions_that_expired(client: "redis.asyncio.Redis") -> None:
     for number in range(400):
-        await Places(client, "d").open("acme", f"s{number}", "host.a.b1", start="{}", ttl_s=60, limit=1000)
+        await SessionStore(client, "d").open("acme", f"s{number}", "host.a.b1", start="{}", ttl_s=60, limit=1000)
         await client.delete(place_key("d", "acme", f"s{number}"))
     assert await client.zcard(open_sessions_key("d")) < 50
     assert await client.zcard(tenant_open_sessions_key("d", "acme")) < 50

@@ -1,6 +1,6 @@
 """One limit for a session's time to live, wherever it is given."""
 
-from contract.places import MAX_TTL_S
+from contract.session_locations import MAX_TTL_S
 from orchestrator.api.sessions import NewSession
 from workers.tools.session import SESSION_VERBS
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.placement import HostRoom
+from orchestrator.dispatch.placement import HostRoom
 from orchestrator.runs.session_turns import PATIENCE_S, SessionTurns
 
 

@@ -61,7 +61,7 @@ PROGRAMS = (
     "orchestrator hosts",
     "orchestrator skills validate .",
     "orchestrator tools new demo",
-    "orchestrator.flower",
+    "orchestrator.operations.flower",
     "workers",
     "workers.sandboxd",
     "workers.egress",

@@ -9,8 +9,8 @@ import redis.asyncio
 import structlog
 
 from orchestrator.admission.shared import SharedAdmission
-from orchestrator.logs import bound
-from orchestrator.shared_tasks import begin_shared
+from store.tasks import begin_shared
+from telemetry.logs import bound
 from tests.admission_ground import DEPLOYMENT, build_request, set_slots
 from tests.conftest import RedisProcess
 from tests.hosted_ground import HostedGround, MadeHosted, open_hosted

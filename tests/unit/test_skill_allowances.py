@@ -11,8 +11,8 @@ from contract.errors import ErrorCode
 from contract.skill_allowances import parse_allowed_tools
 from contract.skills import parse_skill
 from contract.specs import MAX_ALLOWED_TOOLS, AllowedTool, SkillSummary
-from orchestrator.active_skills import ActiveSkills
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
+from orchestrator.runs.active_skills import ActiveSkills
 from workers.tools.builtin import build_registry
 
 DIGEST, OTHER = "a" * 64, "b" * 64

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from contract.names import skill_uses_key
 from contract.specs import SkillSummary
-from orchestrator.skill_disclosure import MAX_CHARS, disclose
-from orchestrator.skill_uses import KEPT_S, SkillUses
+from orchestrator.runs.skill_disclosure import MAX_CHARS, disclose
+from store.skill_uses import KEPT_S, SkillUses
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 

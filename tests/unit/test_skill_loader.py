@@ -17,7 +17,7 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.skill_sidecars import SIDECAR_FILE
 from contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken, parse_skill
 from contract.specs import SkillSummary
-from orchestrator.skill_folders import examine_skill
+from orchestrator.sdk.skill_folders import examine_skill
 from tests.skill_ground import SHIPPED, write_skill
 from workers.skills.loader import Skill, load_skill, load_skills, pack_skill
 

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from contract.names import POOL_WEB, host_key, hosts_key
 from contract.tenancy import TenantPolicy
-from orchestrator.admission.base import count_slots_in_use
 from orchestrator.api.pages.rendering import Viewer, build
-from orchestrator.cli import app
+from orchestrator.cli.main import app
+from orchestrator.cli.terminal_overview import Shown, build_overview_screen
 from orchestrator.metrics.page import MetricsPage
-from orchestrator.overview import Overview, OverviewReader
-from orchestrator.tenants import RedisTenants
-from orchestrator.terminal_overview import Shown, build_overview_screen
+from store.overview import Overview, OverviewReader
+from store.slots import count_slots_in_use
+from store.tenants import RedisTenants
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.builders import KEY
 from tests.conftest import RedisProcess

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from orchestrator import cli, local_stack
-from orchestrator.local_stack import StackInfo, keep
+from orchestrator.cli import main as cli
+from orchestrator.operations import local_stack
+from orchestrator.operations.local_stack import StackInfo, keep
 from orchestrator.settings import OrchestratorSettings
 
 INFO = StackInfo(deployment="default", redis_url="redis://h", sandboxd_socket="/s", flower_url=None, pids={}, logs="/l")

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator import supervision
-from orchestrator.supervision import MOST_ENDS, PAUSES_S, WINDOW_S, ChildPlan, End, Supervisor, choose_pause
+from orchestrator.operations import supervision
+from orchestrator.operations.supervision import MOST_ENDS, PAUSES_S, WINDOW_S, ChildPlan, End, Supervisor, choose_pause
 from tests.stack import eventually, is_alive
 
 SOON_S = 20.0

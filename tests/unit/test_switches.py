@@ -13,14 +13,13 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches
 from contract.settings import BrokerSettings
-from orchestrator.dispatcher import Dispatcher, Route, Terms
-from orchestrator.redis_connection import open_redis
-from orchestrator.switches import RedisSwitches, RegistrySwitches, build_switch
+from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from store.connection import open_redis
+from store.switches import RedisSwitches, RegistrySwitches, WorkerSwitches, build_switch
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
 from workers.executor import Executor
-from workers.switches import Switches
 from workers.tools.base import Outcome, WorkerTool
 
 OFF = Switch(by="ada", at=1_700_000_000, reason="it is being mended")
@@ -73,7 +72,7 @@ async def test_a_tool_that_was_turned_off_is_off_until_it_is_turned_on(switches:
 async def test_a_worker_sees_a_switch_once_what_it_knows_is_old(switches: RedisSwitches, redis_server: RedisProcess) -> None:
     clock = Clock()
     with redis_server.client() as client:
-        board = Switches(client, "test", KEY, clock)
+        board = WorkerSwitches(client, "test", KEY, clock)
         assert board.find("echo", "acme") is None
         await switches.turn_off("echo", OFF)
         clock.now += SWITCHES_FRESH_S
@@ -97,12 +96,12 @@ async def test_another_orchestrator_sees_a_switch_once_what_it_knows_is_old(swit
 async def test_the_switches_of_one_deployment_are_not_anothers(switches: RedisSwitches, redis_server: RedisProcess) -> None:
     await switches.turn_off("echo", OFF)
     with redis_server.client() as client:
-        assert Switches(client, "other", KEY).find("echo", "acme") is None
+        assert WorkerSwitches(client, "other", KEY).find("echo", "acme") is None
 
 
 def test_a_worker_asks_redis_at_most_once_a_second() -> None:
     client, clock = CountingRedis(), Clock()
-    board = Switches(client, "test", KEY, clock)  # type: ignore[arg-type]
+    board = WorkerSwitches(client, "test", KEY, clock)  # type: ignore[arg-type]
     for _ in range(100):
         board.find("echo", "acme")
     assert client.reads == 1
@@ -113,7 +112,7 @@ def test_a_worker_asks_redis_at_most_once_a_second() -> None:
 
 def test_a_worker_that_cannot_ask_runs_nothing() -> None:
     client, clock = CountingRedis(), Clock()
-    board = Switches(client, "test", KEY, clock)  # type: ignore[arg-type]
+    board = WorkerSwitches(client, "test", KEY, clock)  # type: ignore[arg-type]
     board.find("echo", "acme")
     client.is_away = True
     clock.now += SWITCHES_FRESH_S
@@ -257,7 +256,7 @@ async def test_a_registry_of_this_process_is_a_source_of_switches() -> None:
 
 
 def test_asking_the_switches_costs_next_to_nothing() -> None:
-    board = Switches(CountingRedis(), "test", KEY)  # type: ignore[arg-type]
+    board = WorkerSwitches(CountingRedis(), "test", KEY)  # type: ignore[arg-type]
     started = time.perf_counter()
     for _ in range(1000):
         board.find("echo", "acme")

@@ -83,6 +83,13 @@ HOSTILE = {
 }
 
 
+def test_many_short_records_of_an_extended_header_take_linear_time() -> None:
+    one = header("x", b"x", b"6 a=b\n" * 10_000) + header("f", b"0")
+    began = time.process_time()
+    assert len(read(one * 100 + bytes(1024))) == 100
+    assert time.process_time() - began < 4
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_archives_are_refused(name: str) -> None:
     with pytest.raises(TarRefused):

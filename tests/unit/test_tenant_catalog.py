@@ -6,8 +6,8 @@ import pytest
 import redis.asyncio
 
 from contract.specs import SkillSummary, ToolSpec
-from orchestrator.installed_skills import InstalledSkills
-from orchestrator.tenant_catalog import Offer, TenantCatalog
+from orchestrator.dispatch.tenant_catalog import Offer, TenantCatalog
+from store.skills import InstalledSkills
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 

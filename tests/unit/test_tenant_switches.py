@@ -9,15 +9,14 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import switches_key
 from contract.registry import Switch, find_switch, parse_switches
 from contract.tenancy import TenantPolicy
-from orchestrator.api_keys import ApiKeys, Credential
-from orchestrator.audit import Audit
-from orchestrator.client import ToolClient
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenants import RedisTenants
+from orchestrator.sdk.client import ToolClient
+from store.api_keys import ApiKeys, Credential
+from store.audit import Audit
+from store.switches import RedisSwitches, WorkerSwitches
+from store.tenants import RedisTenants
 from tests.builders import KEY, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool
-from workers.switches import Switches
 from workers.tools.base import Outcome, WorkerTool
 
 OFF = Switch(by="ada", at=1_700_000_000, reason="it is not for them")
@@ -26,8 +25,8 @@ OFF = Switch(by="ada", at=1_700_000_000, reason="it is not for them")
 @pytest.fixture(autouse=True)
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of the switches is never old."""
-    monkeypatch.setattr("orchestrator.switches.SWITCHES_FRESH_S", 0.0)
-    monkeypatch.setattr("workers.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ async def test_a_worker_refuses_it_whatever_the_sender_has_looked_at(pool: Switc
     await client.disable("echo", tenant="acme")
     client._dispatcher._switches = None
     assert await call(client) is ErrorCode.TOOL_DISABLED
-    board = Switches(pool.redis, "default", KEY)
+    board = WorkerSwitches(pool.redis, "default", KEY)
     assert board.find("echo", build_context().tenant) is not None
     assert board.find("echo", "neighbour") is None
 

@@ -11,11 +11,11 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator.api_keys import ApiKeys
-from orchestrator.client import ToolClient
-from orchestrator.redis_connection import open_redis
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tenants import RedisTenants
+from store.api_keys import ApiKeys
+from store.connection import open_redis
+from store.tenants import RedisTenants
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 

@@ -15,14 +15,15 @@ from contract.errors import ConfigError, ErrorCode, RefusalReason, ToolFailure
 from contract.names import refusals_key, tenants_key
 from contract.registry import ToolRegistry
 from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy, seal_policy
-from orchestrator.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from store.calls import RefusalCounter
+from store.tenants import WorkerTenants
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
 from workers.bench import SandboxBench
 from workers.executor import Executor
-from workers.refusals import Refusals
-from workers.tenants import TenantGate, Tenants
+from workers.tenants import TenantGate
 from workers.tools.base import Outcome, WorkerTool
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", aliases={"cmd": "command"})
@@ -54,7 +55,7 @@ class OrchestratorTenants(FixedTenants):
         return self.find(tenant)
 
 
-class WorkerTenants(FixedTenants, Tenants):
+class FixedWorkerTenants(FixedTenants, WorkerTenants):
     def policy(self, tenant: str) -> TenantPolicy:
         return self.find(tenant)
 
@@ -66,7 +67,7 @@ class House:
         self.counted: list[RefusalReason] = []
         self.terms: list[SandboxTerms | None] = []
         self.ledger = MemoryLedger()
-        gate = TenantGate(WorkerTenants(policies), self.counted.append)
+        gate = TenantGate(FixedWorkerTenants(policies), self.counted.append)
         registry = ToolRegistry([WorkerTool(spec, self.handle) for spec in (BASH, CLOSE)])
         parts = (FakeSandboxClient(), self.ledger, MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
         self.executor = Executor(registry, *parts, tenants=gate)
@@ -115,7 +116,7 @@ def test_a_session_can_be_closed_whatever_became_of_its_tenant() -> None:
 
 
 def test_a_worker_that_cannot_ask_runs_nothing() -> None:
-    gate = TenantGate(Tenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEY), lambda _: None)
+    gate = TenantGate(WorkerTenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEY), lambda _: None)
     parts = (FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
     executor = Executor(ToolRegistry([WorkerTool(BASH, lambda *_: Outcome("ran"))]), *parts, tenants=gate)
     assert executor.execute(build_call("bash_tool", command="ls"), build_context()).error_code is ErrorCode.BROKER_UNAVAILABLE
@@ -124,7 +125,7 @@ def test_a_worker_that_cannot_ask_runs_nothing() -> None:
 def test_what_was_refused_is_counted_in_redis(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         client.hset(tenants_key("test"), "acme", seal_policy(KEY, "acme", TenantPolicy()))
-        gate = TenantGate(Tenants(client, "test", KEY), Refusals(client, "test").count)
+        gate = TenantGate(WorkerTenants(client, "test", KEY), RefusalCounter(client, "test").count)
         for _ in range(2):
             with pytest.raises(ToolFailure):
                 gate.admit("mallory", BASH, {"command": "ls"})

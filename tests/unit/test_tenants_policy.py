@@ -24,7 +24,7 @@ from contract.tenancy import (
     seal_policy,
 )
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.tenant_rules import refuse_by_policy, with_tenant_rules
+from orchestrator.dispatch.tenant_rules import refuse_by_policy, with_tenant_rules
 from tests.builders import KEY, build_context, build_spec
 from workers.tools.builtin import build_registry
 

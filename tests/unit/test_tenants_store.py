@@ -17,13 +17,12 @@ from contract.names import tenants_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, CommandRule, TenantLook, TenantPolicy, seal_policy
-from orchestrator.api_keys import ApiKeys
-from orchestrator.redis_connection import open_redis
-from orchestrator.shared_reads import SharedReads
-from orchestrator.tenants import OpenTenants, RedisTenants
+from store.api_keys import ApiKeys
+from store.connection import open_redis
+from store.tasks import SharedReads
+from store.tenants import OpenTenants, RedisTenants, WorkerTenants
 from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
-from workers.tenants import Tenants
 
 KEY = tenants_key("test")
 
@@ -174,7 +173,7 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
     await tenants.add("acme", TenantPolicy())
     clock, other = Clock(), RedisTenants(client, "test", KEYS)
     with redis_server.client() as blocking:
-        worker = Tenants(blocking, "test", KEYS, clock)
+        worker = WorkerTenants(blocking, "test", KEYS, clock)
         assert worker.policy("acme") == await other.policy("acme") == TenantPolicy()
         await tenants.change("acme", lambda policy: policy.model_copy(update={"tools": ()}))
         assert worker.policy("acme").tools is (await other.policy("acme")).tools is None
@@ -191,7 +190,7 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
 async def test_the_tenants_of_one_deployment_are_not_anothers(tenants: RedisTenants, redis_server: RedisProcess) -> None:
     await tenants.add("acme", TenantPolicy(weight=3))
     with redis_server.client() as blocking:
-        assert Tenants(blocking, "live", KEYS).policy("acme").weight == 1
+        assert WorkerTenants(blocking, "live", KEYS).policy("acme").weight == 1
 
 
 async def test_a_policy_of_another_release_serves_nothing_on_either_side_until_it_is_replaced(
@@ -200,14 +199,14 @@ async def test_a_policy_of_another_release_serves_nothing_on_either_side_until_i
     with redis_server.client() as blocking:
         blocking.hset(KEY, "acme", KEYS.seal("policy acme", '{"speed": 9}'))
         with pytest.raises(ConfigError, match="speed"):
-            Tenants(blocking, "test", KEYS).policy("acme")
+            WorkerTenants(blocking, "test", KEYS).policy("acme")
         with pytest.raises(ConfigError, match="speed"):
             await tenants.policy("acme")
         with pytest.raises(ConfigError, match="speed"):
             await tenants.change("acme", lambda policy: policy)
         assert isinstance((await tenants.all())["acme"], ConfigError)
         await tenants.replace("acme", TenantPolicy())
-        assert Tenants(blocking, "test", KEYS).policy("acme") == await tenants.policy("acme") == TenantPolicy()
+        assert WorkerTenants(blocking, "test", KEYS).policy("acme") == await tenants.policy("acme") == TenantPolicy()
 
 
 async def test_what_was_written_by_hand_is_seen_as_long_as_nobody_counts_versions(
@@ -216,7 +215,7 @@ async def test_what_was_written_by_hand_is_seen_as_long_as_nobody_counts_version
     clock = Clock()
     await client.hset(KEY, "acme", seal_policy(KEYS, "acme", TenantPolicy()))  # type: ignore[misc]
     with redis_server.client() as blocking:
-        worker = Tenants(blocking, "test", KEYS, clock)
+        worker = WorkerTenants(blocking, "test", KEYS, clock)
         assert worker.policy("acme").weight == 1
         await client.hset(KEY, "acme", seal_policy(KEYS, "acme", TenantPolicy(weight=2)))  # type: ignore[misc]
         clock.now += POLICY_FRESH_S
@@ -229,7 +228,7 @@ async def test_when_redis_is_away_nothing_is_assumed_on_either_side() -> None:
         with pytest.raises(BrokerUnavailable):
             await work
     with pytest.raises(BrokerUnavailable):
-        Tenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEYS).policy("acme")
+        WorkerTenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEYS).policy("acme")
 
 
 async def test_a_redis_that_takes_no_writes_is_told_as_such(tenants: RedisTenants, client: "redis.asyncio.Redis") -> None:
@@ -258,7 +257,7 @@ async def test_with_ten_thousand_tenants_a_second_of_calls_costs_no_more_than_wi
     )  # type: ignore[misc]
     clock = Clock()
     with redis_server.client() as blocking:
-        worker = Tenants(blocking, "test", KEYS, clock)
+        worker = WorkerTenants(blocking, "test", KEYS, clock)
         for number in range(1000):
             worker.policy(f"t{number}")
         before = count_commands(redis_server)

@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 
 from contract.errors import ModelInterrupted
-from orchestrator.chat_messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage, build_tool_call, convert_to_wire
+from orchestrator.loop.chat_messages import (
+    AIMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    build_tool_call,
+    convert_to_wire,
+)
 from orchestrator.models.base import Chunk, Message, ModelRequest
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
-from orchestrator.tool_agent import CustomAgent, LLMClient, ToolAgent
+from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
 from tests.fakes import StreamModel
 
 CALL_TEXT = '{"tool": "echo", "arguments": {"text": "a"}}'

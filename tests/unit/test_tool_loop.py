@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.limits import StopReason
+from orchestrator.loop.limits import StopReason
 from orchestrator.models.base import Message
 from orchestrator.models.scripted import ScriptedModel
-from orchestrator.tool_loop import ContextEngine, ToolLoopDeps, create_tool_registry, run_tool_loop
+from orchestrator.sdk.tool_loop import ContextEngine, ToolLoopDeps, create_tool_registry, run_tool_loop
 
 REPLY = json.dumps({"tool": None, "reply": "hi"})
 

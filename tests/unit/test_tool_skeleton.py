@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from contract.errors import ConfigError
 from contract.names import BUILTIN_TOOLS
-from orchestrator.cli import app
-from orchestrator.tool_skeleton import build_skeleton, write_skeleton
+from orchestrator.cli.main import app
+from orchestrator.cli.tool_skeleton import build_skeleton, write_skeleton
 
 FILES = ["README.md", "pyproject.toml", "sum_column.py", "tests/test_sum_column.py"]
 

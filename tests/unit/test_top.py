@@ -16,9 +16,9 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from contract.names import host_key, hosts_key
-from orchestrator.cli import app
-from orchestrator.overview import BatchLook, Overview, QueueLook, TenantLook
-from orchestrator.terminal_overview import VIEWS, Shown, build_overview_screen, count_rows
+from orchestrator.cli.main import app
+from orchestrator.cli.terminal_overview import VIEWS, Shown, build_overview_screen, count_rows
+from store.overview import BatchLook, Overview, QueueLook, TenantLook
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.stack import TOOLCREW, UP_S
@@ -187,7 +187,7 @@ def test_on_a_terminal_it_lives_through_an_outage_of_redis_and_ends_by_q(redis_s
         screen.until("h1 (sandbox)")
         redis_server.stop()
         try:
-            screen.until("see that it is up")
+            screen.until("is up")
         finally:
             redis_server.start()
         screen.until("pool.web")

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from contract.calls import ToolCall, ToolResult
 from contract.registry import ToolState
-from orchestrator import cli_trace
-from orchestrator.cli_trace import trace_app
+from orchestrator.cli import trace as cli_trace
+from orchestrator.cli.trace import trace_app
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.settings import load_settings
 from orchestrator.traces.opening import Traces

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.client import ToolClient
-from orchestrator.events import CallFinished, CallSent, CallStarted, RunEvent, RunStarted, SandboxReady
+from orchestrator.loop.events import CallFinished, CallSent, CallStarted, RunEvent, RunStarted, SandboxReady
 from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.sdk.client import ToolClient
 from orchestrator.traces.masking import Masker
 from orchestrator.traces.reading import load_trace
 from orchestrator.traces.recorder import open_trace

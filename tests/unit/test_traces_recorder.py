@@ -15,12 +15,12 @@ from hypothesis import given, settings
 
 from contract.calls import SandboxInfo, ToolCall, ToolResult
 from contract.errors import ConfigError, ModelUnavailable
-from orchestrator.agent import Agent
 from orchestrator.approvals import ApprovalPolicy, CallbackApprover, Decision, review
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect, build_tag_call
-from orchestrator.events import CallFinished, OutputArrived, RunStarted, SandboxClosed, SandboxReady, TextArrived
-from orchestrator.limits import ReActOptions, StopReason
+from orchestrator.loop.agent import Agent
+from orchestrator.loop.events import CallFinished, OutputArrived, RunStarted, SandboxClosed, SandboxReady, TextArrived
+from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.traces.blobs import MAX_INLINE_BYTES
 from orchestrator.traces.masking import Masker

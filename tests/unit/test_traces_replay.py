@@ -11,11 +11,11 @@ import pytest
 
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ConfigError
-from orchestrator.agent import Agent
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.events import CallSent
+from orchestrator.dispatch.sessions import Session
+from orchestrator.loop.agent import Agent
+from orchestrator.loop.events import CallSent
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sessions import Session
 from orchestrator.traces.masking import Masker
 from orchestrator.traces.recorded_calls import RecordedCall, Told, load_calls
 from orchestrator.traces.recorder import open_trace

@@ -8,9 +8,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from store.web_pages import FRESH_S, MAX_ENTRIES, MAX_ENTRY_BYTES, Page, PageCache, fresh_for_s, may_be_kept, validator
 from tests.conftest import RedisProcess, free_port
 from tests.web_servers import QUICK, Web, WebServer, answer, build_web, open_web_server, redirect
-from workers.web.cache import FRESH_S, MAX_ENTRIES, MAX_ENTRY_BYTES, Page, PageCache, fresh_for_s, may_be_kept, validator
 from workers.web.fetcher import Fetched
 from workers.web.limits import Deadline
 

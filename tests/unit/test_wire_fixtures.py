@@ -16,12 +16,12 @@ from contract.call_events import decode_event
 from contract.envelope import decode_call, decode_result
 from contract.hosts import HostReport
 from contract.ledger import CallRecord
-from contract.places import SessionPlace
 from contract.registry import Switch, parse_switches
+from contract.session_locations import SessionLocation
 from contract.signing import ResultSeal
 from contract.specs import open_catalog
 from contract.tenancy import TenantPolicy, parse_policy
-from orchestrator.runs.records import BatchRecord, open_item
+from store.run_records import BatchRecord, open_item
 from tests.wire_records import CALL, CONTEXT, KEYS, REPORT, RESULT, build_records
 
 FIXTURES = sorted((Path(__file__).parent / "wire").glob("*.json"))
@@ -37,7 +37,7 @@ READ: dict[str, Callable[[str], Any]] = {
         name: kind.model_validate_json
         for name, kind in {
             "host": HostReport,
-            "place": SessionPlace,
+            "place": SessionLocation,
             "ledger": CallRecord,
             "batch": BatchRecord,
         }.items()

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
 from tests.stack import ROOT
-from workers.app import choose_pool, claim_node
+from workers.celery_edge.app import choose_pool, claim_node
 from workers.settings import WorkerSettings
 
 
@@ -48,7 +48,7 @@ def test_two_workers_of_one_name_on_a_machine_have_two_names_and_a_free_one_is_t
     broker, other = (BrokerSettings(redis_url=SecretStr(f"redis://:secret@localhost:6379/{number}")) for number in (7, 8))
     machine = socket.gethostname()
     code = (
-        "from contract.settings import BrokerSettings; from workers.app import claim_node; "
+        "from contract.settings import BrokerSettings; from workers.celery_edge.app import claim_node; "
         "print(claim_node('web-x', BrokerSettings(redis_url='redis://:other@localhost:6379/7')), flush=True); input()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as first:

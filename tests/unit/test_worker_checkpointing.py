@@ -4,16 +4,15 @@ import threading
 import time
 
 import pytest
-import redis
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from tests.conftest import RedisProcess
 from tests.fake_host import HostGround, MemorySandboxd
 from workers import checkpoints as checkpoints_module
-from workers.checkpointing import QUIET_S, CheckpointKeeper, Watched
+from workers.checkpointing import QUIET_S, CheckpointMonitor, Watched
 from workers.checkpoints import AutomaticCheckpoints
 from workers.host_watch import SessionRow, parse_rows
 
@@ -25,9 +24,9 @@ class Host:
         self.ground = ground
         self.sandboxd = MemorySandboxd()
         self.stop = threading.Event()
-        places = ground.places()
-        self.checkpoints = AutomaticCheckpoints(places, ground.clock, self.stop)
-        self.keeper = CheckpointKeeper(self.sandboxd.client, places, self.checkpoints, every_s, self.stop)
+        sessions = ground.sessions()
+        self.checkpoints = AutomaticCheckpoints(sessions, ground.clock, self.stop)
+        self.keeper = CheckpointMonitor(self.sandboxd.client, sessions, self.checkpoints, every_s, self.stop)
 
     def look(self) -> int:
         with self.sandboxd.client() as client:
@@ -66,7 +65,7 @@ def test_the_checkpoint_before_is_deleted_when_nobody_restores_it_any_more(
     host = Host(HostGround(redis_server), every_s=0.001)
     host.add("acme:s1")
     host.look()
-    host.ground.places().note_explicit("acme:s1", "asked-for", 1.0)
+    host.ground.sessions().record_requested("acme:s1", "asked-for", 1.0)
     host.sandboxd.rows["acme:s1"]["changed"] = True
     time.sleep(0.01)
     assert host.look() == 1
@@ -193,14 +192,14 @@ def test_a_row_that_says_nothing_of_changes_may_have_some() -> None:
 def test_a_checkpoint_of_which_nobody_knows_whether_it_was_noted_is_not_deleted(host: Host) -> None:
     """Its place may tell of it: the answer was lost, and the worker ends before Redis is back."""
     host.add("acme:s1")
-    note = host.checkpoints._places.note_automatic
+    note = host.checkpoints._sessions.record_automatic
 
     def note_and_lose_the_answer(name: str, fence: int, checkpoint: str, taken_at: float) -> None:
         note(name, fence, checkpoint, taken_at)
         host.stop.set()
-        raise redis.ConnectionError("away")
+        raise BrokerUnavailable("away")
 
-    host.checkpoints._places.note_automatic = note_and_lose_the_answer  # type: ignore[method-assign,assignment]
-    with capture_logs(), pytest.raises(redis.ConnectionError):
+    host.checkpoints._sessions.record_automatic = note_and_lose_the_answer  # type: ignore[method-assign,assignment]
+    with capture_logs(), pytest.raises(BrokerUnavailable):
         host.look()
     assert (host.ground.place("acme:s1").checkpoint, host.sandboxd.deleted) == ("c1", [])

@@ -14,6 +14,7 @@ from contract.envelope import encode_call
 from contract.errors import SandboxUnavailable
 from contract.names import control_queue
 from contract.signing import SigningKeys
+from store.control import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryLedger
@@ -69,7 +70,9 @@ class Desk:
         self.ledger.claimed |= {("acme", name) for name in ("c9", "next", "one", "two", "after")}
         self.clock = SharedClock()
         self.refused: list[str] = []
-        self.listener = ControlListener(self._own, lambda: self.sandboxd, self.ledger, QUEUE, KEY, self.clock, self.refused.append)
+        self.listener = ControlListener(
+            WorkerControlStore(self._own), lambda: self.sandboxd, self.ledger, QUEUE, KEY, self.clock, self.refused.append
+        )
 
     def send(self, *items: "str | bytes") -> None:
         for item in items:

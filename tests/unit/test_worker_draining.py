@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.places import PlaceState
+from contract.session_locations import LocationState
 from tests.conftest import RedisProcess
 from tests.fake_host import HostGround, MemorySandboxd
 from workers import draining
@@ -25,9 +25,9 @@ class Host:
         self.at_work: set[str] = set()
         self.looks = threading.Semaphore(0)
         self.stop = threading.Event()
-        self.places = ground.places()
-        checkpoints = AutomaticCheckpoints(self.places, ground.clock, self.stop)
-        self.drain = Drain(self.sandboxd.client, self.places, checkpoints, self.find_at_work, self.stop)
+        self.sessions = ground.sessions()
+        checkpoints = AutomaticCheckpoints(self.sessions, ground.clock, self.stop)
+        self.drain = Drain(self.sandboxd.client, self.sessions, checkpoints, self.find_at_work, self.stop)
         self.ended: list[bool] = []
 
     def find_at_work(self) -> set[str]:
@@ -69,19 +69,19 @@ def test_every_session_is_kept_and_waits_for_its_next_home(host: Host) -> None:
     assert not host.sandboxd.rows
     for number in range(9):
         place = host.ground.place(f"acme:s{number}")
-        assert (place.state, place.queue, place.fence) == (PlaceState.MOVING, "", number + 2)
+        assert (place.state, place.queue, place.fence) == (LocationState.MOVING, "", number + 2)
         assert host.sandboxd.kept_of[host.sandboxd.kept.index(place.checkpoint)] == f"acme:s{number}"
 
 
 def test_what_changed_while_a_session_was_kept_is_kept_too(host: Host) -> None:
     host.add("acme:s1")
-    hold = host.places.hold
+    hold = host.sessions.hold
 
     def hold_after_a_call(name: str, fence: int, seconds: float) -> int | None:
         host.sandboxd.rows[name]["changed"] = True
         return hold(name, fence, seconds)
 
-    host.places.hold = hold_after_a_call  # type: ignore[method-assign]
+    host.sessions.hold = hold_after_a_call  # type: ignore[method-assign]
     host.run()
     assert host.sandboxd.kept == ["c1", "c2"]
     assert host.ground.place("acme:s1").checkpoint == "c2"
@@ -103,7 +103,7 @@ def test_a_session_whose_call_runs_is_served_until_it_has_ended(host: Host) -> N
     for _ in range(40):
         assert host.looks.acquire(timeout=20)
     place = host.ground.place("acme:busy")
-    assert (place.state, place.fence) == (PlaceState.OPEN, 1)
+    assert (place.state, place.fence) == (LocationState.OPEN, 1)
     assert host.sandboxd.closed == ["acme:idle"]
 
     host.at_work.clear()
@@ -141,11 +141,11 @@ def test_a_session_that_cannot_be_kept_is_told_and_goes_from_its_last_checkpoint
         assert time.monotonic() < until
         assert thread.is_alive()
         time.sleep(0.01)
-    assert host.ground.place("acme:full").state is PlaceState.OPEN, "until then it is served"
+    assert host.ground.place("acme:full").state is LocationState.OPEN, "until then it is served"
     thread.join(20)
     place = host.ground.place("acme:full")
     assert host.ended == [True]
-    assert (place.state, place.queue, place.checkpoint) == (PlaceState.MOVING, "", "older")
+    assert (place.state, place.queue, place.checkpoint) == (LocationState.MOVING, "", "older")
     assert sorted(host.sandboxd.closed) == ["acme:fine", "acme:full"]
 
 
@@ -160,7 +160,7 @@ def test_a_call_that_does_not_end_holds_the_drain_up_until_its_deadline_only(hos
     host.at_work.clear()
     thread.join(20)
     assert host.ended == [True]
-    assert host.ground.place("acme:busy").state is PlaceState.MOVING
+    assert host.ground.place("acme:busy").state is LocationState.MOVING
 
 
 def test_with_a_store_of_its_own_a_lossy_drain_keeps_nothing(host: Host) -> None:
@@ -168,7 +168,7 @@ def test_with_a_store_of_its_own_a_lossy_drain_keeps_nothing(host: Host) -> None
     host.run(is_lossy=True)
     place = host.ground.place("acme:s1")
     assert host.sandboxd.kept == []
-    assert (place.state, place.queue, place.checkpoint) == (PlaceState.MOVING, "", "")
+    assert (place.state, place.queue, place.checkpoint) == (LocationState.MOVING, "", "")
 
 
 def test_sessions_of_others_are_left_alone(host: Host) -> None:

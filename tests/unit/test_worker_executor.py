@@ -15,11 +15,11 @@ from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.ledger import Claim
 from contract.registry import ToolRegistry
+from store.blobs import WorkerBlobs
+from store.calls import WorkerCallStore
 from tests.builders import build_call, build_context, build_exec_done, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
-from workers.blobs import Blobs
 from workers.executor import CallRepeated, Executor
-from workers.ledger import Ledger
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, Workbench, WorkerTool
 
@@ -283,8 +283,8 @@ def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> N
     # What has run may have acted: its sender must not read that it could be sent again.
     dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
     house = House(lambda *_: Outcome(blob=b"x"))
-    ledger: Any = Ledger(dead, "d", SharedClock()) if where == "claim" else house.ledger
-    blobs: Any = house.blobs if where == "claim" else Blobs(dead, "d", "sandbox")
+    ledger: Any = WorkerCallStore(dead, "d", SharedClock()) if where == "claim" else house.ledger
+    blobs: Any = house.blobs if where == "claim" else WorkerBlobs(dead, "d", "sandbox")
     executor = Executor(house.executor._registry, house.client, ledger, blobs, FACTS)
     blob = "toolcrew:d:t:acme:blob-sandbox.x" if where == "take" else None
     assert executor.execute(build_call(), build_context(blob=blob)).error_code is code

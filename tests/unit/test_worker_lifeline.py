@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 
-from orchestrator.supervision import die_with_keeper
+from orchestrator.operations.supervision import die_with_keeper
 from tests.stack import read_line
 
 GRACE_S = 0.3
@@ -28,7 +28,7 @@ while True:
 KEEPER = """
 import os, signal, subprocess, sys
 from functools import partial
-from orchestrator.supervision import die_with_keeper
+from orchestrator.operations.supervision import die_with_keeper
 wish = partial(die_with_keeper, os.getpid(), signal.SIGTERM) if sys.argv[2] == "bound" else None
 subprocess.Popen([sys.executable, "-c", sys.argv[1]], preexec_fn=wish).wait()
 """

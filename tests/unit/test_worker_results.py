@@ -16,9 +16,10 @@ from contract.envelope import stored_answer
 from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import call_key, result_key
 from contract.settings import BrokerSettings
+from store.calls import FinishedCalls
 from tests.conftest import RedisProcess
-from workers.app import build_app
-from workers.result_backend import Answer, CallNotServed, Ending
+from workers.celery_edge.app import build_app
+from workers.celery_edge.result_backend import Answer, CallNotServed, Ending
 
 KEY = call_key("d", "acme", "c1")
 ENCODED = {"v": 2, "call_id": "c1", "success": True, "data": [[{"output": "secret"}]]}
@@ -188,7 +189,7 @@ def test_an_answer_that_redis_never_takes_costs_no_slot(desk: Desk, monkeypatch:
     def refuse(*_: Any, **__: Any) -> Any:
         raise redis.ResponseError("READONLY You can't write against a read only replica.")
 
-    monkeypatch.setattr(desk.app.backend, "_store", refuse, raising=False)
+    monkeypatch.setattr(FinishedCalls, "store", refuse)
     with capture_logs() as logs:
         desk.store()
     assert [line["event"] for line in logs] == ["result_lost"]

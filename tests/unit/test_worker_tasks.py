@@ -18,16 +18,16 @@ from contract.errors import OPERATOR_CODES, EnvelopeRefused, ErrorCode, ToolFail
 from contract.names import refusals_key, task_name
 from contract.registry import ToolRegistry
 from contract.signing import ResultSeal, SigningKeys
-from orchestrator.blobs import Blobs as OrchestratorBlobs
+from store import blobs as blobs_module
+from store.blobs import Blobs as OrchestratorBlobs
+from store.blobs import WorkerBlobs
+from store.calls import RefusalCounter
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
-from workers import blobs as blobs_module
-from workers.blobs import Blobs
+from workers.celery_edge.result_backend import CallNotServed
+from workers.celery_edge.tasks import register_tasks
 from workers.executor import Executor
-from workers.refusals import Refusals
-from workers.result_backend import CallNotServed
-from workers.tasks import register_tasks
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 from workers.tools.builtin import build_registry
 
@@ -159,21 +159,20 @@ def test_a_signature_of_half_a_surrogate_is_refused_like_any_other(edge: Edge) -
 def test_what_is_refused_is_counted_by_reason_for_all_workers(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         for reason in ("signature", "repeated", "signature"):
-            Refusals(client, "d").count(reason)  # type: ignore[arg-type]
+            RefusalCounter(client, "d").count(reason)  # type: ignore[arg-type]
         assert client.hgetall(refusals_key("d")) == {b"signature": b"2", b"repeated": b"1"}
 
 
-def test_a_count_that_redis_does_not_take_ends_nothing() -> None:
+def test_a_count_that_redis_does_not_take_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
-    with capture_logs() as logs:
-        Refusals(dead, "d").count("signature")
-    assert [line["event"] for line in logs] == ["refusal_not_counted"]
+    RefusalCounter(dead, "d").count("signature")
+    assert ["refusal_not_counted" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_blob_is_there_until_its_caller_deletes_it(redis_server: RedisProcess) -> None:
     """A call that is lost with its worker is sent again with the same content."""
     with redis_server.client() as client:
-        blobs = Blobs(client, "d", "sandbox")
+        blobs = WorkerBlobs(client, "d", "sandbox")
         key = blobs.leave("acme", b"\x00\xff")
         assert (0 < client.ttl(key) <= 600, blobs.take("acme", key), blobs.take("acme", key)) == (True, b"\x00\xff", b"\x00\xff")
         client.delete(key)
@@ -184,7 +183,7 @@ def test_a_blob_is_there_until_its_caller_deletes_it(redis_server: RedisProcess)
 
 def test_reading_another_tenants_blob_by_its_key_is_refused_and_leaves_it_there(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
-        blobs = Blobs(client, "d", "sandbox")
+        blobs = WorkerBlobs(client, "d", "sandbox")
         key = blobs.leave("acme", b"x")
         with pytest.raises(ToolFailure) as refused:
             blobs.take("rival", key)
@@ -193,7 +192,7 @@ def test_reading_another_tenants_blob_by_its_key_is_refused_and_leaves_it_there(
 
 def test_a_blob_that_was_changed_in_redis_is_refused(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
-        blobs = Blobs(client, "d", "sandbox")
+        blobs = WorkerBlobs(client, "d", "sandbox")
         key, other = blobs.leave("acme", b"content"), blobs.leave("acme", b"other")
         for forged in (b"hostile", b"", client.get(other)):
             client.set(key, forged)
@@ -204,9 +203,9 @@ def test_a_blob_that_was_changed_in_redis_is_refused(redis_server: RedisProcess)
 
 def test_workers_of_one_pool_refuse_blobs_of_the_other(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
-        key = Blobs(client, "d", "web").leave("acme", b"x")
+        key = WorkerBlobs(client, "d", "web").leave("acme", b"x")
         with pytest.raises(ToolFailure) as refused:
-            Blobs(client, "d", "sandbox").take("acme", key)
+            WorkerBlobs(client, "d", "sandbox").take("acme", key)
         assert refused.value.code is ErrorCode.PERMISSION_DENIED
 
 
@@ -226,14 +225,14 @@ def test_reading_any_other_key_as_a_blob_is_refused(redis_server: RedisProcess) 
     with redis_server.client() as client:
         client.set("toolcrew:d:catalog", "x")
         with pytest.raises(ToolFailure):
-            Blobs(client, "d", "sandbox").take("acme", "toolcrew:d:catalog")
+            WorkerBlobs(client, "d", "sandbox").take("acme", "toolcrew:d:catalog")
         assert client.get("toolcrew:d:catalog") == b"x"
 
 
 def test_a_blob_has_a_largest_size(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs_module, "MAX_BLOB_BYTES", 10)
     with redis_server.client() as client:
-        blobs = Blobs(client, "d", "sandbox")
+        blobs = WorkerBlobs(client, "d", "sandbox")
         assert blobs.take("acme", blobs.leave("acme", bytes(10))) == bytes(10)
         with pytest.raises(ToolFailure) as refused:
             blobs.leave("acme", bytes(11))

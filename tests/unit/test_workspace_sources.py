@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError
-from orchestrator.workspace_sources import find_kind, load_source
+from orchestrator.dispatch.workspace_sources import find_kind, load_source
 from workers.tools.imports import KINDS
 
 

@@ -22,7 +22,7 @@ from contract.functions.model_questions import ModelAnswer, parse_question
 from contract.ledger import Claim
 from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
-from workers.call_events import CallEvents, Unwatched
+from workers.call_events import CallEvents, NoCallEvents
 from workers.custom.call_loops import is_running_here
 from workers.custom.calls import CustomCalls
 from workers.custom.loading import serve_values
@@ -120,7 +120,7 @@ class LocalWorker:
         return float(min(timeout_s or tool.spec.timeout_s or DEFAULT_TIMEOUT_S, tool.spec.max_timeout_s))
 
     def _open_events(self) -> CallEvents:
-        return Unwatched() if self._model is None else _ModelEvents(self._model)
+        return NoCallEvents() if self._model is None else _ModelEvents(self._model)
 
 
 class _GrantingLedger:
@@ -146,7 +146,7 @@ class _NoBlobs:
         raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes beside a result, at most {MAX_BLOB_BYTES} and here none")
 
 
-class _ModelEvents(Unwatched):
+class _ModelEvents(NoCallEvents):
     """The way to a caller whose model is a function of the test."""
 
     def __init__(self, model: AskModel) -> None:

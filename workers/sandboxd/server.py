@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.places import DEFAULT_TTL_S, MAX_TTL_S
+from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.connection import Connection
 from workers.sandboxd.frames import FrameError

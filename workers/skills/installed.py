@@ -5,14 +5,14 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-import redis
 import structlog
 
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.installed_skills import InstalledSkill, parse_installed
 from contract.names import installed_skills_key, skill_bundle_key
 from contract.signing import SigningKeys
 from contract.skills import SkillBroken
+from store.connection import SyncRedis, broker_errors
 from workers.skills.archives import expand_bundle, load_members
 from workers.skills.loader import Skill
 
@@ -25,7 +25,7 @@ MAX_KEPT_BYTES = 64 * 1024 * 1024
 class InstalledSkills:
     """Of one deployment. Whose skills they are is the signed context's to say."""
 
-    def __init__(self, client: "redis.Redis", deployment: str, keys: SigningKeys) -> None:
+    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
         self._client, self._deployment, self._keys = client, deployment, keys
         self._kept: OrderedDict[tuple[str, str], Skill] = OrderedDict()
         # Calls of a worker may run in threads.
@@ -93,7 +93,5 @@ class InstalledSkills:
             return None
 
     def _ask(self, question: Any) -> Any:
-        try:
+        with broker_errors("the tenant's skills were not read"):
             return question()
-        except redis.RedisError as error:
-            raise BrokerUnavailable(f"Redis did not give the tenant's skills ({error}); see that Redis is up") from error

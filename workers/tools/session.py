@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
-from contract.places import DEFAULT_TTL_S, MAX_TTL_S
+from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.specs import ToolSpec
 from workers.sandbox_client import PARCEL_TIMEOUT_S, GuestResponse
 from workers.tools.base import Outcome, Workbench, WorkerTool

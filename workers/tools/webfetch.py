@@ -7,8 +7,8 @@ from pydantic import JsonValue
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
+from store.web_pages import Page
 from workers.tools.base import Outcome, Workbench, WorkerTool
-from workers.web.cache import Page
 from workers.web.documents import Document, read_document
 from workers.web.fences import fence
 from workers.web.fetcher import Fetched, Fetcher

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from workers.web.cache import Page
+from store.web_pages import Page
 from workers.web.charsets import decode_body
 from workers.web.fences import one_line, printable
 from workers.web.json_layout import lay_out_json

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.web.cache import FRESH_S, Page, PageStore, fresh_for_s, may_be_kept, validator
+from store.web_pages import FRESH_S, Page, PageStore, fresh_for_s, may_be_kept, validator
 from workers.web.connections import build_tls, open_connection
 from workers.web.egress import EgressRules
 from workers.web.exchange import Answer, Head, Request, exchange

@@ -6,12 +6,12 @@ from typing import TypeGuard
 from pydantic import SecretStr
 
 from contract.errors import ConfigError, ToolFailure
+from store.web_pages import PageStore
 from workers.settings import WebSettings
 from workers.tools.base import WorkerTool
 from workers.tools.webfetch import build_webfetch
 from workers.tools.websearch import build_websearch
 from workers.web.addresses import AddressRules
-from workers.web.cache import PageStore
 from workers.web.connections import build_tls
 from workers.web.egress import EgressRules
 from workers.web.fetcher import Fetcher

@@ -11,11 +11,11 @@ from orchestrator.api.pages.operating import DONE, back
 from orchestrator.api.pages.people import Looking, Person, Sending, not_here
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.audit import Audit, build_entry
-from orchestrator.batch_runs import BatchRuns
 from orchestrator.batches.report import build_sections
-from orchestrator.overview import OverviewReader
-from orchestrator.runs.records import BatchRecord, BatchState
+from orchestrator.runs.batch_runs import BatchRuns
+from store.audit import Audit, build_entry
+from store.overview import OverviewReader
+from store.run_records import BatchRecord, BatchState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -10,7 +10,7 @@ from orchestrator.api.pages.people import Looking, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute
 from orchestrator.api.pages.run_pages import has_page
-from orchestrator.call_life import CallLives
+from store.call_life import CallLives
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -13,7 +13,7 @@ from orchestrator.api.pages.logins import LOGIN_S, cookie_name, is_secure, login
 from orchestrator.api.pages.people import Sending, check_origin, not_here
 from orchestrator.api.pages.rendering import render, static_files
 from orchestrator.api.pages.route import PageRoute
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -7,15 +7,18 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-import redis.asyncio
 from fastapi import Request
-from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.names import deployment_key
+from contract.signing import SigningKeys
 from orchestrator.api.house import House
-from orchestrator.api_keys import ApiKeys, Credential, Identity, ShownCredential
 from orchestrator.settings import OrchestratorSettings
+from store.api_keys import ApiKeys, Credential, Identity, ShownCredential
+from store.connection import RedisClient, broker_errors
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 LOGIN_S = 12 * 3600
 LOGINS_OF_A_KEY = 100
@@ -23,6 +26,7 @@ LOGINS_OF_A_KEY = 100
 COOKIE = "toolcrew_login"
 _WORD = re.compile(r"[A-Za-z0-9_-]{43}")
 
+_WHAT = "the login was not stored, read or deleted"
 _OPEN = """
 -- KEYS: login, the logins of the API key. ARGV: the key's id, how long a login lasts, most logins of a key.
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
@@ -47,8 +51,8 @@ class Login:
 class Logins:
     """The logins of a deployment; each ends LOGIN_S after it began. Every method raises BrokerUnavailable when Redis does not answer."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: ApiKeys) -> None:
-        self._client = client
+    def __init__(self, client: RedisClient, deployment: str, keys: ApiKeys, signing: SigningKeys) -> None:
+        self._client, self._signing = client, signing
         self._open_script = client.register_script(_OPEN)
         self._deployment = deployment
         self._keys = keys
@@ -56,31 +60,35 @@ class Logins:
     async def open(self, identity: Identity) -> str:
         """Begin a login for the holder of a key, and return its word."""
         word = secrets.token_urlsafe(32)
-        try:
-            await self._open_script(keys=[self._slot(word), self._list(identity.key_id)], args=[identity.key_id, LOGIN_S, LOGINS_OF_A_KEY])
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
+        # Signed for its slot: a process that can write to Redis could else log in as the holder of any key.
+        sealed = self._signing.seal(self._purpose(word), identity.key_id)
+        with broker_errors(_WHAT):
+            await self._open_script(keys=[self._slot(word), self._list(identity.key_id)], args=[sealed, LOGIN_S, LOGINS_OF_A_KEY])
         return word
 
     async def find(self, word: str) -> Login | None:
         """The login of a word; None when there is none, or none any more. Raises ToolFailure(UNAUTHENTICATED) when its key holds no longer."""
         if not _WORD.fullmatch(word):
             return None
-        try:
-            key_id: Any = await self._client.get(self._slot(word))
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
-        if key_id is None:
+        with broker_errors(_WHAT):
+            sealed: Any = await self._client.get(self._slot(word))
+        if sealed is None:
             return None
-        identity = await self._keys.recall(key_id.decode())
+        try:
+            key_id = self._signing.unseal(self._purpose(word), sealed)
+        except EnvelopeRefused as error:
+            log.error("login_refused", error=str(error))
+            return None
+        identity = await self._keys.recall(key_id)
         return Login(identity, ShownCredential(self._keys, identity.key_id), _digest("form", word))
 
     async def close(self, word: str) -> None:
         """End a login, if there is one."""
-        try:
+        with broker_errors(_WHAT):
             await self._client.delete(self._slot(word))
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
+
+    def _purpose(self, word: str) -> str:
+        return f"login {_digest('login', word)}"
 
     def _slot(self, word: str) -> str:
         return deployment_key(self._deployment, f"page:login:{_digest('login', word)}")
@@ -105,7 +113,7 @@ def is_secure(settings: OrchestratorSettings) -> bool:
 
 def logins_of(house: House) -> Logins:
     parts = house.parts
-    return Logins(parts.pool.redis, house.settings.deployment, parts.keys)
+    return Logins(parts.pool.redis, house.settings.deployment, parts.keys, parts.pool.keys)
 
 
 async def find_login(request: Request, house: House) -> Login:
@@ -124,7 +132,3 @@ async def find_login(request: Request, house: House) -> Login:
 def _digest(purpose: str, word: str) -> str:
     """Of 32 random bytes: nobody finds them by trying, so a plain hash does."""
     return hashlib.sha256(f"toolcrew page {purpose} v1\0{word}".encode(errors="replace")).hexdigest()
-
-
-def _unavailable(error: Exception) -> BrokerUnavailable:
-    return BrokerUnavailable(f"nobody can be logged in or out, because Redis does not answer ({error}): see that it is up, and try again")

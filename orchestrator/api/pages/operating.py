@@ -12,11 +12,12 @@ from orchestrator.api.pages.people import Looking, Person, Sending, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.problems import ApiProblem
-from orchestrator.api_keys import ApiKeyRecord
-from orchestrator.audit import ACTIONS, Audit
-from orchestrator.hosts import RedisHosts, find_workers
-from orchestrator.overview import OverviewReader, TenantLook
-from orchestrator.session_list import SessionList
+from orchestrator.operations.drains import find_workers, order_drain
+from store.api_keys import ApiKeyRecord
+from store.audit import ACTIONS, Audit
+from store.hosts import HostStore
+from store.overview import OverviewReader, TenantLook
+from store.sessions import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -108,7 +109,7 @@ async def hosts(request: Request, person: Looking, done: str = "") -> Response:
     """Which workers live, with their load, and queues whose worker is gone."""
     person.check_operator()
     parts = person.house.parts
-    known = RedisHosts(parts.pool.redis, person.house.settings.deployment)
+    known = HostStore(parts.pool.redis, person.house.settings.deployment)
     reports = await known.read()
     waiting = await known.queued(sorted({queue for report in reports for queue in (report.queue, *report.pools)}))
     dead = await known.dead_queues()
@@ -122,7 +123,7 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
     """Take a host out of service."""
     person.check_operator()
     house = person.house
-    known = RedisHosts(house.parts.pool.redis, house.settings.deployment)
+    known = HostStore(house.parts.pool.redis, house.settings.deployment)
     try:
         found = [report for report in find_workers(await known.read(), host) if report.worker]
     except ConfigError as error:
@@ -135,7 +136,7 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
             )
     keys = house.settings.broker().signing_keys()
     for report in found:
-        await known.order_drain(report, keys, lossy=lossy == "yes", actor=person.actor)
+        await order_drain(known, report, keys, lossy=lossy == "yes", actor=person.actor)
     return back("hosts", tenant=person.tenant, done="drained")
 
 

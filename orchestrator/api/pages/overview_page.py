@@ -11,9 +11,9 @@ from orchestrator.api.pages.people import Looking, Person
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import newest_runs
-from orchestrator.overview import OverviewReader
-from orchestrator.runs.hosted_records import STANDING, HostedRun, HostedState
-from orchestrator.runs.told_events import ToldEvents
+from store.hosted_records import STANDING, HostedRun, HostedState
+from store.overview import OverviewReader
+from store.run_events import ToldEvents
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -10,15 +10,15 @@ from fastapi import Depends, Form, Query, Request, Response
 
 from contract.errors import ErrorCode
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.actors import Actor
 from orchestrator.api.access import depend_on_house
 from orchestrator.api.house import House
 from orchestrator.api.pages.logins import Login, find_login
 from orchestrator.api.pages.rendering import Viewer, render
 from orchestrator.api.problems import ApiCode, ApiProblem
 from orchestrator.api.shares import Streams
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
+from store.actors import Actor
 
 MAX_CHOICE = 500
 """Tenants that can be chosen from a list; of more the others are reached by their links."""

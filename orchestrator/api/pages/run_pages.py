@@ -20,8 +20,8 @@ from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_story import RunStory
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.hosted_records import HostedRun, HostedState
-from orchestrator.runs.told_events import ToldEvents
+from store.hosted_records import HostedRun, HostedState
+from store.run_events import ToldEvents
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

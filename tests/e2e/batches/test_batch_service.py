@@ -17,18 +17,18 @@ from docker import APIClient
 from pydantic import SecretStr
 
 from contract.tenancy import TenantPolicy
-from orchestrator.api_keys import ApiKeys
 from orchestrator.approvals import AutoApprover
-from orchestrator.batch_runs import BatchRuns
-from orchestrator.batches.happenings import CallDone, ItemStarted
-from orchestrator.batches.items import BatchItem, CallBody, FailureKind, Ground, Outcome, RunLimits
 from orchestrator.batches.lines import load_lines
-from orchestrator.client import ToolClient
-from orchestrator.redis_connection import open_redis
-from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
-from orchestrator.runs.run_queue import RunQueue
+from orchestrator.runs.batch_runs import BatchRuns
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tenants import RedisTenants
+from store.api_keys import ApiKeys
+from store.batch_items import BatchItem, CallBody, FailureKind, Ground, Outcome, RunLimits
+from store.connection import open_redis
+from store.happenings import CallDone, ItemStarted
+from store.run_queue import RunQueue
+from store.run_records import BatchDefaults, BatchRecord, BatchState
+from store.tenants import RedisTenants
 from tests.log_lines import read_log
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, eventually, open_footprint, run_toolcrew, wait_until

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.batch_service import BatchService
-from orchestrator.batches.items import Ground
-from orchestrator.cli import app
-from orchestrator.client import ToolClient
-from orchestrator.runs.hosted_records import HostedRun, HostedState
+from orchestrator.cli.main import app
+from orchestrator.runs.batch_service import BatchService
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
+from store.batch_items import Ground
+from store.hosted_records import HostedRun, HostedState
 from tests.model_server.running import running_model_server
 from tests.stack import Stack
 

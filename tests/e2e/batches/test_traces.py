@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from orchestrator import ToolClient
-from orchestrator.limits import ReActOptions
+from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.export_messages import build_openai, build_traj

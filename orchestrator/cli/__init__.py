@@ -1,0 +1,1 @@
+"""The command `toolcrew`, one module for each group of commands."""

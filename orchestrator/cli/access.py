@@ -1,0 +1,57 @@
+"""Connections of commands that read or change a whole deployment. Such a command has the rights of the key in TOOLCREW_API_KEY."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
+from orchestrator.operations.command_actor import find_actor
+from orchestrator.settings import load_settings
+from store.actors import Actor, Role
+from store.api_keys import ApiKeys
+from store.connection import RedisClient, check_redis, open_redis
+from store.hosts import HostStore
+from store.tenants import RedisTenants
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The deployment that TOOLCREW_REDIS_URL names. `actor`: who runs the command; the audit names it."""
+
+    redis: RedisClient
+    broker: BrokerSettings
+    actor: Actor
+
+    @cached_property
+    def signing_keys(self) -> SigningKeys:
+        return self.broker.signing_keys()
+
+    @property
+    def tenants(self) -> RedisTenants:
+        return RedisTenants(self.redis, self.broker.deployment, self.signing_keys).acting_as(self.actor)
+
+    @property
+    def hosts(self) -> HostStore:
+        return HostStore(self.redis, self.broker.deployment)
+
+    @property
+    def keys(self) -> ApiKeys:
+        return ApiKeys(self.redis, self.broker.deployment, self.signing_keys).acting_as(self.actor)
+
+
+@asynccontextmanager
+async def open_deployment(needed: Role) -> AsyncIterator[Deployment]:
+    """Connect to Redis; no worker is needed. `needed`: the least role that may run the command.
+
+    Raises ConfigError, BrokerUnavailable, ToolFailure(UNAUTHENTICATED, PERMISSION_DENIED).
+    """
+    settings = load_settings()
+    broker = settings.broker()
+    client = open_redis(broker)
+    try:
+        await check_redis(client, broker)
+        yield Deployment(client, broker, await find_actor(client, settings, needed))
+    finally:
+        await client.aclose()

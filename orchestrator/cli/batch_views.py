@@ -1,0 +1,176 @@
+"""`toolcrew batch ls|status|results|logs|report`: what is known of batches, and what they came to."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from contract.errors import ConfigError
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator.batches.displays import Display, Watched
+from orchestrator.batches.happening_files import read_happenings
+from orchestrator.batches.live_display import open_display
+from orchestrator.batches.log_lines import LogLines
+from orchestrator.batches.report import build_report
+from orchestrator.batches.rows import build_row, build_row_line
+from orchestrator.cli.access import open_deployment
+from orchestrator.cli.runner import Json, OnlyTenant, Tenant, open_pool_client, run_work
+from orchestrator.runs.batch_runs import BatchRuns, RowPaths
+from orchestrator.runs.batch_status import build_status
+from orchestrator.sdk.client import ToolClient
+from orchestrator.terminal.output import escape_controls, table_rows
+from store.happenings import Happening
+
+BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `ls` shows it.")]
+Errors = Annotated[
+    Path | None, typer.Option("--errors", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output.")
+]
+JsonAsItGoes = Annotated[bool, typer.Option("--json", help="Print what happens as one JSON object a line, the last of type summary.")]
+_COLUMNS = ("tenant", "id", "status", "total", "completed", "failed", "waiting", "running", "created", "name")
+
+
+def batch_ls(tenant: OnlyTenant = None, as_json: Json = False) -> None:
+    """List the batches of the last 30 days of all registered tenants, the newest first; with a tenant's key its own."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with open_pool_client(tenant) as client:
+            queue, found = client.batch_runs().queue, list[dict[str, Any]]()
+            for name in await _listed_tenants(client, tenant):
+                for batch, record in (await queue.known(name)).batches.items():
+                    found.append({"tenant": name, **build_status(batch, record, await queue.counts(name, batch))})
+            return sorted(found, key=lambda one: str(one["created_at"]), reverse=True)
+
+    batches = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps(batches))
+        return
+    rows = [{**one, **one["request_counts"], "created": one["created_at"], "name": one["name"] or ""} for one in batches]
+    for line in table_rows(rows, _COLUMNS) if rows else ["no batch was submitted in the last 30 days"]:
+        typer.echo(escape_controls(line))
+
+
+async def _listed_tenants(client: ToolClient, tenant: str | None) -> list[str]:
+    """Return the one that is named, the key's own, or all registered ones for operators."""
+    if tenant is not None or (await client.actor()).role == "tenant":
+        return [client.tenant]
+    async with open_deployment("operator") as deployment:
+        return sorted({client.tenant, DEFAULT_TENANT, *await deployment.tenants.all()})
+
+
+def batch_status(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None:
+    """How a batch stands."""
+
+    async def work() -> dict[str, Any]:
+        async with open_pool_client(tenant) as client:
+            runs = client.batch_runs()
+            return build_status(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
+
+    told = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    counts = told.pop("request_counts")
+    told["items"] = ", ".join(f"{count} {name}" for name, count in counts.items())
+    told["failed"] = ", ".join(f"{count} {kind}" for kind, count in told["failed"].items())
+    if told["rows"] is not None:
+        told["rows"] = f"{told['rows']['output']}, {told['rows']['errors']} on {told['rows']['host']}"
+    for name, value in told.items():
+        if value not in (None, ""):
+            typer.echo(escape_controls(f"{name:<12}{value}"))
+
+
+def batch_results(
+    batch: BatchId,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Into this file, and failures beside it. Else all rows on stdout.")
+    ] = None,
+    errors: Errors = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """The rows of what has ended so far, successes and failures."""
+    if errors is not None and output is None:
+        raise typer.BadParameter("--errors goes with --output: without it all rows are printed")
+
+    async def work() -> int:
+        async with open_pool_client(tenant) as client:
+            runs = client.batch_runs()
+            if output is None:
+                return await _print_rows(runs, batch)
+            with await runs.open_rows_again(RowPaths(output, errors), batch) as rows:
+                return await runs.write_rows(batch, rows)
+
+    count = run_work(work(), as_json)
+    if output is not None:
+        typer.echo(json.dumps({"batch": batch, "rows": count}) if as_json else f"{count} rows", err=not as_json)
+
+
+def batch_logs(
+    batch: BatchId,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Show what happens, until the batch has ended.")] = False,
+    tenant: Tenant = None,
+    as_json: JsonAsItGoes = False,
+) -> None:
+    """What has happened in a batch of late, a line a thing; with -f how it stands, as `submit` shows it."""
+
+    async def work() -> None:
+        async with open_pool_client(tenant) as client:
+            runs = client.batch_runs()
+            await runs.tell(batch, lambda watched: _open_log(watched, follow, as_json), follow=follow)
+
+    run_work(work(), as_json)
+
+
+def batch_report(
+    batch: BatchId,
+    page: Annotated[Path, typer.Option("-o", "--html", help="Where the page goes.")],
+    events: Annotated[
+        Path | None,
+        typer.Option(
+            "--events", help="out.events.jsonl, as `submit` wrote it. Else what Redis still has, which for large batches is not all."
+        ),
+    ] = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """A page of what happened, with plots, in one file that needs nothing else."""
+
+    async def work() -> None:
+        if events is not None:
+            await asyncio.to_thread(_write_page, page, batch, tenant or DEFAULT_TENANT, read_happenings(events))
+            return
+        async with open_pool_client(tenant) as client:
+            runs = client.batch_runs()
+            total = (await runs.batches.status(batch)).total
+            await asyncio.to_thread(_write_page, page, batch, runs.tenant, await runs.happenings(batch), total)
+
+    run_work(work(), as_json)
+    typer.echo(json.dumps({"batch": batch, "page": str(page)}) if as_json else str(page))
+
+
+def _open_log(watched: Watched, follow: bool, as_json: bool) -> Display:
+    if follow or as_json:
+        return open_display(watched, Console(), as_json=as_json)
+    return LogLines(watched, sys.stdout)
+
+
+def _write_page(page: Path, batch: str, tenant: str, happenings: Iterable[Happening], total: int = 0) -> None:
+    text = build_report(happenings, title=f"Batch {batch}", batch=batch, tenant=tenant, total=total)
+    try:
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{page} cannot be written ({error.strerror or error}): give another place for it") from error
+
+
+async def _print_rows(runs: BatchRuns, batch: str) -> int:
+    await runs.batches.status(batch)
+    count = 0
+    async for outcome in runs.outcomes(batch):
+        typer.echo(build_row_line(build_row(outcome)).decode(), nl=False)
+        count += 1
+    return count

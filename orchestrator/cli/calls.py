@@ -1,0 +1,84 @@
+"""`toolcrew calls show` and `toolcrew kill`: what is known of a call, and ending one."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import typer
+
+from contract.errors import ConfigError
+from orchestrator.cli.runner import Json, Tenant, open_client, run_work
+from orchestrator.sdk.call_control import KilledCall
+from orchestrator.sdk.client import ToolClient
+from orchestrator.settings import load_settings
+from orchestrator.terminal.output import escape_controls
+from store.call_life import CallLife
+
+calls_app = typer.Typer(no_args_is_help=True, help="What is known of calls.")
+CallName = Annotated[str, typer.Argument(help="The call's id, as results, logs and Flower tell it; or the id of its task in Flower.")]
+
+
+@calls_app.callback()
+def calls() -> None:
+    """What is known of calls."""
+
+
+@asynccontextmanager
+async def open_running(what: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
+    """A client of the pool that TOOLCREW_REDIS_URL names, for commands about `what` is there. Raises ConfigError when none is named."""
+    if load_settings().redis_url is None:
+        raise ConfigError(
+            f"TOOLCREW_REDIS_URL is not set, and {what} of a stack that ends with this command would be nobody's: set it (`toolcrew up` prints it)"
+        )
+    async with open_client(tenant, needs_workers=needs_workers) as client:
+        yield client
+
+
+@calls_app.command("show")
+def calls_show(call_id: CallName, tenant: Tenant = None, as_json: Json = False) -> None:
+    """The life of a call through every process: its state, where it waits or who ran it when, its session, what came of it. Calls are remembered for a
+    day. Without --tenant it is looked for among all tenants, or with a tenant's key among its own."""
+
+    async def work() -> CallLife:
+        async with open_running("calls", tenant) as client:
+            return await client.call_life(call_id, tenant)
+
+    told = run_work(work(), as_json).to_json()
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    for name, value in _flat(told).items():
+        typer.echo(escape_controls(f"{name:<21}{value}"))
+
+
+def kill(
+    call_id: CallName,
+    reason: Annotated[str, typer.Option("--reason", help="Why; the call's caller reads it.")] = "",
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """End a call that waits or runs, and wait until it has ended. Its caller gets CANCELLED, with who did it and why."""
+
+    async def work() -> tuple[KilledCall, str]:
+        async with open_running("calls", tenant) as client:
+            return await client.kill_call(call_id, tenant=tenant, reason=reason), call_id
+
+    killed, name = run_work(work(), as_json)
+    state, code = killed.record.state.value, killed.record.code
+    if as_json:
+        typer.echo(json.dumps({"call": name, "state": state, "error_code": code or None, "was_over": killed.was_over}))
+    else:
+        how = f"{state}, {code}" if code else state
+        typer.echo(escape_controls(f"{name} had ended before ({how})" if killed.was_over else f"{name} has ended ({how})"))
+
+
+def _flat(told: Mapping[str, Any], head: str = "") -> dict[str, Any]:
+    """What is known, one line each."""
+    lines: dict[str, Any] = {}
+    for name, value in told.items():
+        if isinstance(value, Mapping):
+            lines |= _flat(value, f"{head}{name}.")
+        elif value is not None:
+            lines[head + name] = value
+    return lines

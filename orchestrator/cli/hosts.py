@@ -1,0 +1,146 @@
+"""`toolcrew hosts`, `toolcrew worker status` and `toolcrew worker drain`: which workers live, and taking one out of service."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from contract.clock import format_instant
+from contract.errors import OperatorError
+from contract.hosts import RESTART_GRACE_S, HostReport
+from orchestrator.cli.access import open_deployment
+from orchestrator.cli.runner import Json, run_work
+from orchestrator.operations.drains import find_workers, follow_drain, order_drain
+from orchestrator.terminal.output import escape_controls, table_rows
+from store.hosts import HostStore
+
+MIB = 1024 * 1024
+Host = Annotated[str, typer.Argument(help="Its name as `toolcrew hosts` shows it, or the queue of one worker.")]
+
+
+def hosts_list(as_json: Json = False) -> None:
+    """Every worker that lives: its load, and whether it takes new sessions."""
+
+    async def work() -> list[HostReport]:
+        async with open_deployment("operator") as deployment:
+            return await deployment.hosts.read()
+
+    reports = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps([report_json(report) for report in reports]))
+        return
+    columns = ("host", "kind", "state", "busy", "sessions", "memory-free-mib", "reported-at", "queue")
+    _print(
+        table_rows([_row(report) for report in reports], columns) if reports else ["no worker reports: start one (toolcrew worker start)"]
+    )
+
+
+def worker_status(
+    host: Annotated[str | None, typer.Argument(help="Only the workers of this host.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Each worker in full, with what waits in its queues."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with open_deployment("operator") as deployment:
+            hosts = deployment.hosts
+            reports = await hosts.read()
+            found = reports if host is None else find_workers(reports, host)
+            waiting = await hosts.queued(sorted({queue for report in found for queue in (report.queue, *report.pools)}))
+            return [
+                report_json(report) | {"waiting": {queue: waiting[queue] for queue in (report.queue, *report.pools)}} for report in found
+            ]
+
+    rows = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    for row in rows:
+        _print([f"{row['queue']}", *(f"  {name:<18} {_shown(value)}" for name, value in row.items() if name != "queue")])
+    if not rows:
+        _print(["no worker reports: start one (toolcrew worker start)"])
+
+
+def worker_drain(
+    host: Host,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when the workers have ended.")] = False,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Though the host's checkpoints do not leave it: its sessions lose their files.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Take a host out of service: its sessions are kept and go on elsewhere, then its workers end with exit code 0."""
+
+    def tell(line: str) -> None:
+        if not as_json:
+            typer.echo(escape_controls(line), err=True)
+
+    async def work() -> list[dict[str, Any]]:
+        async with open_deployment("operator") as deployment:
+            hosts, keys = deployment.hosts, deployment.signing_keys
+            found = find_workers(await hosts.read(), host)
+            reports = [report for report in found if report.worker]
+            if not reports:
+                raise OperatorError(
+                    f"{found[0].queue} has ended, and its restart is awaited for {RESTART_GRACE_S} s: start it and drain it, or wait; then its sessions go on elsewhere"
+                )
+            for report in reports:
+                await order_drain(hosts, report, keys, lossy=lossy, actor=deployment.actor)
+                tell(f"{report.queue} drains")
+            return [await _followed(hosts, report, tell) if wait else _end(report, "draining") for report in reports]
+
+    rows = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps({"host": host, "workers": rows}))
+    elif not wait:
+        _print(["`toolcrew worker status` shows how far it is; --wait waits for the end"])
+
+
+async def _followed(hosts: HostStore, report: HostReport, tell: Any) -> dict[str, Any]:
+    """The end of a worker that drains. Raises OperatorError when it is lost meanwhile."""
+    async for state, last in follow_drain(hosts, report):
+        if state == "lost":
+            raise OperatorError(f"{report.queue} was lost while it drained: its sessions go on elsewhere from their last checkpoints")
+        if state == "drained":
+            tell(f"{report.queue} has ended")
+        else:
+            tell(f"{report.queue}: {last.trouble or f'{last.busy} calls run'}")
+    return _end(report, "drained")
+
+
+def report_json(report: HostReport) -> dict[str, Any]:
+    """For programs: instants in ISO 8601, sizes in bytes."""
+    fields = report.model_dump(mode="json", exclude={"process"})
+    return fields | {
+        "state": report.state,
+        "started_at": format_instant(report.started_at),
+        "reported_at": format_instant(report.reported_at),
+    }
+
+
+def _end(report: HostReport, state: str) -> dict[str, Any]:
+    return {"queue": report.queue, "kind": report.kind, "state": state}
+
+
+def _row(report: HostReport) -> dict[str, Any]:
+    return {
+        "host": report.host,
+        "kind": report.kind,
+        "state": report.state,
+        "busy": f"{report.busy}/{report.slots}",
+        "sessions": f"{report.sessions}/{report.max_sessions}" if report.kind == "sandbox" else "-",
+        "memory-free-mib": report.memory_free_bytes // MIB,
+        "reported-at": format_instant(report.reported_at),
+        "queue": report.queue,
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {inner}" for name, inner in value.items())
+    return (", ".join(map(str, value)) if isinstance(value, list) else str(value)) or "-"
+
+
+def _print(lines: list[str]) -> None:
+    for line in lines:
+        typer.echo(escape_controls(line))

@@ -1,0 +1,124 @@
+"""`toolcrew runs`: the runs that programs have started on a pool."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from contract.clock import format_instant
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator.cli.calls import open_running
+from orchestrator.cli.runner import Json, Tenant, run_work
+from orchestrator.terminal.commands import build_command
+from orchestrator.terminal.output import escape_controls, table_rows
+from store.hosted_records import HostedRun, HostedState, RunPage
+
+runs_app = typer.Typer(no_args_is_help=True, help="Runs that programs have started: listed, shown, followed, cancelled.")
+RunName = Annotated[str, typer.Argument(help="The run, as whoever started it was told, and `ls` shows it.")]
+_COLUMNS = ("id", "state", "created", "attempt", "session", "instruction")
+_SHOWN = 60
+_TEXTS = ("text", "message", "reason", "answer", "instruction", "step", "characters", "state")
+
+
+@runs_app.command("ls")
+def runs_ls(
+    state: Annotated[HostedState | None, typer.Option("--state", help="Only those.")] = None,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=200, help="How many at most.")] = 50,
+    cursor: Annotated[str | None, typer.Option("--cursor", help="Go on after the page before: its `next_cursor`.")] = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """The runs of the last 30 days, the newest first."""
+
+    async def work() -> RunPage:
+        async with open_running("runs", tenant) as client:
+            return await client.runs.list(cursor=cursor, limit=limit, state=state)
+
+    page = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps({"runs": [_view(run) for run in page.runs], "next_cursor": page.next_cursor}))
+        return
+    rows = [{**_view(run), "created": format_instant(run.created_at), "instruction": _first_line(run.instruction)} for run in page.runs]
+    for line in table_rows(rows, _COLUMNS) if rows else ["no such run was started in the last 30 days"]:
+        typer.echo(escape_controls(line))
+    if page.next_cursor is not None:
+        states = ("--state", state.value) if state is not None else ()
+        more = build_command("runs", "ls", *states, "--limit", str(limit), "--cursor", page.next_cursor, tenant=tenant or DEFAULT_TENANT)
+        typer.echo(f"there may be more: `{more}`", err=True)
+
+
+@runs_app.command("show")
+def runs_show(
+    run: RunName,
+    transcript: Annotated[bool, typer.Option("--transcript", help="Its messages, too.")] = False,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """How a run stands, and what it came to."""
+
+    async def work() -> dict[str, Any]:
+        async with open_running("runs", tenant) as client:
+            told = _view(await client.runs.get(run))
+            return told | ({"transcript": list(await client.runs.transcript(run))} if transcript else {})
+
+    told = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    end = told.pop("end") or {}
+    messages = told.pop("transcript", [])
+    for name, value in {**told, **end}.items():
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+        typer.echo(escape_controls(f"{name:<14}{text}"))
+    for message in messages:
+        typer.echo(escape_controls(json.dumps(message, ensure_ascii=False)))
+
+
+@runs_app.command("cancel")
+def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False) -> None:
+    """End a run: at once when it waits, else within 2 seconds."""
+
+    async def work() -> HostedRun:
+        async with open_running("runs", tenant) as client:
+            return await client.runs.cancel(run)
+
+    told = run_work(work(), as_json)
+    typer.echo(json.dumps(_view(told)) if as_json else f"{told.id} {'is being cancelled' if not told.state.is_final else told.state.value}")
+
+
+@runs_app.command("events")
+def runs_events(
+    run: RunName,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run has ended.")] = False,
+    after: Annotated[str, typer.Option("--after", help="Only those after the event of that id.")] = "",
+    tenant: Tenant = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """What happens in a run: those of its events that are kept, one a line."""
+
+    async def work() -> None:
+        async with open_running("runs", tenant) as client:
+            async for event, text in client.runs.follow(run, after) if follow else client.runs.told(run, after):
+                told = json.loads(text)
+                typer.echo(json.dumps({"id": event, **told}) if as_json else escape_controls(_describe(event, told)))
+
+    run_work(work(), as_json)
+
+
+def _view(run: HostedRun) -> dict[str, Any]:
+    return run.model_dump(mode="json")
+
+
+def _describe(event: str, told: dict[str, Any]) -> str:
+    """An event in one line."""
+    call, result = told.get("call") or {}, told.get("result") or {}
+    name = call.get("name") or result.get("name") or told.get("call_id")
+    outcome = result.get("error_code") or ("ok" if result else None)
+    texts = [str(told[field]) for field in _TEXTS if told.get(field) is not None]
+    parts = [str(part) for part in (name, outcome, *texts) if part]
+    return f"{event:<18} {told.get('type', ''):<16} {_first_line(' '.join(parts), 2 * _SHOWN)}".rstrip()
+
+
+def _first_line(text: str, most: int = _SHOWN) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 3] + "..."

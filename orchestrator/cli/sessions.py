@@ -1,0 +1,279 @@
+"""`toolcrew session`: listing, opening, using, copying and closing sessions that outlive the command."""
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+import typer
+
+from contract.calls import MAX_TIMEOUT_S, ExecResult
+from contract.clock import format_instant
+from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator.cli.calls import open_running
+from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Tenant, run_work
+from orchestrator.dispatch.sessions import Session
+from orchestrator.terminal.commands import build_command
+from orchestrator.terminal.output import escape_controls, table_rows
+from store.sessions import OpenSession, SessionPage
+
+session_app = typer.Typer(
+    no_args_is_help=True, help="Sessions: sandboxes that stay until they are closed, or have been idle for their time to live."
+)
+
+EXIT_OURS = 125
+"""What went wrong was not the program in the sandbox: as docker tells it."""
+EXIT_SIGNAL = 128
+Id = Annotated[str, typer.Argument(help="The session.")]
+Cursor = Annotated[str | None, typer.Option("--cursor", help="Where the page before ended.")]
+Limit = Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many at most.")]
+_REMOTE = re.compile(r"([A-Za-z0-9_-]{1,64}):(.*)", re.DOTALL)
+_COLUMNS = ("id", "tenant", "state", "host", "image", "opened", "ttl", "checkpoint", "fence")
+
+
+@session_app.command("ls")
+def session_ls(cursor: Cursor = None, limit: Limit = 50, tenant: OnlyTenant = None, as_json: Json = False) -> None:
+    """List the open sessions of all tenants, the newest first; with a tenant's key its own."""
+
+    async def work() -> SessionPage:
+        async with open_running("sessions", tenant) as client:
+            return await client.sessions(tenant, cursor=cursor, limit=limit)
+
+    page = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps({"sessions": [session.to_json() for session in page.sessions], "cursor": page.cursor}))
+        return
+    for line in table_rows([_row(session) for session in page.sessions], _COLUMNS) if page.sessions else ["no session is open"]:
+        typer.echo(escape_controls(line))
+    if page.cursor is not None:
+        more = build_command("session", "ls", "--limit", str(limit), "--cursor", page.cursor, tenant=tenant or DEFAULT_TENANT)
+        typer.echo(f"there are more: `{more}`", err=True)
+
+
+@session_app.command("new")
+def session_new(
+    image: Annotated[str | None, typer.Option("--image", help="One that the tenant may have. Else its class's own.")] = None,
+    ttl: Annotated[
+        float, typer.Option("--ttl", min=1, max=MAX_TTL_S, help="Seconds without a call after which it is closed.")
+    ] = DEFAULT_TTL_S,
+    network: Annotated[Literal["none", "egress"] | None, typer.Option("--network", help="Else as the tenant's class says.")] = None,
+    workspace: Annotated[Path | None, typer.Option("--workspace", help="A folder, an archive or a git bundle to begin with.")] = None,
+    restore: Annotated[str | None, typer.Option("--restore", help="A checkpoint to begin with, by its id.")] = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """Open a session and print its id."""
+
+    async def work() -> tuple[Session, dict[str, Any]]:
+        async with open_running("sessions", tenant, needs_workers=True) as client:
+            session = await client.open_session(workspace, image=image, ttl_s=ttl, network=network, restore=restore)
+            info = await session.info()
+            return session, {"id": session.id, "tenant": session.tenant, "host": info.host, "image": info.image, "network": info.network}
+
+    session, told = run_work(work(), as_json, reports_waiting=True)
+    typer.echo(json.dumps(told) if as_json else session.id)
+
+
+@session_app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def session_exec(
+    session_id: Id,
+    argv: Annotated[
+        list[str], typer.Argument(help="The program and its arguments; no shell between. Options of exec stand before SESSION_ID.")
+    ],
+    cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="The folder to run it in.")] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds it may run.")] = 30,
+    stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Give it what comes on stdin, all of it at once.")] = False,
+    live: Annotated[
+        bool | None, typer.Option("--live/--no-live", help="Show output as it comes, as text. Else: when stdout is a terminal.")
+    ] = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """Run a program in a session. The exit code is the program's, 128 and the signal's number where one ended it, 125 where it did not come to that."""
+    shown, command = _Shown(), argv[1:] if argv[0] == "--" else argv
+    if not command:
+        raise typer.BadParameter("name the program to run, behind --")
+    is_live = (live if live is not None else sys.stdout.isatty()) and not as_json
+
+    async def work() -> ExecResult:
+        content = sys.stdin.buffer.read() if stdin else b""
+        async with open_running("sessions", tenant) as client:
+            session = await client.session(session_id, tenant=tenant)
+            on_output = shown.show if is_live else None
+            return await session.exec(command, stdin=content, cwd=cwd, timeout_s=timeout, on_output=on_output)
+
+    try:
+        result = run_work(work(), as_json, reports_waiting=True)
+    except typer.Exit as ended:
+        raise typer.Exit(EXIT_OURS if ended.exit_code == EXIT_ERROR else ended.exit_code) from None
+    code = result.returncode if result.returncode >= 0 else EXIT_SIGNAL - result.returncode
+    if as_json:
+        texts = {"stdout": result.stdout.decode(errors="replace"), "stderr": result.stderr.decode(errors="replace")}
+        typer.echo(json.dumps({"returncode": result.returncode, **texts, "truncated": result.truncated, "timed_out": _was_killed(result)}))
+    else:
+        shown.rest(result)
+    raise typer.Exit(code)
+
+
+@session_app.command("cp")
+def session_cp(
+    source: Annotated[str, typer.Argument(help="A file or folder here, or SESSION:PATH.")],
+    target: Annotated[str, typer.Argument(help="SESSION:PATH, or a place here.")],
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """Copy a file or a folder, at most 64 MiB, into a session or out of one: into the target, where that is a folder, else as the target."""
+
+    async def work() -> dict[str, Any]:
+        inner, outer = _parse_remote(source), _parse_remote(target)
+        if (inner is None) == (outer is None):
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, "one of the two is in a session: write it as SESSION:PATH, and a place here as ./PATH"
+            )
+        remote = inner or outer
+        assert remote is not None
+        async with open_running("sessions", tenant) as client:
+            session = await client.session(remote[0], tenant=tenant)
+            if inner is not None:
+                return await _copy_out(session, inner[1], Path(target))
+            return await _copy_in(session, Path(source), remote[1])
+
+    told = run_work(work(), as_json, reports_waiting=True)
+    if as_json:
+        typer.echo(json.dumps(told))
+    elif told["left_out"]:
+        typer.echo(escape_controls(f"left out, since they lead out or are special: {', '.join(told['left_out'])}"), err=True)
+
+
+@session_app.command("rm")
+def session_rm(
+    session_ids: Annotated[list[str], typer.Argument(help="The sessions.")], tenant: Tenant = None, as_json: Json = False
+) -> None:
+    """Close sessions: their sandboxes and files are gone when it returns. Of several each is tried, whatever became of the others."""
+    closed: list[str] = []
+    failed: dict[str, str] = {}
+
+    async def work() -> None:
+        async with open_running("sessions", tenant) as client:
+            for name in dict.fromkeys(session_ids):
+                try:
+                    await (await client.session(name, tenant=tenant)).close()
+                    closed.append(name)
+                except (ToolFailure, OperatorError) as error:
+                    failed[name] = str(error)
+
+    run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps({"closed": closed, "failed": failed}))
+    else:
+        for name in closed:
+            typer.echo(name)
+        for name, why in failed.items():
+            typer.echo(escape_controls(f"toolcrew: {name}: {why}"), err=True)
+    raise typer.Exit(EXIT_ERROR if failed else 0)
+
+
+class _Shown:
+    """A program's output on our own: as it comes, and at the end what was not shown yet."""
+
+    def __init__(self) -> None:
+        self._is_shown = False
+
+    def show(self, stream: str, text: str) -> None:
+        """A piece of it. It is the sandbox's own: on a terminal it drives nothing."""
+        self._is_shown = True
+        out = sys.stderr if stream == "stderr" else sys.stdout
+        out.write(escape_controls(text) if out.isatty() else text)
+        out.flush()
+
+    def rest(self, result: ExecResult) -> None:
+        """Byte for byte, where nothing was shown and no terminal shows it."""
+        if not self._is_shown:
+            for out, data in ((sys.stdout, result.stdout), (sys.stderr, result.stderr)):
+                out.buffer.write(escape_controls(data.decode(errors="replace")).encode() if out.isatty() else data)
+                out.flush()
+        if result.truncated:
+            typer.echo("toolcrew: its output was longer than is kept: write it to a file there, and copy that", err=True)
+        if _was_killed(result):
+            typer.echo("toolcrew: it was ended at its limit, or told to stop: give --timeout for more time", err=True)
+
+
+def _was_killed(result: ExecResult) -> bool:
+    return result.kill is not None and result.returncode < 0
+
+
+def _row(session: OpenSession) -> dict[str, Any]:
+    return {
+        "id": session.id,
+        "tenant": session.tenant,
+        "state": session.state,
+        "host": session.host or "-",
+        "image": session.image or "-",
+        "opened": format_instant(session.opened_at) if session.opened_at else "-",
+        "ttl": f"{session.ttl_s:g}",
+        "checkpoint": session.checkpoint or "-",
+        "fence": session.fence,
+    }
+
+
+def _parse_remote(text: str) -> tuple[str, str] | None:
+    """Session and path; None for a place here."""
+    found = _REMOTE.fullmatch(text)
+    if found is None:
+        return None
+    if not found[2]:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{text} names no path: write SESSION:/workspace/...")
+    return found[1], found[2]
+
+
+async def _copy_in(session: Session, source: Path, path: str) -> dict[str, Any]:
+    name, content = await asyncio.to_thread(_look, source)
+    is_folder_there = path.endswith("/") or await _is_folder(session, path)
+    target = str(PurePosixPath(path) / name) if is_folder_there else path
+    if content is None:
+        await session.import_folder(source, target)
+    else:
+        await session.write_file(target, content)
+    return {"path": f"{session.id}:{target}", "left_out": []}
+
+
+async def _copy_out(session: Session, path: str, target: Path) -> dict[str, Any]:
+    target = await asyncio.to_thread(_place, target, PurePosixPath(path).name, path)
+    left_out: list[str] = []
+    if await _is_folder(session, path):
+        left_out = await session.export(target, path)
+    else:
+        await asyncio.to_thread(_write, target, await session.read_file(path))
+    return {"path": str(target), "left_out": left_out}
+
+
+async def _is_folder(session: Session, path: str) -> bool:
+    return (await session.exec(["test", "-d", path])).returncode == 0
+
+
+def _look(source: Path) -> tuple[str, bytes | None]:
+    """The name of a file or folder here, and what is in the file."""
+    try:
+        return source.resolve().name, None if source.is_dir() else source.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read ({error.strerror}): name a file or a folder that is here, and may be read") from error
+
+
+def _place(target: Path, name: str, path: str) -> Path:
+    """Where something of that name goes."""
+    if not target.is_dir():
+        return target
+    if name in ("", ".."):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{path} has no name to copy it under: name the target in full")
+    return target / name
+
+
+def _write(target: Path, data: bytes) -> None:
+    try:
+        target.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror}): name another place") from error

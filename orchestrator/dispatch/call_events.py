@@ -1,0 +1,319 @@
+"""Receives the events of running calls: output as it is written, and questions that a call asks. The keys and commands are in store/call_events.py."""
+
+import asyncio
+import contextlib
+import inspect
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from contract.call_events import END, HIDDEN, MAX_PAUSE_S, OUTPUT, STALL_S, CallEvent, encode_answer, entry_event
+from contract.calls import ToolResult
+from contract.errors import BrokerUnavailable, EnvelopeRefused
+from store.call_events import READ_COUNT, CallEventStore, Entry
+from store.connection import RedisClient
+from store.tasks import begin_shared, cancel_all
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+ACK_EVERY_S = 0.25
+"""How often a slow handler's progress is acknowledged."""
+MAX_QUESTIONS = 8
+"""How many events other than output are handled at a time; further ones wait."""
+RETRY_S = 0.5
+READ_CALLS = 256
+"""How many streams are read in one round trip."""
+CLOSE_S = 2.0
+TTL_MARGIN_S = 60.0
+
+Handler = Callable[[CallEvent, "CallEventReader"], object]
+"""A plain function or an async one. Its result is ignored."""
+OnOutput = Callable[[str, str], object]
+"""Receives (stream, text) in order; a plain function or an async one. The call waits for it, for a limited time."""
+
+
+def output_handler(on_output: OnOutput) -> Handler:
+    """Return the handler of OUTPUT that passes each piece to `on_output`."""
+
+    def handle(event: CallEvent, _: "CallEventReader") -> object:
+        return on_output(str(event.payload.get("stream", "")), str(event.payload.get("text", "")))
+
+    return handle
+
+
+class CallEventReader:
+    """Passes the events of one call to their handlers, and the handlers' answers to the call.
+
+    Handlers of OUTPUT run one after the other. Handlers of other kinds run at the same time, and are cancelled when the call has its result. If a handler
+    raises, that is logged, and the call still gets its result. Events of a kind without a handler are dropped.
+    """
+
+    def __init__(self, store: CallEventStore, tenant: str, call_id: str, handlers: Mapping[str, Handler]) -> None:
+        self.tenant = tenant
+        self.call_id = call_id
+        self.keys = store.keys(tenant, call_id)
+        self.last_id = "0-0"
+        self._store = store
+        self._handlers = handlers
+        self._ttl_s = 0
+        self._is_ended = False
+        self._arrived = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._entries: deque[Entry] = deque()
+        self._is_failed = False
+        self._moved_at = time.monotonic()
+        self._handled: list[bytes] = []
+        self._acknowledged_at = time.monotonic()
+        self._count = 0
+        self._questions: set[asyncio.Task[None]] = set()
+        self._takes_questions = True
+        self._question_slots = asyncio.Semaphore(MAX_QUESTIONS)
+
+    async def open(self, ttl_s: float) -> None:
+        """Create the stream, which expires by itself after `ttl_s`. Raises BrokerUnavailable also if another process reads this call."""
+        self._ttl_s = int(ttl_s)
+        await self._store.create(self.keys, self._ttl_s)
+
+    async def answer(self, payload: Mapping[str, Any]) -> None:
+        """Answer a question of the running call. Raises ValueError when the answer is too large, BrokerUnavailable when Redis does not accept it."""
+        await self._store.push_answer(self.keys, encode_answer(payload), self._ttl_s)
+
+    def take(self, entries: Sequence[Entry]) -> None:
+        """Take the next entries of the stream, in order."""
+        if entries:
+            if not self._entries:
+                self._moved_at = time.monotonic()
+            self._entries.extend(entries)
+            self.last_id = entries[-1][0].decode()
+            self._drained.clear()
+            self._arrived.set()
+
+    async def deliver(self) -> None:
+        """Pass arriving events to their handlers, until the last event or until cancelled."""
+        while not self._is_ended:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._entries:
+                # The entry stays in the queue until it was handled: what the queue still has counts as not shown.
+                entry, fields = self._entries[0]
+                await self._handle(fields)
+                self._moved_at = time.monotonic()
+                self._entries.popleft()
+                self._handled.append(entry)
+                if not self._is_ended and (not self._entries or self._moved_at - self._acknowledged_at >= ACK_EVERY_S):
+                    self._acknowledge()
+            self._drained.set()
+
+    async def settle(self) -> None:
+        """Return when all entries that were taken are handled, or when the handler makes no progress."""
+        began = time.monotonic()
+        while self._entries:
+            # The call may have been silent for long, so the handler's time starts now at the earliest.
+            rest_s = min(max(self._moved_at, began) + STALL_S, began + MAX_PAUSE_S) - time.monotonic()
+            if rest_s <= 0:
+                log.warning("call_events_not_delivered", call=self.call_id, events=len(self._entries))
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(rest_s):
+                    await self._drained.wait()
+
+    def note(self, result: ToolResult) -> ToolResult:
+        """Return the result with the number of characters of output that came too late to be shown."""
+        hidden = sum(_characters(fields) for _, fields in self._entries)
+        noted = result.metadata.get(HIDDEN)
+        hidden += noted if isinstance(noted, int) else 0
+        return result.model_copy(update={"metadata": {**result.metadata, HIDDEN: hidden}}) if hidden else result
+
+    def end_questions(self) -> None:
+        """Cancel the handlers of questions, and start no more of them: the call that asked has ended."""
+        self._takes_questions = False
+        for task in self._questions:
+            task.cancel()
+
+    def delete(self) -> None:
+        """Delete what Redis holds of the call's events. A worker that still writes notices that."""
+        self._store.delete(self.keys)
+
+    async def _handle(self, fields: Mapping[Any, Any]) -> None:
+        try:
+            event = entry_event(fields)
+        except EnvelopeRefused as error:
+            log.error("call_event_refused", call=self.call_id, reason=str(error))
+            return
+        if event.kind == END:
+            if event.payload.get("count") != self._count:
+                log.warning("call_events_lost", call=self.call_id, received=self._count, written=event.payload.get("count"))
+            self._is_ended = True
+            return
+        self._count += 1
+        handler = self._handlers.get(event.kind)
+        if handler is None:
+            return
+        if event.kind == OUTPUT:
+            if not self._is_failed:
+                await self._call_handler(handler, event)
+            return
+        await self._question_slots.acquire()
+        # The call may have ended during that wait.
+        if not self._takes_questions:
+            self._question_slots.release()
+            return
+        task = asyncio.create_task(self._handle_question(handler, event), name=f"{event.kind}-{self.call_id}")
+        self._questions.add(task)
+        task.add_done_callback(self._questions.discard)
+
+    async def _handle_question(self, handler: Handler, event: CallEvent) -> None:
+        try:
+            await self._call_handler(handler, event)
+        finally:
+            self._question_slots.release()
+
+    async def _call_handler(self, handler: Handler, event: CallEvent) -> None:
+        """Run a handler. It is a program's own code: what it raises must not cost the call its result. After that it gets no more output."""
+        try:
+            value = handler(event, self)
+            # A plain function may return something as well, as `write` does.
+            if inspect.isawaitable(value):
+                await value
+        except Exception:
+            log.exception("call_event_handler_failed", call=self.call_id, kind=event.kind)
+            self._is_failed = self._is_failed or event.kind == OUTPUT
+
+    def _acknowledge(self) -> None:
+        self._acknowledged_at = time.monotonic()
+        self._store.acknowledge(self.keys, self._handled, self._ttl_s)
+        self._handled.clear()
+
+
+class CallEventListener:
+    """Reads the events of all calls of this process over one blocked connection, which is used only while there are such calls.
+
+    Its id travels in the signed context of each call.
+    """
+
+    def __init__(self, client: RedisClient, deployment: str) -> None:
+        self._store = CallEventStore(client, deployment)
+        self._readers: dict[str, CallEventReader] = {}
+        self._due: dict[str, CallEventReader] = {}
+        self._reading = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def id(self) -> str:
+        """The name under which workers wake this listener."""
+        return self._store.listener
+
+    @contextlib.asynccontextmanager
+    async def listen(
+        self, tenant: str, call_id: str, handlers: Mapping[str, Handler], ttl_s: float
+    ) -> AsyncIterator[CallEventReader | None]:
+        """Pass a call's events to `handlers` while the block sends it and awaits its result. Leaving the block waits for events on their way, unless an
+        exception leaves it.
+
+        `ttl_s`: the longest time that the call can take. Yields None without handlers, when Redis does not answer, or when the call is read already: a
+        call never fails because of its events.
+        """
+        reader = await self._open(tenant, call_id, handlers, ttl_s) if handlers else None
+        if reader is None:
+            yield None
+            return
+        delivering = asyncio.create_task(reader.deliver(), name=f"events-{call_id}")
+        try:
+            yield reader
+            reader.end_questions()
+            await self._settle(reader)
+        finally:
+            del self._readers[reader.keys.name]
+            delivering.cancel()
+            reader.end_questions()
+            if not self._is_closed:
+                reader.delete()
+
+    async def close(self) -> None:
+        """Stop listening. The keys of ended calls are deleted first; those of calls that are still read expire by themselves."""
+        self._is_closed = True
+        await self._store.close(CLOSE_S)
+        if self._task is not None:
+            await cancel_all((self._task,))
+
+    async def _open(self, tenant: str, call_id: str, handlers: Mapping[str, Handler], ttl_s: float) -> CallEventReader | None:
+        if self._is_closed:
+            return None
+        reader = CallEventReader(self._store, tenant, call_id, handlers)
+        name = reader.keys.name
+        if name in self._readers:
+            return None
+        # Before the stream is created: a wake-up that arrives at once must find the call.
+        self._readers[name] = reader
+        try:
+            await reader.open(ttl_s + TTL_MARGIN_S)
+        except BrokerUnavailable as error:
+            log.warning("call_events_not_opened", call=call_id, error=str(error))
+            del self._readers[name]
+            return None
+        except BaseException:
+            del self._readers[name]
+            raise
+        if self._task is None:
+            self._task = begin_shared(self._run(), "call-events")
+        return reader
+
+    async def _settle(self, reader: CallEventReader) -> None:
+        """Read the events that are left, without waiting for a wake-up, and let them be handled. The worker wrote them before the result."""
+        try:
+            # The task that reads may hang on a connection that is half dead. The result does not wait for it.
+            async with asyncio.timeout(STALL_S):
+                await self._read([reader])
+        except (BrokerUnavailable, TimeoutError) as error:
+            log.warning("call_events_not_read", call=reader.call_id, error=str(error))
+        await reader.settle()
+
+    async def _run(self) -> None:
+        is_sound = True
+        while True:
+            try:
+                # A failed read has used up its wake-ups: then all streams are read, until a read succeeds.
+                await self._read(await self._take_woken() if is_sound else list(self._readers.values()))
+                is_sound = True
+            except BrokerUnavailable as error:
+                is_sound = False
+                log.warning("call_events_connection_lost", error=str(error))
+                await asyncio.sleep(RETRY_S)
+
+    async def _take_woken(self) -> list[CallEventReader]:
+        """Return the calls that have new events. After a long silence return all calls, in case a wake-up was lost."""
+        names = await self._store.take_wakes()
+        if names is None:
+            return list(self._readers.values())
+        return [self._readers[name] for name in names if name in self._readers]
+
+    async def _read(self, readers: Iterable[CallEventReader]) -> None:
+        """Give these calls their new entries. One task reads at a time, or an entry would be read twice; it reads for all that wait for their turn."""
+        self._due.update((reader.keys.name, reader) for reader in readers)
+        async with self._reading:
+            unread, self._due = list(self._due.values()), {}
+            try:
+                while unread:
+                    unread = unread[READ_CALLS:] + await self._read_group(unread[:READ_CALLS])
+            except BaseException:
+                # The task that has the next turn reads them.
+                self._due = {reader.keys.name: reader for reader in unread} | self._due
+                raise
+
+    async def _read_group(self, readers: list[CallEventReader]) -> list[CallEventReader]:
+        """Read once, and return the calls that may have more entries."""
+        readers = [reader for reader in readers if self._readers.get(reader.keys.name) is reader]
+        found = await self._store.read([(reader.keys, reader.last_id) for reader in readers])
+        for reader, entries in zip(readers, found, strict=True):
+            reader.take(entries)
+        return [reader for reader, entries in zip(readers, found, strict=True) if len(entries) == READ_COUNT]
+
+
+def _characters(fields: Mapping[Any, Any]) -> int:
+    try:
+        return len(str(entry_event(fields).payload.get("text", "")))
+    except EnvelopeRefused:
+        return 0

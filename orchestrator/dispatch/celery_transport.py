@@ -1,0 +1,184 @@
+"""Envelopes over Celery's queues: published without Celery, awaited through the hub."""
+
+import asyncio
+from typing import Any
+
+from contract.calls import POOL_GRACE_S
+from contract.clock import SharedClock
+from contract.envelope import join_result, kept_result_key, stored_answer
+from contract.errors import BrokerUnavailable, ErrorCode
+from contract.hosts import HOST_LOST_TYPE
+from contract.names import call_key, is_blob_of, result_key
+from contract.settings import BrokerSettings
+from orchestrator.dispatch.call_watch import CallWatch
+from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed
+from store.calls import CallStore
+from store.connection import open_redis
+from store.control import send_order
+from store.publisher import CallMessage, Publisher
+from store.results import ResultHub, read_result_record
+
+START_GRACE_S = 2.0
+"""Beyond a call's deadline for starting: a worker that took it in the last moment notes that first."""
+ASK_AGAIN_S = 0.5
+
+
+class CeleryTransport:
+    """Publishes to a queue by name and awaits the stored result.
+
+    `clock` learns Redis's time from every publish. `watch` sees when whoever has a call is gone; without it that is known when the wait is over.
+    """
+
+    def __init__(self, broker: BrokerSettings, hub: ResultHub, watch: CallWatch | None = None, clock: SharedClock | None = None) -> None:
+        self._hub = hub
+        self._deployment = broker.deployment
+        self._clock = clock or SharedClock()
+        self._watch = watch
+        self._redis = open_redis(broker)
+        self._publisher = Publisher(self._redis, broker.deployment, self._clock)
+        self._calls = CallStore(self._redis, broker.deployment)
+        self._in_flight: set[tuple[str, str]] = set()
+        self._kept: dict[tuple[str, str], list[str]] = {}
+
+    async def deliver(self, delivery: Delivery) -> Any:
+        """The encoded result. Raises NotSent, CallLost, DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable when Redis is away."""
+        name = (delivery.tenant, delivery.call_id)
+        if name in self._in_flight:
+            raise CallIdInUse(delivery.call_id)
+        self._in_flight.add(name)
+        try:
+            async with asyncio.timeout(delivery.wait_s):
+                return await self._deliver(delivery)
+        finally:
+            self._in_flight.discard(name)
+
+    async def _deliver(self, delivery: Delivery) -> Any:
+        # No two attempts share a task: what comes late of the first would be taken for the second's.
+        task_id = delivery.published_as or self._hub.task_id(f"{delivery.call_id}.{delivery.attempt}.{delivery.tenant}")
+        with self._hub.expect(task_id, keeps=delivery.keeps_result) as stored:
+            if delivery.published_as is None:
+                await self._publisher.publish(build_call_message(delivery, task_id, self._deployment))
+            else:
+                await self._hub.look(task_id)
+            if self._watch is None:
+                ended = await self._await_stored(stored, delivery)
+            else:
+                with self._watch.over(task_id, delivery):
+                    ended = await self._await_stored(stored, delivery)
+        if delivery.keeps_result:
+            self._kept[delivery.tenant, delivery.call_id] = [result_key(task_id)]
+        return await self._complete(_unpack(ended, delivery), delivery)
+
+    async def _await_stored(self, stored: "asyncio.Future[dict[str, Any]]", delivery: Delivery) -> dict[str, Any]:
+        """The result. A call that has not started by its deadline is forbidden to, which need not be waited for."""
+        wait_s = max(0.0, delivery.start_by - self._clock()) + START_GRACE_S
+        has_asked = False
+        while not (await asyncio.wait({stored}, timeout=wait_s))[0]:
+            try:
+                state = await self._calls.forbid(delivery.tenant, delivery.call_id, delivery.attempt)
+            except BrokerUnavailable:
+                has_asked, wait_s = True, ASK_AGAIN_S
+                continue
+            if state == "queued" or (state == "forbidden" and has_asked):
+                raise DeliveryFailed(
+                    ErrorCode.TIMEOUT, "no worker took the call before its deadline, and it was not run: is a worker running?"
+                )
+            if state != "forbidden":
+                break
+            # By whoever cancelled it, or by a worker that found it too late and is about to say so.
+            if not (await asyncio.wait({stored}, timeout=START_GRACE_S))[0]:
+                raise DeliveryFailed(ErrorCode.CANCELLED, "the call was cancelled before a worker took it, and was not run")
+        return await stored
+
+    async def _complete(self, result: Any, delivery: Delivery) -> Any:
+        """The encoded result with its record, wherever that lies."""
+        key = kept_result_key(result)
+        if key is None:
+            return result
+        if not is_blob_of(key, self._deployment, delivery.tenant):
+            raise DeliveryFailed(
+                ErrorCode.ENVELOPE_REFUSED,
+                "the result names a record that is not the tenant's, and was refused: look at the worker that sent it",
+            )
+        record = await self._read(key)
+        if record is None:
+            raise DeliveryFailed(
+                ErrorCode.OUTCOME_UNKNOWN,
+                "the call has ended, and its result is gone from Redis before it was read: see that Redis evicts nothing",
+            )
+        if delivery.keeps_result:
+            self._kept[delivery.tenant, delivery.call_id].append(key)
+        else:
+            self._hub.discard(key)
+        return join_result(result, record)
+
+    async def _read(self, key: str) -> bytes | None:
+        """Return a kept record, as soon as Redis answers."""
+        while True:
+            try:
+                return await read_result_record(self._redis, key)
+            except BrokerUnavailable:
+                await asyncio.sleep(ASK_AGAIN_S)
+
+    def settle(self, tenant: str, call_id: str) -> None:
+        """Let go of what was kept of a call's result."""
+        for key in self._kept.pop((tenant, call_id), ()):
+            self._hub.discard(key)
+
+    async def command(self, queue: str, envelope: str) -> None:
+        """Put an envelope on the host's control list, which its worker reads at once, however busy its pool is."""
+        await send_order(self._redis, queue, envelope)
+
+    async def aclose(self) -> None:
+        """Close the connections to the broker."""
+        await self._publisher.aclose()
+        await self._redis.aclose()
+
+
+def build_call_message(delivery: Delivery, task_id: str, deployment: str) -> CallMessage:
+    """Return what is published for a delivery."""
+    return CallMessage(
+        tenant=delivery.tenant,
+        call_id=delivery.call_id,
+        attempt=delivery.attempt,
+        tool=delivery.task.removeprefix("tool."),
+        queue=delivery.queue,
+        task_id=task_id,
+        text=build_message(delivery, task_id, call_key(deployment, delivery.tenant, delivery.call_id)),
+        start_by=delivery.start_by,
+        ticket=delivery.ticket,
+        session=delivery.sticky.session if delivery.sticky is not None else None,
+        fence=delivery.sticky.fence if delivery.sticky is not None else None,
+    )
+
+
+def _unpack(stored: dict[str, Any], delivery: Delivery) -> Any:
+    status, result, answer = stored["status"], stored.get("result"), stored_answer(stored)
+    if status == "SUCCESS" or answer is not None:
+        return answer
+    if status == "REVOKED":
+        raise DeliveryFailed(ErrorCode.TIMEOUT, "the call waited in the queue past its deadline and was not run")
+    kind = result.get("exc_type", "") if isinstance(result, dict) else ""
+    words = _words(result.get("exc_message", "")) if isinstance(result, dict) else str(result)
+    if kind == HOST_LOST_TYPE:
+        raise CallLost(words, has_started=False)
+    if kind == "EnvelopeRefused":
+        raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the worker refused the call: {words}")
+    name = delivery.task.removeprefix("tool.")
+    if kind == "NotRegistered":
+        raise DeliveryFailed(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}")
+    if kind == "TimeLimitExceeded" and delivery.limit_s is not None:
+        raise DeliveryFailed(
+            ErrorCode.TIMEOUT,
+            f"{name} did not end within its limit of {delivery.limit_s:g} s, nor in the {POOL_GRACE_S:g} s it had to clean up, and its process was "
+            "killed; it may have acted",
+        )
+    if kind in ("WorkerLostError", "TimeLimitExceeded", "Terminated"):
+        raise CallLost(f"the process that ran the call was lost ({kind})", has_started=True)
+    raise DeliveryFailed(ErrorCode.INTERNAL, f"the worker failed outside the call ({kind}): {words[:500]}")
+
+
+def _words(message: object) -> str:
+    """Celery stores an exception's arguments, mostly one sentence in a list."""
+    return "; ".join(map(str, message)) if isinstance(message, list | tuple) else str(message)

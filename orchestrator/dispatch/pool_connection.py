@@ -1,0 +1,120 @@
+"""A connection to a pool of hosts: everything that a dispatcher needs, opened and closed together."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from contract.clock import SharedClock
+from contract.masking import passwords_of
+from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
+from orchestrator.admission import PausableAdmission, SharedAdmission
+from orchestrator.dispatch.call_events import CallEventListener
+from orchestrator.dispatch.call_kills import KillWatch
+from orchestrator.dispatch.call_watch import CallWatch
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.dispatcher import Dispatcher, Pool
+from orchestrator.dispatch.session_locator import HostSource
+from orchestrator.dispatch.task_messages import describe_sender
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.metrics.tally import Tally
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.tracing import open_process_tracer
+from store.blobs import Blobs
+from store.calls import CallStore
+from store.catalog import RedisCatalog
+from store.connection import RedisClient, check_redis, open_redis
+from store.hosts import HostStore
+from store.results import ResultHub
+from store.sessions import SessionStore
+from store.skills import InstalledSkills
+from store.switches import RedisSwitches
+from store.tenants import RedisTenants
+from telemetry.spans import Tracer
+
+
+@dataclass(frozen=True)
+class PoolConnection:
+    """What a client of a pool uses."""
+
+    redis: RedisClient
+    keys: SigningKeys
+    dispatcher: Dispatcher
+    catalog: RedisCatalog
+    blobs: Blobs
+    switches: RedisSwitches
+    tenants: RedisTenants
+    installed: InstalledSkills
+    offers: TenantCatalog
+    tracer: Tracer | None = None
+    """None: tracing is off."""
+    tally: Tally | None = None
+    """None: nothing is counted."""
+
+
+@asynccontextmanager
+async def open_pool(
+    broker: BrokerSettings,
+    *,
+    queue_wait_s: float,
+    needs_workers: bool = True,
+    settings: OrchestratorSettings | None = None,
+    secrets: Mapping[str, str] | None = None,
+    hosts: HostSource | None = None,
+) -> AsyncIterator[PoolConnection]:
+    """Connected, with a worker there, unless only Redis is to be asked. Raises ConfigError (nothing to sign with, no worker), BrokerUnavailable.
+
+    What `settings` and `secrets` (kind -> value) hold is masked in the content of spans, where that is asked for. `hosts`: where new sessions may go; None:
+    to all that report.
+    """
+    keys, deployment = broker.signing_keys(), broker.deployment
+    tracer = open_process_tracer(settings, {**passwords_of("Redis password", broker.redis_url.get_secret_value()), **(secrets or {})})
+    async with AsyncExitStack() as stack:
+        if tracer is not None:
+            stack.push_async_callback(asyncio.to_thread, tracer.close)
+        redis = open_redis(broker)
+        stack.push_async_callback(redis.aclose)
+        await check_redis(redis, broker)
+        tally = Tally(redis, deployment)
+        tally.start()
+        stack.push_async_callback(tally.aclose)
+        catalog = RedisCatalog(redis, deployment, keys)
+        if needs_workers:
+            await catalog.specs()
+        clock, events, switches = SharedClock(), CallEventListener(redis, deployment), RedisSwitches(redis, deployment, keys)
+        stack.push_async_callback(events.close)
+        hub = ResultHub(redis)
+        await hub.start()
+        stack.push_async_callback(hub.close)
+        calls, host_store = CallStore(redis, deployment, describe_sender()), HostStore(redis, deployment)
+        watch = CallWatch(calls, host_store, hub.fail)
+        await watch.start()
+        stack.push_async_callback(watch.close)
+        blobs, tenants = Blobs(redis, deployment), RedisTenants(redis, deployment, keys)
+        transport = CeleryTransport(broker, hub, watch, clock)
+        stack.push_async_callback(transport.aclose)
+        admission = PausableAdmission(SharedAdmission(redis, deployment), tenants)
+        stack.push_async_callback(admission.aclose)
+        kills = KillWatch(calls)
+        stack.push_async_callback(kills.aclose)
+        installed = InstalledSkills(redis, deployment, keys)
+        offers = TenantCatalog(catalog, installed)
+        dispatcher = Dispatcher(
+            transport,
+            catalog,
+            keys,
+            queue_wait_s=queue_wait_s,
+            events=events,
+            switches=switches,
+            tenants=tenants,
+            admission=admission,
+            pool=Pool(SessionStore(redis, deployment), hosts or host_store, calls),
+            clock=clock,
+            tracer=tracer,
+            kills=kills,
+            meter=tally.calls,
+            offers=offers,
+            blobs=blobs,
+        )
+        yield PoolConnection(redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally)

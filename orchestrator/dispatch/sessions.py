@@ -1,0 +1,378 @@
+"""One session: calls that share one sandbox and workspace, from opening to closing."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from contract.call_events import OUTPUT
+from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
+from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from contract.names import host_of
+from contract.session_locations import DEFAULT_TTL_S
+from contract.specs import NO_NETWORK
+from orchestrator.dispatch.call_events import OnOutput, output_handler
+from orchestrator.dispatch.dispatcher import OPEN_TIMEOUT_S, PARCEL_TIMEOUT_S, Dispatcher, Route, Terms
+from orchestrator.dispatch.folders import pack_folder, unpack_archive
+from orchestrator.dispatch.session_locator import new_session_name
+from orchestrator.dispatch.workspace_sources import load_source
+from store.api_keys import Credential
+from store.blobs import Blobs
+
+COPY_TIMEOUT_S = 120.0
+CANCEL_WAIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A session's files, shell state and outputs as they were. `skipped`: sockets, which are not kept; `torn`: files changed while they were read."""
+
+    id: str
+    bytes: int
+    sha256: str
+    skipped: int = 0
+    torn: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a session begins with. `restore`: a checkpoint's id. `network` None: what the tenant's class says."""
+
+    image: str | None = None
+    ttl_s: float = DEFAULT_TTL_S
+    workspace: Path | None = None
+    restore: str | None = None
+    network: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Of the verb `open`."""
+        wanted = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore, "network": self.network}
+        return {name: value for name, value in wanted.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """Where a session lives. `network`: none or egress, then only to `hosts`; `workspace`: the kind of its storage, image, tmpfs or folder
+    (docs/sessions.md)."""
+
+    session: str
+    tenant: str
+    host: str
+    queue: str
+    image: str
+    sandbox: SandboxInfo | None
+    start_s: float
+    network: str = "none"
+    hosts: tuple[str, ...] = ()
+    workspace: str = ""
+
+    def describe_network(self) -> str:
+        """What a sandbox of this session has of the network, as tool descriptions say it."""
+        if self.network == "none":
+            return NO_NETWORK
+        return f"whose only network is HTTP and HTTPS through a proxy (already set up in the environment) to {', '.join(self.hosts) or 'no host'}"
+
+
+class Session:
+    """A sandbox of one's own. `call` never raises for a tool's failure; the methods that give bytes raise ToolFailure or SandboxUnavailable."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        blobs: Blobs,
+        tenant: str,
+        info: SessionInfo,
+        credential: Credential | None = None,
+        *,
+        is_guest: bool = False,
+    ) -> None:
+        """`is_guest`: somebody else has opened it, and the end of a `with` block leaves it open."""
+        self._credential = credential
+        self._is_guest = is_guest
+        self._dispatcher = dispatcher
+        self._blobs = blobs
+        self._info = info
+        self.id = info.session
+        self.tenant = tenant
+        self._route = Route(tenant, self.id)
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        dispatcher: Dispatcher,
+        blobs: Blobs,
+        *,
+        tenant: str,
+        start: Start,
+        credential: Credential | None = None,
+        name: str | None = None,
+    ) -> "Session":
+        """A session with a fresh sandbox and, when given, what `start.workspace` holds in /workspace. `name`: its id, from new_session_name.
+
+        Raises ConfigError for a workspace that is no source, SandboxUnavailable, ToolFailure.
+        """
+        source = await asyncio.to_thread(load_source, start.workspace) if start.workspace is not None else None
+        name = name or new_session_name()
+        opening = asyncio.ensure_future(dispatcher.open_session(tenant, name, start.arguments()))
+        try:
+            result = _checked(await asyncio.shield(opening))
+        except asyncio.CancelledError:
+            # Somewhere a sandbox is being made: wait for it, or it would live until its time is up.
+            await asyncio.shield(_close_when_open(dispatcher, tenant, name, opening))
+            raise
+        session = cls(dispatcher, blobs, tenant, _info(name, tenant, result.metadata, result.sandbox), credential)
+        if source is not None:
+            try:
+                await session._verb("import", {"kind": source.kind}, content=source.content, timeout_s=COPY_TIMEOUT_S)
+            except BaseException:
+                await asyncio.shield(session.close())
+                raise
+        return session
+
+    @classmethod
+    async def attach(
+        cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, session: str, credential: Credential | None = None
+    ) -> "Session":
+        """An open session of the tenant that any process has opened. It is left open by the end of a `with` block; `close` closes it.
+
+        Raises ToolFailure(SESSION_NOT_FOUND), the same for one that never was, is closed, or is another tenant's; BrokerUnavailable, SandboxUnavailable.
+        """
+        location = await dispatcher.session_location(tenant, session)
+        facts = await dispatcher.session_facts(tenant, session)
+        if facts is None:
+            # Of an earlier release, or very old: its host tells the same again.
+            call = ToolCall(id=_call_id(), name="session.open", arguments=await dispatcher.session_start(tenant, session))
+            terms = Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")
+            facts = dict(_checked(await dispatcher.dispatch(call, Route(tenant, session), terms)).metadata)
+        here = {"queue": location.queue, "host": host_of(location.queue)} if location.queue else {}
+        return cls(dispatcher, blobs, tenant, _info(session, tenant, {**facts, **here}), credential, is_guest=True)
+
+    async def call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        call_id: str | None = None,
+        on_output: OnOutput | None = None,
+        terms: Terms | None = None,
+    ) -> ToolResult:
+        """Run a tool once. The result says what happened, whatever it was. The same `call_id` never runs twice.
+
+        `on_output` gets pieces of output (stream, text) while the tool runs, as far as it shows some; the last one comes before the result, which
+        has the whole of it. A slow one holds the call up, for 10 s at most; what it is not shown is counted in the result's metadata.
+        """
+        try:
+            call = ToolCall(id=call_id or _call_id(), name=name, arguments=dict(arguments))
+        except ValidationError as error:
+            return _impossible(name, error)
+        terms = terms or Terms(timeout_s=timeout_s)
+        if on_output is not None:
+            terms = replace(terms, handlers={**terms.handlers, OUTPUT: output_handler(on_output)})
+        return await self._dispatch(call, terms)
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout_s: float = 30,
+        on_output: OnOutput | None = None,
+    ) -> ExecResult:
+        """Run a program, no shell between. At the limit it gets SIGTERM, a moment later SIGKILL: then `kill` is set, and `returncode`
+        is -15 or -9, or what the program made of the first. `on_output`: as for `call`; the first 1 MiB is shown, and the result has all of it.
+
+        Raises ToolFailure when it cannot be started, SandboxUnavailable when the sandbox is gone.
+        """
+        arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
+        result = await self._verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
+        data = await self._content(result)
+        cut = int(str(result.metadata["stdout_bytes"]))
+        return ExecResult(
+            returncode=int(str(result.metadata["returncode"])),
+            stdout=data[:cut],
+            stderr=data[cut:],
+            truncated=result.truncated,
+            timed_out=result.metadata.get("timed_out") is True,
+            clocks=result.clocks,
+            kill=result.kill,
+        )
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """Write a whole file, atomically; missing folders are made. At most 64 MiB."""
+        await self._verb("write_file", {"path": path}, content=data, timeout_s=COPY_TIMEOUT_S)
+
+    async def read_file(self, path: str) -> bytes:
+        """A whole file, at most 64 MiB. Raises ToolFailure(FILE_NOT_FOUND, FILE_TOO_LARGE, ...)."""
+        return await self._content(await self._verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S))
+
+    async def export(self, folder: Path | str, path: str = "/workspace") -> list[str]:
+        """Copy a folder of the sandbox into one here, which is made. Gives the names that were left out: links that lead out, special files."""
+        data = await self._content(await self._verb("export", {"path": path}, timeout_s=COPY_TIMEOUT_S))
+        return await asyncio.to_thread(unpack_archive, data, Path(folder))
+
+    async def import_folder(self, folder: Path | str, path: str = "/workspace") -> None:
+        """Copy what a folder here holds into one of the sandbox, which is made. At most 64 MiB. Raises ConfigError for what is no folder or too large,
+        ToolFailure when it cannot be made there."""
+        content = await asyncio.to_thread(pack_folder, Path(folder))
+        made = await self.exec(["mkdir", "-p", "--", path])
+        if made.returncode != 0:
+            words = made.stderr.decode(errors="replace").strip()[-500:]
+            raise ToolFailure(ErrorCode.NOT_A_DIRECTORY, f"{path} cannot be made in the sandbox ({words}): name another folder")
+        await self._verb("import", {"kind": "tar", "path": path}, content=content, timeout_s=COPY_TIMEOUT_S)
+
+    async def checkpoint(self) -> Checkpoint:
+        """Keep the files, long outputs and shell state as they are now; other calls may go on meanwhile. It outlives the session.
+
+        Raises ToolFailure: FILE_TOO_LARGE, NO_SPACE when the tenant keeps too many; SandboxUnavailable.
+        """
+        told = (await self._verb("checkpoint", {}, timeout_s=PARCEL_TIMEOUT_S)).metadata
+        return Checkpoint(
+            str(told["checkpoint"]), int(str(told["bytes"])), str(told["sha256"]), int(str(told["skipped"])), told["torn"] is True
+        )
+
+    async def info(self) -> SessionInfo:
+        """Where the session lives, as its last call found it."""
+        queue = self._dispatcher.session_queue(self.tenant, self.id)
+        if queue is not None and queue != self._info.queue:
+            self._info = replace(self._info, queue=queue, host=host_of(queue))
+        return self._info
+
+    async def close(self) -> None:
+        """Remove the sandbox; returns when its container is gone. Closing again does nothing, unless it failed."""
+        if not self._closed:
+            self._closed = True
+            try:
+                _checked(await self._dispatcher.close_session(self.tenant, self.id))
+            except BaseException:
+                self._closed = False
+                raise
+
+    async def __aenter__(self) -> "Session":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._is_guest:
+            return
+        # Shielded: a cancelled program still takes its sandbox down, and does not queue for it.
+        urgent = kind is not None and issubclass(kind, asyncio.CancelledError)
+        await asyncio.shield(self._abandon() if urgent else self.close())
+
+    async def _abandon(self) -> None:
+        """Have the sandbox removed without waiting in its host's queue; then confirm it, if that can be had soon."""
+        if self._closed:
+            return
+        await self._command(ToolCall(id=_call_id(), name="session.close"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_WAIT_S):
+                await self.close()
+
+    async def _dispatch(self, call: ToolCall, terms: Terms) -> ToolResult:
+        try:
+            await self._check_credential()
+        except (ToolFailure, OperatorError) as error:
+            return ToolResult.failed(call, error.code, str(error))
+        try:
+            result = await self._dispatcher.dispatch(call, self._route, terms)
+            if result.sandbox is not None:
+                self._info = replace(self._info, sandbox=result.sandbox)
+            return result
+        except asyncio.CancelledError:
+            # Of a call whose result is kept somebody else may be about to take it.
+            if not terms.keeps_result:
+                await asyncio.shield(self._command(ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call.id})))
+            raise
+
+    async def _check_credential(self) -> None:
+        """A key that was revoked is good for nothing more, in sessions that are open as well."""
+        if self._credential is not None:
+            await self._credential.check(self.tenant)
+
+    async def _command(self, call: ToolCall) -> None:
+        """Best effort: when Redis is away the call runs into its own limit, and the sandbox into its time to live."""
+        with contextlib.suppress(BrokerUnavailable):
+            await self._dispatcher.command(call, self._route)
+
+    async def _verb(
+        self, name: str, arguments: dict[str, Any], *, content: bytes = b"", timeout_s: float, on_output: OnOutput | None = None
+    ) -> ToolResult:
+        blob = await self._blobs.leave(self.tenant, content) if content else None
+        call = ToolCall(id=_call_id(), name=f"session.{name}", arguments=arguments)
+        handlers = {OUTPUT: output_handler(on_output)} if on_output is not None else {}
+        try:
+            return _checked(await self._dispatch(call, Terms(timeout_s=timeout_s, blob=blob, audience="session", handlers=handlers)))
+        finally:
+            if blob is not None:
+                await self._blobs.drop(blob)
+
+    async def _content(self, result: ToolResult) -> bytes:
+        return await self._blobs.take(self.tenant, result.blob) if result.blob else b""
+
+
+async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str) -> bool:
+    """Delete a tenant's checkpoint by any host. False when there is none of that id. Raises SandboxUnavailable, ToolFailure."""
+    # A verb needs a session to name its tenant; this one is never opened.
+    route = Route(tenant, new_session_name(), await dispatcher.any_queue(tenant))
+    call = ToolCall(id=_call_id(), name="session.delete_checkpoint", arguments={"checkpoint": checkpoint})
+    result = _checked(await dispatcher.dispatch(call, route, Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")))
+    return result.metadata["deleted"] is True
+
+
+def _info(name: str, tenant: str, told: Mapping[str, Any], sandbox: SandboxInfo | None = None) -> SessionInfo:
+    return SessionInfo(
+        session=name,
+        tenant=tenant,
+        host=str(told["host"]),
+        queue=str(told["queue"]),
+        image=str(told["image"]),
+        sandbox=sandbox,
+        start_s=float(str(told["start_s"])),
+        network=str(told["network"]),
+        hosts=_hosts(told["hosts"]),
+        workspace=str(told["workspace"]),
+    )
+
+
+def _hosts(told: object) -> tuple[str, ...]:
+    return tuple(str(host) for host in told) if isinstance(told, list) else ()
+
+
+async def _close_when_open(dispatcher: Dispatcher, tenant: str, name: str, opening: "asyncio.Future[ToolResult]") -> None:
+    if (await opening).success:
+        with contextlib.suppress(BrokerUnavailable):
+            await dispatcher.abandon_session(tenant, name)
+
+
+def _checked(result: ToolResult) -> ToolResult:
+    """The result of a verb that worked; otherwise ToolFailure or OperatorError, with the result's own code."""
+    if result.success:
+        return result
+    code, sentence = result.error_code or ErrorCode.INTERNAL, result.error or "failed"
+    if code not in OPERATOR_CODES:
+        raise ToolFailure(code, sentence)
+    error = {ErrorCode.SANDBOX_UNAVAILABLE: SandboxUnavailable, ErrorCode.BROKER_UNAVAILABLE: BrokerUnavailable}.get(code, OperatorError)(
+        sentence
+    )
+    error.code = code
+    raise error
+
+
+def _impossible(name: str, error: ValidationError) -> ToolResult:
+    """The result of a call that cannot even be written down: a name that no tool has, an id or arguments that cannot be sent."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    stand_in = ToolCall(id=_call_id(), name=name[:128] or "unknown")
+    if first["loc"][0] == "name":
+        return ToolResult.failed(stand_in, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}")
+    return ToolResult.failed(stand_in, ErrorCode.INVALID_ARGUMENTS, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
+
+
+def _call_id() -> str:
+    return secrets.token_hex(16)

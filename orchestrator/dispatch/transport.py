@@ -1,0 +1,261 @@
+"""What carries an envelope to whoever runs it and its answer back; and the one that runs functions in this process."""
+
+import asyncio
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from contract.envelope import decode_call, encode_result
+from contract.errors import ErrorCode
+from contract.functions.call_context import CallContext
+from contract.functions.call_outputs import build_failure, build_result
+from contract.functions.function_schemas import is_async
+from contract.registry import Tool
+from contract.signing import ResultSeal, SigningKeys
+from orchestrator.functions.blocking_calls import BlockingCall, BlockingCalls, Ended
+from orchestrator.functions.loop_waits import LoopRunner
+from orchestrator.functions.session_state import MemoryState
+
+CANCEL_GRACE_S = 1.0
+"""How long a cancelled function may take to clean up."""
+
+
+@dataclass(frozen=True)
+class Sticky:
+    """Where a call of a session must go: the queue of the host that holds it, as the sender knew it. `fence`: of the session's place then."""
+
+    tenant: str
+    session: str
+    fence: int
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One envelope on its way. `start_by`: Unix seconds of the shared clock after which it must not start; `wait_s`: when the sender gives up.
+
+    `attempt`: 1, and more when a lost call is sent again. `sticky` None: any worker of the queue may run it. `limit_s`: the call's limit where the queue's
+    workers enforce it themselves; None: where a sandbox does. `keeps_result`: what Redis has of the result stays there until `settle`. `published_as`: the
+    task id under which this attempt was published by a process that is gone; it is only awaited. `ticket`: a signed text that the call's record has until a
+    worker begins the call (contract/ledger.py). `run`, `session`: shown to operators in Flower. `shown_as`: the tool's name that Flower shows, when the task
+    has another one.
+    """
+
+    task: str
+    queue: str
+    tenant: str
+    call_id: str
+    envelope: str
+    start_by: float
+    wait_s: float
+    attempt: int = 1
+    sticky: Sticky | None = None
+    limit_s: float | None = None
+    keeps_result: bool = False
+    published_as: str | None = None
+    ticket: str = ""
+    run: str | None = None
+    session: str | None = None
+    shown_as: str | None = None
+
+
+class CallLost(Exception):
+    """Whoever had the call is gone, and no result will come. `has_started`: it may have acted; `told`: what is known, for the result's sentence."""
+
+    def __init__(self, told: str, *, has_started: bool) -> None:
+        super().__init__(told)
+        self.told = told
+        self.has_started = has_started
+
+
+class DeliveryFailed(Exception):
+    """The call did not come back with a result of ours."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class CallIdInUse(DeliveryFailed):
+    """A call of that id is in flight. What the ledger has of it is that call's, not this one's."""
+
+    def __init__(self, call_id: str) -> None:
+        super().__init__(ErrorCode.INVALID_ARGUMENTS, f"the call id '{call_id}' is in use by a call in flight: give each call its own")
+
+
+class Transport(Protocol):
+    """Carries envelopes. `deliver` gives the encoded result. Raises DeliveryFailed, NotSent, CallLost, BrokerUnavailable, or TimeoutError after `wait_s`."""
+
+    async def deliver(self, delivery: Delivery) -> Any: ...
+
+    def settle(self, tenant: str, call_id: str) -> None:
+        """The result of a call that was delivered with `keeps_result` is safe elsewhere."""
+        ...
+
+    async def command(self, queue: str, envelope: str) -> None:
+        """Tell a host at once, past its queue; nothing comes back. Raises BrokerUnavailable."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class Lookup(Protocol):
+    """Where functions come from: a mapping, or a ToolRegistry. Asked anew for every call."""
+
+    def get(self, name: str, /) -> Any: ...
+
+
+ContextFor = Callable[[ToolCall, ToolContext], CallContext]
+
+
+class InProcessTransport:
+    """Functions as tools, for programs without a pool and for tests: same envelopes, no queue, no sandbox, no walls.
+
+    `functions`: plain functions by name, called with their arguments by name; or tools (contract.registry.Tool) whose handler is called
+    with the arguments and the CallContext that `contexts` makes. Async ones run on the loop and are cancelled at the limit. All others run
+    in daemon threads and are interrupted by an exception; one that is blocked in C code may still run, and its result says so.
+    """
+
+    def __init__(
+        self, functions: Lookup, key: SigningKeys, *, contexts: ContextFor | None = None, threads: BlockingCalls | None = None
+    ) -> None:
+        self._functions = functions
+        self._key = key
+        self._contexts = contexts or _bare_context
+        self._threads = threads or BlockingCalls()
+        self._abandoned: set[asyncio.Task[Ended]] = set()
+        self.delivered: deque[Delivery] = deque(maxlen=16)
+        """The last few deliveries, for a look at what was sent."""
+
+    async def deliver(self, delivery: Delivery) -> Any:
+        """Run the function of the call's name with its arguments; whatever it gives or raises becomes the result."""
+        self.delivered.append(delivery)
+        call, context = decode_call(delivery.envelope, self._key)
+        clock = _Clock()
+        result = await self._result(call, context, delivery.wait_s, clock)
+        return encode_result(
+            result.model_copy(update={"clocks": clock.read()}), seal=ResultSeal(self._key, context.tenant, context.attempt)
+        )
+
+    def settle(self, tenant: str, call_id: str) -> None:
+        """Nothing is kept."""
+
+    async def command(self, queue: str, envelope: str) -> None:
+        """Nothing to tell: a function runs where it was called."""
+
+    async def aclose(self) -> None:
+        """Nothing to close: threads without work end by themselves."""
+
+    async def _result(self, call: ToolCall, context: ToolContext, wait_s: float, clock: "_Clock") -> ToolResult:
+        found = self._functions.get(call.name)
+        if found is None:
+            return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
+        limit_s = min(context.timeout_s, wait_s)
+        try:
+            function, run = self._prepare(found, call, context)
+            if is_async(function):
+                ended = await self._run_on_loop(run, limit_s)
+            else:
+                ended = await self._run_in_thread(run, limit_s, wait_s, clock)
+            return build_result(call, ended.value) if ended.error is None else build_failure(call, ended.error)
+        except _LimitReached as reached:
+            return ToolResult.failed(call, ErrorCode.TIMEOUT, f"{call.name} {reached}")
+        except Exception as error:  # noqa: BLE001  # the edge: what a user's value raises when it is written down, too, is a result
+            return build_failure(call, error)
+
+    def _prepare(self, found: Any, call: ToolCall, context: ToolContext) -> tuple[Callable[..., Any], Callable[[], Any]]:
+        """What is to run, and the call of it with nothing left to give."""
+        if isinstance(found, Tool):
+            handler, surroundings = found.handler, self._contexts(call, context)
+            return handler, lambda: handler(dict(call.arguments), surroundings)
+        return found, lambda: found(**call.arguments)
+
+    async def _run_on_loop(self, run: Callable[[], Any], limit_s: float) -> Ended:
+        """In a task of its own: one that will not be cancelled is left behind, and the loop goes on."""
+        task = asyncio.create_task(_end_of(run))
+        try:
+            finished, _ = await asyncio.wait({task}, timeout=limit_s)
+        except asyncio.CancelledError:
+            await self._cancel(task)
+            raise
+        if finished:
+            return task.result()
+        if await self._cancel(task):
+            raise _LimitReached(f"did not end within its limit of {limit_s:g} s")
+        raise _LimitReached(f"did not end within its limit of {limit_s:g} s and does not stop when it is cancelled: it may still run")
+
+    async def _cancel(self, task: "asyncio.Task[Ended]") -> bool:
+        """Whether it has ended."""
+        task.cancel()
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+        await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+        return task.done()
+
+    async def _run_in_thread(self, run: Callable[[], Any], limit_s: float, wait_s: float, clock: "_Clock") -> Ended:
+        blocking = self._threads.submit(run)
+        try:
+            await self._await_start(blocking, wait_s)
+            clock.start_run()
+            finished, _ = await asyncio.wait({blocking.ended}, timeout=limit_s)
+        except asyncio.CancelledError:
+            if not self._threads.withdraw(blocking):
+                blocking.interrupt()
+            raise
+        if not finished:
+            blocking.interrupt()
+            await asyncio.wait({blocking.ended}, timeout=CANCEL_GRACE_S)
+            rest = "" if blocking.ended.done() else " and is blocked outside of Python code: it may still run"
+            raise _LimitReached(f"did not end within its limit of {limit_s:g} s{rest}")
+        ended = blocking.ended.result()
+        if ended.error is None and inspect.isawaitable(ended.value):
+            return await self._run_on_loop(lambda: ended.value, max(0.0, limit_s - clock.read().run_s))
+        return ended
+
+    async def _await_start(self, blocking: BlockingCall, wait_s: float) -> None:
+        await asyncio.wait({blocking.started}, timeout=wait_s)
+        if not blocking.started.done() and self._threads.withdraw(blocking):
+            sentence = f"was not run: all {self._threads.limit} threads were busy for {wait_s:g} s with functions that have not returned"
+            raise _LimitReached(sentence)
+
+
+class _LimitReached(Exception):
+    """A call's time is up. The message goes behind the tool's name."""
+
+
+class _Clock:
+    """When a call came and when it began to run; async ones begin at once."""
+
+    def __init__(self) -> None:
+        self._came = self._began = time.monotonic()
+
+    def start_run(self) -> None:
+        self._began = time.monotonic()
+
+    def read(self) -> Clocks:
+        return Clocks(queued_s=self._began - self._came, run_s=time.monotonic() - self._began)
+
+
+async def _end_of(run: Callable[[], Any]) -> Ended:
+    """How an awaitable ends. Only the program's own end, KeyboardInterrupt, is let through: raised in a task it stops the loop."""
+    try:
+        return Ended(value=await run())
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  # the edge: a user's function may raise anything
+        return Ended(error=error)
+
+
+def _bare_context(call: ToolCall, context: ToolContext) -> CallContext:
+    return CallContext(
+        call.id,
+        tenant=context.tenant,
+        run=context.run,
+        session=context.session,
+        cwd=context.cwd,
+        config=context.config,
+        state=MemoryState(),
+        runner=LoopRunner(asyncio.get_running_loop()),
+    )

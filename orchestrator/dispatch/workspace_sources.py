@@ -1,0 +1,109 @@
+"""Where a session's first files come from: a folder, an archive, or a git bundle. Only looked at here; unpacked inside the sandbox."""
+
+import bz2
+import lzma
+import stat
+import tarfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from contract.calls import MAX_BLOB_BYTES
+from contract.errors import ConfigError
+from orchestrator.dispatch.folders import pack_folder
+
+_MAGIC = (
+    (b"\x1f\x8b", "tar.gz"),
+    (b"BZh", "tar.bz2"),
+    (b"\xfd7zXZ\x00", "tar.xz"),
+    (b"PK\x03\x04", "zip"),
+    (b"PK\x05\x06", "zip"),
+    (b"# v2 git bundle\n", "bundle"),
+    (b"# v3 git bundle\n", "bundle"),
+)
+_XZ_MEMORY_BYTES = 128 * 1024 * 1024
+_OPENERS: Mapping[str, Callable[[bytes], bytes]] = {
+    "tar.gz": lambda content: zlib.decompressobj(wbits=31).decompress(content, tarfile.BLOCKSIZE),
+    "tar.bz2": lambda content: bz2.BZ2Decompressor().decompress(content, tarfile.BLOCKSIZE),
+    "tar.xz": lambda content: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES).decompress(content, tarfile.BLOCKSIZE),
+}
+_KNOWN = "a folder, an archive (.tar, .tar.gz, .tar.bz2, .tar.xz, .zip) or a git bundle"
+_BUNDLE_HINT = "make it with `git bundle create FILE HEAD --branches`"
+
+
+@dataclass(frozen=True)
+class WorkspaceSource:
+    """Bytes that the verb `session.import` takes, and as which `kind`."""
+
+    kind: str
+    content: bytes
+
+
+def load_source(path: Path) -> WorkspaceSource:
+    """A folder packed, any other file as it is: what it is says its content, not its name.
+
+    Raises ConfigError for what is missing, no source, unreadable, larger than a blob, or a bundle that cannot be cloned by itself.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            return WorkspaceSource("tar", pack_folder(path))
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"the workspace {path} is no plain file: give {_KNOWN}")
+        content = _read(path)
+    except FileNotFoundError:
+        raise ConfigError(f"the workspace {path} does not exist: give {_KNOWN}") from None
+    except OSError as error:
+        raise ConfigError(f"the workspace {path} cannot be read ({error}): mend its rights or give another") from error
+    kind = find_kind(content)
+    if kind is None:
+        raise ConfigError(f"the workspace {path} is of no kind that is known: give {_KNOWN}")
+    if kind == "bundle":
+        _check_bundle(path, content)
+    return WorkspaceSource(kind, content)
+
+
+def find_kind(content: bytes) -> str | None:
+    """Of an archive or a bundle, by its first bytes; None also for what is compressed and no tar. Whether the rest is whole finds the sandbox."""
+    for magic, kind in _MAGIC:
+        if content.startswith(magic):
+            return kind if kind not in _OPENERS or _holds_tar(kind, content) else None
+    return "tar" if _is_tar(content[: tarfile.BLOCKSIZE]) else None
+
+
+def _holds_tar(kind: str, content: bytes) -> bool:
+    """Looks at the first block alone: how much there would be behind it is the sandbox's to bear."""
+    try:
+        block = _OPENERS[kind](content)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError):
+        return False
+    return _is_tar(block) or block == bytes(tarfile.BLOCKSIZE)
+
+
+def _is_tar(block: bytes) -> bool:
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.TarError:
+        return False
+    return True
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(MAX_BLOB_BYTES + 1)
+    if len(content) > MAX_BLOB_BYTES:
+        raise ConfigError(f"the workspace {path} is larger than {MAX_BLOB_BYTES} bytes: give a smaller one")
+    return content
+
+
+def _check_bundle(path: Path, content: bytes) -> None:
+    """Raises ConfigError for one without HEAD, which no branch could be checked out of, and for a part of a history."""
+    end = content.find(b"\n\n")
+    if end < 0:
+        raise ConfigError(f"the git bundle {path} is cut or damaged: {_BUNDLE_HINT}")
+    lines = content[:end].split(b"\n")[1:]
+    if any(line.startswith(b"-") for line in lines):
+        raise ConfigError(f"the git bundle {path} holds only a part of a history, which needs the rest to be cloned: {_BUNDLE_HINT}")
+    if not any(line.endswith(b" HEAD") for line in lines):
+        raise ConfigError(f"the git bundle {path} has no HEAD: {_BUNDLE_HINT}")

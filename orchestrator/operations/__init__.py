@@ -1,0 +1,1 @@
+"""What operators run: doctor, overview, Flower, the embedded stack, the metrics that autoscalers read."""

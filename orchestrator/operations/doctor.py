@@ -1,0 +1,108 @@
+"""What this host and its deployment can promise, and how to mend what is missing: engine, sandboxes, Redis, workers, model."""
+
+import asyncio
+import json
+import platform
+from contextlib import suppress
+from typing import Literal
+
+from contract.errors import BrokerUnavailable, OperatorError
+from orchestrator.operations.command_actor import find_actor
+from orchestrator.operations.doctor_deep import examine_hosts
+from orchestrator.operations.doctor_links import examine_model, examine_pages, examine_tracing
+from orchestrator.operations.doctor_pool import examine_pool
+from orchestrator.operations.doctor_redis import examine_redis
+from orchestrator.operations.findings import Report
+from orchestrator.operations.redis_server import find_redis_server
+from orchestrator.settings import OrchestratorSettings, child_environment, program
+from store.connection import open_redis
+
+Scope = Literal["all", "host", "deployment"]
+CHECK_TIMEOUT_S = 60.0
+CHECK_END_S = 10.0
+"""How long a check that was ended may take to remove what it had made."""
+
+
+async def examine(settings: OrchestratorSettings, scope: Scope = "all", *, is_deep: bool = False) -> Report:
+    """Look at everything once. Of this host: starts and removes one sandbox to prove the profile. `is_deep`: a call on each host of the deployment, too.
+
+    Raises ToolFailure when TOOLCREW_API_KEY is not an operator's and the deployment is to be examined.
+    """
+    report = Report()
+    if scope != "deployment":
+        report.add("python", True, platform.python_version())
+        await _examine_engine(report)
+    if scope != "host":
+        await _examine_deployment(settings, report, is_deep=is_deep)
+        await examine_pages(settings, report)
+    await examine_model(settings, report)
+    await examine_tracing(settings, report)
+    return report
+
+
+async def _examine_deployment(settings: OrchestratorSettings, report: Report, *, is_deep: bool) -> None:
+    try:
+        if settings.redis_url is None:
+            report.add("redis", True, f"TOOLCREW_REDIS_URL is not set; embedded stacks use {find_redis_server()}")
+            return
+        broker = settings.broker()
+        client = open_redis(broker)
+        try:
+            with suppress(BrokerUnavailable):  # examine_redis reports it
+                await find_actor(client, settings, "operator")
+            if await examine_redis(client, broker, report):
+                hosts = await examine_pool(client, broker.deployment, broker.signing_keys(), report)
+                if is_deep:
+                    await examine_hosts(broker, hosts, report)
+        finally:
+            await client.aclose()
+    except OperatorError as error:
+        report.add("redis", False, str(error))
+
+
+async def _examine_engine(report: Report) -> None:
+    """sandboxd's own check in a process of its own: this side never talks to the engine."""
+    process = await asyncio.create_subprocess_exec(
+        *program("workers.sandboxd", "--check", "--json"),
+        env=child_environment({}),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
+            out, err = await process.communicate()
+    except TimeoutError:
+        await _end(process)
+        report.add("engine", False, f"the check of engine and sandbox was not done within {CHECK_TIMEOUT_S:g} s: restart the Docker engine")
+        return
+    try:
+        facts = json.loads(out)
+    except ValueError:
+        report.add("engine", False, err.decode(errors="replace").strip()[-300:] or "the check said nothing")
+        return
+    report.promises = list(facts["promises"])
+    if "engine" in facts:
+        report.add("engine", True, f"Docker {facts['engine']}, runtimes {', '.join(facts['runtimes'])}")
+        report.add(
+            "kernel", bool(facts["seccomp"]), f"{facts['kernel']}, cgroup v{facts['cgroup']}, seccomp {'on' if facts['seccomp'] else 'off'}"
+        )
+        report.add(
+            "image",
+            facts.get("image_id") is not None,
+            f"{facts['image']}{'' if facts.get('image_id') else ': build it with scripts/build-image'}",
+        )
+    if "problem" in facts:
+        report.add("sandbox", False, str(facts["problem"]))
+    else:
+        report.add("sandbox", True, f"the profile holds under {facts['runtime']}: a sandbox was started, inspected and removed")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """In order, so that no sandbox and no folder of the check stays; outright when that takes too long."""
+    process.terminate()
+    try:
+        async with asyncio.timeout(CHECK_END_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

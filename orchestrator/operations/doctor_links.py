@@ -1,0 +1,179 @@
+"""What `toolcrew doctor` sees of what a deployment speaks to: Flower, the API, the model's endpoint, the collector of spans, the folder of traces."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import socket
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from contract.errors import ConfigError
+from orchestrator.models.weights import load_weights
+from orchestrator.operations.findings import Report
+from orchestrator.settings import OrchestratorSettings
+from telemetry.settings import DEFAULT_ENDPOINT, load_tracing_settings
+
+ANSWER_S = 5.0
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+
+
+async def examine_pages(settings: OrchestratorSettings, report: Report) -> None:
+    """Flower and the API, where they are said to be."""
+    await _examine_url("flower", settings.flower_url, "/healthcheck", "TOOLCREW_FLOWER_URL", report)
+    await _examine_url("api", settings.page_url, "/readyz", "TOOLCREW_PAGE_URL", report)
+
+
+async def _examine_url(name: str, base: str | None, path: str, variable: str, report: Report) -> None:
+    if base is None:
+        report.add(name, True, f"{variable} is not set: nothing links to it", needed=False)
+        return
+    status, body = await asyncio.to_thread(_get, base.rstrip("/") + path, None)
+    if status == 200:
+        report.good(name, f"{base} answers")
+    elif status == 503 and name == "api":
+        report.broken(name, f"{base} is not ready: {_checks_of(body)}", "see its log, and what this report says of Redis and workers")
+    elif status in (401, 403) or 300 <= status < 400:
+        report.good(name, f"{base} answers, and asks for a login")
+    else:
+        told = f"answers with {status}" if status else f"does not answer ({body.decode(errors='replace')})"
+        report.broken(name, f"{base} {told}", f"start it, or correct {variable}")
+
+
+def _checks_of(body: bytes) -> str:
+    try:
+        checks = json.loads(body)["checks"]
+        return "; ".join(f"{name}: {told}" for name, told in checks.items() if told != "ok")[:500]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "it does not say why"
+
+
+class _Stays(HTTPRedirectHandler):
+    """Another address is an answer: a key must not be shown to whoever is there."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _get(url: str, key: str | None) -> tuple[int, bytes]:
+    """Status and body; 0 and why, when nothing answers. Straight there: a proxy of the environment is for the world outside."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with build_opener(ProxyHandler({}), _Stays).open(Request(url, headers=headers), timeout=ANSWER_S) as answer:
+            return int(answer.status), bytes(answer.read(MAX_ANSWER_BYTES))
+    except HTTPError as error:
+        with error:
+            return error.code, error.read(MAX_ANSWER_BYTES)
+    except URLError as error:
+        return 0, str(error.reason).encode()
+    except (OSError, ValueError) as error:
+        return 0, (str(error) or type(error).__name__).encode()
+
+
+async def examine_model(settings: OrchestratorSettings, report: Report) -> None:
+    """The endpoint that is set, or the embedded model."""
+    if settings.openai_base_url or settings.openai_api_key:
+        await _examine_endpoint(settings, report)
+        return
+    try:
+        weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, hub_url=None)
+    except ConfigError:
+        text = "no endpoint and no weights of the local model: set OPENAI_BASE_URL and TOOLCREW_MODEL, or see docs/local-model.md"
+        report.add("model", False, text, needed=False)
+        return
+    has_server = importlib.util.find_spec("xllamacpp") is not None
+    text = (
+        f"the embedded local model, {weights}"
+        if has_server
+        else "weights are here but not their server: pip install 'toolcrew[local-model]'"
+    )
+    report.add("model", has_server, text, needed=False)
+
+
+async def _examine_endpoint(settings: OrchestratorSettings, report: Report) -> None:
+    """The list of models costs nothing. The OpenAI API itself is not asked: that it is up is not in doubt, and it may be behind a proxy."""
+    if settings.model is None:
+        report.add("model", False, "an endpoint is set but TOOLCREW_MODEL is not")
+        return
+    if settings.openai_base_url is None:
+        report.good("model", f"{settings.model} at the OpenAI API")
+        return
+    base, key = settings.openai_base_url.rstrip("/"), settings.openai_api_key
+    status, body = await asyncio.to_thread(_get, f"{base}/models", key.get_secret_value() if key is not None else None)
+    where = f"{settings.model} at {_without_login(base)}"
+    if status == 0:
+        report.broken("model", f"{where}: it does not answer ({body.decode(errors='replace')})", "start it, or correct OPENAI_BASE_URL")
+    elif status in (401, 403):
+        report.broken("model", f"{where}: it refuses the key", "correct OPENAI_API_KEY")
+    elif status == 200 and (known := _names_of(body)) and settings.model not in known:
+        some = ", ".join(sorted(known)[:5])
+        report.note("model", f"{where}: it does not list that model", f"check TOOLCREW_MODEL; it lists {some}")
+    elif status >= 500:
+        report.broken("model", f"{where}: it answers with {status}", "see its log")
+    else:
+        report.good("model", where)
+
+
+def _names_of(body: bytes) -> set[str]:
+    try:
+        return {str(one["id"])[:200] for one in json.loads(body)["data"]}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return set()
+
+
+def _without_login(url: str) -> str:
+    parts = urlsplit(url)
+    return url.replace(parts.netloc, parts.netloc.rpartition("@")[2], 1)
+
+
+async def examine_tracing(settings: OrchestratorSettings, report: Report) -> None:
+    """Whether spans can be sent, and traces written."""
+    try:
+        tracing = load_tracing_settings()
+    except ConfigError as error:
+        report.add("tracing", False, str(error))
+    else:
+        if not tracing.is_on:
+            report.good("tracing", "off")
+        elif importlib.util.find_spec("opentelemetry") is None:
+            report.broken(
+                "tracing", "TOOLCREW_TRACING is otlp, and OpenTelemetry is not installed", "pip install 'toolcrew[tracing]', or unset it"
+            )
+        else:
+            await _examine_collector(tracing.endpoint or DEFAULT_ENDPOINT, report)
+    folder = _nearest(settings.traces)
+    if os.access(folder, os.W_OK | os.X_OK):
+        report.good("traces", f"written below {settings.traces}")
+    else:
+        report.note("traces", f"{settings.traces} cannot be written", "name another folder in TOOLCREW_TRACES")
+
+
+def _nearest(path: Path) -> Path:
+    """The folder of that name, or the nearest above it that there is."""
+    return next((one for one in (path, *path.parents) if one.is_dir()), Path("/"))
+
+
+async def _examine_collector(endpoint: str, report: Report) -> None:
+    problem = await asyncio.to_thread(_connect, endpoint)
+    where = _without_login(endpoint)
+    if problem is None:
+        report.good("tracing", f"spans go to {where}, which answers")
+    else:
+        report.note(
+            "tracing",
+            f"spans go to {where}, which does not answer ({problem})",
+            "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT",
+        )
+
+
+def _connect(endpoint: str) -> str | None:
+    """Why there is no connection; None when there is."""
+    parts = urlsplit(endpoint)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname or "", port), timeout=ANSWER_S):
+            return None
+    except (OSError, ValueError) as error:
+        return str(error) or type(error).__name__

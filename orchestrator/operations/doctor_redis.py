@@ -1,0 +1,143 @@
+"""What `toolcrew doctor` sees of Redis itself: whether it keeps what it is told, has room, and goes by the same clock."""
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from contract.clock import SKEW_TOLD_S, SharedClock
+from contract.errors import BrokerUnavailable, ConfigError
+from contract.settings import BrokerSettings
+from orchestrator.operations.findings import Report
+from store.connection import RedisAccessDenied, RedisClient, check_redis, read_clock, read_server_info
+from store.metrics import MetricsStore
+
+OLDEST_VERSION = (6, 2)
+FULL_SHARE, CLOSE_SHARE = 0.95, 0.8
+"""Of `maxmemory`: from where on writes are about to be refused, and from where on somebody should look."""
+SLOW_S = 0.05
+_SECTIONS = ("server", "memory", "persistence", "stats", "replication")
+_USUAL = ("expired", "repeated")
+"""Refusals that load and restarts bring about; others are somebody's mistake, or worse."""
+_MIB = 1024 * 1024
+
+
+async def examine_redis(client: RedisClient, broker: BrokerSettings, report: Report) -> bool:
+    """Return whether its records can be read: Redis answers, and there is a secret to check them with. Raises BrokerUnavailable."""
+    try:
+        await check_redis(client, broker)
+    except BrokerUnavailable as error:
+        report.add("redis", False, str(error))
+        return False
+    try:
+        info = await read_server_info(client, *_SECTIONS)
+    except RedisAccessDenied:
+        report.good("redis", f"{broker.redis_address()}, user {broker.user or 'default'}")
+        report.note("redis", "its user may not ask for memory and persistence", "make Redis's users anew with `toolcrew redis users`")
+    else:
+        _judge_server(info, broker, report)
+        _judge_memory(info, report)
+        _judge_persistence(info, report)
+    has_secret = _examine_secret(broker, report)
+    await _examine_clock(client, report)
+    await _examine_refusals(client, broker.deployment, report)
+    return has_secret
+
+
+def _judge_server(info: Mapping[str, Any], broker: BrokerSettings, report: Report) -> None:
+    version = str(info.get("redis_version", "?"))
+    parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if parts < OLDEST_VERSION:
+        report.broken("redis", f"its version is {version}", "run Redis 6.2 or newer: its users' rules and our scripts need it")
+    elif info.get("role") == "slave":
+        report.broken(
+            "redis",
+            f"{broker.redis_address()} is a replica, which takes no writes",
+            "name the master in TOOLCREW_REDIS_URL, or its sentinels",
+        )
+    else:
+        tls = ", TLS" if broker.is_tls else ""
+        report.good("redis", f"{broker.redis_address()}, version {version}, user {broker.user or 'default'}{tls}")
+
+
+def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
+    used, most, policy = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "?"))
+    size = f"{used // _MIB} MiB" + (f" of {most // _MIB} MiB" if most else ", no maxmemory")
+    if policy != "noeviction":
+        report.broken(
+            "memory", f"maxmemory-policy is {policy}: full, it would throw calls and results away", "set maxmemory-policy noeviction"
+        )
+    elif most and used >= FULL_SHARE * most:
+        report.broken("memory", f"Redis has {size}: calls are about to be refused", "raise maxmemory, or end batches that keep much")
+    elif most and used >= CLOSE_SHARE * most:
+        report.note("memory", f"Redis has {size}", "raise maxmemory before it is full: then calls are refused")
+    else:
+        report.good("memory", f"{size}, {policy}")
+    if evicted := int(info.get("evicted_keys", 0)):
+        report.note(
+            "memory",
+            f"{evicted} keys were evicted since Redis started",
+            "calls and runs may be lost: look at what failed (`toolcrew batch ls`)",
+        )
+
+
+def _judge_persistence(info: Mapping[str, Any], report: Report) -> None:
+    if info.get("loading"):
+        report.note("persistence", "Redis still loads its data", "wait until it has: it answers nothing else meanwhile")
+    if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
+        report.broken("persistence", "Redis could not write its log of changes", "see that its disk has room, and its log")
+    elif info.get("aof_enabled"):
+        report.good("persistence", "appendonly")
+    else:
+        report.note("persistence", "appendonly is off: runs and batches are lost with Redis's process", "set appendonly yes")
+    if info.get("rdb_last_bgsave_status", "ok") != "ok":
+        report.broken("persistence", "Redis could not save its data the last time", "see that its disk and memory have room, and its log")
+
+
+def _examine_secret(broker: BrokerSettings, report: Report) -> bool:
+    try:
+        broker.signing_keys()
+    except ConfigError as error:
+        report.add("secret", False, str(error))
+        return False
+    source = "TOOLCREW_SECRET" if broker.secret is not None else "Redis's password"
+    if broker.secrets_previous:
+        report.note(
+            "secret",
+            f"calls are signed with {source}; {len(broker.secrets_previous)} older ones are still accepted",
+            "unset TOOLCREW_SECRETS_PREVIOUS everywhere when every process has the new one",
+        )
+    else:
+        report.good("secret", f"calls are signed with {source}; --deep proves that every host has the same")
+    return True
+
+
+async def _examine_clock(client: RedisClient, report: Report) -> None:
+    began = time.monotonic()
+    now = await read_clock(client)
+    took_s = time.monotonic() - began
+    behind_s = SharedClock().learn(now - took_s / 2)
+    if abs(behind_s) >= SKEW_TOLD_S:
+        where = "behind" if behind_s > 0 else "ahead of"
+        report.note(
+            "clock", f"this host's clock is {abs(behind_s):.1f} s {where} Redis's", "set it, or have it kept by NTP; calls go by Redis's"
+        )
+    else:
+        report.good("clock", f"this host's is {abs(behind_s):.1f} s from Redis's")
+    if took_s >= SLOW_S:
+        report.note(
+            "redis",
+            f"it answered after {took_s * 1000:.0f} ms",
+            "move it closer, or give it a processor of its own: each call asks it often",
+        )
+
+
+async def _examine_refusals(client: RedisClient, deployment: str, report: Report) -> None:
+    counts = await MetricsStore(client, deployment).read_refusals()
+    refusals = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()) if reason not in _USUAL)
+    if refusals:
+        report.note(
+            "secret",
+            f"of all messages so far workers have refused some ({refusals})",
+            "the same TOOLCREW_SECRET and release on both sides; if both are, somebody else writes to the queues (docs/wire-security.md)",
+        )

@@ -1,0 +1,171 @@
+"""`python -m orchestrator.operations.flower`: Flower as it is safe and bounded, told where Redis is by our own settings, so that TLS and sentinels hold for it, too.
+
+Its FLOWER_* variables are its own, and change what stands in DEFAULTS. It is read-only whatever they say, and does not start without a password.
+"""
+
+import atexit
+import logging
+import signal
+import sys
+from importlib import resources
+from typing import Any
+
+import tornado.options
+import tornado.web
+from celery import Celery
+from flower.api.tasks import GetQueueLengths
+from flower.app import Flower
+from flower.command import apply_env_options, apply_options, extract_settings
+from flower.options import options
+from flower.urls import settings as flower_settings
+from flower.views import BaseHandler
+from flower.views.broker import BrokerView
+from flower.views.monitor import Metrics
+from flower.views.tasks import TasksView, TaskView
+
+from contract.errors import ConfigError, ToolcrewError
+from contract.links import call_page_url, parse_shown_call
+from orchestrator.logs import configure_logging
+from orchestrator.settings import OrchestratorSettings, load_settings
+
+DEFAULTS: dict[str, Any] = {
+    # Some 5 KiB each.
+    "max_tasks": 20_000,
+    "max_workers": 1_000,
+    "purge_offline_workers": 300,
+    "task_runtime_metric_buckets": [0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0],
+    "tasks_columns": "name,state,runtime,received,kwargs,worker,uuid",
+    # Milliseconds: what it shows is worth no more than a minute of it, and it stands still while it writes.
+    "state_save_interval": 60_000,
+}
+TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_call.html")
+TASKS_TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_tasks.html")
+
+
+class CallView(TaskView):  # type: ignore[misc]
+    """A task's page that also names the call, and leads to its page of ours. `page_url`: TOOLCREW_PAGE_URL."""
+
+    def initialize(self, page_url: str | None) -> None:
+        self._page_url = page_url
+
+    def render(self, template_name: str, **values: Any) -> None:
+        if template_name != "task.html":
+            super().render(template_name, **values)
+            return
+        call_id = parse_shown_call(values["task"].kwargs)
+        call_url = call_page_url(self._page_url, call_id) if self._page_url and call_id else None
+        super().render(str(TEMPLATE), call_id=call_id, call_url=call_url, **values)
+
+
+class TaskList(TasksView):  # type: ignore[misc]
+    """The list of tasks, with columns that fit into the window."""
+
+    def render(self, template_name: str, **values: Any) -> None:
+        super().render(str(TASKS_TEMPLATE) if template_name == "tasks.html" else template_name, **values)
+
+
+class LiveQueues(BaseHandler):  # type: ignore[misc]
+    """Names the queues of the workers that are online. Flower's own list keeps the queues of dead workers until it is restarted."""
+
+    def get_active_queue_names(self) -> list[str]:
+        known, online = self.application.workers, self.application.events.state.workers
+        found = {queue["name"] for name, worker in online.items() if worker.alive for queue in known.get(name, {}).get("active_queues", [])}
+        return sorted(found)
+
+
+class LiveBroker(LiveQueues, BrokerView):  # type: ignore[misc]
+    """The page Broker."""
+
+    @tornado.web.authenticated
+    async def get(self) -> None:
+        # Flower asks for queues only on other pages.
+        await self.application.update_workers()
+        await super().get()
+
+
+class LiveQueueLengths(LiveQueues, GetQueueLengths):  # type: ignore[misc]
+    """The lengths of queues for programs."""
+
+    @tornado.web.authenticated
+    async def get(self) -> None:
+        # Flower asks for queues only on other pages.
+        await self.application.update_workers()
+        await super().get()
+
+
+class GuardedMetrics(Metrics):  # type: ignore[misc]
+    """Flower's gives them to anybody: names of tools and of hosts, and how much goes on."""
+
+    @tornado.web.authenticated
+    async def get(self) -> None:
+        await super().get()
+
+
+def main() -> int:
+    try:
+        settings = load_settings()
+        app = _open_flower(settings, sys.argv[1:])
+    except ToolcrewError as error:
+        sys.stderr.write(f"flower: {error}\n")
+        return 1
+    # It writes down what it knows when it ends.
+    atexit.register(app.stop)
+    signal.signal(signal.SIGTERM, _end)
+    app.start_http_server()
+    try:
+        app.start()
+    except (KeyboardInterrupt, SystemExit):
+        return 0
+    return 0
+
+
+def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower:
+    """Raises ConfigError when anybody could look at it, or an option is wrong."""
+    for name, value in DEFAULTS.items():
+        setattr(options, name, value)
+    try:
+        apply_env_options()
+        apply_options(sys.argv[0], arguments)
+    except (tornado.options.Error, ValueError, OSError) as error:
+        raise ConfigError(f"a FLOWER_ variable, or an argument, is not what it must be ({error}): correct it") from error
+    options.read_only = True
+    if not options.basic_auth and not options.auth:
+        raise ConfigError("it would show everything to everybody: set FLOWER_BASIC_AUTH=user:password")
+    extract_settings()
+    # Tornado has set up logs of its own while the options were read.
+    configure_logging(settings, "flower")
+    logging.getLogger("flower").setLevel(settings.log_level)
+    app = Flower(capp=_open_celery(settings.broker().celery_options()), options=options, **flower_settings)
+    ours = [
+        (_path(r"/task/(.+)"), CallView, {"page_url": settings.page_url}),
+        (_path(r"/tasks"), TaskList),
+        (_path(r"/metrics"), GuardedMetrics),
+        (_path(r"/broker"), LiveBroker),
+        (_path(r"/api/queues/length"), LiveQueueLengths),
+    ]
+    app.add_handlers(".*", ours)
+    return app
+
+
+def _open_celery(where: dict[str, Any]) -> Celery:
+    # Without results: what a call gave is none of its business, and its Redis user may not read them.
+    del where["result_backend"]
+    app = Celery("toolcrew-flower", set_as_current=False)
+    # What it takes and has not acknowledged, apart from what workers have: those are calls.
+    own = {f"unacked_{name}key": f"flower.unacked.{name}" for name in ("", "index_", "mutex_")}
+    broker_options = {**where.pop("broker_transport_options"), **own, "priority_steps": [0]}
+    app.conf.update(**where, broker_transport_options=broker_options, accept_content=["json"])
+    return app
+
+
+def _path(pattern: str) -> str:
+    return f"/{options.url_prefix.strip('/')}{pattern}" if options.url_prefix else pattern
+
+
+def _end(number: int, _: object) -> None:
+    logging.getLogger("flower").info("ends by %s", signal.Signals(number).name)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

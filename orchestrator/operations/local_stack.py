@@ -1,0 +1,396 @@
+"""The embedded stack: redis-server, sandboxd, a worker of each kind, Flower and the API as child processes of one keeper, taken down with it.
+
+Where a class of tenants has network egress, the egress proxy is one of them. What ends by itself is started again (supervision.py).
+
+`python -m orchestrator.operations.local_stack` is the keeper: its first line on stdout is StackInfo as JSON; it takes everything down on
+SIGTERM, SIGINT, or when its stdin ends, so that a stack never outlives whoever started it.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from contract.errors import BrokerUnavailable, OperatorError, SandboxUnavailable, ToolcrewError
+from contract.log_lines import find_last_words
+from contract.names import catalog_key
+from contract.settings import BrokerSettings
+from orchestrator.operations.local_api import LocalApi
+from orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from orchestrator.operations.supervision import ChildPlan, Supervisor
+from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, program
+from store.connection import check_redis, open_redis
+
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+SWEEP_TIMEOUT_S = 10.0
+"""How long the end of a stack waits for a sandboxd that was just started again: it alone finds what the one before has left."""
+WEB_STOP_TIMEOUT_S = 5.0
+"""Nobody awaits its calls any more, and they have nothing to hand back."""
+WEB_CONCURRENCY = 2
+"""Every process of a pool costs memory; web tools mostly wait."""
+END_FOR_GOOD = signal.SIGUSR1
+"""To sandboxd: end, and keep nothing. By any other signal it keeps its sessions, for the one that is started after it."""
+STACK_FILE = "stack.json"
+KEEPER_LOG = "keeper.log"
+
+
+class StackInfo(BaseModel):
+    """Where a stack's parts are. `pids`: role -> process ids, of the moment; `read_stack` gives the present ones."""
+
+    model_config = ConfigDict(frozen=True)
+
+    deployment: str
+    redis_url: str
+    sandboxd_socket: str
+    flower_url: str | None
+    api_url: str | None = None
+    api_key: str | None = None
+    pids: dict[str, list[int]]
+    logs: str
+
+
+def read_stack(logs: str) -> StackInfo:
+    """A running stack as it is now; `logs` is its folder. Raises FileNotFoundError when it has gone."""
+    return StackInfo.model_validate_json((Path(logs) / STACK_FILE).read_text())
+
+
+class LocalStack:
+    """Starts and stops the children. Everything it writes lies in one folder of its own, mode 0700, that goes with it."""
+
+    def __init__(self, settings: OrchestratorSettings) -> None:
+        self._settings = settings
+        self._folder = Path(tempfile.mkdtemp(prefix="toolcrew-"))
+        self._supervisor = Supervisor(self._folder, tell=self._tell, changed=self._write_info)
+        self._info: StackInfo | None = None
+        self._api: LocalApi | None = None
+
+    async def start(self) -> StackInfo:
+        """Start all; returns when a call would be served. Raises OperatorError with the last words of what did not start."""
+        redis_url = await self._start_redis()
+        broker = self._settings.broker(redis_url)
+        sandboxd_socket = self._folder / "sandboxd.sock"
+        place = {"TOOLCREW_SANDBOXD_SOCKET": str(sandboxd_socket)}
+        # Not the broker's: sandboxd neither speaks to Redis nor checks signatures.
+        nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": "", "TOOLCREW_SECRETS_PREVIOUS": ""}
+        broker.signing_keys()  # says now, not at the first call, that nothing can be signed
+        place |= await self._start_egress(nothing)
+        await self._start_python("sandboxd", "workers.sandboxd", {**place, **nothing, **self._sandboxd_environment()})
+        shared = {**self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
+        await self._start_python("worker", "workers", {**place, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
+        web = {"TOOLCREW_WORKER_KIND": "web", "TOOLCREW_WORKER_QUEUES": "", "TOOLCREW_CONCURRENCY": str(WEB_CONCURRENCY)}
+        await self._start_python("web", "workers", {**shared, **web})
+        if self._settings.embedded_api:
+            self._api = await LocalApi.prepare(broker, _free_port())
+            await self._supervisor.start(self._api.plan(shared))
+        await self._until_workers_ready(broker)
+        flower_url = await self._start_flower(redis_url) if self._settings.embedded_flower else None
+        self._info = StackInfo(
+            deployment=self._settings.deployment,
+            redis_url=redis_url,
+            sandboxd_socket=str(sandboxd_socket),
+            flower_url=flower_url,
+            api_url=await self._until_api_ready(self._api) if self._api is not None else None,
+            api_key=self._api.key if self._api is not None else None,
+            pids=self._pids(),
+            logs=str(self._folder),
+        )
+        self._write_info()
+        return self._info
+
+    def _sandboxd_environment(self) -> dict[str, str]:
+        """A name and a place of its own. Its sessions are kept over its own end, not over the stack's: the folder goes."""
+        return {
+            "TOOLCREW_DEPLOYMENT": self._settings.deployment,
+            "TOOLCREW_SANDBOXD_NAME": f"local-{secrets.token_hex(4)}",
+            "TOOLCREW_SANDBOXD_STATE": str(self._folder / "sandboxd"),
+            "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "true",
+        }
+
+    async def watch(self) -> str:
+        """Start again what ends by itself. Returns when that does not help, with a sentence about it; cancel it before `stop`."""
+        return self._last_words(await self._supervisor.watch())
+
+    async def stop(self) -> None:
+        """Take all down: sandboxes first, so that no task of the worker waits for one; Redis last."""
+        await self._let_sandboxd_sweep()
+        if self._api is not None:
+            await self._api.revoke()
+        for roles in (("api",), ("sandboxd",), ("worker", "web", "flower", "egress"), ("redis",)):
+            await asyncio.gather(*(self._supervisor.stop(role) for role in roles))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _let_sandboxd_sweep(self) -> None:
+        """Frozen sandboxes of a sandboxd that was killed see nothing of its end: the next one removes them before it listens."""
+        if not self._supervisor.has_ended("sandboxd"):
+            return
+        await self._supervisor.start_again("sandboxd")
+        with contextlib.suppress(SandboxUnavailable):
+            async for _ in self._attempts("sandboxd", within_s=SWEEP_TIMEOUT_S):
+                if _is_listening(self._folder / "sandboxd.sock"):
+                    break
+
+    def _pids(self) -> dict[str, list[int]]:
+        return self._supervisor.pids() | {"orchestrator": [os.getpid()]}
+
+    def _write_info(self) -> None:
+        """Tell outside which processes there are now."""
+        if self._info is None:
+            return
+        temporary = self._folder / f"{STACK_FILE}.new"
+        temporary.write_text(self._info.model_copy(update={"pids": self._pids()}).model_dump_json())
+        os.replace(temporary, self._folder / STACK_FILE)
+
+    def _tell(self, sentence: str) -> None:
+        line = f"toolcrew: {sentence}\n"
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        with open(self._folder / KEEPER_LOG, "a") as log:
+            log.write(line)
+
+    async def _start_redis(self) -> str:
+        if self._settings.redis_url is not None:
+            broker = self._settings.broker()
+            await _ping(broker)
+            return broker.redis_url.get_secret_value()
+        password, port = secrets.token_urlsafe(24), _free_port()
+        config = write_redis_config(self._folder, port, password)
+        await self._supervisor.start(ChildPlan("redis", (find_redis_server(), str(config)), {}, signal.SIGKILL))
+        url = f"redis://:{password}@127.0.0.1:{port}/0"
+        await self._until_redis_ready(self._settings.broker(url))
+        return url
+
+    async def _start_egress(self, nothing: Mapping[str, str]) -> dict[str, str]:
+        """Where sandboxd finds the proxy, as an environment; empty when no class needs one, or one runs already."""
+        if not self._settings.needs_egress():
+            return {}
+        path = self._folder / "egress.sock"
+        place = {"TOOLCREW_EGRESS_SOCKET": str(path)}
+        # Who may connect is the sandboxd of this stack, which runs as we do.
+        await self._start_python("egress", "workers.egress", {**place, **nothing, "TOOLCREW_EGRESS_ALLOW_UIDS": ""})
+        async for _ in self._attempts("egress"):
+            if path.exists():
+                break
+        return place
+
+    async def _start_flower(self, redis_url: str) -> str:
+        port, password = _free_port(), secrets.token_urlsafe(12)
+        environment = {
+            **self._settings.for_children(),
+            "TOOLCREW_REDIS_URL": redis_url,
+            # It signs nothing.
+            "TOOLCREW_SECRET": "",
+            "TOOLCREW_SECRETS_PREVIOUS": "",
+            "FLOWER_ADDRESS": "127.0.0.1",
+            "FLOWER_PORT": str(port),
+            "FLOWER_BASIC_AUTH": f"toolcrew:{password}",
+            # For the one that is started in its place; with the stack it goes, and nothing is worth being written down.
+            "FLOWER_PERSISTENT": "True",
+            "FLOWER_DB": str(self._folder / "flower.db"),
+        }
+        if page_url := self._settings.page_url or (self._api.url if self._api is not None else None):
+            environment["TOOLCREW_PAGE_URL"] = page_url
+        argv = program("orchestrator.operations.flower")
+        await self._supervisor.start(ChildPlan("flower", argv, environment, signal.SIGKILL, stop_signal=signal.SIGKILL))
+        return f"http://toolcrew:{password}@127.0.0.1:{port}/"
+
+    async def _until_api_ready(self, api: LocalApi) -> str:
+        """Its address, once it takes connections."""
+        async for _ in self._attempts("api"):
+            if await asyncio.to_thread(_is_taking, api.port):
+                break
+        return api.url
+
+    async def _until_redis_ready(self, broker: BrokerSettings) -> None:
+        client = open_redis(broker)
+        try:
+            async for _ in self._attempts("redis"):
+                with contextlib.suppress(BrokerUnavailable):
+                    await check_redis(client, broker)
+                    return
+        finally:
+            await client.aclose()
+
+    async def _until_workers_ready(self, broker: BrokerSettings) -> None:
+        keys = [catalog_key(broker.deployment, pool) for pool in ("sandbox", "web")]
+        client = open_redis(broker)
+        try:
+            async for _ in self._attempts("sandboxd", "worker", "web"):
+                if await client.exists(*keys) == len(keys):
+                    return
+        finally:
+            await client.aclose()
+
+    async def _attempts(self, *roles: str, within_s: float = READY_TIMEOUT_S) -> AsyncIterator[None]:
+        """Tries every 50 ms while the children live. Raises SandboxUnavailable with a child's last words when it ends or time is up."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + within_s
+        while loop.time() < until:
+            for role in roles:
+                if not self._supervisor.is_running(role):
+                    raise SandboxUnavailable(self._last_words(role))
+            yield
+            await asyncio.sleep(0.05)
+        raise SandboxUnavailable(f"{' and '.join(roles)} were not ready within {within_s:g} s; logs: {self._folder}")
+
+    async def _start_python(self, role: str, module: str, environment: Mapping[str, str]) -> None:
+        """A process of ours: told to end, by the kernel when the keeper is killed outright, it bounds its end itself (workers/lifeline.py)."""
+        ask = END_FOR_GOOD if role == "sandboxd" else signal.SIGTERM
+        plan = ChildPlan(
+            role,
+            program(module),
+            environment,
+            orphan_signal=ask,
+            stop_signal=ask,
+            stop_within_s=WEB_STOP_TIMEOUT_S if role == "web" else STOP_TIMEOUT_S,
+            may_finish=role in ("worker", "web"),
+        )
+        await self._supervisor.start(plan)
+
+    def _last_words(self, role: str) -> str:
+        text = (self._folder / f"{role}.log").read_text(errors="replace").strip()
+        lines = text.splitlines()[-5:]
+        told = find_last_words(lines)
+        return told or f"{role} ended by itself: {' | '.join(lines) or 'it said nothing'}"
+
+
+def _is_listening(path: Path) -> bool:
+    """Whether somebody takes connections there; a socket that was left by a killed process is none."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) == 0
+
+
+def _is_taking(port: int) -> bool:
+    """Whether somebody takes connections at that port of loopback."""
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _ping(broker: BrokerSettings) -> None:
+    client = open_redis(broker)
+    try:
+        await check_redis(client, broker)
+    finally:
+        await client.aclose()
+
+
+async def keep(
+    settings: OrchestratorSettings,
+    announce: Callable[[StackInfo], None],
+    *,
+    until_eof: bool,
+    announce_end: Callable[[], None] | None = None,
+) -> int:
+    """Run a stack until a signal or, when `until_eof`, the end of stdin. Return the exit code.
+
+    Calls `announce` when the stack serves, and `announce_end` before SIGINT or SIGTERM takes it down. After SIGHUP there is no terminal to write to.
+    """
+    stop, received = asyncio.Event(), list[int]()
+
+    def stop_by(number: int) -> None:
+        received.append(number)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, stop_by, number)
+    if until_eof:
+        await _watch_stdin(stop)
+    stack = LocalStack(settings)
+    try:
+        starting, stopped = asyncio.create_task(stack.start()), asyncio.create_task(stop.wait())
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 130
+        announce(await starting)
+        lost = asyncio.create_task(stack.watch())
+        await asyncio.wait({lost, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            sys.stderr.write(f"toolcrew: {lost.result()}\n")
+            return 1
+        if announce_end is not None and received and received[0] != signal.SIGHUP:
+            announce_end()
+        lost.cancel()
+        await asyncio.gather(lost, return_exceptions=True)
+        return 0
+    finally:
+        await stack.stop()
+
+
+async def _watch_stdin(stop: asyncio.Event) -> None:
+    class _Eof(asyncio.Protocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            stop.set()
+
+    await asyncio.get_running_loop().connect_read_pipe(_Eof, sys.stdin)
+
+
+@asynccontextmanager
+async def embedded_stack(overrides: Mapping[str, str] | None = None) -> AsyncIterator[StackInfo]:
+    """A stack of one's own, kept by a child process. Raises OperatorError with the reason when it does not start."""
+    keeper = await asyncio.create_subprocess_exec(
+        *program("orchestrator.operations.local_stack"),
+        env=child_environment(overrides or {}),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    assert keeper.stderr is not None
+    errors = asyncio.create_task(keeper.stderr.read())
+    stack: StackInfo | None = None
+    try:
+        line = await keeper.stdout.readline()
+        if not line:
+            words = (await errors).decode(errors="replace").strip()
+            raise OperatorError(words.removeprefix("toolcrew: ") or "the embedded stack did not start and said nothing")
+        stack = StackInfo.model_validate_json(line)
+        yield stack
+    finally:
+        # The end of its stdin is the keeper's sign to take everything down; shielded, so that a cancelled program leaves nothing.
+        keeper.stdin.close()
+        await asyncio.shield(keeper.wait())
+        errors.cancel()
+        if stack is not None:
+            # A keeper that was killed outright could not do it.
+            shutil.rmtree(stack.logs, ignore_errors=True)
+
+
+def print_json(stack: StackInfo) -> None:
+    """StackInfo as one line of JSON on stdout."""
+    sys.stdout.write(stack.model_dump_json() + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    try:
+        return asyncio.run(keep(load_settings(), print_json, until_eof=True))
+    except ToolcrewError as error:
+        sys.stderr.write(f"toolcrew: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What programs import: ToolClient, sessions as tools, functions as tools, and the documented names."""

@@ -1,0 +1,1 @@
+"""Text for terminals: tables, live lines, and commands that can be pasted."""

@@ -1,0 +1,140 @@
+"""A run on a terminal: text as it comes, calls with their results and clocks. Hostile output is shown escaped."""
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text as RichText
+
+from contract.calls import Clocks, ToolResult
+from contract.errors import ErrorCode
+from orchestrator.loop.events import (
+    ApprovalAsked,
+    CallFinished,
+    CallStarted,
+    OutputArrived,
+    RunAborted,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    StepStarted,
+    TextArrived,
+    TextWithdrawn,
+    Warned,
+)
+from orchestrator.terminal.live import LiveLines
+from orchestrator.terminal.text import escape_controls
+
+__all__ = ["RunView", "escape_controls", "format_clocks", "format_times", "table_rows"]
+
+MAX_SHOWN_LINES = 20
+MAX_LIVE_LINES = 5
+"""Of one piece of a running call's output."""
+MAX_LIVE_LINES_OF_CALL = 40
+
+
+class RunView:
+    """Shows the events of one run at a time. `on_event` is what an Agent wants. `asks_elsewhere`: who is asked about a call is not asked here."""
+
+    def __init__(self, console: Console, *, asks_elsewhere: bool = False) -> None:
+        self._console = console
+        self.asks_elsewhere = asks_elsewhere
+        self._mid_line = False
+        self._live: dict[str, LiveLines] = {}
+        self._live_shown: dict[str, int] = {}
+
+    def on_event(self, event: RunEvent) -> None:
+        """Show one event."""
+        match event:
+            case RunStarted():
+                self._line(f"run {event.run}  model {event.model}  dialect {event.dialect}", "dim")
+            case StepStarted():
+                self._line(f"step {event.step}", "bold cyan")
+            case TextArrived() | TextWithdrawn():
+                self._text(event)
+            case CallStarted():
+                self._line(f"-> {event.call.name} {_shorten(json.dumps(event.call.arguments, ensure_ascii=False))}", "yellow")
+            case ApprovalAsked() if self.asks_elsewhere:
+                self._line("   waits for an answer: `toolcrew approve ls` shows the question", "magenta")
+            case OutputArrived():
+                self._output(event)
+            case CallFinished():
+                self._live.pop(event.result.call_id, None)
+                self._live_shown.pop(event.result.call_id, None)
+                self._result(event.result)
+            case StepFinished():
+                self._line(f"   model {event.model_s:.2f} s, {event.usage.prompt_tokens} + {event.usage.completion_tokens} tokens", "dim")
+            case Warned():
+                self._line(f"warning: {event.message}", "magenta")
+            case RunAborted():
+                self._line(f"aborted: {event.reason}", "red")
+            case RunFinished():
+                self._line(f"stopped: {event.stop_reason}   tools: {format_clocks(event.clocks)}", "dim")
+
+    def _text(self, event: TextArrived | TextWithdrawn) -> None:
+        if isinstance(event, TextArrived):
+            self._piece(event.text)
+        else:
+            self._line(f"   the last {event.characters} characters are void: the reply broke off and came again", "magenta")
+
+    def _output(self, event: OutputArrived) -> None:
+        """The end of a piece, while the call has not been shown too much: its result is shown as well."""
+        lines = self._live.setdefault(event.call_id, LiveLines()).feed(event.stream, event.text)
+        shown = self._live_shown.get(event.call_id, 0)
+        if not lines or shown > MAX_LIVE_LINES_OF_CALL:
+            return
+        if shown == MAX_LIVE_LINES_OF_CALL:
+            lines, skipped = ["... (no more of this is shown until it ends)"], 0
+        else:
+            room = min(MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL - shown)
+            skipped = max(0, len(lines) - room)
+            lines = lines[skipped:]
+        if skipped:
+            self._line(f"   | ... {skipped} lines", "dim")
+        for line in lines:
+            self._line(f"   | {line}", "dim")
+        self._live_shown[event.call_id] = shown + len(lines)
+
+    def _result(self, result: ToolResult) -> None:
+        lines = result.text().rstrip("\n").split("\n")
+        for line in lines[:MAX_SHOWN_LINES]:
+            self._line(f"   {line}", "green" if result.success else "red")
+        if len(lines) > MAX_SHOWN_LINES:
+            self._line(f"   ... {len(lines) - MAX_SHOWN_LINES} lines more (not shown here)", "dim")
+        self._line(f"   {format_times(result)}", "dim")
+
+    def _piece(self, text: str) -> None:
+        self._console.print(RichText(escape_controls(text)), end="", soft_wrap=True)
+        self._mid_line = not text.endswith("\n") if text else self._mid_line
+
+    def _line(self, text: str, style: str) -> None:
+        if self._mid_line:
+            self._console.print()
+            self._mid_line = False
+        self._console.print(RichText(escape_controls(text), style=style), soft_wrap=True)
+
+
+def format_clocks(clocks: Clocks) -> str:
+    """The four clocks in milliseconds."""
+    parts = ("queued", clocks.queued_s), ("sandbox", clocks.sandbox_s), ("run", clocks.run_s), ("transfer", clocks.transfer_s)
+    return "  ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts)
+
+
+def format_times(result: ToolResult) -> str:
+    """The clocks of a call. Of one that was lost only the time until that was noticed is known."""
+    if result.error_code in (ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN):
+        clocks = result.clocks
+        return f"lost, noticed after {clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s:.1f} s"
+    return format_clocks(result.clocks)
+
+
+def _shorten(text: str, limit: int = 400) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def table_rows(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> list[str]:
+    """Return rows as aligned text lines, a header first. A value that is None is shown as "-"."""
+    cells = [list(columns)] + [["-" if (value := row.get(column, "")) is None else str(value) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]

@@ -1,0 +1,284 @@
+"""API keys: which tenant and role a key stands for. Redis has only a signed record with a digest of the key; the key itself is shown once."""
+
+import copy
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import redis.asyncio
+from pydantic import Field, ValidationError
+from redis.exceptions import RedisError
+
+from contract.calls import Identifier, Record
+from contract.clock import format_instant
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.names import api_keys_key, audit_key, tenants_key
+from contract.registry import LAST_INSTANT
+from contract.signing import SigningKeys
+from contract.tenancy import REGISTERED_LUA
+from store.actors import Actor, local_actor
+from store.actors import Role as Role
+from store.audit import AUDIT_LUA, build_entry, entry_text
+from store.tasks import SharedReads
+
+KEY_FRESH_S = 1.0
+"""How old what a process knows of a key may be: half of the time within which revoking it takes effect everywhere."""
+MAX_KNOWN = 4096
+SECRET_BYTES = 32
+TAIL_CHARS = 4
+_KEY = re.compile(r"tc_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
+_NOBODY = "0" * 64
+
+_ADD = f"""
+{AUDIT_LUA}
+{REGISTERED_LUA}
+-- KEYS: tenants, API keys, audit. ARGV: tenant, key id, record, entry. No key for a tenant that was removed meanwhile.
+if ARGV[1] ~= 'default' and not is_registered(KEYS[1], ARGV[1]) then return -1 end
+if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then return 0 end
+audit(KEYS[3], ARGV[4])
+return redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+"""
+_REVOKE = f"""
+{AUDIT_LUA}
+-- KEYS: API keys, audit. ARGV: key id, entry.
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
+audit(KEYS[2], ARGV[2])
+return redis.call('HDEL', KEYS[1], ARGV[1])
+"""
+
+
+class ApiKeyRecord(Record):
+    """What is kept of a key. `digest`: SHA-256 of it, in hexadecimal; `tail`: its last characters, for recognition. Instants in Unix seconds."""
+
+    tenant: Identifier
+    role: Role
+    name: str = Field(default="", max_length=128)
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    tail: str = Field(max_length=TAIL_CHARS)
+    created_at: float = Field(ge=0, lt=LAST_INSTANT)
+    expires_at: float | None = Field(default=None, ge=0, lt=LAST_INSTANT)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a key stands for."""
+
+    tenant: str
+    role: Role
+    key_id: str
+    name: str = field(default="", compare=False)
+    """Whose key it is, as whoever made it has said."""
+
+    def may_act_for(self, tenant: str) -> bool:
+        return self.role != "tenant" or tenant == self.tenant
+
+    def actor(self) -> Actor:
+        """As the audit names whoever changes something."""
+        return Actor(key=self.key_id, role=self.role, name=self.name, tenant=self.tenant)
+
+
+@dataclass(frozen=True)
+class NewKey:
+    """A key that was just made. `text` is the key itself, which nobody can tell again."""
+
+    id: str
+    text: str
+    record: ApiKeyRecord
+
+    def __repr__(self) -> str:
+        return f"NewKey(id={self.id!r})"
+
+
+class ApiKeys:
+    """The keys in Redis, each read again after at most KEY_FRESH_S seconds. `signing` signs and checks their records. `clock`: Unix seconds. The audit
+    names the user of this program as the actor of a change, or the actor of `acting_as`."""
+
+    def __init__(
+        self, client: "redis.asyncio.Redis", deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._client, self._signing = client, signing
+        self._tenants, self._key, self._audit = tenants_key(deployment), api_keys_key(deployment), audit_key(deployment)
+        self._actor: Actor | None = None
+        self._clock = clock
+        self._known: dict[str, tuple[ApiKeyRecord, float]] = {}
+        self._reads = SharedReads[ApiKeyRecord | None]()
+        self._add_script, self._revoke_script = client.register_script(_ADD), client.register_script(_REVOKE)
+
+    def acting_as(self, actor: Actor) -> Self:
+        """The same keys, changed by `actor`."""
+        mine = copy.copy(self)
+        mine._actor = actor
+        return mine
+
+    async def authenticate(self, text: str) -> Identity:
+        """Who the key stands for. Raises ToolFailure(UNAUTHENTICATED) for one that is unknown, revoked or expired; BrokerUnavailable."""
+        parts = _KEY.fullmatch(text)
+        key_id = parts[1] if parts is not None else ""
+        record = await self._find(key_id) if key_id else None
+        # An unknown key takes the same way as a wrong one.
+        is_right = hmac.compare_digest(_digest(text), record.digest if record is not None else _NOBODY)
+        if record is None or not is_right:
+            raise ToolFailure(
+                ErrorCode.UNAUTHENTICATED,
+                "the API key is none, or was revoked: check that all of it was copied, or have the operator make another (toolcrew tenants keys add TENANT)",
+            )
+        return self._identity(key_id, record)
+
+    async def recall(self, key_id: str) -> Identity:
+        """Who a key stands for that was shown before, and is known by its id since. Raises as `authenticate`."""
+        record = await self._find(key_id)
+        if record is None:
+            raise ToolFailure(ErrorCode.UNAUTHENTICATED, "the API key was revoked: show another one")
+        return self._identity(key_id, record)
+
+    async def add(self, tenant: str, role: Role = "tenant", *, name: str = "", ttl_s: float | None = None) -> NewKey:
+        """A new key for a registered tenant; `ttl_s`: how long it holds, None: until it is revoked.
+
+        Raises ToolFailure: UNKNOWN_TENANT, INVALID_ARGUMENTS for a name or time that is too long; BrokerUnavailable.
+        """
+        key_id, now = secrets.token_hex(8), self._clock()
+        text = f"tc_{key_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
+        try:
+            record = ApiKeyRecord(
+                tenant=tenant,
+                role=role,
+                name=name,
+                digest=_digest(text),
+                tail=text[-TAIL_CHARS:],
+                created_at=now,
+                expires_at=now + ttl_s if ttl_s is not None else None,
+            )
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{first['loc'][0]}: {first['msg']}") from None
+        until = format_instant(record.expires_at) if record.expires_at is not None else None
+        told = {"role": role, "name": name, "tail": record.tail, "expires": until}
+        entry = build_entry(self._actor or local_actor(), "key.add", key_id, tenant=tenant, details=told)
+        keys, args = (
+            [self._tenants, self._key, self._audit],
+            [tenant, key_id, self._signing.seal(_purpose(key_id), record.model_dump_json()), entry_text(entry)],
+        )
+        try:
+            added = await self._add_script(keys=keys, args=args)
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"no key was made: Redis does not do it ({error}); see that it is up and may be written") from error
+        if added != 1:
+            raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: register it first (toolcrew tenants add {tenant})")
+        return NewKey(key_id, text, record)
+
+    async def revoke(self, key_id: str) -> bool:
+        """Whether there was such a key; it opens nothing anywhere within 2 seconds. Raises BrokerUnavailable."""
+        try:
+            data: Any = await self._client.hget(self._key, key_id)
+            if data is None:
+                return False
+            entry = build_entry(self._actor or local_actor(), "key.remove", key_id, **self._describe(key_id, data))
+            was_there: Any = await self._revoke_script(keys=[self._key, self._audit], args=[key_id, entry_text(entry)])
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"the key was not revoked: Redis does not do it ({error}); try again") from error
+        self._known.pop(key_id, None)
+        return bool(was_there)
+
+    async def all(self) -> dict[str, ApiKeyRecord | ConfigError]:
+        """Every key by its id, oldest first; in place of a record that cannot be read: why. Raises BrokerUnavailable."""
+        try:
+            told: Any = await self._client.hgetall(self._key)
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Redis did not say which keys there are ({error}): see that it is up") from error
+        found: dict[str, ApiKeyRecord | ConfigError] = {}
+        for raw, data in told.items():
+            key_id = raw.decode(errors="replace")
+            try:
+                found[key_id] = self._parse(key_id, data)
+            except ConfigError as error:
+                found[key_id] = error
+        return dict(sorted(found.items(), key=lambda item: item[1].created_at if isinstance(item[1], ApiKeyRecord) else 0.0))
+
+    def _identity(self, key_id: str, record: ApiKeyRecord) -> Identity:
+        if record.expires_at is not None and self._clock() >= record.expires_at:
+            raise ToolFailure(
+                ErrorCode.UNAUTHENTICATED,
+                f"the API key {key_id} has expired: have the operator make another (`toolcrew tenants keys add {record.tenant}`)",
+            )
+        return Identity(record.tenant, record.role, key_id, record.name)
+
+    async def _find(self, key_id: str) -> ApiKeyRecord | None:
+        record, asked_at = self._known.get(key_id, (None, 0.0))
+        if record is not None and time.monotonic() - asked_at < KEY_FRESH_S:
+            return record
+        return await self._reads.read(key_id, lambda: self._read(key_id))
+
+    async def _read(self, key_id: str) -> ApiKeyRecord | None:
+        asked_at = time.monotonic()
+        try:
+            data: Any = await self._client.hget(self._key, key_id)
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"the API key was not checked: Redis does not answer ({error}); see that it is up") from error
+        self._known.pop(key_id, None)
+        if data is None:
+            return None
+        record = self._parse(key_id, data)
+        while len(self._known) >= MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._known[key_id] = (record, asked_at)
+        return record
+
+    def _parse(self, key_id: str, data: bytes) -> ApiKeyRecord:
+        advice = f"the key is refused: remove it (toolcrew tenants keys rm {key_id}) and create another"
+        try:
+            return ApiKeyRecord.model_validate_json(self._signing.unseal(_purpose(key_id), data))
+        except EnvelopeRefused as error:
+            raise RecordRefused(f"the record of API key {key_id} cannot be verified, so {advice}. {error}") from error
+        except ValidationError as error:
+            raise ConfigError(f"the record of API key {key_id} cannot be read, so {advice}") from error
+
+    def _describe(self, key_id: str, data: bytes) -> dict[str, Any]:
+        """The fields of the audit entry about a record that is removed."""
+        try:
+            record = self._parse(key_id, data)
+        except ConfigError:
+            return {"details": {"record": "could not be read"}}
+        return {"tenant": record.tenant, "details": {"role": record.role, "name": record.name, "tail": record.tail}}
+
+
+class Credential:
+    """The key that a client was given, looked at again before each call: it may have been revoked meanwhile."""
+
+    def __init__(self, keys: ApiKeys, text: str) -> None:
+        self._keys = keys
+        self._text = text
+
+    async def check(self, tenant: str) -> Identity:
+        """Raises ToolFailure: UNAUTHENTICATED, PERMISSION_DENIED when the key is not for that tenant; BrokerUnavailable."""
+        identity = await self._identify()
+        if not identity.may_act_for(tenant):
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED,
+                f"the API key is for tenant {identity.tenant} and not for {tenant}: leave the tenant out, or use a key of that one",
+            )
+        return identity
+
+    async def _identify(self) -> Identity:
+        return await self._keys.authenticate(self._text)
+
+
+class ShownCredential(Credential):
+    """A key that was shown once, by its id: for who holds something else since, such as a login to the pages."""
+
+    async def _identify(self) -> Identity:
+        return await self._keys.recall(self._text)
+
+
+def _digest(text: str) -> str:
+    """A plain hash, and no slow one: the secret is 32 random bytes, which nobody finds by trying; and each call asks."""
+    return hashlib.sha256(b"toolcrew api key v1\0" + text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _purpose(key_id: str) -> str:
+    """A record is valid for its own key id only."""
+    return f"api-key {key_id}"

@@ -1,0 +1,270 @@
+"""Who changed what: one entry in Redis for every change that an administrator or an approver makes, written in the step that makes it.
+
+What operators and administrators change is in one stream; what the holders of a tenant's keys change is in a stream of that tenant, so that a tenant
+can only push out entries of its own.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+import redis.asyncio
+from pydantic import Field, ValidationError
+from redis.exceptions import RedisError
+
+from contract.calls import Identifier, Record
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.names import audit_key, tenant_audit_key, tenants_key
+from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
+from store.actors import Actor
+from store.connection import broker_errors
+
+AuditAction = Literal[
+    "tool.disable",
+    "tool.enable",
+    "approval.allow",
+    "approval.deny",
+    "tenant.add",
+    "tenant.set",
+    "tenant.remove",
+    "tenant.pause",
+    "tenant.resume",
+    "key.add",
+    "key.remove",
+    "call.kill",
+    "host.drain",
+    "batch.cancel",
+    "batch.retry",
+    "run.cancel",
+    "session.close",
+    "skill.install",
+    "skill.remove",
+]
+ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
+MAX_ENTRIES = 100_000
+"""The operators' stream keeps at least so many of the newest entries."""
+MAX_TENANT_ENTRIES = 5_000
+"""A tenant's stream keeps at least so many."""
+MAX_TARGET_CHARS = 256
+MAX_DETAILS = 16
+MAX_DETAIL_CHARS = 1024
+MAX_PAGE = 1000
+MAX_LOOKED_AT = 10_000
+"""Entries that are read for one page: it is quick also when few of them match the filters."""
+_AT_ONCE = 500
+_CURSOR = re.compile(r"([0-9]{1,20})-([0-9]{1,20})(?:-([A-Za-z0-9_-]{1,64}))?")
+_LEAST_AT_ONCE = 20
+
+AUDIT_LUA = f"""
+-- To be called after the last look at what is changed and before the first change: when it fails, nothing was changed.
+local function audit(key, entry)
+  if entry == '' then return end
+  local actor, most = cjson.decode(entry).actor, {MAX_ENTRIES}
+  -- `key` ends with 'audit'; this is tenant_audit_key.
+  if actor.role == 'tenant' then key, most = string.sub(key, 1, -6) .. 't:' .. actor.tenant .. ':audit', {MAX_TENANT_ENTRIES} end
+  redis.call('XADD', key, 'MAXLEN', '~', most, '*', 'entry', entry)
+end
+"""
+"""For scripts that change something: `audit(audit_key, entry as text)` writes the entry to the stream of its actor. An entry '' is none."""
+
+_ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
+
+
+class AuditEntry(Record):
+    """One change. `tenant`: whom it is about, None when that is everybody. `target`: the tool, tenant, key, approval, call, host, batch, run, session or skill.
+
+    `details` never hold a secret, nor what a call says."""
+
+    actor: Actor
+    action: AuditAction
+    tenant: Identifier | None = None
+    target: str = Field(default="", max_length=MAX_TARGET_CHARS)
+    details: dict[str, str] = Field(default_factory=dict, max_length=MAX_DETAILS)
+
+
+@dataclass(frozen=True)
+class Audited:
+    """A stored entry. `id`: unique in the deployment; `at`: Unix seconds of Redis's clock."""
+
+    id: str
+    at: float
+    entry: AuditEntry
+
+    def to_json(self) -> dict[str, Any]:
+        return {"id": self.id, "at": self.at, **self.entry.model_dump(mode="json")}
+
+
+@dataclass(frozen=True)
+class AuditPage:
+    """Entries, newest first. `cursor`: where older ones begin, None when there are none; a page may be short, or empty, and not be the last."""
+
+    entries: tuple[Audited, ...]
+    cursor: str | None
+
+
+def build_entry(
+    actor: Actor, action: AuditAction, target: str, *, tenant: str | None = None, details: Mapping[str, str | None] | None = None
+) -> AuditEntry:
+    """An entry; details that are None or "" are left out, longer ones than fit are shortened visibly.
+
+    Raises ToolFailure(INVALID_ARGUMENTS) for a target or tenant that can be none: build it before the change.
+    """
+    told = {name: _fitting(value) for name, value in (details or {}).items() if value}
+    try:
+        return AuditEntry(actor=actor, action=action, tenant=tenant, target=target, details=told)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"nothing was changed: {where} cannot be written down: {first['msg']}") from error
+
+
+def entry_text(entry: AuditEntry) -> str:
+    """What AUDIT_LUA takes."""
+    return entry.model_dump_json(exclude_defaults=True)
+
+
+def note_entry(pipe: "redis.asyncio.client.Pipeline", deployment: str, entry: AuditEntry) -> None:
+    """Add an operator's entry to a change that is made in MULTI."""
+    pipe.xadd(audit_key(deployment), {"entry": entry_text(entry)}, maxlen=MAX_ENTRIES, approximate=True)
+
+
+class Audit:
+    """The audit of a deployment."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+        self._client, self._deployment = client, deployment
+        self._add = client.register_script(_ADD)
+
+    async def add(self, entry: AuditEntry) -> None:
+        """For changes that are not made in Redis: before them, so that none is without its entry. Others write theirs by AUDIT_LUA or `note_entry`.
+
+        Raises BrokerUnavailable: nothing was written, and nothing is to be done.
+        """
+        try:
+            await self._add(keys=[audit_key(self._deployment)], args=[entry_text(entry)])
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(
+                f"nothing was done, because it cannot be written down who did it: Redis does not do it ({error}); see that it is up"
+            ) from error
+
+    async def count(self) -> int:
+        """Return the number of stored entries in the operators' stream. Raises BrokerUnavailable."""
+        with broker_errors("the audit log was not read"):
+            return int(await self._client.xlen(audit_key(self._deployment)))
+
+    async def read(
+        self,
+        after: str | None = None,
+        limit: int = 50,
+        *,
+        tenant: str | None = None,
+        actions: tuple[AuditAction, ...] = (),
+        target: str | None = None,
+    ) -> AuditPage:
+        """Newest first; `after`: the cursor of the page before. Only those about `tenant`, of one of `actions`, of `target`, where these are given.
+
+        Raises ToolFailure(INVALID_ARGUMENTS) for a cursor or limit that is none, BrokerUnavailable.
+        """
+        if not 1 <= limit <= MAX_PAGE:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
+        cursor, found, count_read = _parse_cursor(after) if after is not None else None, list[Audited](), 0
+        owners = await self._owners(tenant)
+        while count_read < MAX_LOOKED_AT:
+            rows, is_last = await self._rows(cursor, owners)
+            count_read += len(rows)
+            for position, fields in rows:
+                cursor = position
+                stored = _parse(position, fields)
+                if stored is not None and _fits(stored.entry, tenant, actions, target):
+                    found.append(stored)
+                    if len(found) == limit:
+                        return AuditPage(tuple(found), str(cursor))
+            if is_last:
+                return AuditPage(tuple(found), None)
+        return AuditPage(tuple(found), str(cursor))
+
+    async def _owners(self, tenant: str | None) -> list[str]:
+        """The owners of the streams that may hold entries about that tenant, or about any: "" for the operators', else a tenant."""
+        if tenant is not None:
+            return ["", tenant]
+        try:
+            # Only a registered tenant has keys, and the default one.
+            fields: Any = await self._client.hkeys(tenants_key(self._deployment))
+        except (RedisError, OSError) as error:
+            raise _unread(error) from error
+        return ["", *sorted({DEFAULT_TENANT, *(field.decode(errors="replace") for field in fields)} - {VERSION_FIELD})]
+
+    async def _rows(self, after: "_Position | None", owners: Sequence[str]) -> tuple[list["_Row"], bool]:
+        """The next entries of these streams merged, newest first, and whether they are the last ones."""
+        count = max(_AT_ONCE // len(owners), min(_AT_ONCE, _LEAST_AT_ONCE))
+        pipe = self._client.pipeline(transaction=False)
+        for owner in owners:
+            key = tenant_audit_key(self._deployment, owner) if owner else audit_key(self._deployment)
+            pipe.xrevrange(key, after.before_in(owner) if after is not None else "+", "-", count=count)
+        try:
+            streams: Any = await pipe.execute()
+        except (RedisError, OSError) as error:
+            raise _unread(error) from error
+        of_streams = [
+            [(_Position.of(id_.decode(), owner), fields) for id_, fields in rows] for owner, rows in zip(owners, streams, strict=True)
+        ]
+        # A stream that gave all that was asked for has more: what is older than its last row may not be next.
+        oldest = [rows[-1][0] for rows in of_streams if len(rows) == count]
+        merged = sorted((row for rows in of_streams for row in rows), key=lambda row: row[0], reverse=True)
+        return [row for row in merged if not oldest or row[0] >= max(oldest)], not oldest
+
+
+class _Position(NamedTuple):
+    """Where an entry is among those of all streams, oldest first. `owner`: of its stream; orders entries of the same instant."""
+
+    milliseconds: int
+    sequence: int
+    owner: str
+
+    @classmethod
+    def of(cls, id_: str, owner: str) -> Self:
+        milliseconds, _, sequence = id_.partition("-")
+        return cls(int(milliseconds), int(sequence), owner)
+
+    def before_in(self, owner: str) -> str:
+        """The bound, as XREVRANGE takes it, of what comes before this position in a stream."""
+        is_included = owner < self.owner
+        return f"{'' if is_included else '('}{self.milliseconds}-{self.sequence}"
+
+    def __str__(self) -> str:
+        return f"{self.milliseconds}-{self.sequence}" + (f"-{self.owner}" if self.owner else "")
+
+
+_Row = tuple[_Position, Mapping[bytes, bytes]]
+
+
+def _unread(error: Exception) -> BrokerUnavailable:
+    return BrokerUnavailable(f"Redis did not say who changed what ({error}): see that it is up")
+
+
+def _fits(entry: AuditEntry, tenant: str | None, actions: tuple[AuditAction, ...], target: str | None) -> bool:
+    return tenant in (None, entry.tenant) and (not actions or entry.action in actions) and target in (None, entry.target)
+
+
+def _parse(position: _Position, fields: Mapping[bytes, bytes]) -> Audited | None:
+    """None for what is no entry: of a later release, or somebody else's. What can be read is shown all the same."""
+    try:
+        entry = AuditEntry.model_validate_json(fields.get(b"entry", b""))
+    except ValidationError:
+        return None
+    return Audited(str(position), position.milliseconds / 1000, entry)
+
+
+def _parse_cursor(text: str) -> _Position:
+    found = _CURSOR.fullmatch(text)
+    position = _Position(int(found[1]), int(found[2]), found[3] or "") if found is not None else None
+    if position is None or max(position.milliseconds, position.sequence) >= 2**64:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "that is no cursor of the audit: give one as a page gave it, or leave it out")
+    return position
+
+
+def _fitting(text: str) -> str:
+    """A detail, as JSON can carry it."""
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= MAX_DETAIL_CHARS else f"{text[: MAX_DETAIL_CHARS - 32]}... ({len(text)} characters)"

@@ -1,0 +1,338 @@
+"""The life of one call through every process: what its record, its queue, its worker, its session and its result say of it now."""
+
+import json
+import re
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+from pydantic import ValidationError
+from redis.exceptions import RedisError
+
+from contract.calls import ToolResult
+from contract.clock import format_instant
+from contract.envelope import decode_result, join_result, kept_result_key, stored_answer
+from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
+from contract.hosts import HOST_TTL_S, parse_holder
+from contract.ledger import CallRecord, CallState, parse_record
+from contract.links import flower_task_url
+from contract.names import admission_prefix, call_key, host_key, host_of, is_blob_of, place_key, result_key, seen_tenants_key, tenants_key
+from contract.session_locations import SessionLocation
+from contract.signing import ResultSeal, SigningKeys
+from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
+from store.run_keys import run_key
+from store.sessions import parse_session_location
+
+MAX_LOOKED_AT = 200_000
+"""Calls that wait for slots, among which one is looked for."""
+_TASK = re.compile(r"[0-9a-f]{12}-([A-Za-z0-9_-]{1,64})\.([1-9][0-9]{0,8})\.([A-Za-z0-9_-]{1,64})")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_OWN_RUN = re.compile(r"([0-9a-f]{16})-[0-9]+-[0-9]+")
+"""A call of a run that a program worked by itself."""
+
+# KEYS: queue. ARGV: what only the call's message has. Gives how many are taken before it, -1 when it is not among the first 5,000, and how many wait in all.
+_POSITION = """
+local length, at = redis.call('LLEN', KEYS[1]), 0
+while at < length and at < 5000 do
+  local some = redis.call('LRANGE', KEYS[1], -at - 100, -at - 1)
+  for index = #some, 1, -1 do
+    if string.find(some[index], ARGV[1], 1, true) then return {at + #some - index, length} end
+  end
+  at = at + 100
+end
+return {-1, length}
+"""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Where a call waits: for a slot (`admission`), or in the broker's queue. `ahead`: how many of `waiting` go before it, None when that is not known."""
+
+    where: str
+    queue: str
+    ahead: int | None
+    waiting: int
+
+
+@dataclass(frozen=True)
+class CallLife:
+    """All that is known of a call. `record` None: it waits for its first slot. `is_held`: whether the worker that runs it still reports; `result`: while
+    it is kept for whoever takes it; `place`: of its session, None when that is closed or has expired."""
+
+    call: str
+    tenant: str
+    record: CallRecord | None
+    tool: str
+    waiting: Waiting | None = None
+    is_held: bool | None = None
+    place: SessionLocation | None = None
+    result: ToolResult | None = None
+    run: str | None = None
+    batch: str | None = None
+    flower_url: str | None = None
+
+    @property
+    def state(self) -> str:
+        """As the ledger has it, or `waiting`."""
+        return self.record.state.value if self.record is not None else "waiting"
+
+    @property
+    def advice(self) -> str | None:
+        """What to do about a call that was lost; None for any other call."""
+        if self.state == CallState.RUNNING and self.is_held is False:
+            return (
+                f"Its worker stopped reporting. The program that sent the call marks it as lost within {HOST_TTL_S} s. If that program ended too, no result "
+                "will come: check whether the call has acted before you send it again."
+            )
+        code = self.record.code if self.record is not None else ""
+        if self.state == CallState.UNKNOWN or code == ErrorCode.OUTCOME_UNKNOWN:
+            return "The call may have acted. Check that before you send it again. `toolcrew hosts` shows which hosts report."
+        if self.state == CallState.LOST:
+            return "The call was not run. It is safe to send it again. `toolcrew hosts` shows which hosts report."
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """For people and programs: times in ISO 8601 UTC, None for what is not known."""
+        record = self.record or CallRecord(state=CallState.QUEUED)
+        queue, worker = parse_holder(record.holder)
+        told: dict[str, Any] = {
+            "call": self.call,
+            "tenant": self.tenant,
+            "tool": self.tool or None,
+            "state": self.state,
+            "error_code": record.code or None,
+            "killed": record.killed or None,
+            "noticed_by": record.noticed_by or None,
+            "reason": record.reason or None,
+            "advice": self.advice,
+            "attempt": record.attempt,
+            "session": record.session or None,
+            "run": self.run,
+            "batch": self.batch,
+            "queue": record.queue or (self.waiting.queue if self.waiting is not None else None),
+            "host": host_of(queue) if queue else None,
+            "worker": worker or None,
+            "holder": record.holder or None,
+            "is_held": self.is_held,
+            "sandbox": record.sandbox or None,
+            "task": record.task or None,
+            "flower_url": self.flower_url,
+            "queued_at": _instant(record.queued_at),
+            "started_at": _instant(record.started_at),
+            "ended_at": _instant(record.ended_at),
+            "queued_s": _seconds(record.queued_at, record.started_at),
+            # The end of a lost call is when the loss was noticed, not how long it ran.
+            "run_s": _seconds(record.started_at, record.ended_at) if not record.noticed_by else None,
+        }
+        waits, place, result = self.waiting, self.place, self.result
+        told["waits_in"] = waits.where if waits is not None else None
+        told["ahead"] = waits.ahead if waits is not None else None
+        told["waiting"] = waits.waiting if waits is not None else None
+        told["place"] = _place_json(place) if place is not None else None
+        told["result"] = _result_json(result) if result is not None else None
+        return told
+
+
+class CallLives:
+    """Looks calls up in one deployment. `flower_url`: where people reach Flower, None: nowhere. Every method raises BrokerUnavailable."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, flower_url: str | None = None) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._keys = keys
+        self._flower_url = flower_url
+        self._position = client.register_script(_POSITION)
+
+    async def read(self, tenant: str, call_id: str) -> CallLife | None:
+        """What is known of a tenant's call; None for nothing. One that waits because its tenant is paused only its own program knows."""
+        if not _NAME.fullmatch(call_id):
+            return None
+        record = await self._record(tenant, call_id)
+        if record is None:
+            return await self._waiting_life(tenant, call_id)
+        run, batch = await self._run(tenant, call_id)
+        waiting, is_held = None, None
+        if record.state is CallState.QUEUED:
+            waiting = await self._in_queue(record)
+        elif record.state is CallState.RUNNING:
+            is_held = bool(await _told(self._client.exists(host_key(self._deployment, parse_holder(record.holder)[0]))))
+        return CallLife(
+            call=call_id,
+            tenant=tenant,
+            record=record,
+            tool=record.tool,
+            waiting=waiting,
+            is_held=is_held,
+            place=await self._place(tenant, record.session),
+            result=await self._result(tenant, call_id, record),
+            run=run,
+            batch=batch,
+            flower_url=flower_task_url(self._flower_url, record.task) if self._flower_url and record.task else None,
+        )
+
+    async def find(self, text: str, tenant: str | None) -> CallLife:
+        """The call of that id, or of a Celery task's as Flower shows it, of the tenant or (None) of whichever has it.
+
+        Raises ToolFailure(INVALID_ARGUMENTS) for nothing, and for ids that several tenants have.
+        """
+        owner, call_id = await self.resolve(text, tenant)
+        life = await self.read(owner, call_id)
+        if life is None:
+            raise unknown_call(text, owner)
+        return life
+
+    async def resolve(self, text: str, tenant: str | None) -> tuple[str, str]:
+        """Tenant and id of a call, as for `find`; of a tenant that is given it need not be known."""
+        task = parse_task_id(text)
+        if task is not None and tenant in (None, task[0]):
+            return task
+        if tenant is not None:
+            return tenant, text
+        owners = await self.owners(text)
+        if len(owners) > 1:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"several tenants have a call {text}: name one by --tenant: {', '.join(owners[:20])}"
+            )
+        if not owners:
+            raise unknown_call(text, None)
+        return owners[0], text
+
+    async def owners(self, call_id: str) -> list[str]:
+        """The tenants that have a call of that id, among those that are registered, have opened a session, or wait for a slot with it."""
+        if not _NAME.fullmatch(call_id):
+            return []
+        registered: Any = await _told(self._client.hkeys(tenants_key(self._deployment)))
+        seen: Any = await _told(self._client.zrange(seen_tenants_key(self._deployment), 0, -1))
+        names = sorted({DEFAULT_TENANT, *(name.decode() for name in (*registered, *seen))} - {VERSION_FIELD})
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            pipe.exists(call_key(self._deployment, name, call_id))
+        known = {name for name, is_there in zip(names, await _told(pipe.execute()), strict=True) if is_there}
+        return sorted(known | {str(told["tenant"]) for _, told in await self._tickets(call_id)})
+
+    async def _record(self, tenant: str, call_id: str) -> CallRecord | None:
+        fields: Any = await _told(self._client.hgetall(call_key(self._deployment, tenant, call_id)))
+        try:
+            return parse_record(fields)
+        except ValidationError as error:
+            raise BrokerUnavailable(
+                f"the record of call {call_id} in Redis is none of ours: run the same release everywhere, or look at it with a later one"
+            ) from error
+
+    async def _waiting_life(self, tenant: str, call_id: str) -> CallLife | None:
+        """Of a call that waits for its first slot."""
+        found = [(ticket, told) for ticket, told in await self._tickets(call_id) if told["tenant"] == tenant]
+        if not found:
+            return None
+        ticket, told = found[0]
+        lane = f"{admission_prefix(self._deployment)}lane:{told['queue']}|{tenant}:{told.get('lane')}"
+        ahead = await _told(self._client.zrank(lane, ticket))
+        waiting = Waiting("admission", str(told["queue"]), ahead, int(await _told(self._client.zcard(lane))))
+        run, batch = await self._run(tenant, call_id)
+        return CallLife(call_id, tenant, None, str(told.get("tool", "")), waiting=waiting, run=run, batch=batch)
+
+    async def _tickets(self, call_id: str) -> list[tuple[str, dict[str, Any]]]:
+        """The places in admission's queue of calls of that id, with their terms."""
+        key, needle = f"{admission_prefix(self._deployment)}waiting", f'"call":"{call_id}"'.encode()
+        found: list[tuple[str, dict[str, Any]]] = []
+        cursor, looked_at = 0, 0
+        while looked_at < MAX_LOOKED_AT:
+            answer: Any = await _told(self._client.hscan(key, cursor, count=1000))
+            cursor, rows = answer
+            found += [(ticket.decode(), json.loads(text)) for ticket, text in rows.items() if needle in text]
+            looked_at += len(rows)
+            if not cursor:
+                break
+        return found
+
+    async def _in_queue(self, record: CallRecord) -> Waiting:
+        ahead, length = await _told(self._position(keys=[record.queue], args=[f'"id": "{record.task}"']))
+        return Waiting("queue", record.queue, int(ahead) if int(ahead) >= 0 else None, int(length))
+
+    async def _place(self, tenant: str, session: str) -> SessionLocation | None:
+        if not session:
+            return None
+        fields: Any = await _told(self._client.hgetall(place_key(self._deployment, tenant, session)))
+        try:
+            return parse_session_location(fields)
+        except ValidationError:
+            return None  # of a later release: nothing of it could be shown truly
+
+    async def _result(self, tenant: str, call_id: str, record: CallRecord) -> ToolResult | None:
+        """The call's result, while it lies in Redis; nothing that nobody with the secret has signed."""
+        text = await _told(self._client.get(result_key(record.task))) if record.task else None
+        try:
+            stored: Any = json.loads(text or b"null")
+            encoded: Any = stored_answer(stored) if isinstance(stored, dict) else None
+            key = kept_result_key(encoded)
+            if key is not None and is_blob_of(key, self._deployment, tenant):
+                encoded = join_result(encoded, await _told(self._client.get(key)) or b"")
+            result = decode_result(encoded, ResultSeal(self._keys, tenant, record.attempt)) if encoded else None
+        except (ValueError, KeyError, EnvelopeRefused):
+            return None
+        return result if result is not None and result.call_id == call_id else None
+
+    async def _run(self, tenant: str, call_id: str) -> tuple[str | None, str | None]:
+        """The run that makes the call, as its id tells, and the batch that the run is of."""
+        parts = call_id.split("-")
+        names = ["-".join(parts[:count]) for count in range(len(parts), max(0, len(parts) - 4), -1)]
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            pipe.hget(run_key(self._deployment, tenant, name), "batch")
+        for name, batch in zip(names, await _told(pipe.execute()), strict=True):
+            if batch is not None:
+                return name, None if batch.startswith(b"@") else batch.decode(errors="replace")
+        own = _OWN_RUN.fullmatch(call_id)
+        return (own[1] if own is not None else None), None
+
+
+def unknown_call(text: str, tenant: str | None) -> ToolFailure:
+    """The same for one that never was, is forgotten, or is another tenant's."""
+    whose = f" of tenant {tenant}" if tenant is not None else ""
+    return ToolFailure(
+        ErrorCode.INVALID_ARGUMENTS,
+        f"nothing is known of call {text[:128]}{whose}: look at the id and --tenant; calls are remembered for a day, and one that waits because its "
+        "tenant is paused is known to its own program alone",
+    )
+
+
+def parse_task_id(text: str) -> tuple[str, str] | None:
+    """Tenant and call of a Celery task, as Flower shows its id; None for one that is none of ours."""
+    found = _TASK.fullmatch(text)
+    return (found[3], found[1]) if found is not None else None
+
+
+def _place_json(place: SessionLocation) -> dict[str, Any]:
+    return {
+        "state": place.state.value,
+        "host": host_of(place.queue) if place.queue else None,
+        "queue": place.queue or None,
+        "generation": place.fence,
+        "opened_at": _instant(place.opened_at),
+        "checkpoint": place.checkpoint or None,
+        "checkpoint_at": _instant(place.checkpoint_at),
+    }
+
+
+def _result_json(result: ToolResult) -> dict[str, Any]:
+    """What it tells of how the call went; its output is the caller's."""
+    told = result.model_dump(mode="json", include={"success", "error", "error_code", "truncated", "clocks", "kill", "sandbox"})
+    if isinstance(told["sandbox"], dict):
+        told["sandbox"].pop("news")
+    return told
+
+
+def _instant(at: float) -> str | None:
+    return format_instant(at, "milliseconds") if at else None
+
+
+def _seconds(first: float, last: float) -> float | None:
+    return round(last - first, 6) if first and last >= first else None
+
+
+async def _told(asked: Awaitable[Any]) -> Any:
+    try:
+        return await asked
+    except (RedisError, OSError) as error:
+        raise BrokerUnavailable(f"Redis does not say what became of the call ({error}): see that it is up") from error

@@ -1,0 +1,178 @@
+"""What the workers publish, as the orchestrator knows it."""
+
+import difflib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import redis.asyncio
+from pydantic import ValidationError
+from redis.exceptions import RedisError
+
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.names import CATALOG_POOLS, catalog_key, catalog_names_key
+from contract.signing import SigningKeys
+from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog, seal_catalog
+from store.connection import SyncRedis, broker_errors
+from store.tasks import SharedReads
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+FRESH_S = 1.0
+CATALOG_TTL_S = 15
+NAMES_TTL_S = 7 * 24 * 3600
+STARTED_BY = {
+    "sandbox": "`toolcrew worker start` beside a sandboxd",
+    "web": "`toolcrew worker start --kind web`",
+    "tools": "`toolcrew worker start --kind web` with TOOLCREW_TOOL_MODULES or the tools' package",
+}
+"""Pool -> how its worker is started."""
+
+
+class CatalogSource(Protocol):
+    """Where specs come from."""
+
+    async def specs(self) -> tuple[ToolSpec, ...]: ...
+
+    def explain_missing(self, name: str) -> str | None:
+        """Why a tool that there is cannot be called now, and what to do; None: there is no such tool. As of the last `specs`."""
+        ...
+
+
+class RedisCatalog:
+    """The catalogs of all pools in Redis as one, read again at most every FRESH_S seconds, in one round trip."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
+        self._client, self._signing = client, keys
+        self._keys = [key(deployment, pool) for key in (catalog_key, catalog_names_key) for pool in CATALOG_POOLS]
+        self._specs: tuple[ToolSpec, ...] = ()
+        self._lost: dict[str, str] = {}
+        self._clashes: set[str] = set()
+        self._read_at = float("-inf")
+        self._reads = SharedReads[None]()
+        # What is read is nearly always what was read before.
+        self._parsed: dict[str, tuple[str | bytes, Catalog]] = {}
+        self._skills: tuple[SkillSummary, ...] = ()
+
+    async def specs(self) -> tuple[ToolSpec, ...]:
+        """All specs, session verbs included. Raises ConfigError when no worker lives, BrokerUnavailable when Redis does not answer."""
+        if time.monotonic() - self._read_at > FRESH_S:
+            await self._reads.read("catalog", self._refresh)
+        return self._specs
+
+    async def skills(self) -> tuple[SkillSummary, ...]:
+        """What the workers beside sandboxes have, by name. Raises as `specs`."""
+        await self.specs()
+        return self._skills
+
+    def explain_missing(self, name: str) -> str | None:
+        pool = self._lost.get(name)
+        return None if pool is None else f"no worker serves {name} now: start one with {STARTED_BY[pool]}"
+
+    async def pools(self) -> dict[str, tuple[ToolSpec, ...]]:
+        """Pool -> what its workers publish now; a pool without a worker is not in it. Raises as `specs`, but not for want of workers."""
+        texts, _ = await self._fetch()
+        return {pool: self._parse(pool, text).tools for pool, text in texts.items() if text is not None}
+
+    async def served_before(self) -> dict[str, list[str] | None]:
+        """Pool -> the names of the tools that it published last; None for a list that cannot be read. Raises BrokerUnavailable."""
+        _, names = await self._fetch()
+        return {pool: _parse_names(text) for pool, text in names.items()}
+
+    async def _refresh(self) -> None:
+        self._specs = await self._read()
+        self._read_at = time.monotonic()
+
+    def _parse(self, pool: str, text: str | bytes) -> Catalog:
+        known = self._parsed.get(pool)
+        if known is None or known[0] != text:
+            known = self._parsed[pool] = text, self._open(pool, text)
+        return known[1]
+
+    def _open(self, pool: str, sealed: str | bytes) -> Catalog:
+        try:
+            return open_catalog(self._signing, pool, sealed)
+        except EnvelopeRefused as error:
+            raise RecordRefused(
+                f"the tools that workers of the pool {pool} publish cannot be verified: run the same release everywhere. {error}"
+            ) from error
+        except ValidationError as error:
+            raise ConfigError("the workers publish a catalog of another version: run the same release on both sides") from error
+
+    async def _read(self) -> tuple[ToolSpec, ...]:
+        texts, names = await self._fetch()
+        if not any(texts.values()):
+            raise ConfigError("no worker has published its tools: start one with `toolcrew worker start`, or everything with `toolcrew up`")
+        found: dict[str, ToolSpec] = {}
+        lost: dict[str, str] = {"session.open": "sandbox"}
+        for pool, text in texts.items():
+            if text is None:
+                lost.update((name, pool) for name in _parse_names(names[pool]) or () if name not in lost)
+                continue
+            for spec in self._parse(pool, text).tools:
+                self._note_clash(found.setdefault(spec.name, spec), spec)
+        sandbox = texts["sandbox"]
+        self._skills = tuple(sorted(self._parse("sandbox", sandbox).skills, key=lambda skill: skill.name)) if sandbox is not None else ()
+        self._lost = {name: pool for name, pool in lost.items() if name not in found}
+        return tuple(sorted(found.values(), key=lambda spec: spec.name))
+
+    async def _fetch(self) -> tuple[dict[str, str | bytes | None], dict[str, str | bytes | None]]:
+        """Pool -> text of its catalog, pool -> text of the names it served last."""
+        try:
+            values = await self._client.mget(self._keys)
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Redis did not give the tool catalog ({error})") from error
+        count = len(CATALOG_POOLS)
+        return dict(zip(CATALOG_POOLS, values[:count], strict=True)), dict(zip(CATALOG_POOLS, values[count:], strict=True))
+
+    def _note_clash(self, taken: ToolSpec, other: ToolSpec) -> None:
+        """Say once that a tool cannot be reached behind another of its name."""
+        if taken is other or taken.name in self._clashes:
+            return
+        self._clashes.add(taken.name)
+        log.error("tool_published_twice", tool=taken.name, served_by=taken.pool, hidden=other.pool)
+
+
+def find_skill(name: str, skills: Sequence[SkillSummary]) -> SkillSummary:
+    """The skill of that name. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names."""
+    found = next((skill for skill in skills if skill.name == name), None)
+    if found is None:
+        nearest = difflib.get_close_matches(name, [skill.name for skill in skills], n=3, cutoff=0.0)
+        raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"Skill not found: {name}", nearest=nearest)
+    return found
+
+
+def _parse_names(text: str | bytes | None) -> list[str] | None:
+    """Return the names; None for a text that is not JSON. The names only serve to explain why a tool is missing."""
+    try:
+        names = json.loads(text or "[]")
+    except (ValueError, RecursionError):
+        return None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+class WorkerCatalogStore:
+    """Publishes the catalogs of a worker's pools."""
+
+    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
+        self._client, self._keys = client, keys
+        self._deployment = deployment
+
+    def publish(self, catalogs: Mapping[str, Catalog]) -> None:
+        """Store what each pool serves here; it expires. Raises BrokerUnavailable."""
+        with broker_errors("the catalog was not published"), self._client.pipeline(transaction=False) as pipe:
+            for key, text, ttl_s in self._build_entries(catalogs):
+                pipe.set(key, text, ex=ttl_s)
+            pipe.execute()
+
+    def _build_entries(self, catalogs: Mapping[str, Catalog]) -> list[tuple[str, str, int]]:
+        """Return the key, the text and the seconds to live of each entry."""
+        entries: list[tuple[str, str, int]] = []
+        for pool, catalog in catalogs.items():
+            # The names explain to every tenant why a tool is missing, so tools of single tenants are left out.
+            names = json.dumps([spec.name for spec in catalog.tools if spec.tenants is None])
+            entries.append((catalog_key(self._deployment, pool), seal_catalog(self._keys, pool, catalog), CATALOG_TTL_S))
+            entries.append((catalog_names_key(self._deployment, pool), names, NAMES_TTL_S))
+        return entries

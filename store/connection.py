@@ -1,0 +1,278 @@
+"""Connections to Redis, asynchronous ones for orchestrators and blocking ones for workers, with every time-out set.
+
+Nothing outside of this package and of `workers/celery_edge` imports redis. Every store catches what a command raises in `broker_errors`, so that its
+callers see BrokerUnavailable and nothing else.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import redis
+import redis.asyncio
+from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool, Connection, SSLConnection
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
+from redis.backoff import NoBackoff
+from redis.connection import Connection as SyncConnection
+from redis.connection import ConnectionPool as SyncPool
+from redis.connection import SSLConnection as SyncTlsConnection
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, NoScriptError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+from redis.sentinel import Sentinel as SyncSentinel
+from redis.sentinel import SentinelConnectionPool as SyncSentinelPool
+
+from contract.errors import BrokerUnavailable, OperatorError
+from contract.settings import BrokerSettings
+
+RedisClient: TypeAlias = "redis.asyncio.Redis"
+SyncRedis: TypeAlias = "redis.Redis"
+TIMEOUT_S = 10.0
+MAX_CONNECTIONS = 16
+LOADING_S = 10.0
+"""So long a Redis that reads its data in is waited for at the start."""
+LOOK_S = 0.1
+_REDIS_ERRORS = (RedisError, OSError)
+
+_sync_clients: "weakref.WeakSet[redis.Redis]" = weakref.WeakSet()
+_thread_connections: "weakref.WeakKeyDictionary[SyncPool, threading.local]" = weakref.WeakKeyDictionary()
+"""Of each pool, the connection that a thread keeps for its scripts."""
+
+
+class RedisAccessDenied(OperatorError):
+    """The Redis user has no permission for a command."""
+
+
+@contextlib.contextmanager
+def broker_errors(what: str) -> Iterator[None]:
+    """Raise BrokerUnavailable instead of what the Redis client raises inside. `what`: a sentence about what failed, for example "the policy was not read"."""
+    try:
+        yield
+    except _REDIS_ERRORS as error:
+        raise BrokerUnavailable(f"{what}: Redis does not answer ({error}); see that Redis is up") from error
+
+
+def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":
+    """A client whose callers wait for a connection instead of failing when all are busy. Behind sentinels it follows the master."""
+    return redis.asyncio.Redis.from_pool(_open_pool(broker))
+
+
+async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> None:
+    """Raises BrokerUnavailable: where it looked, what Redis said, what to check."""
+    try:
+        await _ping(client)
+    except AuthenticationError as error:
+        raise BrokerUnavailable(f"Redis at {broker.redis_address()} refuses user or password: check TOOLCREW_REDIS_URL") from error
+    except (RedisError, OSError) as error:
+        raise BrokerUnavailable(
+            f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
+        ) from error
+
+
+async def _ping(client: "redis.asyncio.Redis") -> None:
+    """A Redis that has just been started may have to read its data first."""
+    clock = asyncio.get_running_loop().time
+    until = clock() + LOADING_S
+    while True:
+        try:
+            await client.ping()
+            return
+        except BusyLoadingError:
+            if clock() >= until:
+                raise
+            await asyncio.sleep(LOOK_S)
+
+
+class _Careful(AbstractConnection):
+    """A connection whose loss, and whose user's end, are not overlooked.
+
+    Whoever is cancelled while a command is being sent is cancelled: the client sends in `asyncio.wait_for`, which loses a cancellation that comes just
+    as the last byte has gone (Python before 3.12), and a task that never ends by it is waited for in vain.
+    """
+
+    async def can_read(self) -> bool:
+        """What the pool asks before it lends a connection: one that was reset looks empty to the client, and would fail its next command."""
+        if self._reader is not None and (error := self._reader.exception()) is not None:
+            raise RedisConnectionError(f"the connection was lost ({error})")
+        return await super().can_read()
+
+    async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        await super().send_packed_command(command, check_health)
+        if task is not None and task.cancelling() > before:
+            # Nobody is left to read the answer.
+            await self.disconnect(nowait=True)
+            raise asyncio.CancelledError
+
+
+class _PlainConnection(_Careful, Connection):
+    pass
+
+
+class _TlsConnection(_Careful, SSLConnection):
+    pass
+
+
+class _MasterConnection(_Careful, SentinelManagedConnection):
+    pass
+
+
+class _MasterTlsConnection(_Careful, SentinelManagedSSLConnection):
+    pass
+
+
+class _BlockingSentinelPool(SentinelConnectionPool, BlockingConnectionPool):
+    """Connections to whoever is the master now; closing them closes those to the sentinels, too."""
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        await super().disconnect(inuse_connections)
+        if inuse_connections:
+            await self.sentinel_manager.aclose()
+
+
+def _open_pool(broker: BrokerSettings) -> BlockingConnectionPool:
+    options: dict[str, Any] = {
+        **_options(broker),
+        "socket_timeout": TIMEOUT_S,
+        "socket_connect_timeout": 5.0,
+        "health_check_interval": 15,
+        "max_connections": MAX_CONNECTIONS,
+        "timeout": TIMEOUT_S,
+    }
+    if broker.is_sentinel:
+        sentinel = Sentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())  # type: ignore[no-untyped-call]
+        options["connection_class"] = _MasterTlsConnection if broker.is_tls else _MasterConnection
+        return _BlockingSentinelPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)  # type: ignore[no-untyped-call]
+    host, port = broker.addresses[0]
+    return BlockingConnectionPool(connection_class=_TlsConnection if broker.is_tls else _PlainConnection, host=host, port=port, **options)
+
+
+def _options(broker: BrokerSettings) -> dict[str, Any]:
+    return {
+        # With them the pool lends connections that the server has closed (redis-py 8.1). Only Redis Enterprise sends them.
+        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+        "username": broker.user,
+        "password": broker.password,
+        "db": broker.database,
+        **broker.tls_options(),
+    }
+
+
+async def read_clock(client: "redis.asyncio.Redis") -> float:
+    """Return Redis's time in Unix seconds. Raises BrokerUnavailable."""
+    with broker_errors("Redis's time was not read"):
+        seconds, micros = await client.time()
+    return float(seconds) + float(micros) / 1_000_000
+
+
+async def read_server_info(client: "redis.asyncio.Redis", *sections: str) -> dict[str, Any]:
+    """Return what INFO reports in these sections. Raises BrokerUnavailable, and RedisAccessDenied when the user may not ask for it."""
+    info: dict[str, Any] = {}
+    with broker_errors("the state of the Redis server was not read"):
+        try:
+            for section in sections:
+                info |= await client.info(section)
+        except NoPermissionError as error:
+            raise RedisAccessDenied(str(error)) from error
+    return info
+
+
+def connect(broker: BrokerSettings) -> "redis.Redis":
+    """Return a blocking client with its own pool; bytes in, bytes out. Behind sentinels it follows the master."""
+    return _open_sync(broker, socket_timeout=TIMEOUT_S, socket_connect_timeout=5.0, health_check_interval=15)
+
+
+def connect_once(broker: BrokerSettings) -> "redis.Redis":
+    """Return a blocking client that sends every command once, for what must not arrive twice. It connects when it is first used."""
+    return _open_sync(broker, socket_timeout=5.0, socket_connect_timeout=2.0, retry=Retry(NoBackoff(), 0))
+
+
+def drop_connections() -> None:
+    """Close the connections of every blocking client of this process. After an interrupt in the middle of a command, its reply may still be on the
+    connection, and the next command would take it for its own."""
+    for client in list(_sync_clients):
+        client.connection_pool.disconnect()
+
+
+def check_connection(broker: BrokerSettings) -> None:
+    """Raise BrokerUnavailable with the address, Redis's answer and what to check, if Redis does not answer a blocking client."""
+    client = connect(broker)
+    try:
+        client.ping()
+    except _REDIS_ERRORS as error:
+        raise BrokerUnavailable(
+            f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
+        ) from error
+    finally:
+        client.close()
+
+
+def _open_sync(broker: BrokerSettings, **timing: Any) -> "redis.Redis":
+    client = redis.Redis.from_pool(_open_sync_pool(broker, {**_options(broker), **timing}))
+    _sync_clients.add(client)
+    return client
+
+
+def _open_sync_pool(broker: BrokerSettings, options: dict[str, Any]) -> SyncPool:
+    if broker.is_sentinel:
+        sentinel = SyncSentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())  # type: ignore[no-untyped-call]
+        return SyncSentinelPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)  # type: ignore[no-untyped-call]
+    host, port = broker.addresses[0]
+    return SyncPool(connection_class=SyncTlsConnection if broker.is_tls else SyncConnection, host=host, port=port, **options)
+
+
+class WorkerScript:
+    """A Lua script that a worker runs for every call.
+
+    It sends the command over a connection of the thread's own. The client's own way costs twice as much processor time, most of it for metrics and for
+    retries that count attempts; a worker with short calls spends a tenth of its time there. As the client does, it reconnects, repeats a command
+    whose answer was lost, and sends the source to a Redis that does not know the script. It raises what the client raises.
+    """
+
+    def __init__(self, client: SyncRedis, source: str) -> None:
+        self._pool = client.connection_pool
+        self._source = source
+        self._sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        self._thread = _thread_connections.setdefault(self._pool, threading.local())
+
+    def __call__(self, keys: Sequence[str], args: Sequence[str | bytes | int | float]) -> Any:
+        """Return the script's answer."""
+        connection = self._connection()
+        arguments = (len(keys), *keys, *args)
+        try:
+            return connection.retry.call_with_retry(lambda: self._run(connection, arguments), lambda _: connection.disconnect())
+        except BaseException:
+            # Its answer may still be on its way, and the next command would take it for its own.
+            connection.disconnect()
+            raise
+
+    def _connection(self) -> Any:
+        # After a fork, the connection that the parent made belongs to the parent.
+        if getattr(self._thread, "process", None) != os.getpid():
+            self._thread.process, self._thread.connection = os.getpid(), self._pool.get_connection()
+        connection = self._thread.connection
+        # As the pool does it when it lends a connection: one that Redis has closed, or that has an answer of before, is opened anew.
+        connection.connect()
+        try:
+            is_clean = not connection.can_read()
+        except (RedisError, OSError):
+            is_clean = False
+        if not is_clean:
+            connection.disconnect()
+            connection.connect()
+        return connection
+
+    def _run(self, connection: Any, arguments: tuple[Any, ...]) -> Any:
+        try:
+            connection.send_command("EVALSHA", self._sha, *arguments)
+            return connection.read_response()
+        except NoScriptError:
+            connection.send_command("EVAL", self._source, *arguments)
+            return connection.read_response()

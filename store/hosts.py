@@ -1,0 +1,277 @@
+"""Which workers live: each one writes its report under the name of its incarnation, and the report expires when the worker does not renew it.
+
+The list of incarnations outlives the reports. An incarnation that is listed without a report was lost: the reaper answers the calls in its queue and
+writes a tombstone, after which no worker may report under that name.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from contract.clock import SharedClock
+from contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
+from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
+from store.audit import AuditEntry, note_entry
+from store.connection import RedisClient, SyncRedis, broker_errors, read_clock
+from store.control import ORDER_TTL_S
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+FRESH_S = 1.0
+_WHAT = "the workers' reports were not read or changed"
+
+Departure = Literal["drained", "restarting", "stopped"]
+"""How a worker ends: its queue is empty; its next process is expected; or the reaper must look after what is left in its queue."""
+
+
+def worker_slots_key(deployment: str, queue: str) -> str:
+    """The hash of who serves a queue: worker incarnation to `<slots> <expires at>`."""
+    return deployment_key(deployment, f"slots:{queue}:workers")
+
+
+# --- Scripts ----------------------------------------------------------------------------------------------------------
+
+_LUA = """
+local function worker_of(report)
+  local is_json, fields = pcall(cjson.decode, report)
+  return is_json and type(fields) == 'table' and type(fields['worker']) == 'string' and fields['worker'] or ''
+end
+-- Set or remove (slots nil) what `worker` serves of a queue, and add up what the living workers of the queue serve together.
+local function count(workers, total, worker, slots, now, ttl)
+  if slots then redis.call('HSET', workers, worker, slots .. ' ' .. (now + ttl)) else redis.call('HDEL', workers, worker) end
+  local sum, entries = 0, redis.call('HGETALL', workers)
+  for i = 1, #entries, 2 do
+    local serves, until_ = string.match(entries[i + 1], '^(%d+) (%d+)$')
+    if serves and tonumber(until_) > now then sum = sum + tonumber(serves) else redis.call('HDEL', workers, entries[i]) end
+  end
+  if sum > 0 then redis.call('SET', total, sum, 'EX', ttl) else redis.call('DEL', total) end
+  redis.call('EXPIRE', workers, ttl)
+end
+"""
+
+# KEYS: report, all hosts, tombstone, then the workers and the total of each queue. ARGV: report, queue, worker, seconds it lives, 1 if it is the
+# first, then the slots of each queue, or '' for a queue that is not served any more.
+_REPORT = (
+    _LUA
+    + """
+local time = redis.call('TIME')
+if redis.call('EXISTS', KEYS[3]) == 1 then return {'given_up', time[1], time[2]} end
+local last = redis.call('GET', KEYS[1])
+if last and worker_of(last) ~= ARGV[3] or ARGV[5] == '1' and redis.call('ZSCORE', KEYS[2], ARGV[2]) then
+  return {'replaced', time[1], time[2]}
+end
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[4])
+redis.call('ZADD', KEYS[2], time[1], ARGV[2])
+for i = 4, #KEYS, 2 do
+  local slots = ARGV[6 + (i - 4) / 2]
+  count(KEYS[i], KEYS[i + 1], ARGV[2], slots ~= '' and slots or nil, tonumber(time[1]), tonumber(ARGV[4]))
+end
+return {'accepted', time[1], time[2]}
+"""
+)
+
+# KEYS: report, all hosts, queue, then the workers and the total of each queue. ARGV: queue, worker, departure, last report, seconds that lives, seconds of slots.
+_LEAVE = (
+    _LUA
+    + """
+local last = redis.call('GET', KEYS[1])
+if last and worker_of(last) ~= ARGV[2] then return 'replaced' end
+if ARGV[3] == 'drained' and redis.call('LLEN', KEYS[3]) > 0 then return 'busy' end
+local now = tonumber(redis.call('TIME')[1])
+for i = 4, #KEYS, 2 do count(KEYS[i], KEYS[i + 1], ARGV[1], nil, now, tonumber(ARGV[6])) end
+if ARGV[3] == 'restarting' then redis.call('SET', KEYS[1], ARGV[4], 'EX', ARGV[5]) else redis.call('DEL', KEYS[1]) end
+if ARGV[3] == 'drained' then redis.call('ZREM', KEYS[2], ARGV[1]) end
+-- As if it had not reported for long: the reaper looks after its queue now.
+if ARGV[3] == 'stopped' then redis.call('ZADD', KEYS[2], now - ARGV[6] - 1, ARGV[1]) end
+return 'left'
+"""
+)
+
+# KEYS: report, all hosts. ARGV: its worker, its queue, seconds that reports live. Removes the report of a worker
+# that is known to have ended, unless another one reports.
+_DISMISS = (
+    _LUA
+    + """
+local last = redis.call('GET', KEYS[1])
+if not last or worker_of(last) ~= ARGV[1] then return 0 end
+redis.call('ZADD', KEYS[2], redis.call('TIME')[1] - ARGV[3] - 1, ARGV[2])
+return redis.call('DEL', KEYS[1])
+"""
+)
+
+# --- Orchestrators ----------------------------------------------------------------------------------------------------
+
+
+class HostStore:
+    """Reports of workers, for orchestrators. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: RedisClient, deployment: str) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._cached: list[HostReport] = []
+        self._read_at = float("-inf")
+        self._lock = asyncio.Lock()
+        self._unreadable: set[str] = set()
+
+    async def reports(self) -> list[HostReport]:
+        """Return the last report of each living worker, sorted by queue. Reports are up to FRESH_S seconds old."""
+        async with self._lock:
+            if time.monotonic() - self._read_at >= FRESH_S:
+                self._cached, self._read_at = await self.read(), time.monotonic()
+        return self._cached
+
+    async def read(self) -> list[HostReport]:
+        """Return the reports without a cache."""
+        with broker_errors(_WHAT):
+            names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
+            queues = sorted(name.decode(errors="replace") for name in names)
+            texts: Any = await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+        found = [self._parse(queue, text) for queue, text in zip(queues, texts, strict=True)]
+        return [report for report in found if report is not None]
+
+    async def find(self, queue: str) -> HostReport | None:
+        """Return the last report of a listed incarnation; None if there is none, or if this release cannot read it."""
+        return next((report for report in await self.read() if report.queue == queue), None)
+
+    async def find_all(self, queues: Sequence[str]) -> dict[str, HostReport | None]:
+        """Return the last reports of these incarnations; None for one that does not report."""
+        with broker_errors(_WHAT):
+            texts: Any = await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+        return {queue: self._parse(queue, text) for queue, text in zip(queues, texts, strict=True)}
+
+    async def queued(self, queues: Sequence[str]) -> dict[str, int]:
+        """Return how many calls wait in each queue."""
+        with broker_errors(_WHAT):
+            async with self._client.pipeline(transaction=False) as pipe:
+                for queue in queues:
+                    pipe.llen(queue)
+                return dict(zip(queues, await pipe.execute(), strict=True))
+
+    async def dead_queues(self) -> dict[str, int]:
+        """Return the queues of incarnations that are listed without a report, each with how many calls wait in it."""
+        with broker_errors(_WHAT):
+            names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
+        living = {report.queue for report in await self.read()}
+        return await self.queued(sorted({name.decode(errors="replace") for name in names} - living))
+
+    async def find_unreadable(self) -> set[str]:
+        """Return the incarnations that report what this release cannot read."""
+        with broker_errors(_WHAT):
+            names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
+            queues = [name.decode(errors="replace") for name in names]
+            texts: Any = await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+        return {queue for queue, text in zip(queues, texts, strict=True) if text is not None and _parse_readable(text) is None}
+
+    async def send_drain(self, queue: str, envelope: str, entry: AuditEntry) -> None:
+        """Put an order to drain into a worker's control list, and the entry into the audit log, in one step."""
+        with broker_errors("the order to drain was not sent"):
+            async with self._client.pipeline(transaction=True) as pipe:
+                note_entry(pipe, self._deployment, entry)
+                pipe.lpush(control_queue(queue), envelope)
+                pipe.expire(control_queue(queue), ORDER_TTL_S)
+                await pipe.execute()
+
+    async def is_listed(self, queue: str) -> bool:
+        """Return whether an incarnation is listed. One that ended in order is not."""
+        with broker_errors(_WHAT):
+            return await self._client.zscore(hosts_key(self._deployment), queue) is not None
+
+    async def now(self) -> float:
+        """Return Redis's time, which all workers use."""
+        return await read_clock(self._client)
+
+    def _parse(self, queue: str, text: bytes | None) -> HostReport | None:
+        try:
+            return HostReport.model_validate_json(text) if text is not None else None
+        except ValidationError as error:
+            if queue not in self._unreadable:
+                self._unreadable.add(queue)
+                log.error("host_report_unreadable", queue=queue, error=str(error.errors(include_url=False, include_input=False)[0]["msg"]))
+            return None
+
+
+# --- Workers ----------------------------------------------------------------------------------------------------------
+
+
+class ReportResult(StrEnum):
+    """What Redis answers to a worker that reports."""
+
+    ACCEPTED = "accepted"
+    GIVEN_UP = "given_up"
+    """The incarnation was taken for lost, and its calls were answered: it must not go on under its name."""
+    REPLACED = "replaced"
+    """Another worker has the name."""
+
+
+class WorkerHostStore:
+    """Reports of workers, for the workers themselves. The report names the incarnation (`queue`) and the process (`worker`) that it is about.
+
+    Every method raises BrokerUnavailable when Redis does not answer.
+    """
+
+    def __init__(self, client: SyncRedis, deployment: str, clock: SharedClock) -> None:
+        """`client`: one that sends every command once, since a report that is sent again is out of date."""
+        self._client = client
+        self._deployment = deployment
+        self._clock = clock
+        self._report = client.register_script(_REPORT)
+        self._leave = client.register_script(_LEAVE)
+        self._dismiss = client.register_script(_DISMISS)
+
+    def report(self, report: HostReport, *, is_first: bool = False, ttl_s: int = HOST_TTL_S) -> ReportResult:
+        """Record that the worker lives, and learn Redis's time. `is_first`: only under a name that no worker has had."""
+        report = report.model_copy(update={"reported_at": self._clock()})
+        own = report.slots if report.kind == "sandbox" else ""
+        shared = report.slots if not report.draining else ""
+        keys = [*self._keys(report), tombstone_key(self._deployment, report.queue), *self._slot_keys(report)]
+        arguments: list[str | int] = [report.model_dump_json(), report.queue, report.worker, ttl_s, int(is_first), own]
+        arguments += [shared for _ in report.pools]
+        with broker_errors("the worker was not reported"):
+            result: Any = self._report(keys=keys, args=arguments)
+        self._clock.learn(int(result[1]) + int(result[2]) / 1_000_000)
+        return ReportResult(result[0].decode())
+
+    def leave(self, departure: Departure, last: HostReport) -> bool:
+        """Remove the report; with "restarting" keep it for a while, to wait for the next process. Return False if "drained", but the queue has calls."""
+        parting = last.model_copy(update={"worker": "", "draining": True, "busy": 0, "reported_at": self._clock()})
+        keys = [*self._keys(last), last.queue, *self._slot_keys(last)]
+        arguments: list[str | int] = [last.queue, last.worker, departure, parting.model_dump_json(), RESTART_GRACE_S, HOST_TTL_S]
+        with broker_errors("the worker's report was not removed"):
+            return bool(self._leave(keys=keys, args=arguments) != b"busy")
+
+    def find(self, queue: str) -> HostReport | None:
+        """Return the last report of an incarnation; None if there is none, or if this release cannot read it."""
+        with broker_errors(_WHAT):
+            return _parse_readable(self._client.get(host_key(self._deployment, queue)))
+
+    def reports(self, host: str) -> list[HostReport]:
+        """Return the reports of the incarnations of a host that count as alive."""
+        with broker_errors(_WHAT):
+            names: Any = self._client.zrange(hosts_key(self._deployment), 0, -1)
+        queues = [name for name in (item.decode() for item in names) if name.startswith(host_prefix(host))]
+        found = [self.find(queue) for queue in queues]
+        return [report for report in found if report is not None]
+
+    def dismiss(self, report: HostReport) -> None:
+        """Remove the report of a worker that has ended: the reaper looks after its queue now."""
+        with broker_errors(_WHAT):
+            self._dismiss(keys=self._keys(report), args=[report.worker, report.queue, HOST_TTL_S])
+
+    def _keys(self, report: HostReport) -> list[str]:
+        return [host_key(self._deployment, report.queue), hosts_key(self._deployment)]
+
+    def _slot_keys(self, report: HostReport) -> list[str]:
+        queues = (report.queue, *report.pools)
+        return [key for queue in queues for key in (worker_slots_key(self._deployment, queue), slots_key(self._deployment, queue))]
+
+
+def _parse_readable(data: Any) -> HostReport | None:
+    try:
+        return HostReport.model_validate_json(data) if data is not None else None
+    except ValidationError:
+        return None

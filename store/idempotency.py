@@ -1,0 +1,131 @@
+"""What is kept of requests with an Idempotency-Key in Redis: one slot for each, which one request at a time holds, and only who holds it settles."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.names import deployment_key
+from contract.signing import SigningKeys
+from store.connection import RedisClient
+
+KEPT_S = 24 * 3600
+PENDING_S = 900
+"""How long a request may take before another with its key is let through: longer than any call. What it begins is found by its key then, too."""
+KEPT_BYTES = 256 * 1024 * 1024
+"""Of the answers of one API key within a day: they lie in Redis, which is everybody's."""
+SLOT_BYTES = 200
+"""What an answer takes beside its own bytes."""
+FULL = (
+    f"the answers that are kept for this API key fill {KEPT_BYTES // 2**20} MiB, so that this request was not begun: send it without an Idempotency-Key, "
+    "with another API key, or when those of yesterday are forgotten"
+)
+# Each may be sent again when its answer was lost: the claim finds itself, and what was settled is settled no more. A claim may also come after its own
+# release, out of a connection that was given up: what it finds then tells whoever sent it nothing, since nobody listens any more.
+_CLAIM = """
+if redis.call('EXISTS', KEYS[2]) == 1 then return ARGV[1] end
+local found = redis.call('GET', KEYS[1])
+if found and found ~= ARGV[1] then return found end
+if ARGV[3] == 'full' then return ARGV[3] end
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+return false
+"""
+_KEEP = """
+local found = redis.call('GET', KEYS[1])
+if found and found ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
+redis.call('INCRBY', KEYS[2], ARGV[4])
+redis.call('EXPIRE', KEYS[2], ARGV[5])
+return 1
+"""
+_RELEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+redis.call('SET', KEYS[2], '', 'EX', ARGV[2])
+return 0
+"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A request's hold on its slot. `pending`: what lies there meanwhile, which no other request writes; `gone`: what lies in Redis once it was let go
+    of before it was seen to come."""
+
+    slot: str
+    gone: str
+    account: str
+    pending: str
+
+
+class OnceSlots:
+    """Of one deployment. `account`: the id of the API key that pays for what is kept."""
+
+    def __init__(self, client: RedisClient, deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time) -> None:
+        self._signing = signing
+        self._redis, self._prefix, self._clock = client, deployment_key(deployment, "api"), clock
+        self._claim, self._keep = client.register_script(_CLAIM), client.register_script(_KEEP)
+        self._release = client.register_script(_RELEASE)
+
+    def name(self, account: str, name: str, digest: str, token: str) -> Claim:
+        """The claim of the request with that content. `token`: new for each request."""
+        return Claim(
+            f"{self._prefix}:once:{name}",
+            f"{self._prefix}:gone:{token}",
+            account,
+            json.dumps({"digest": digest, "pending": True, "by": token}),
+        )
+
+    async def claim(self, claim: Claim) -> dict[str, Any] | None:
+        """What lies in the slot already; None: it is ours. Raises BrokerUnavailable, then it may be ours; ToolFailure(QUOTA_EXCEEDED) when no more can be kept."""
+        try:
+            is_full = await self.count(claim.account) > KEPT_BYTES
+            found: Any = await self._claim([claim.slot, claim.gone], [claim.pending, PENDING_S, "full" if is_full else ""])
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable("the request was not begun: the service's Redis does not answer; send it again") from error
+        if found == b"full":
+            raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, FULL)
+        return self._open(claim.slot, found) if found is not None else None
+
+    async def keep(self, claim: Claim, record: str) -> None:
+        """Put the answer into the slot, unless another request has it by now. Raises BrokerUnavailable; may be tried again."""
+        # Signed for its slot: a process that can write to Redis could else answer in the API's place.
+        record = self._signing.seal(_purpose(claim.slot), record)
+        size = len(record) + SLOT_BYTES
+        await self._settle(self._keep([claim.slot, self._hour(claim.account)], [claim.pending, record, KEPT_S, size, KEPT_S + 3600]))
+
+    def _open(self, slot: str, found: bytes) -> dict[str, Any]:
+        """Return a claim that is pending, which decides nothing, or an answer that is signed. Raises RecordRefused."""
+        try:
+            if found.startswith(b"{"):
+                pending: dict[str, Any] = json.loads(found)
+                if pending.get("pending") is True:
+                    return pending
+            answer: dict[str, Any] = json.loads(self._signing.unseal(_purpose(slot), found))
+        except (EnvelopeRefused, ValueError) as error:
+            raise RecordRefused("the stored answer to this Idempotency-Key cannot be verified: send the request with a new key") from error
+        return answer
+
+    async def release(self, claim: Claim) -> None:
+        """Make the slot free, if it is still held by that claim. Raises BrokerUnavailable; may be tried again."""
+        await self._settle(self._release([claim.slot, claim.gone], [claim.pending, PENDING_S]))
+
+    async def count(self, account: str) -> int:
+        """How many bytes are kept for the account, told by the hour in which they were: what is older than a day is forgotten with its answers."""
+        hours: Any = await self._redis.mget([self._hour(account, back) for back in range(KEPT_S // 3600 + 1)])
+        return sum(int(told) for told in hours if told is not None)
+
+    def _hour(self, account: str, back: int = 0) -> str:
+        return f"{self._prefix}:kept:{account}:{int(self._clock() // 3600) - back}"
+
+    async def _settle(self, settling: Any) -> None:
+        try:
+            await settling
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"it is not kept how a request ended: Redis does not do it ({error})") from error
+
+
+def _purpose(slot: str) -> str:
+    return f"answer {slot}"

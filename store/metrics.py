@@ -1,0 +1,341 @@
+"""Metrics: the counts of each process, the sums of the deployment, and its state at one moment.
+
+A process never sends increments: it sends its totals. Redis remembers the totals that it has added of each source (`counted_key`), and adds the difference,
+both in one step. So a reply that is lost, a worker that is restarted next to the same sandboxd, or a Redis that loses its last second changes no sum.
+"""
+
+import json
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, NamedTuple
+
+from contract.hosts import HOST_TTL_S
+from contract.metrics import BUCKET, COUNT, METRICS, SERIES_MARK, SUM, Metric, clean_label, encode_series, spare_series
+from contract.names import admission_prefix, deployment_key, hosts_key, refusals_key, seen_tenants_key, slots_key, tenants_key
+from contract.tenancy import DEFAULT_TENANT
+from store.connection import RedisClient, SyncRedis, broker_errors
+from store.run_keys import runs_prefix
+
+COUNTED_TTL_S = 7 * 24 * 3600
+"""How long Redis remembers the totals of a source that sends nothing."""
+MAX_VALUE = 1e15
+"""The largest value that is counted: a model's server may report anything."""
+MOST_BATCHES = 1000
+LOOK_AT_ONCE = 250
+"""Rows that one run of the script reads. Between two runs Redis serves other clients."""
+_FIELDS_AT_ONCE = 500
+_NOT_SENT = "the counts were not sent"
+_NOT_READ = "the metrics were not read"
+
+
+def metrics_key(deployment: str) -> str:
+    """The hash of the deployment's sums (contract/metrics.py)."""
+    return deployment_key(deployment, "metrics")
+
+
+def counted_key(deployment: str, source: str) -> str:
+    """The hash of the totals of one source that are in the sums."""
+    return deployment_key(deployment, f"metrics:counted.{source}")
+
+
+def host_gauges_key(deployment: str, queue: str) -> str:
+    """The state of a host's sandboxd, as JSON. It expires when the host's worker does not renew it."""
+    return deployment_key(deployment, f"host:{queue}:gauges")
+
+
+# --- Counts of a process ----------------------------------------------------------------------------------------------
+
+# KEYS: the sums, the totals of this source that are in them. ARGV: seconds to live of the latter; then of each number: metric, its maximum of series,
+# the field that shows that the series exists, field, field of the spare series, total, the total that the source knows to be added.
+ABSORB_LUA = """
+for at = 2, #ARGV, 7 do
+  local metric, most, mark, field, spare = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
+  local total = tonumber(ARGV[at + 5])
+  local more = total - (tonumber(redis.call('HGET', KEYS[2], field) or ARGV[at + 6]) or 0)
+  if more > 0 then
+    local into = field
+    if field ~= spare and redis.call('HEXISTS', KEYS[1], mark) == 0 then
+      local series = tonumber(redis.call('HGET', KEYS[1], '#' .. metric) or nil) or 0
+      if series >= most then into = spare else redis.call('HSET', KEYS[1], '#' .. metric, string.format('%d', series + 1)) end
+      if into == field and field ~= mark then redis.call('HSET', KEYS[1], mark, '0') end
+    end
+    local added = redis.pcall('HINCRBYFLOAT', KEYS[1], into, string.format('%.17g', more))
+    -- Another program wrote something there that is no number.
+    if type(added) == 'table' and added.err then redis.call('HSET', KEYS[1], into, string.format('%.17g', more)) end
+    redis.call('HSET', KEYS[2], field, ARGV[at + 5])
+  end
+end
+redis.call('EXPIRE', KEYS[2], ARGV[1])
+return 1
+"""
+
+
+@dataclass(frozen=True)
+class PendingCounts:
+    """Totals that are being sent. `arguments`: ARGV of the script."""
+
+    totals: Mapping[str, float]
+    arguments: tuple[str, ...]
+
+
+class _Series:
+    """The fields of one series."""
+
+    __slots__ = ("buckets", "count", "field", "sum")
+
+    def __init__(self, series: str, metric: Metric) -> None:
+        self.field = f"\t{series}"
+        self.count, self.sum = f"{COUNT}\t{series}", f"{SUM}\t{series}"
+        self.buckets = (*(f"{BUCKET}{bound:g}\t{series}" for bound in metric.buckets), "")
+
+
+class Counts:
+    """Totals since the source began, of as many series as the metrics allow. Not safe for use in several threads."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._added: dict[str, float] = {}
+        self._changed: set[str] = set()
+        self._series: dict[tuple[str, ...], _Series] = {}
+        self._numbers: dict[str, int] = {}
+
+    def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
+        """Add `by`. A value that is no sensible number adds nothing."""
+        self._add(self._find(metric, labels).field, by)
+
+    def observe(self, metric: Metric, value: float, *labels: str) -> None:
+        """Add one value to a histogram."""
+        series = self._find(metric, labels)
+        self._add(series.count, 1.0)
+        self._add(series.sum, value)
+        # A value beyond the last bucket is only in the count.
+        bucket = series.buckets[bisect_left(metric.buckets, value)]
+        if bucket:
+            self._add(bucket, 1.0)
+
+    def set_total(self, metric: Metric, part: str, total: float, *labels: str) -> None:
+        """Set the total of another program: that program is the source."""
+        field, value = f"{part}{self._find(metric, labels).field}", _sensible(total)
+        if value > self._totals.get(field, 0.0):
+            self._totals[field] = value
+            self._changed.add(field)
+
+    def pending(self) -> PendingCounts | None:
+        """Return what is to be sent next; None if Redis has everything."""
+        if not self._changed:
+            return None
+        # A histogram's counts come before its other parts: they show that its series exists.
+        fields = sorted(self._changed)[:_FIELDS_AT_ONCE]
+        totals = {field: self._totals[field] for field in fields}
+        arguments = [str(COUNTED_TTL_S)]
+        for field, total in totals.items():
+            part, series = field.split("\t", 1)
+            metric = METRICS[series.split("\t", 1)[0]]
+            mark = COUNT if metric.kind == "histogram" else ""
+            added = repr(self._added.get(field, 0.0))
+            arguments += [metric.name, str(metric.most), f"{mark}\t{series}", field, f"{part}\t{spare_series(metric)}", repr(total), added]
+        return PendingCounts(totals, tuple(arguments))
+
+    def settle(self, pending: PendingCounts) -> None:
+        """Note that Redis has it."""
+        for field, total in pending.totals.items():
+            self._added[field] = total
+            if self._totals[field] == total:
+                self._changed.discard(field)
+
+    def _add(self, field: str, by: float) -> None:
+        more = by if by == 1.0 else _sensible(by)
+        if more:
+            self._totals[field] = self._totals.get(field, 0.0) + more
+            self._changed.add(field)
+
+    def _find(self, metric: Metric, labels: tuple[str, ...]) -> _Series:
+        """Return the series with these label values, or the spare one when this source has too many."""
+        key = (metric.name, *labels)
+        found = self._series.get(key)
+        if found is None:
+            if self._numbers.get(metric.name, 0) >= metric.most:
+                return _Series(spare_series(metric), metric)
+            self._numbers[metric.name] = self._numbers.get(metric.name, 0) + 1
+            found = self._series[key] = _Series(encode_series(metric, [clean_label(label) for label in labels]), metric)
+        return found
+
+
+def is_mark(field: str) -> bool:
+    """Whether a field of the sums counts series, and is none itself."""
+    return field.startswith(SERIES_MARK)
+
+
+def _sensible(value: float) -> float:
+    return min(max(0.0, value), MAX_VALUE) if math.isfinite(value) else 0.0
+
+
+# --- Orchestrators ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredCounts:
+    """`queues`: of all listed workers, whether they report or not. `sums`: field -> number, as contract/metrics.py describes them. `refusals`: reason ->
+    number. `tenants`: the registered ones, the default one, and those that have opened sessions."""
+
+    queues: Sequence[str]
+    sums: Mapping[bytes, bytes]
+    refusals: Mapping[bytes, bytes]
+    registered: Sequence[str]
+    tenants: Sequence[str]
+
+
+class QueueState(NamedTuple):
+    """A queue. `oldest_s`: age of the oldest message, -1 when it is unknown; `tenants`: those whose calls wait for a slot."""
+
+    messages: int
+    oldest_s: float
+    slots: int
+    in_flight: int
+    waiting: int
+    tenants: Sequence[str]
+
+
+@dataclass(frozen=True)
+class DeploymentState:
+    """Numbers of runs, of batches that are not finished, and of approvals that wait for a person."""
+
+    waiting_runs: int
+    delayed_runs: int
+    running_runs: int
+    batches: int
+    approvals: int
+
+
+class MetricsStore:
+    """Counts and state of a deployment, for orchestrators. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: RedisClient, deployment: str) -> None:
+        self._client = client
+        self._deployment = deployment
+        prefixes = deployment_key(deployment, ""), admission_prefix(deployment), slots_key(deployment, ""), runs_prefix(deployment)
+        self._places: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
+        self._look = client.register_script(resources.files("store").joinpath("metrics.lua").read_text(encoding="utf-8"))
+        self._absorb = client.register_script(ABSORB_LUA)
+
+    async def absorb(self, source: str, counts: Counts) -> None:
+        """Send what has changed."""
+        keys = [metrics_key(self._deployment), counted_key(self._deployment, source)]
+        while (pending := counts.pending()) is not None:
+            with broker_errors(_NOT_SENT):
+                await self._absorb(keys=keys, args=list(pending.arguments))
+            counts.settle(pending)
+
+    async def read_counts(self) -> StoredCounts:
+        """Return the sums, and the names of queues and tenants."""
+        with broker_errors(_NOT_READ):
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.zrange(hosts_key(self._deployment), 0, -1)
+                pipe.hgetall(metrics_key(self._deployment))
+                pipe.hgetall(refusals_key(self._deployment))
+                pipe.hkeys(tenants_key(self._deployment))
+                pipe.zrange(seen_tenants_key(self._deployment), 0, -1)
+                queues, sums, refusals, fields, seen = await pipe.execute()
+        registered = [name for name in _decode(fields) if not name.startswith("#")]
+        tenants = {DEFAULT_TENANT, *registered, *_decode(seen)}
+        return StoredCounts(_decode(queues), sums, refusals, registered, list(tenants))
+
+    async def read_refusals(self) -> dict[str, str]:
+        """Return how many messages the workers have refused, by reason."""
+        with broker_errors("the refusals were not read"):
+            refusals: Any = await self._client.hgetall(refusals_key(self._deployment))
+        return {reason.decode(errors="replace"): count.decode(errors="replace") for reason, count in refusals.items()}
+
+    async def read_gauges(self, queues: Sequence[str]) -> list[Mapping[str, Any]]:
+        """Return the state of the sandboxd of each queue; empty if there is none, or if it cannot be read."""
+        with broker_errors(_NOT_READ):
+            texts: Any = await self._client.mget([host_gauges_key(self._deployment, queue) for queue in queues]) if queues else []
+        return [_parse_gauges(text) for text in texts]
+
+    async def read_queues(self, queues: Sequence[str]) -> list[QueueState]:
+        return [QueueState(*row) for row in await self._read_rows("queues", queues)]
+
+    async def read_waits(self, tenants: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
+        """Return for how many seconds the oldest call of each queue has waited for a slot. `tenants`: queue -> those whose calls wait."""
+        waits: dict[str, float] = defaultdict(float)
+        for rows in _split(tenants):
+            for (queue, _), waited_s in zip(rows, await self._run("waits", rows), strict=True):
+                waits[queue] = max(waits[queue], waited_s)
+        return waits
+
+    async def read_tenants(self, tenants: Sequence[str]) -> list[tuple[int, int]]:
+        """Return how many calls of each tenant are in flight, and how many wait."""
+        return [(in_flight, waiting) for in_flight, waiting in await self._read_rows("tenants", tenants)]
+
+    async def read_deployment(self) -> DeploymentState:
+        state = await self._run("deployment", ())
+        waiting, delayed, running = state["runs"]
+        return DeploymentState(waiting, delayed, running, state["batches"], state["approvals"])
+
+    async def _read_rows(self, what: str, rows: Sequence[str]) -> list[Any]:
+        found: list[Any] = []
+        for start in range(0, len(rows), LOOK_AT_ONCE):
+            found += await self._run(what, rows[start : start + LOOK_AT_ONCE])
+        return found
+
+    async def _run(self, what: str, rows: Sequence[Any]) -> Any:
+        with broker_errors(_NOT_READ):
+            text: Any = await self._look(keys=[], args=[what, json.dumps(rows), *self._places])
+        return json.loads(text.decode(errors="replace"))
+
+
+def _split(tenants: Mapping[str, Sequence[str]]) -> Iterator[Sequence[tuple[str, Sequence[str]]]]:
+    """Yield the same rows in parts with at most LOOK_AT_ONCE tenants: a tenant of a queue takes as long as a row of the other looks."""
+    rows, free = list[tuple[str, Sequence[str]]](), LOOK_AT_ONCE
+    for queue, names in tenants.items():
+        for start in range(0, len(names), LOOK_AT_ONCE):
+            part = names[start : start + LOOK_AT_ONCE]
+            if len(part) > free:
+                yield rows
+                rows, free = [], LOOK_AT_ONCE
+            rows.append((queue, part))
+            free -= len(part)
+    if rows:
+        yield rows
+
+
+def _decode(names: Iterable[bytes]) -> list[str]:
+    return [name.decode(errors="replace") for name in names]
+
+
+def _parse_gauges(text: object) -> Mapping[str, Any]:
+    try:
+        gauges = json.loads(text) if isinstance(text, bytes) else {}
+    except (ValueError, RecursionError):
+        return {}
+    return gauges if isinstance(gauges, Mapping) else {}
+
+
+# --- Workers ----------------------------------------------------------------------------------------------------------
+
+
+class WorkerMetricsStore:
+    """Counts and state of a worker's sandboxd. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: SyncRedis, deployment: str) -> None:
+        """`client`: one that sends every command once."""
+        self._client = client
+        self._deployment = deployment
+        self._absorb = client.register_script(ABSORB_LUA)
+
+    def absorb(self, source: str, counts: Counts) -> None:
+        """Send what has changed."""
+        keys = [metrics_key(self._deployment), counted_key(self._deployment, source)]
+        while (pending := counts.pending()) is not None:
+            with broker_errors(_NOT_SENT):
+                self._absorb(keys=keys, args=list(pending.arguments))
+            counts.settle(pending)
+
+    def set_gauges(self, queue: str, gauges: Mapping[str, Any]) -> None:
+        """Store the state of sandboxd; it expires with the worker's report."""
+        with broker_errors(_NOT_SENT):
+            self._client.set(host_gauges_key(self._deployment, queue), json.dumps(gauges), ex=HOST_TTL_S)

@@ -1,0 +1,139 @@
+"""How much more the pool is asked for than it has: what autoscalers go by."""
+
+import asyncio
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from contract.names import admission_prefix, slots_key
+from store.connection import RedisClient, broker_errors, read_clock
+from store.hosts import HostStore
+
+FRESH_S = 3.0
+SCAN = 1000
+FULL_SHARE = 0.7
+"""A host is wanted more when the sessions of now would fill those that are there beyond this."""
+BUSY_SHARE = 0.9
+"""Or when their calls would need more of the slots than this."""
+_WHAT = "the waiting calls were not counted"
+
+
+@dataclass(frozen=True)
+class QueuePressure:
+    """One queue now. `held`: calls that have a slot; `waiting`: those that would run if there were more slots, the oldest for `oldest_s` seconds;
+    `stopped`: calls that wait because of their own tenant (a limit, a pause), which no worker changes; `demand`: calls that want a worker."""
+
+    queue: str
+    slots: int
+    held: int
+    waiting: int
+    stopped: int
+    oldest_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "demand": self.held + self.waiting}
+
+
+@dataclass(frozen=True)
+class HostsPressure:
+    """All sandbox hosts now; `wanted`: how many of their mean size would do."""
+
+    hosts: int
+    sessions: int
+    max_sessions: int
+    busy: int
+    slots: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class _Scan:
+    waiting: Counter[str]
+    stopped: Counter[str]
+    since: dict[str, float]
+
+
+class Pressure:
+    """Reads Redis at most every FRESH_S seconds. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: RedisClient, deployment: str, clock: Callable[[], float] | None = None) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._prefix = admission_prefix(deployment)
+        self._hosts = HostStore(client, deployment)
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._scan: _Scan | None = None
+        self._scanned_at = float("-inf")
+
+    async def queue(self, name: str) -> QueuePressure:
+        """Of one queue; all zero for one that nobody uses."""
+        scan, now = await self._waiting(), await self._now()
+        with broker_errors(_WHAT):
+            held, slots = await self._numbers(name)
+        since = scan.since.get(name)
+        age_s = 0.0 if since is None else max(0.0, now - since)
+        return QueuePressure(name, slots, held, scan.waiting[name], scan.stopped[name], round(age_s, 3))
+
+    async def hosts(self) -> HostsPressure:
+        """Sessions of a host that drains want another one; its places count no more."""
+        reports = [report for report in await self._hosts.reports() if report.kind == "sandbox"]
+        open_ones = [report for report in reports if not report.draining and report.healthy]
+        sessions, busy = sum(report.sessions for report in reports), sum(report.busy for report in reports)
+        most, slots = sum(report.max_sessions for report in open_ones), sum(report.slots for report in open_ones)
+        needed = max(sessions / (FULL_SHARE * most) if most else 0.0, busy / (BUSY_SHARE * slots) if slots else 0.0)
+        return HostsPressure(len(open_ones), sessions, most, busy, slots, max(1, math.ceil(needed * len(open_ones) - 1e-9)))
+
+    async def _waiting(self) -> _Scan:
+        async with self._turn:
+            loop_now = asyncio.get_running_loop().time()
+            if self._scan is None or loop_now - self._scanned_at >= FRESH_S:
+                with broker_errors(_WHAT):
+                    self._scan, self._scanned_at = await self._scanned(), loop_now
+            return self._scan
+
+    async def _scanned(self) -> _Scan:
+        """Goes through all waiting calls, so many at a time that Redis is free for others in between."""
+        calls: dict[tuple[str, str], list[float]] = defaultdict(list)
+        paused = Counter[str]()
+        cursor, found = 0, dict[bytes, bytes]()
+        while True:
+            answer: Any = await self._client.hscan(f"{self._prefix}waiting", cursor, count=SCAN)
+            cursor, found = answer
+            for text in found.values():
+                call = json.loads(text)
+                if call["lane"] == "paused":
+                    paused[call["queue"]] += 1
+                else:
+                    calls[call["queue"], call["tenant"]].append(float(call["since"]))
+            if cursor == 0:
+                break
+        pairs = list(calls)
+        blocked: list[Any] = []
+        async with self._client.pipeline(transaction=False) as pipe:
+            for queue, tenant in pairs:
+                pipe.hget(f"{self._prefix}pair:{queue}|{tenant}", "blocked")
+            blocked = await pipe.execute()
+        scan = _Scan(Counter(), paused, {})
+        for (queue, tenant), is_blocked in zip(pairs, blocked, strict=True):
+            instants = calls[queue, tenant]
+            if float(is_blocked or 0) > 0:
+                scan.stopped[queue] += len(instants)
+            else:
+                scan.waiting[queue] += len(instants)
+                scan.since[queue] = min(scan.since.get(queue, math.inf), *instants)
+        return scan
+
+    async def _numbers(self, queue: str) -> tuple[int, int]:
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.hget(f"{self._prefix}queue:{queue}", "held")
+            pipe.get(slots_key(self._deployment, queue))
+            held, slots = await pipe.execute()
+        return int(float(held or 0)), int(float(slots or 0))
+
+    async def _now(self) -> float:
+        """As admission counts."""
+        return self._clock() if self._clock is not None else await read_clock(self._client)

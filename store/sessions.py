@@ -1,0 +1,629 @@
+"""Where sessions live: one hash for each session, changed only by the scripts of this module.
+
+::
+
+    (none)
+      | open: an orchestrator chooses a host; fence 1
+      v
+    open <---------------------------------------------------------------.
+      |  hold: the host's worker drains; fence + 1                       |
+      |  begin_move: an orchestrator, once the host is lost; fence + 1   | settle(OPEN): the orchestrator that moved it
+      v                                                                  | unhold: the worker that holds it
+    moving --------------------------------------------------------------'
+      |  begin_move: any orchestrator, once no other one moves it; fence + 1, still moving
+      |  release: the worker that holds it has a checkpoint; the session has no host until a call opens it
+      |  settle(MOVING): the orchestrator could not open it; any other may try
+      v
+    closed: an orchestrator closes it, from any state. The hash then says only that, until every sandbox of the session has expired.
+
+    open --adopt: the next worker of the same host--> open (fence + 1)
+    open --forget: the host's worker, when the session's time to live has passed--> (none)
+
+The fence grows with every change of the host. A script changes a location only if queue or fence are as its caller knows them, and a worker claims a
+call only with the location's present fence: so no two hosts serve one session. Everything expires by itself when a session is not used.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from contract.clock import format_instant
+from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.names import (
+    deployment_key,
+    host_key,
+    host_of,
+    host_prefix,
+    hosts_key,
+    place_key,
+    seen_tenants_key,
+    tenant_key,
+    tenant_sessions_key,
+    tombstone_key,
+)
+from contract.session_locations import (
+    DEFAULT_TTL_S,
+    LOCATION_MARGIN_S,
+    LocationState,
+    SessionLocation,
+    open_start,
+)
+from contract.signing import SigningKeys
+from store.connection import RedisClient, SyncRedis, broker_errors
+
+HostFate = Literal["alive", "silent", "given_up"]
+MOVE_S = 600
+"""How long one process may take to open a session elsewhere before another may try."""
+MAX_SEEN_TENANTS = 10_000
+FACTS_MARGIN_S = 24 * 3600
+"""How long the facts of a session outlive its location, whose life every call extends."""
+MAX_PAGE = 1000
+MAX_LOOKED_AT = 5000
+"""Entries that are read for one page. Entries of expired sessions count too."""
+AT_ONCE = 200
+TIES = 8
+_CURSOR = re.compile(r"([0-9]{1,16})\.([A-Za-z0-9_-]{1,64})\.([A-Za-z0-9_-]{1,64})")
+CLOSED = "closed"
+"""The state in what remains of a closed session's hash. It tells every host that still has a sandbox of the session to remove that."""
+CLOSED_MARGIN_S = 600
+"""How long that outlives the time to live, after which such a sandbox has expired by itself."""
+_WHAT = "the sessions' locations were not read or changed"
+_LIST = "the open sessions were not listed"
+
+
+# --- Keys -------------------------------------------------------------------------------------------------------------
+
+
+def session_facts_key(deployment: str, tenant: str, session: str) -> str:
+    """What a session's host reported when it opened the session, as JSON, for a program that attaches to the session."""
+    return tenant_key(deployment, tenant, f"session.{session}:facts")
+
+
+def open_sessions_key(deployment: str) -> str:
+    """The sorted set of the open sessions of all tenants, `<tenant>|<session>` by the microsecond of their opening; some may have expired."""
+    return deployment_key(deployment, "open-sessions")
+
+
+def tenant_open_sessions_key(deployment: str, tenant: str) -> str:
+    """The same of one tenant, by the sessions' names."""
+    return tenant_key(deployment, tenant, "open-sessions")
+
+
+def parse_session_location(fields: Mapping[bytes, bytes]) -> SessionLocation | None:
+    """Return the location in a hash; None if there is no hash, or if the session was closed. Raises ValidationError if it is not one of ours."""
+    if not fields or fields.get(b"state") == CLOSED.encode():
+        return None
+    return SessionLocation.model_validate({name.decode(): value.decode(errors="replace") for name, value in fields.items()}, strict=False)
+
+
+# --- Scripts of orchestrators -----------------------------------------------------------------------------------------
+
+# KEYS: location, the tenant's sessions, all open sessions, the tenant's, tenants seen. ARGV: session, queue, start, ttl_s, margin_s, how many sessions the
+# tenant may have, tenant, how many tenants are listed, prefix of the deployment's keys.
+_OPEN = """
+local state = redis.call('HGET', KEYS[1], 'state')
+if state then return state == 'closed' and 'closed' or 'exists' end
+local limit = tonumber(ARGV[6])
+local function session_key(tenant, session) return ARGV[9] .. 't:' .. tenant .. ':session.' .. session end
+if redis.call('SCARD', KEYS[2]) >= limit then
+  for _, name in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+    if redis.call('EXISTS', session_key(ARGV[7], name) .. ':place') == 0 then redis.call('SREM', KEYS[2], name) end
+  end
+  if redis.call('SCARD', KEYS[2]) >= limit then return 'full' end
+end
+local life = math.ceil(tonumber(ARGV[4])) + tonumber(ARGV[5])
+local time = redis.call('TIME')
+redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[2], 'fence', 1, 'start', ARGV[3], 'ttl_s', ARGV[4], 'opened_at', time[1])
+redis.call('EXPIRE', KEYS[1], life)
+redis.call('SADD', KEYS[2], ARGV[1])
+if redis.call('TTL', KEYS[2]) < life then redis.call('EXPIRE', KEYS[2], life) end
+-- No process removes expired sessions from the lists. Each open checks three entries, so that expired ones stay few.
+for _, member in ipairs(redis.call('ZRANDMEMBER', KEYS[3], 3)) do
+  local tenant, session = string.match(member, '^(.-)|(.*)$')
+  local key = session_key(tenant, session)
+  if redis.call('EXISTS', key .. ':place') == 0 then
+    redis.call('ZREM', KEYS[3], member)
+    redis.call('ZREM', ARGV[9] .. 't:' .. tenant .. ':open-sessions', session)
+    redis.call('DEL', key .. ':facts')
+  end
+end
+local at = time[1] .. string.format('%06d', time[2])
+redis.call('ZADD', KEYS[3], at, ARGV[7] .. '|' .. ARGV[1])
+redis.call('ZADD', KEYS[4], at, ARGV[1])
+redis.call('ZADD', KEYS[5], time[1], ARGV[7])
+redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[8])
+return 'open'
+"""
+
+# KEYS: location. ARGV: the fence as the caller knows it, new queue, seconds to move in, the state as the caller knows it (the end of a move does not
+# change the fence). Returns the new fence, or 0 if another process was first.
+_MOVE = """
+local location = redis.call('HMGET', KEYS[1], 'fence', 'state', 'moving_until')
+if location[1] ~= ARGV[1] or location[2] ~= ARGV[4] then return 0 end
+local now = tonumber(redis.call('TIME')[1])
+if location[2] == 'moving' and tonumber(location[3] or '0') > now then return 0 end
+redis.call('HSET', KEYS[1], 'state', 'moving', 'queue', ARGV[2], 'moving_until', now + tonumber(ARGV[3]))
+return redis.call('HINCRBY', KEYS[1], 'fence', 1)
+"""
+
+# KEYS: location, facts. ARGV: fence, state, new facts or '', how long they outlive the location. Returns 1 if the location still had that fence.
+_SETTLE = """
+if redis.call('HGET', KEYS[1], 'fence') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'state', ARGV[2], 'moving_until', 0)
+if ARGV[3] ~= '' then redis.call('SET', KEYS[2], ARGV[3], 'EX', math.max(0, redis.call('TTL', KEYS[1])) + ARGV[4]) end
+return 1
+"""
+
+# KEYS: location, the tenant's sessions, all open sessions, the tenant's, facts. ARGV: session, the state "closed", margin_s, the time to live of a session
+# without a location, tenant.
+_CLOSE = """
+local ttl_s = redis.call('HGET', KEYS[1], 'ttl_s') or ARGV[4]
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'state', ARGV[2], 'ttl_s', ttl_s)
+redis.call('EXPIRE', KEYS[1], math.ceil(tonumber(ttl_s)) + tonumber(ARGV[3]))
+redis.call('SREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[5] .. '|' .. ARGV[1])
+redis.call('ZREM', KEYS[4], ARGV[1])
+redis.call('DEL', KEYS[5])
+"""
+
+# --- Scripts of workers -----------------------------------------------------------------------------------------------
+
+# KEYS: location. ARGV: our queue, prefix of this host's queues, prefix of the keys of reports, then the queues whose workers are known to have ended.
+_ADOPT = """
+local location = redis.call('HMGET', KEYS[1], 'state', 'queue', 'fence', 'held')
+if not location[1] then return 'none' end
+if location[1] == 'closed' then return 'closed' end
+if location[2] == ARGV[1] then return 'ours' end
+if string.sub(location[2], 1, #ARGV[2]) ~= ARGV[2] then return 'elsewhere' end
+local has_ended = redis.call('EXISTS', ARGV[3] .. location[2]) == 0
+for i = 4, #ARGV do has_ended = has_ended or location[2] == ARGV[i] end
+-- A drain that was killed has moved nothing.
+if location[1] ~= 'open' and location[4] ~= location[3] or not has_ended then return 'held' end
+redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[1], 'moving_until', 0)
+redis.call('HINCRBY', KEYS[1], 'fence', 1)
+return 'adopted'
+"""
+
+# KEYS: location. ARGV: our queue, fence (also the one of a hold) or '' for any, checkpoint, taken at, 1 if it is automatic.
+# Returns 0 if the session is not ours, else the automatic checkpoint before it, or 1.
+_RECORD_CHECKPOINT = """
+local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence', 'automatic', 'checkpoint_at')
+if location[1] ~= ARGV[1] then return 0 end
+if ARGV[2] == '' and location[2] ~= 'open' or ARGV[2] ~= '' and location[3] ~= ARGV[2] then return 0 end
+-- A checkpoint that took long may be older than one that was begun after it.
+if tonumber(ARGV[4]) >= tonumber(location[5] or '0') then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[3], 'checkpoint_at', ARGV[4]) end
+if ARGV[5] == '0' then return 1 end
+redis.call('HSET', KEYS[1], 'automatic', ARGV[3])
+-- When the command is sent twice, the second one finds its own checkpoint.
+return location[4] and location[4] ~= '' and location[4] ~= ARGV[3] and location[4] or 1
+"""
+
+# KEYS: location. ARGV: our queue, fence, seconds. Returns the new fence, or 0 if the session is not ours.
+_HOLD = """
+local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence')
+if location[1] ~= ARGV[1] or location[2] ~= 'open' or location[3] ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], 'state', 'moving', 'moving_until', redis.call('TIME')[1] + ARGV[3])
+local fence = redis.call('HINCRBY', KEYS[1], 'fence', 1)
+redis.call('HSET', KEYS[1], 'held', fence)
+return fence
+"""
+
+# KEYS: location. ARGV: our queue, the fence of the hold, the next state, the next queue. Returns 1 if it was still held.
+_END_HOLD = """
+local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence')
+if location[1] ~= ARGV[1] or location[2] ~= 'moving' or location[3] ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], 'state', ARGV[3], 'queue', ARGV[4], 'moving_until', 0)
+return 1
+"""
+
+# KEYS: location, the tenant's sessions. ARGV: our queue, session. Returns 1 if the session was ours and its location was removed.
+_FORGET = """
+local location = redis.call('HMGET', KEYS[1], 'queue', 'state')
+if location[1] ~= ARGV[1] or location[2] ~= 'open' then return 0 end
+redis.call('SREM', KEYS[2], ARGV[2])
+return redis.call('DEL', KEYS[1])
+"""
+
+
+# --- Orchestrators ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SessionAddress:
+    """Where a session's calls are sent. Valid until the session's fence changes."""
+
+    queue: str
+    fence: int
+
+
+class SessionStore:
+    """Locations of sessions, for orchestrators. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: RedisClient, deployment: str) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._open = client.register_script(_OPEN)
+        self._move = client.register_script(_MOVE)
+        self._settle = client.register_script(_SETTLE)
+        self._close = client.register_script(_CLOSE)
+
+    async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> SessionAddress:
+        """Record where a new session is opened. Raises ToolFailure: QUOTA_EXCEEDED if the tenant has `limit` sessions, SESSION_NOT_FOUND if the session was
+        closed before it was opened; ValueError if there is a session of that name."""
+        keys = [*self._listed_keys(tenant, session), seen_tenants_key(self._deployment)]
+        arguments: list[str | float] = [session, queue, start, ttl_s, LOCATION_MARGIN_S, limit, tenant, MAX_SEEN_TENANTS]
+        arguments.append(deployment_key(self._deployment, ""))
+        with broker_errors(_WHAT):
+            result = _text(await self._open(keys=keys, args=arguments))
+        if result == "full":
+            raise ToolFailure(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"tenant {tenant} has {limit} sessions open, which is all it may have: close one, or have the operator raise it "
+                f"(`toolcrew tenants set {tenant} --sandboxes {limit + 1}`)",
+            )
+        if result == CLOSED:
+            raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, "the session was closed before it was opened: open a new one")
+        if result == "exists":
+            raise ValueError(f"there is a session {session} already")
+        return SessionAddress(queue, 1)
+
+    async def find(self, tenant: str, session: str) -> SessionLocation | None:
+        """Return the location of a session; None if it is closed, has expired, or belongs to another tenant."""
+        with broker_errors(_WHAT):
+            fields: Any = await self._client.hgetall(place_key(self._deployment, tenant, session))
+        try:
+            return parse_session_location(fields)
+        except ValidationError as error:
+            raise BrokerUnavailable(
+                f"the location of session {session} in Redis is none of ours: run the same release everywhere"
+            ) from error
+
+    async def begin_move(self, tenant: str, session: str, seen_fence: int, seen_state: LocationState, queue: str) -> SessionAddress | None:
+        """Claim the move of a session to `queue`. None if its location has changed, or another process is moving it."""
+        keys = [place_key(self._deployment, tenant, session)]
+        with broker_errors(_WHAT):
+            fence = int(await self._move(keys=keys, args=[seen_fence, queue, MOVE_S, seen_state.value]))
+        return SessionAddress(queue, fence) if fence else None
+
+    async def settle(self, tenant: str, session: str, fence: int, state: LocationState, facts: str = "") -> bool:
+        """End a move: the session is open there, or (MOVING) any process may try again. `facts`: what its host reported, for a program that attaches later.
+        Return False if the session was moved again meanwhile."""
+        keys = [place_key(self._deployment, tenant, session), session_facts_key(self._deployment, tenant, session)]
+        with broker_errors(_WHAT):
+            return bool(await self._settle(keys=keys, args=[fence, state.value, facts, FACTS_MARGIN_S]))
+
+    async def facts(self, tenant: str, session: str) -> str | None:
+        """Return what the session's host reported when it opened the session; None if that is not stored."""
+        with broker_errors(_WHAT):
+            facts = await self._client.get(session_facts_key(self._deployment, tenant, session))
+        return facts.decode(errors="replace") if isinstance(facts, bytes) else None
+
+    async def fate(self, queue: str) -> HostFate:
+        """Return whether a host's incarnation lives. A silent one may come back: after an outage of Redis every host is silent for a moment."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.mget(host_key(self._deployment, queue), tombstone_key(self._deployment, queue))
+        pipe.zscore(hosts_key(self._deployment), queue)
+        with broker_errors(_WHAT):
+            (report, tombstone), listed_at = await pipe.execute()
+        # A worker that left in order is not listed, and a tombstone expires.
+        if tombstone is not None or (report is None and listed_at is None):
+            return "given_up"
+        return "alive" if report is not None else "silent"
+
+    async def close(self, tenant: str, session: str) -> None:
+        """Record that a session has ended, wherever it is or is being opened. A host that has a sandbox of it removes that (workers/session_monitors.py)."""
+        keys = [*self._listed_keys(tenant, session), session_facts_key(self._deployment, tenant, session)]
+        with broker_errors(_WHAT):
+            await self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S, tenant])
+
+    def _listed_keys(self, tenant: str, session: str) -> list[str]:
+        """The keys of a session's location and of everything that lists the session."""
+        return [
+            place_key(self._deployment, tenant, session),
+            tenant_sessions_key(self._deployment, tenant),
+            open_sessions_key(self._deployment),
+            tenant_open_sessions_key(self._deployment, tenant),
+        ]
+
+
+# --- Workers ----------------------------------------------------------------------------------------------------------
+
+
+class AdoptionResult(StrEnum):
+    """What a starting worker does with a session that its sandboxd has."""
+
+    OURS = "ours"
+    ADOPTED = "adopted"
+    """It was an earlier incarnation's of this host. Calls that were sent to that one are refused from now on, and sent again."""
+    ELSEWHERE = "elsewhere"
+    """It lives on another host: the sandbox here is useless."""
+    CLOSED = "closed"
+    """It was closed while no worker served it: the sandbox here is useless."""
+    HELD = "held"
+    """An earlier incarnation may still have it, or is moving it: try again later."""
+    NONE = "none"
+    """Redis has no location of it: a program uses sandboxd without a queue, or Redis was flushed. Its time to live ends it."""
+
+
+@dataclass(frozen=True)
+class RecordedCheckpoint:
+    """A checkpoint that was written into a location. `previous`: the automatic one before it, which nothing needs now."""
+
+    previous: str | None
+
+
+class WorkerSessionStore:
+    """Locations of the sessions of one incarnation of a host. `names` are sandboxd's: `<tenant>:<session>`.
+
+    Every method raises BrokerUnavailable when Redis does not answer.
+    """
+
+    def __init__(self, client: SyncRedis, deployment: str, host: str, queue: str) -> None:
+        self.queue = queue
+        self._client = client
+        self._deployment = deployment
+        self._prefix = host_prefix(host)
+        self._adopt = client.register_script(_ADOPT)
+        self._record = client.register_script(_RECORD_CHECKPOINT)
+        self._hold = client.register_script(_HOLD)
+        self._end_hold = client.register_script(_END_HOLD)
+        self._forget = client.register_script(_FORGET)
+
+    def adopt(self, names: Sequence[str], ended: Sequence[str] = ()) -> dict[str, AdoptionResult]:
+        """Take over the sessions of this host. `ended`: queues of earlier incarnations that have ended and still count as alive."""
+        with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
+            for name in names:
+                self._adopt(keys=[self._key(name)], args=[self.queue, self._prefix, host_key(self._deployment, ""), *ended], client=pipe)
+            return {name: AdoptionResult(result.decode()) for name, result in zip(names, pipe.execute(), strict=True)}
+
+    def find(self, names: Iterable[str]) -> dict[str, SessionLocation]:
+        """Return the locations that exist and that this release can read."""
+        names = list(names)
+        with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hgetall(self._key(name))
+            found = {name: _parse_readable(fields) for name, fields in zip(names, pipe.execute(), strict=True)}
+        return {name: location for name, location in found.items() if location is not None}
+
+    def find_ended(self, names: Sequence[str]) -> set[str]:
+        """Return the sessions that are certainly useless here: closed, or living on another host. A session without a location is not among them: Redis
+        may have been flushed."""
+        with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hmget(self._key(name), "state", "queue")
+            rows = [tuple(field.decode(errors="replace") if field is not None else None for field in fields) for fields in pipe.execute()]
+        return {name for name, (state, queue) in zip(names, rows, strict=True) if state == CLOSED or self._is_elsewhere(queue)}
+
+    def record_automatic(self, name: str, fence: int, checkpoint: str, taken_at: float) -> RecordedCheckpoint | None:
+        """Write an automatic checkpoint into the location: the session is opened elsewhere from it. None if the session has moved or was closed."""
+        result = self._recorded(name, str(fence), checkpoint, taken_at, is_automatic=True)
+        if not result:
+            return None
+        return RecordedCheckpoint(result.decode() if isinstance(result, bytes) else None)
+
+    def record_requested(self, name: str, checkpoint: str, taken_at: float) -> bool:
+        """Write a checkpoint into the location that a caller asked for. Only that caller deletes it."""
+        return bool(self._recorded(name, "", checkpoint, taken_at, is_automatic=False))
+
+    def hold(self, name: str, fence: int, seconds: float) -> int | None:
+        """Let no call begin for a while: callers wait. Return the fence of the hold; None if the session is not ours any more."""
+        with broker_errors(_WHAT):
+            return int(self._hold(keys=[self._key(name)], args=[self.queue, fence, int(seconds)])) or None
+
+    def unhold(self, name: str, fence: int) -> bool:
+        """Go on serving it here."""
+        return self._hold_ended(name, fence, LocationState.OPEN, self.queue)
+
+    def release(self, name: str, fence: int) -> bool:
+        """Leave it without a host: the next call opens it elsewhere, from the checkpoint in its location. False if the hold had ended before."""
+        return self._hold_ended(name, fence, LocationState.MOVING, "")
+
+    def forget(self, names: Iterable[str]) -> int:
+        """Remove the locations of sessions that sandboxd has ended; return how many were ours."""
+        with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
+            for name in names:
+                tenant, _, session = name.partition(":")
+                keys = [self._key(name), tenant_sessions_key(self._deployment, tenant)]
+                self._forget(keys=keys, args=[self.queue, session], client=pipe)
+            return sum(pipe.execute())
+
+    def _is_elsewhere(self, queue: str | None) -> bool:
+        return queue is not None and not queue.startswith(self._prefix)
+
+    def _recorded(self, name: str, fence: str, checkpoint: str, taken_at: float, *, is_automatic: bool) -> Any:
+        with broker_errors(_WHAT):
+            return self._record(keys=[self._key(name)], args=[self.queue, fence, checkpoint, taken_at, int(is_automatic)])
+
+    def _hold_ended(self, name: str, fence: int, state: LocationState, queue: str) -> bool:
+        with broker_errors(_WHAT):
+            return bool(self._end_hold(keys=[self._key(name)], args=[self.queue, fence, state.value, queue]))
+
+    def _key(self, name: str) -> str:
+        tenant, _, session = name.partition(":")
+        return place_key(self._deployment, tenant, session)
+
+
+def _parse_readable(fields: Any) -> SessionLocation | None:
+    try:
+        return parse_session_location(fields)
+    except ValidationError:
+        return None
+
+
+# --- The list of open sessions ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """One session. `host` and `queue` are empty while it moves. `image` and `network` are None for those of the tenant's class.
+
+    `checkpoint`: the last one, taken at `checkpoint_at`, or None. Instants in Unix seconds.
+    """
+
+    id: str
+    tenant: str
+    state: str
+    host: str
+    queue: str
+    fence: int
+    image: str | None
+    network: str | None
+    opened_at: float
+    ttl_s: float
+    checkpoint: str | None
+    checkpoint_at: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs: instants in ISO 8601."""
+        at = self.checkpoint_at
+        return asdict(self) | {
+            "opened_at": format_instant(self.opened_at) if self.opened_at else None,
+            "checkpoint_at": format_instant(at) if at else None,
+        }
+
+
+@dataclass(frozen=True)
+class SessionPage:
+    """Sessions, the newest first. `cursor`: where the next page begins, None after the last page. A page that is short or empty may not be the last."""
+
+    sessions: tuple[OpenSession, ...]
+    cursor: str | None
+
+
+class SessionList:
+    """The open sessions of a deployment. Not listed: those that an earlier release opened, and those whose start is not signed with `keys`."""
+
+    def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._keys = keys
+
+    async def read(self, tenant: str | None, cursor: str | None = None, limit: int = 50) -> SessionPage:
+        """Return sessions of a tenant, or of all tenants (None). `cursor`: the one of the page before.
+
+        Raises ToolFailure(INVALID_ARGUMENTS) for an invalid cursor or limit, BrokerUnavailable.
+        """
+        if not 1 <= limit <= MAX_PAGE:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
+        after, found, looked_at = _parse_cursor(cursor), list[OpenSession](), 0
+        while looked_at < MAX_LOOKED_AT:
+            rows = await self._rows(tenant, after)
+            locations = await self._locations(rows)
+            await self._drop([row for row, location in zip(rows, locations, strict=True) if location == "expired"])
+            for row, location in zip(rows, locations, strict=True):
+                if len(found) == limit:
+                    return SessionPage(tuple(found), _cursor(after))
+                after, looked_at = row, looked_at + 1
+                if isinstance(location, OpenSession):
+                    found.append(location)
+            if len(rows) < AT_ONCE:
+                return SessionPage(tuple(found), None)
+        return SessionPage(tuple(found), _cursor(after))
+
+    async def counts(self, tenants: Sequence[str]) -> dict[str, int]:
+        """Return how many sessions of each tenant are listed, including ones that have just expired. Raises BrokerUnavailable."""
+        pipe = self._client.pipeline(transaction=False)
+        for tenant in tenants:
+            pipe.zcard(tenant_open_sessions_key(self._deployment, tenant))
+        with broker_errors(_LIST):
+            return dict(zip(tenants, await pipe.execute(), strict=True)) if tenants else {}
+
+    async def _rows(self, tenant: str | None, after: "_Row | None") -> list["_Row"]:
+        """Return up to AT_ONCE entries of the list, after `after`."""
+        key = open_sessions_key(self._deployment) if tenant is None else tenant_open_sessions_key(self._deployment, tenant)
+        # Entries of the same microsecond are in the order of their names.
+        with broker_errors(_LIST):
+            entries: Any = await self._client.zrevrangebyscore(
+                key, after.at if after else "+inf", "-inf", start=0, num=AT_ONCE + TIES, withscores=True
+            )
+        rows = [_row(member.decode(errors="replace"), int(score), tenant) for member, score in entries]
+        return [row for row in rows if after is None or (row.at, row.member(tenant)) < (after.at, after.member(tenant))][:AT_ONCE]
+
+    async def _locations(self, rows: Sequence["_Row"]) -> list["OpenSession | Literal['expired', 'unreadable']"]:
+        pipe = self._client.pipeline(transaction=False)
+        for row in rows:
+            pipe.hgetall(place_key(self._deployment, row.tenant, row.session))
+        with broker_errors(_LIST):
+            read: list[Mapping[bytes, bytes]] = await pipe.execute()
+        return [self._parse(row, fields) for row, fields in zip(rows, read, strict=True)]
+
+    def _parse(self, row: "_Row", fields: Mapping[bytes, bytes]) -> "OpenSession | Literal['expired', 'unreadable']":
+        """Return "unreadable" for a record of a later release or without a valid signature: its image and network cannot be shown truly."""
+        try:
+            location = parse_session_location(fields)
+            return _listed(row, location, open_start(self._keys, row.tenant, row.session, location)) if location is not None else "expired"
+        except (ValidationError, SandboxUnavailable):
+            return "unreadable"
+
+    async def _drop(self, rows: Sequence["_Row"]) -> None:
+        """Remove expired sessions from the lists: no session of that name is opened again."""
+        if not rows:
+            return
+        pipe = self._client.pipeline(transaction=False)
+        for row in rows:
+            pipe.zrem(open_sessions_key(self._deployment), f"{row.tenant}|{row.session}")
+            pipe.zrem(tenant_open_sessions_key(self._deployment, row.tenant), row.session)
+            pipe.delete(session_facts_key(self._deployment, row.tenant, row.session))
+        with broker_errors(_LIST):
+            await pipe.execute()
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One entry of the list. `at`: microseconds."""
+
+    at: int
+    tenant: str
+    session: str
+
+    def member(self, listed_of: str | None) -> str:
+        """The member of the sorted set of one tenant, or of all."""
+        return self.session if listed_of is not None else f"{self.tenant}|{self.session}"
+
+
+def _row(member: str, at: int, tenant: str | None) -> _Row:
+    if tenant is not None:
+        return _Row(at, tenant, member)
+    owner, _, session = member.partition("|")
+    return _Row(at, owner, session)
+
+
+def _parse_cursor(text: str | None) -> _Row | None:
+    if text is None:
+        return None
+    found = _CURSOR.fullmatch(text)
+    if found is None:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, "that is no cursor of a list of sessions: give the cursor of a page, or leave it out"
+        )
+    return _Row(int(found[1]), found[2], found[3])
+
+
+def _cursor(row: _Row | None) -> str | None:
+    return f"{row.at}.{row.tenant}.{row.session}" if row is not None else None
+
+
+def _listed(row: _Row, location: SessionLocation, start: Mapping[str, Any]) -> OpenSession:
+    return OpenSession(
+        id=row.session,
+        tenant=row.tenant,
+        state=location.state.value,
+        host=host_of(location.queue) if location.queue else "",
+        queue=location.queue,
+        fence=location.fence,
+        image=start.get("image"),
+        network=start.get("network"),
+        opened_at=location.opened_at,
+        ttl_s=location.ttl_s,
+        checkpoint=location.checkpoint or None,
+        checkpoint_at=location.checkpoint_at or None,
+    )
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,325 @@
+"""Slots of the queues' workers, shared out between tenants by one Lua script that all orchestrators run (docs/admission.md).
+
+A step of the script is atomic: it takes what an orchestrator requests and gives back, and grants what follows from it for every orchestrator. The grants of
+other orchestrators are published; a lease ends what an orchestrator held that has died.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import resources
+from typing import Any, Literal
+
+from redis.exceptions import ConnectionError as LostConnection
+from redis.exceptions import RedisError
+
+from contract.names import admission_prefix, slots_key
+from contract.tenancy import TenantPolicy
+from store.connection import RedisClient
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+Priority = Literal["interactive", "batch"]
+
+
+class WaitReason(StrEnum):
+    """Why a call has no slot yet. `slots`: the workers have no slot that the tenant may use now."""
+
+    PAUSED = "paused"
+    IN_FLIGHT = "in_flight"
+    RATE = "rate"
+    SLOTS = "slots"
+
+
+@dataclass(frozen=True)
+class SlotRequest:
+    """One call that wants to be sent. `queue`: whose slots it needs; `wait_s`: how long it may wait; `limit_s`: the longest it can run.
+
+    `is_urgent`: it frees what others wait for (closing a session), and is let through at once.
+    """
+
+    tenant: str
+    policy: TenantPolicy
+    queue: str
+    call_id: str
+    tool: str
+    priority: Priority
+    wait_s: float
+    limit_s: float
+    is_urgent: bool = False
+
+
+def count_slots_in_use(in_flight: int, slots: int) -> int:
+    """Return how many of `slots` are in use when so many calls are in flight.
+
+    Every surface that shows slots in use counts them here. Admission lets more calls into a queue than it has slots, so that workers need not wait
+    for the next message: the calls beyond `slots` are in flight, and use none.
+    """
+    return min(in_flight, slots)
+
+
+# --- The script -------------------------------------------------------------------------------------------------------
+
+LEASE_S = 20.0
+"""How long a slot, or a place in the queue, outlives the last word of the orchestrator that has it."""
+_FILES = ("slots_state.lua", "slots_operations.lua")
+
+Operation = Sequence[object]
+
+
+def load_script() -> str:
+    """The source that Redis runs."""
+    folder = resources.files("store")
+    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _FILES)
+
+
+def grants_channel(deployment: str, orchestrator: str) -> str:
+    """Where an orchestrator hears which of its calls another one's step has given a slot."""
+    return f"{admission_prefix(deployment)}told:{orchestrator}"
+
+
+def script_arguments(
+    deployment: str, orchestrator: str, operations: Iterable[Operation], *, lease_s: float = LEASE_S, now: float | None = None
+) -> list[str]:
+    """ARGV of one step. `now`: Unix seconds; None: as Redis counts them."""
+    told = json.dumps(list(operations), separators=(",", ":"))
+    return [admission_prefix(deployment), slots_key(deployment, ""), orchestrator, repr(lease_s), "" if now is None else repr(now), told]
+
+
+def enqueue(call: str, request: SlotRequest) -> Operation:
+    """The call wants a slot. `call`: `<orchestrator>.<anything>`, different for each request."""
+    return ("enqueue", call, *_terms(request))
+
+
+def restore(call: str, request: SlotRequest) -> Operation:
+    """The call has a slot, of which Redis does not know any more."""
+    return ("restore", call, *_terms(request))
+
+
+def release(call: str, used_s: float) -> Operation:
+    """The call needs its slot, or its place in the queue, no longer. `used_s` 0: it did not run."""
+    return ("release", call, used_s)
+
+
+def renew(held: Sequence[str], waiting: Sequence[str]) -> Operation:
+    """The leases go on."""
+    return ("renew", list(held), list(waiting))
+
+
+def tick(queues: Iterable[str]) -> Operation:
+    """The slots of these queues may have changed."""
+    return ("tick", *queues)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one step. `granted`: calls of this orchestrator that have a slot; `refused`: calls that may not wait, with the seconds after which
+    the caller can try again; `waiting`: calls that the step queued, with the reason why they wait; `unknown`: renewed calls that Redis does not know;
+    `wake_s`: seconds until the rate of some tenant allows its next call."""
+
+    granted: tuple[str, ...]
+    refused: dict[str, float]
+    waiting: dict[str, WaitReason]
+    unknown: tuple[str, ...]
+    wake_s: float | None
+
+
+def parse_answer(text: bytes | str) -> Answer:
+    """What the script returned. An empty table of Lua comes as an object."""
+    told = json.loads(text)
+    refused = {str(call): float(retry_after_s) for call, retry_after_s in told["refused"]}
+    waiting = {str(call): WaitReason(reason) for call, reason in told["waiting"]}
+    return Answer(tuple(told["granted"]), refused, waiting, tuple(told["unknown"]), told.get("wake"))
+
+
+def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    policy = request.policy
+    call = {
+        "tenant": request.tenant,
+        "call": request.call_id,
+        "queue": request.queue,
+        "tool": request.tool,
+        "limit": request.limit_s,
+        "batch": request.priority == "batch",
+        "urgent": request.is_urgent,
+        "paused": policy.is_paused,
+    }
+    terms = {
+        "weight": policy.weight,
+        "in_flight": policy.in_flight,
+        "queued": policy.queued,
+        "rate": policy.rate_per_s or 0,
+        "burst": policy.burst,
+    }
+    return call, terms
+
+
+# --- Steps ------------------------------------------------------------------------------------------------------------
+
+AT_ONCE = 200
+"""So many operations make a step: what it costs others is that Redis does nothing else for some milliseconds."""
+RETRY_S = 0.5
+OTHERS_AT_ONCE = 4
+SILENCE_S = 10.0
+"""How long an answer of Redis may take."""
+
+Clock = Callable[[], float]
+OnAnswer = Callable[[Answer, frozenset[str]], None]
+"""Gets what Redis answered, and the calls whose request it has got with this step."""
+OnFailure = Callable[[str, frozenset[str]], None]
+"""Gets the reason why there is no answer, and the calls whose request may or may not have arrived."""
+
+
+class Steps:
+    """The steps of one orchestrator. What is given back is said again until Redis has heard it; all else is lost with its step, and told so."""
+
+    def __init__(
+        self,
+        client: RedisClient,
+        deployment: str,
+        orchestrator: str,
+        on_answer: OnAnswer,
+        on_failure: OnFailure,
+        *,
+        lease_s: float,
+        clock: Clock | None,
+    ) -> None:
+        # One step follows the other, so a connection is kept: to get one from the pool costs a quarter of a step.
+        self._client = client.client()
+        self._script = self._client.register_script(load_script())
+        self._deployment, self._orchestrator, self._lease_s, self._clock = deployment, orchestrator, lease_s, clock
+        self._on_answer, self._on_failure = on_answer, on_failure
+        self._requests: dict[str, SlotRequest] = {}
+        self._releases: dict[str, float] = {}
+        self._others: list[Operation] = []
+        self._come = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def ask(self, call: str, request: SlotRequest) -> None:
+        """A call wants a slot."""
+        self._requests[call] = request
+        self._note()
+
+    def give_back(self, call: str, used_s: float) -> None:
+        """A call needs its slot, or its place in the queue, no longer."""
+        if self._requests.pop(call, None) is None:
+            self._releases[call] = used_s
+            self._note()
+
+    def add(self, operation: Operation) -> None:
+        """Anything else; only for what may be lost."""
+        self._others.append(operation)
+        self._note()
+
+    async def aclose(self) -> None:
+        """Let go of the connection; nothing may be on its way. The next step has another."""
+        await self._client.aclose(close_connection_pool=False)
+
+    async def settle(self, within_s: float) -> None:
+        """Wait until all is sent, as far as that can be done in time."""
+        waiting = asyncio.ensure_future(self._idle.wait())
+        await asyncio.wait({waiting}, timeout=within_s)
+        waiting.cancel()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._come.wait()
+            while self._requests or self._releases or self._others:
+                if not await self._send():
+                    self._come.clear()
+                    # What is given back can wait a moment; who asks now is to be told now that Redis is away.
+                    if not self._requests:
+                        await asyncio.wait({waiting := asyncio.ensure_future(self._come.wait())}, timeout=RETRY_S)
+                        waiting.cancel()
+            self._come.clear()
+            self._idle.set()
+
+    def _note(self) -> None:
+        self._idle.clear()
+        self._come.set()
+
+    async def _send(self) -> bool:
+        """One step; whether Redis answered. What frees slots goes first: what asks for them then finds them."""
+        releases = dict(list(self._releases.items())[:AT_ONCE])
+        requests = dict(list(self._requests.items())[: AT_ONCE - len(releases)])
+        others, self._others = self._others[:OTHERS_AT_ONCE], self._others[OTHERS_AT_ONCE:]
+        for call in requests:
+            del self._requests[call]
+        operations = [
+            *(release(call, used_s) for call, used_s in releases.items()),
+            *others,
+            *(enqueue(call, request) for call, request in requests.items()),
+        ]
+        now = self._clock() if self._clock is not None else None
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                arguments = script_arguments(self._deployment, self._orchestrator, operations, lease_s=self._lease_s, now=now)
+                answer = parse_answer(await self._say(arguments))
+        except (RedisError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            log.warning("admission_unanswered", operations=len(operations), error=reason)
+            await self.aclose()
+            self._on_failure(reason, frozenset(requests))
+            return False
+        for call in releases:
+            self._releases.pop(call, None)
+        self._on_answer(answer, frozenset(requests))
+        return True
+
+    async def _say(self, arguments: list[str]) -> bytes:
+        try:
+            said: bytes = await self._script(args=arguments)
+        except LostConnection:
+            # The connection of before Redis's restart; with Sentinel it would go on asking the master of then. Whatever is said may be said twice.
+            await self.aclose()
+            said = await self._script(args=arguments)
+        return said
+
+
+# --- Grants -----------------------------------------------------------------------------------------------------------
+
+LOOK_EVERY_S = 5.0
+RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+class GrantListener:
+    """One subscription. Pub/sub delivers at most once: `on_gap` is called whenever it stands anew, because something may have been missed."""
+
+    def __init__(self, client: RedisClient, channel: str, on_grants: Callable[[Sequence[str]], None], on_gap: Callable[[], None]) -> None:
+        self._client = client
+        self._channel = channel
+        self._on_grants, self._on_gap = on_grants, on_gap
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        failures = 0
+        while True:
+            try:
+                async with self._client.pubsub() as pubsub:
+                    await pubsub.subscribe(self._channel)
+                    while True:
+                        message = await pubsub.get_message(timeout=LOOK_EVERY_S)
+                        if message is not None:
+                            failures = 0
+                            self._take(message)
+            except (RedisError, OSError) as error:
+                if failures == 0:
+                    log.warning("admission_connection_lost", error=str(error))
+                await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
+                failures += 1
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if message["type"] == "subscribe":
+            self._on_gap()
+        elif message["type"] == "message":
+            try:
+                calls = [str(call) for call in json.loads(message["data"])]
+            except (ValueError, TypeError):
+                log.error("admission_grants_unreadable", size=len(message["data"]))
+                return
+            self._on_grants(calls)

@@ -1,0 +1,291 @@
+-- What is done in a step of admission; slots_state.lua comes before it, in the same script.
+
+-- Slots
+
+local function leave_lane(id, call, queue, pair, tenant)
+  redis.call('HDEL', prefix .. 'waiting', id)
+  redis.call('ZREM', prefix .. 'lane:' .. pair.name .. ':' .. call.lane, id)
+  calls[id], pair.heads = false, nil
+  count(pair, call.lane, -1)
+  count(pair, 'waiting', -1)
+  count(queue, 'waiting', -1)
+  count(tenant, 'waiting', -1)
+end
+
+local function hold(id, call, is_long, charge, queue, pair, tenant)
+  call.granted, call.long, call.charge = now, is_long, charge
+  redis.call('HSET', prefix .. 'held', id, cjson.encode(call))
+  if is_long then
+    count(queue, 'long', 1)
+    count(pair, 'long', 1)
+  else
+    redis.call('ZADD', prefix .. 'young:' .. queue.name, string.format('%.17g', now), id)
+  end
+  count(queue, 'held', 1)
+  count(pair, 'held', 1)
+  count(tenant, 'held', 1)
+  count(pair, 'charged', charge)
+end
+
+-- The tenant with the least use for its weight among those whose next call fits; nil when there is none.
+local function lowest(queue)
+  local ready = prefix .. 'ready:' .. queue.name
+  local short = redis.call('ZRANGE', ready .. ':short', 0, 0, 'WITHSCORES')
+  local long = queue.fields.long < queue.slots and redis.call('ZRANGE', ready .. ':long', 0, 0, 'WITHSCORES') or {}
+  if short[1] and long[1] then return tonumber(long[2]) < tonumber(short[2]) and long[1] or short[1] end
+  return short[1] or long[1]
+end
+
+local function choose(queue, pair)
+  local is_turn_of_batch = pair.fields.run >= INTERACTIVE_RUN
+  local best, best_is_first
+  for _, head in ipairs(heads_of(pair)) do
+    if estimate(head.call) < LONG_S or (pair.fields.long < queue.long_each and queue.fields.long < queue.slots) then
+      local is_first = head.call.batch == is_turn_of_batch
+      if not best or (is_first and not best_is_first) or (is_first == best_is_first and head.call.seq < best.call.seq) then
+        best, best_is_first = head, is_first
+      end
+    end
+  end
+  return best
+end
+
+local function grant_next(queue, pair, tenant)
+  local head = choose(queue, pair)
+  if not head then
+    unrank(queue, pair)
+    return refresh(queue, pair)
+  end
+  local call = head.call
+  local passed = not call.batch and pair.fields['batch:short'] + pair.fields['batch:long'] > 0
+  pair.fields.run = passed and pair.fields.run + 1 or 0
+  leave_lane(head.id, call, queue, pair, tenant)
+  if tenant.fields.rate > 0 then count(tenant, 'tokens', -1) end
+  queue.fields.clock = math.max(queue.fields.clock, pair.fields.used)
+  hold(head.id, call, estimate(call) >= LONG_S, estimate(call) / weight_of(tenant), queue, pair, tenant)
+  tell(head.id)
+  refresh(queue, pair)
+end
+
+-- Whether the next call is over in a moment: only such ones go beyond a queue's capacity. Changes nothing.
+local function is_tiny(queue, name)
+  local head = choose(queue, pair_of(queue, name))
+  return head and estimate(head.call) < TINY_S
+end
+
+local function grant(queue)
+  while queue.fields.held < queue.tiny_capacity and queue.fields.waiting > 0 do
+    local name = lowest(queue)
+    if not name or (queue.fields.held >= queue.capacity and not is_tiny(queue, name)) then return end
+    local tenant, pair = tenant_of({tenant = name}), pair_of(queue, name)
+    local until_at = limit_of(tenant)
+    if until_at then
+      block(queue, pair, tenant, until_at)
+    else
+      -- An estimate may have changed since the tenant was ranked.
+      refresh(queue, pair)
+      grant_next(queue, pair, tenant)
+    end
+  end
+end
+
+-- Its queues, the longest blocked first, as far as the tenant may begin calls.
+local function unblock(tenant)
+  while tenant.fields.blocked > 0 do
+    local until_at = limit_of(tenant)
+    if until_at then
+      if until_at < math.huge then redis.call('ZADD', prefix .. 'wake', string.format('%.17g', until_at), tenant.name) end
+      return
+    end
+    local name = redis.call('ZPOPMIN', prefix .. 'blocked:' .. tenant.name)[1]
+    if not name then
+      tenant.fields.blocked = 0
+      return
+    end
+    local queue = queue_of(name)
+    local pair = pair_of(queue, tenant.name)
+    pair.fields.blocked = 0
+    count(tenant, 'blocked', -1)
+    refresh(queue, pair)
+    grant(queue)
+  end
+end
+
+local function give_up(id, call)
+  local queue, tenant = queue_of(call.queue), tenant_of(call)
+  local pair = pair_of(queue, call.tenant)
+  leave_lane(id, call, queue, pair, tenant)
+  if pair.fields.waiting == 0 and pair.fields.blocked == 1 then
+    redis.call('ZREM', prefix .. 'blocked:' .. tenant.name, queue.name)
+    pair.fields.blocked = 0
+    count(tenant, 'blocked', -1)
+  end
+  refresh(queue, pair)
+  grant(queue)
+end
+
+local function give_back(id, text, used)
+  redis.call('HDEL', prefix .. 'held', id)
+  -- Opening the queue may find that this call is long: not any more.
+  local call = cjson.decode(text)
+  if not call.long then redis.call('ZREM', prefix .. 'young:' .. call.queue, id) end
+  local queue, tenant = queue_of(call.queue), tenant_of(call)
+  local pair, fields = pair_of(queue, call.tenant), pair_of(queue, call.tenant).fields
+  for _, one in ipairs({queue, tenant, pair}) do count(one, 'held', -1) end
+  if call.long then
+    count(queue, 'long', -1)
+    count(pair, 'long', -1)
+  end
+  local took = math.max(0, math.min(used or math.huge, now - call.granted))
+  fields.charged = fields.held == 0 and 0 or math.max(0, fields.charged - call.charge)
+  fields.used = fields.used + took / weight_of(tenant)
+  if used and used > 0 then
+    learn(call, took, true)
+    pair.heads = nil
+  end
+  refresh(queue, pair)
+  unblock(tenant)
+  grant(queue)
+end
+
+-- Whatever it was; nothing for an id that is not known.
+local function drop(id, used)
+  redis.call('ZREM', prefix .. 'expiry', id)
+  local held = redis.call('HGET', prefix .. 'held', id)
+  if held then return give_back(id, held, used) end
+  local call = waiting_call(id)
+  if call then give_up(id, call) end
+end
+
+-- Operations
+
+local run = {}
+
+local function take_policy(tenant, policy)
+  for _, name in ipairs({'weight', 'in_flight', 'queued', 'rate', 'burst'}) do tenant.fields[name] = policy[name] end
+end
+
+local function lease_to(id)
+  redis.call('ZADD', prefix .. 'expiry', string.format('%.17g', now + lease), id)
+end
+
+local function retry_after(call, tenant, pair)
+  local known = estimates[call.tenant .. '|' .. call.tool] and estimate(call) or 1
+  local by_rate = tenant.fields.rate > 0 and 1 / tenant.fields.rate or 0
+  return math.max(0.1, math.min(60, math.max(by_rate, known / math.max(1, pair.fields.held))))
+end
+
+function run.enqueue(id, call, policy)
+  if redis.call('HEXISTS', prefix .. 'held', id) == 1 then return tell(id) end
+  if waiting_call(id) then return end
+  local queue, tenant = queue_of(call.queue), tenant_of(call)
+  local pair = pair_of(queue, call.tenant)
+  take_policy(tenant, policy)
+  if call.urgent then
+    lease_to(id)
+    hold(id, call, false, 0, queue, pair, tenant)
+    return tell(id)
+  end
+  local is_long = estimate(call) >= LONG_S
+  if tenant.fields.waiting >= tenant.fields.queued then
+    table.insert(refused, {id, retry_after(call, tenant, pair)})
+    return
+  end
+  count(queue, 'sequence', 1)
+  -- No slot is given to the lane 'paused': its calls are counted as waiting until their orchestrator takes them out.
+  local lane = (call.batch and 'batch:' or 'interactive:') .. (is_long and 'long' or 'short')
+  call.seq, call.lane = queue.fields.sequence, call.paused and 'paused' or lane
+  call.since = now  -- for who watches how long calls wait
+  calls[id] = call
+  redis.call('HSET', prefix .. 'waiting', id, cjson.encode(call))
+  redis.call('ZADD', prefix .. 'lane:' .. pair.name .. ':' .. call.lane, call.seq, id)
+  lease_to(id)
+  count(pair, call.lane, 1)
+  for _, one in ipairs({queue, tenant, pair}) do count(one, 'waiting', 1) end
+  if pair.fields[call.lane] == 1 then pair.heads = nil end
+  queued[#queued + 1] = id
+  refresh(queue, pair)
+  unblock(tenant)
+  grant(queue)
+end
+
+local function waiting_reason(call)
+  if call.lane == 'paused' then return 'paused' end
+  local queue, tenant = queue_of(call.queue), tenant_of(call)
+  if pair_of(queue, call.tenant).fields.blocked == 0 then return 'slots' end
+  return limit_of(tenant) == math.huge and 'in_flight' or 'rate'
+end
+
+function run.restore(id, call, policy)
+  if redis.call('HEXISTS', prefix .. 'held', id) == 1 then return end
+  drop(id, 0)
+  local queue, tenant = queue_of(call.queue), tenant_of(call)
+  take_policy(tenant, policy)
+  lease_to(id)
+  hold(id, call, estimate(call) >= LONG_S, 0, queue, pair_of(queue, call.tenant), tenant)
+end
+
+function run.release(id, used)
+  drop(id, used)
+end
+
+local function renew(ids, where, otherwise)
+  if #ids == 0 then return end
+  local flat, found = {}, redis.call('HMGET', prefix .. where, unpack(ids))
+  for at, id in ipairs(ids) do
+    if found[at] then
+      flat[#flat + 1], flat[#flat + 2] = string.format('%.17g', now + lease), id
+    else
+      otherwise(id)
+    end
+  end
+  if #flat > 0 then redis.call('ZADD', prefix .. 'expiry', unpack(flat)) end
+end
+
+function run.renew(held, waiting)
+  local function not_known(id) table.insert(unknown, id) end
+  renew(held, 'held', not_known)
+  renew(waiting, 'waiting', function(id)
+    if redis.call('HEXISTS', prefix .. 'held', id) == 0 then return not_known(id) end
+    lease_to(id)
+    tell(id)
+  end)
+end
+
+function run.tick(...)
+  for _, name in ipairs({...}) do grant(queue_of(name)) end
+end
+
+-- Leases whose orchestrators are gone. After a silence, Redis's own or everybody's, whoever lives is first given the time to renew.
+local function sweep()
+  local clock = redis.call('HMGET', prefix .. 'clock', 'seen', 'sweep_from')
+  local seen, sweep_from = tonumber(clock[1] or nil), tonumber(clock[2] or nil) or 0
+  if seen and now - seen > lease / 2 then sweep_from = now + lease / 2 end
+  if now >= sweep_from then
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'expiry', '-inf', string.format('%.17g', now), 'LIMIT', 0, SWEEP_AT_ONCE)) do drop(id) end
+  end
+  return sweep_from
+end
+
+local sweep_from = sweep()
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'wake', '-inf', string.format('%.17g', now), 'LIMIT', 0, SWEEP_AT_ONCE)) do
+  redis.call('ZREM', prefix .. 'wake', name)
+  unblock(tenant_of({tenant = name}))
+end
+for _, operation in ipairs(cjson.decode(ARGV[6])) do
+  run[operation[1]](unpack(operation, 2))
+end
+
+local waiting = {}
+for _, id in ipairs(queued) do
+  local call = waiting_call(id)
+  if call then waiting[#waiting + 1] = {id, waiting_reason(call)} end
+end
+
+for _, one in pairs(records) do save(one) end
+redis.call('HSET', prefix .. 'clock', 'seen', string.format('%.17g', now), 'sweep_from', string.format('%.17g', sweep_from))
+for orchestrator, ids in pairs(told) do
+  if orchestrator ~= me then redis.call('PUBLISH', prefix .. 'told:' .. orchestrator, cjson.encode(ids)) end
+end
+local wake = redis.call('ZRANGE', prefix .. 'wake', 0, 0, 'WITHSCORES')
+return cjson.encode({granted = told[me] or {}, refused = refused, waiting = waiting, unknown = unknown, wake = wake[2] and math.max(0, tonumber(wake[2]) - now) or nil})

@@ -1,0 +1,142 @@
+"""Which tools are turned off in this deployment: asked before a call is sent, set by administrators."""
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self
+
+import redis.asyncio
+from pydantic import ValidationError
+from redis.exceptions import RedisError
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.names import audit_key, switches_key
+from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches, seal_switch, switch_field
+from contract.signing import SigningKeys
+from store.actors import Actor, local_actor
+from store.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
+from store.connection import SyncRedis, broker_errors
+
+_TURN = f"""
+{AUDIT_LUA}
+-- KEYS: switches, audit. ARGV: field, its switch ('' turns the tool on), entry. What is on already is not turned on.
+local was_off = redis.call('HEXISTS', KEYS[1], ARGV[1])
+if ARGV[2] == '' and was_off == 0 then return 0 end
+audit(KEYS[2], ARGV[3])
+if ARGV[2] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
+return was_off
+"""
+
+
+class SwitchSource(Protocol):
+    """Where it is known what is off."""
+
+    async def switches(self) -> Mapping[str, Switch]:
+        """What is off: `find_switch` and `switches_for` tell for whom."""
+        ...
+
+
+class RedisSwitches:
+    """The switches in Redis, read again at most every SWITCHES_FRESH_S seconds; one's own changes are seen at once. They are put down to
+    whoever runs this program, or to the actor of `acting_as`."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
+        self._client, self._keys = client, keys
+        self._key, self._audit = switches_key(deployment), audit_key(deployment)
+        self._turn_script = client.register_script(_TURN)
+        self._actor: Actor | None = None
+        self._known = _Known()
+
+    def acting_as(self, actor: Actor) -> Self:
+        """The same switches, turned by `actor`."""
+        mine = copy.copy(self)
+        mine._actor = actor
+        return mine
+
+    async def switches(self) -> Mapping[str, Switch]:
+        """Raises BrokerUnavailable when Redis does not answer: what may have been turned off is not called."""
+        known = self._known
+        if time.monotonic() - known.read_at >= SWITCHES_FRESH_S:
+            asked_at = time.monotonic()
+            try:
+                told: Any = await self._client.hgetall(self._key)
+            except (RedisError, OSError) as error:
+                raise BrokerUnavailable(f"Redis did not say which tools are turned off ({error})") from error
+            if told != known.told:
+                known.told, known.switches = told, parse_switches(self._keys, told)
+            known.read_at = asked_at
+        return known.switches
+
+    async def turn_off(self, name: str, switch: Switch, tenant: str | None = None) -> None:
+        """For everybody, or for one tenant: every worker and orchestrator knows within 2 seconds. Raises BrokerUnavailable."""
+        await self._turn("tool.disable", name, tenant, switch)
+
+    async def turn_on(self, name: str, tenant: str | None = None) -> bool:
+        """Whether it was off. For everybody: what is off for one tenant stays so. Raises BrokerUnavailable."""
+        return await self._turn("tool.enable", name, tenant, None)
+
+    async def _turn(self, action: AuditAction, name: str, tenant: str | None, switch: Switch | None) -> bool:
+        told = {"reason": switch.reason} if switch is not None else {}
+        entry = build_entry(self._actor or local_actor(), action, name, tenant=tenant, details=told)
+        field = switch_field(name, tenant)
+        args = [field, seal_switch(self._keys, field, switch) if switch is not None else "", entry_text(entry)]
+        try:
+            was_off = await self._turn_script(keys=[self._key, self._audit], args=args)
+        except (RedisError, OSError) as error:
+            raise _unchanged(name, error) from error
+        self._known.read_at = float("-inf")
+        return bool(was_off)
+
+
+class _Known:
+    """What was read last, shared by all who act on the same switches."""
+
+    def __init__(self) -> None:
+        self.told: Mapping[bytes, bytes] = {}
+        self.switches: Mapping[str, Switch] = {}
+        self.read_at = float("-inf")
+
+
+class RegistrySwitches:
+    """The switches of a registry in this process."""
+
+    def __init__(self, registry: ToolRegistry[Any]) -> None:
+        self._registry = registry
+
+    async def switches(self) -> Mapping[str, Switch]:
+        return {state.name: state.switch for state in self._registry.describe() if state.switch is not None}
+
+
+def build_switch(by: str, reason: str | None) -> Switch:
+    """A switch as of now. Raises ToolFailure(INVALID_ARGUMENTS) for a name or reason that is too long."""
+    try:
+        return Switch(by=by, at=time.time(), reason=reason)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{first['loc'][0]}: {first['msg']}") from error
+
+
+def _unchanged(name: str, error: Exception) -> BrokerUnavailable:
+    return BrokerUnavailable(f"{name} was not switched: Redis does not answer ({error})")
+
+
+class WorkerSwitches:
+    """The switches as a worker reads them when it runs a call, again at most every SWITCHES_FRESH_S seconds."""
+
+    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client, self._keys = client, keys
+        self._key = switches_key(deployment)
+        self._clock = clock
+        self._fields: Mapping[Any, Any] = {}
+        self._switches: Mapping[str, Switch] = {}
+        self._read_at = float("-inf")
+
+    def find(self, name: str, tenant: str) -> Switch | None:
+        """Return why the tool is off for that tenant; None when it is on. Raises BrokerUnavailable: a tool that may be off is not run."""
+        if self._clock() - self._read_at >= SWITCHES_FRESH_S:
+            with broker_errors(f"the call was not run, because it is not known whether {name} is turned off"):
+                fields: Any = self._client.hgetall(self._key)
+            if fields != self._fields:
+                self._fields, self._switches = fields, parse_switches(self._keys, fields)
+            self._read_at = self._clock()
+        return find_switch(self._switches, name, tenant)

@@ -1,0 +1,81 @@
+"""Tasks of the event loop: cancelled for certain, shared by several callers, started once for everyone who needs their result."""
+
+import asyncio
+import contextvars
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+AGAIN_S = 0.1
+LONGEST_PAUSE_S = 2.0
+
+
+def is_being_cancelled() -> bool:
+    """Whether somebody cancels this task; False: something that it waited for was cancelled, or ran out of time."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def check_cancelled() -> None:
+    """Raises CancelledError in a task that has been cancelled and goes on all the same. For the top of loops without an end."""
+    if is_being_cancelled():
+        raise asyncio.CancelledError
+
+
+async def cancel_all(tasks: Iterable["asyncio.Task[Any]"], is_ending: Callable[["asyncio.Task[Any]"], bool] = lambda _: False) -> None:
+    """Cancel tasks until they are done, each by what it likes to end with. `is_ending`: one that has heard it, and only cleans up."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            if not is_ending(task):
+                task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=AGAIN_S)
+
+
+def begin_shared(work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
+    """A task that does not belong to the call, or the run, that happened to begin it: its log lines do not carry their names, and it keeps nothing of
+    them alive."""
+    return asyncio.create_task(work, name=name, context=contextvars.Context())
+
+
+class SharedReads(Generic[T]):
+    """The reads that are on their way, by what they read. A cancelled caller takes nobody's answer away."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, asyncio.Task[T]] = {}
+
+    async def read(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What `work` gives, or what the one gives that reads the same already. Raises what it raises."""
+        task = self._running.get(what)
+        if task is None:
+            task = self._running[what] = begin_shared(work(), "shared-read")
+            task.add_done_callback(partial(self._end, what))
+        return await asyncio.shield(task)
+
+    def _end(self, what: str, task: "asyncio.Task[T]") -> None:
+        self._running.pop(what, None)
+        if not task.cancelled():
+            # Looked at, so that nothing is reported when all who asked have gone.
+            task.exception()
+
+
+class Backoff:
+    """Waits a little longer each time, at most `limit_s` in all from the first wait."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._until: float | None = None
+        self._pause_s = 0.0
+
+    async def wait(self) -> bool:
+        """Wait, and return True; return False without waiting when the time is used up."""
+        now = time.monotonic()
+        self._until = self._until or now + self._limit_s
+        if now + self._pause_s > self._until:
+            return False
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2 or 0.05)
+        return True

@@ -1,0 +1,332 @@
+"""Who the tenants are and what each may have: asked before a call is sent, set by administrators."""
+
+import copy
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self
+
+import redis.asyncio
+from pydantic import TypeAdapter, ValidationError
+from redis.exceptions import RedisError
+
+from contract.calls import Identifier
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from contract.known_tenants import KnownTenants
+from contract.names import api_keys_key, audit_key, installed_skills_key, skill_bundle_key, switches_key, tenants_key
+from contract.signing import SigningKeys
+from contract.tenancy import (
+    DEFAULT_TENANT,
+    MAX_PAUSE_REASON_CHARS,
+    MAX_POLICY_BYTES,
+    REGISTERED_LUA,
+    VERSION_FIELD,
+    TenantLook,
+    TenantPolicy,
+    parse_policy,
+    parse_tenants,
+    seal_policy,
+)
+from store.actors import Actor, local_actor
+from store.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
+from store.connection import SyncRedis, broker_errors
+from store.tasks import SharedReads
+
+MAX_CHANGES = 20
+"""How often a change is tried when others change the same tenant meanwhile."""
+_NAME: TypeAdapter[str] = TypeAdapter(Identifier)
+
+_CHANGE = f"""
+{AUDIT_LUA}
+-- KEYS: tenants, audit. ARGV: name, what was read of it ('' for nothing), what it is to be, a new version, entry.
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+audit(KEYS[2], ARGV[5])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3], '#version', ARGV[4])
+return 1
+"""
+_REMOVE = (
+    AUDIT_LUA
+    + REGISTERED_LUA
+    + """
+-- KEYS: tenants, API keys, switches, audit. ARGV: name, a new version, entry, the tenant's skills, prefix of their bundles, the policy of a removed tenant.
+if not is_registered(KEYS[1], ARGV[1]) then return -1 end
+local revoked, keys, switches = 0, redis.call('HGETALL', KEYS[2]), redis.call('HKEYS', KEYS[3])
+audit(KEYS[4], ARGV[3])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[6], '#version', ARGV[2])
+for _, field in ipairs(switches) do
+  if string.sub(field, 1, #ARGV[1] + 1) == ARGV[1] .. '/' then redis.call('HDEL', KEYS[3], field) end
+end
+for at = 1, #keys, 2 do
+  local is_json, record = pcall(cjson.decode, unsealed(keys[at + 1]))
+  if is_json and type(record) == 'table' and record.tenant == ARGV[1] then revoked = revoked + redis.call('HDEL', KEYS[2], keys[at]) end
+end
+for _, text in ipairs(redis.call('HVALS', ARGV[4])) do
+  local is_json, record = pcall(cjson.decode, unsealed(text))
+  if is_json and type(record) == 'table' and type(record.skill) == 'table' then redis.call('DEL', ARGV[5] .. record.skill.digest) end
+end
+redis.call('DEL', ARGV[4])
+return revoked
+"""
+)
+
+
+class TenantSource(Protocol):
+    """Where policies come from."""
+
+    async def policy(self, tenant: str) -> TenantPolicy:
+        """What the tenant may have now. Raises ToolFailure(UNKNOWN_TENANT), BrokerUnavailable, ConfigError for a policy that cannot be read."""
+        ...
+
+
+class OpenTenants:
+    """For programs without a pool: every tenant has the default policy."""
+
+    async def policy(self, tenant: str) -> TenantPolicy:
+        return TenantPolicy()
+
+
+class RedisTenants:
+    """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first needed or something has
+    changed; one's own changes are seen at once. They are put down to whoever runs this program, or to the actor of `acting_as`."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
+        self._client, self._deployment, self._signing = client, deployment, keys
+        self._keys = [tenants_key(deployment), api_keys_key(deployment), switches_key(deployment), audit_key(deployment)]
+        self._actor: Actor | None = None
+        self._known = KnownTenants(keys)
+        self._checks, self._looks = SharedReads[None](), SharedReads[TenantPolicy]()
+        self._change_script = client.register_script(_CHANGE)
+        self._remove_script = client.register_script(_REMOVE)
+
+    def acting_as(self, actor: Actor) -> Self:
+        """The same tenants, changed by `actor`."""
+        mine = copy.copy(self)
+        mine._actor = actor
+        return mine
+
+    async def policy(self, tenant: str) -> TenantPolicy:
+        """As TenantSource promises. What Redis does not say is not assumed."""
+        if self._known.is_stale():
+            await self._checks.read(VERSION_FIELD, self._check)
+        return self._known.find(tenant) or await self._looks.read(tenant, lambda: self._look(tenant))
+
+    async def all(self) -> Mapping[str, TenantPolicy | ConfigError]:
+        """Every registered tenant by name; in place of a policy that cannot be read: why. Raises BrokerUnavailable."""
+        try:
+            told: Any = await self._client.hgetall(self._keys[0])
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Redis did not say which tenants there are ({error}): see that it is up") from error
+        return parse_tenants(self._signing, told)
+
+    async def add(self, name: str, policy: TenantPolicy) -> None:
+        """Register a tenant; every worker and orchestrator knows within 2 seconds.
+
+        Raises ToolFailure(INVALID_ARGUMENTS) for a name that cannot be one or is taken, or a policy that is too long; BrokerUnavailable.
+        """
+        _check_name(name)
+        if name == DEFAULT_TENANT:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"{name} is always there: set what it may have (`toolcrew tenants set --help` shows how)"
+            )
+        if not await self._write(name, b"", policy, "tenant.add"):
+            await self._read_present(name)
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"tenant {name} is registered already: change it (`toolcrew tenants set --help` shows how)"
+            )
+
+    async def change(
+        self, name: str, change: Callable[[TenantPolicy], TenantPolicy], *, action: AuditAction = "tenant.set", reason: str | None = None
+    ) -> TenantPolicy:
+        """What `change` makes of the tenant's present policy; it is called again when somebody else was faster, so that no change is lost. `action` and
+        `reason`: what the audit tells of it; of a policy that stays as it is nothing.
+
+        Raises as `add` does, and what `change` raises; ConfigError when the present policy cannot be read: `replace` it.
+        """
+        for _ in range(MAX_CHANGES):
+            present = await self._read_present(name)
+            policy = change(self._parse(name, present))
+            if await self._write(name, present, policy, action, reason):
+                return policy
+        raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
+
+    async def replace(self, name: str, policy: TenantPolicy) -> None:
+        """Give a registered tenant this policy, whatever it has; one that is paused stays so. Raises as `change` does."""
+        for _ in range(MAX_CHANGES):
+            present = await self._read_present(name)
+            if await self._write(name, present, self._as_paused(name, present, policy), "tenant.set"):
+                return
+        raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
+
+    async def pause(self, name: str, reason: str = "") -> TenantPolicy:
+        """Begin none of the tenant's calls and runs any more, within 2 s everywhere; what runs goes on. The policy as it is then. Raises as `change` does."""
+        if len(reason) > MAX_PAUSE_REASON_CHARS:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"the reason has {len(reason)} characters: give at most {MAX_PAUSE_REASON_CHARS}"
+            )
+        told = {"is_paused": True, "pause_reason": reason}
+        return await self.change(name, lambda policy: policy.model_copy(update=told), action="tenant.pause", reason=reason)
+
+    async def resume(self, name: str) -> TenantPolicy:
+        """Let all go on, within 2 s everywhere. Raises as `change` does."""
+        told = {"is_paused": False, "pause_reason": ""}
+        return await self.change(name, lambda policy: policy.model_copy(update=told), action="tenant.resume")
+
+    async def remove(self, name: str) -> int:
+        """Remove a tenant, and return how many API keys were revoked with it, in one step. Its open sessions end when they are closed or expire.
+
+        The name stays reserved: whoever got it later would find the runs, files and checkpoints of this tenant.
+
+        Raises ToolFailure: UNKNOWN_TENANT, INVALID_ARGUMENTS for the default one; BrokerUnavailable.
+        """
+        _check_name(name)
+        if name == DEFAULT_TENANT:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"{name} cannot be removed: set what it may have (`toolcrew tenants set --help` shows how)"
+            )
+        entry = build_entry(self._actor or local_actor(), "tenant.remove", name, tenant=name)
+        try:
+            skills = [installed_skills_key(self._deployment, name), skill_bundle_key(self._deployment, name, "")]
+            removed = seal_policy(self._signing, name, TenantPolicy(is_removed=True))
+            args = [name, secrets.token_hex(8), entry_text(entry), *skills, removed]
+            revoked = int(await self._remove_script(keys=self._keys, args=args))
+        except (RedisError, OSError) as error:
+            raise _unchanged(name, error) from error
+        if revoked < 0:
+            raise _missing(name)
+        self._known.forget()
+        return revoked
+
+    async def _check(self) -> None:
+        asked_at = self._known.clock()
+        try:
+            version: Any = await self._client.hget(self._keys[0], VERSION_FIELD)
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Redis did not say what the tenants may have ({error}): see that it is up") from error
+        self._known.confirm(version, asked_at)
+
+    async def _look(self, tenant: str) -> TenantPolicy:
+        asked_at = self._known.clock()
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hmget(self._keys[0], [VERSION_FIELD, tenant, DEFAULT_TENANT])
+        pipe.hlen(self._keys[0])
+        try:
+            (version, own, default), fields = await pipe.execute()
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Redis did not say what tenant {tenant} may have ({error}): see that it is up") from error
+        return self._known.learn(tenant, TenantLook(version, own, default, fields), asked_at)
+
+    async def _read_present(self, name: str) -> bytes:
+        """What is kept of a tenant that can be changed; b"" for the default one before it is set."""
+        _check_name(name)
+        try:
+            kept: Any = await self._client.hget(self._keys[0], name)
+        except (RedisError, OSError) as error:
+            raise _unchanged(name, error) from error
+        if kept is None and name != DEFAULT_TENANT:
+            raise _missing(name)
+        present = bytes(kept or b"")
+        try:
+            is_removed = self._parse(name, present).is_removed
+        except ConfigError:
+            # `replace` may repair a policy, but never makes a removed tenant anew. A forged mark only keeps a name from being used.
+            is_removed = b'"is_removed":true' in present
+        if is_removed:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"tenant {name} was removed, and its runs, files and checkpoints may still be stored: its name stays reserved; choose another name",
+            )
+        return present
+
+    async def _write(self, name: str, present: bytes, policy: TenantPolicy, action: AuditAction, reason: str | None = None) -> bool:
+        """False when the tenant is not what it was."""
+        if policy.is_removed:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, "a policy cannot remove a tenant: leave is_removed out; `toolcrew tenants rm NAME` removes it"
+            )
+        text = seal_policy(self._signing, name, policy).encode()
+        if len(text) > MAX_POLICY_BYTES:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"the policy is {len(text)} bytes; at most {MAX_POLICY_BYTES} are kept: name less, or use patterns",
+            )
+        entry = ""
+        if present != text:
+            told = {**self._changes(name, present, policy), "reason": reason}
+            entry = entry_text(build_entry(self._actor or local_actor(), action, name, tenant=name, details=told))
+        try:
+            written = await self._change_script(
+                keys=[self._keys[0], self._keys[3]], args=[name, present, text, secrets.token_hex(8), entry]
+            )
+        except (RedisError, OSError) as error:
+            raise _unchanged(name, error) from error
+        self._known.forget()
+        return bool(written)
+
+    def _parse(self, name: str, present: bytes) -> TenantPolicy:
+        return parse_policy(self._signing, name, present) if present else TenantPolicy()
+
+    def _changes(self, name: str, present: bytes, policy: TenantPolicy) -> dict[str, str | None]:
+        """The changed fields. If the present policy cannot be read: all fields that differ from the default."""
+        try:
+            old = self._parse(name, present)
+        except ConfigError:
+            old = TenantPolicy()
+        before, after = old.model_dump(mode="json"), policy.model_dump(mode="json")
+        changed = {field: value for field, value in after.items() if value != before[field]}
+        return {field: value if isinstance(value, str) else json.dumps(value, separators=(",", ":")) for field, value in changed.items()}
+
+    def _as_paused(self, name: str, present: bytes, policy: TenantPolicy) -> TenantPolicy:
+        """The new policy, paused if the present one is: a file with a policy does not resume a tenant."""
+        try:
+            old = self._parse(name, present)
+        except ConfigError:
+            return policy
+        return policy.model_copy(update={"is_paused": True, "pause_reason": old.pause_reason}) if old.is_paused else policy
+
+
+def _check_name(name: str) -> None:
+    try:
+        _NAME.validate_python(name)
+    except ValidationError as error:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "that is no name of a tenant: write 1 to 64 letters, digits, '-' and '_'") from error
+
+
+def _missing(name: str) -> ToolFailure:
+    return ToolFailure(
+        ErrorCode.UNKNOWN_TENANT, f"there is no tenant {name}: see `toolcrew tenants ls`, or register it (toolcrew tenants add {name})"
+    )
+
+
+def _unchanged(name: str, error: Exception) -> BrokerUnavailable:
+    return BrokerUnavailable(f"tenant {name} was not changed: Redis does not do it ({error}); see that it is up and may be written")
+
+
+class WorkerTenants:
+    """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first needed or something has
+    changed. Safe between threads."""
+
+    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._key = tenants_key(deployment)
+        self._known = KnownTenants(keys, clock)
+
+    def policy(self, tenant: str) -> TenantPolicy:
+        """What the tenant may have now.
+
+        Raises ToolFailure(UNKNOWN_TENANT), ConfigError for a policy that cannot be verified or read, BrokerUnavailable: the call is then not run.
+        """
+        with broker_errors(f"the call was not run, because the policy of tenant {tenant} was not read"):
+            if self._known.is_stale():
+                asked_at = self._known.clock()
+                version: Any = self._client.hget(self._key, VERSION_FIELD)
+                self._known.confirm(version, asked_at)
+            return self._known.find(tenant) or self._look(tenant)
+
+    def _look(self, tenant: str) -> TenantPolicy:
+        asked_at = self._known.clock()
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hmget(self._key, [VERSION_FIELD, tenant, DEFAULT_TENANT])
+        pipe.hlen(self._key)
+        (version, own, default), fields = pipe.execute()
+        return self._known.learn(tenant, TenantLook(version, own, default, fields), asked_at)

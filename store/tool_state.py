@@ -1,0 +1,145 @@
+"""A session's state in Redis, for the tools of every worker: one hash a session, changed only at the version that was read."""
+
+import copy
+import inspect
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.functions.session_state import (
+    MAX_ATTEMPTS,
+    MAX_STATE_BYTES,
+    MAX_VALUE_BYTES,
+    Change,
+    contended,
+    encode_value,
+    full,
+    is_key,
+)
+from contract.names import session_state_key
+from contract.settings import BrokerSettings
+from store.connection import connect_once
+
+STATE_TTL_S = 24 * 3600
+"""A state that no tool has read or changed for so long is forgotten."""
+
+_ENTRY = b"="
+"""Before a key, so that no key is taken for the size."""
+
+# KEYS: the hash. ARGV: field, version that was read ("" for any), value, bytes of the key, bytes that the whole state may have, seconds.
+# A value lies there as "<version> <JSON>".
+_STORE = """
+local before, version, freed = redis.call('HGET', KEYS[1], ARGV[1]), 0, 0
+if before then
+  local space = string.find(before, ' ', 1, true)
+  version = tonumber(string.sub(before, 1, space - 1))
+  freed = #before - space + tonumber(ARGV[4])
+end
+if ARGV[2] ~= '' and tonumber(ARGV[2]) ~= version then return {'changed', version} end
+local size = tonumber(redis.call('HGET', KEYS[1], 'size') or '0') + #ARGV[3] + tonumber(ARGV[4]) - freed
+if size > tonumber(ARGV[5]) then return {'full', size} end
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%d %s', version + 1, ARGV[3]), 'size', string.format('%d', size))
+redis.call('EXPIRE', KEYS[1], ARGV[6])
+return {'stored', version + 1}
+"""
+
+
+@dataclass(frozen=True)
+class StateStore:
+    """Where the states of a deployment lie. `client`: one that never repeats a command, or an update could count twice."""
+
+    client: "redis.Redis"
+    deployment: str
+    max_value_bytes: int = MAX_VALUE_BYTES
+    max_state_bytes: int = MAX_STATE_BYTES
+
+    @classmethod
+    def of(cls, broker: BrokerSettings) -> "StateStore":
+        return cls(connect_once(broker), broker.deployment)
+
+    def open(self, tenant: str, session: str) -> "RedisState":
+        """The state of one session. Tenant and session are those of the call's signed context."""
+        return RedisState(self, session_state_key(self.deployment, tenant, session))
+
+
+class RedisState:
+    """One session's state. A loop waits for Redis's answer: a process runs one call at a time, and a connection of each loop's own would cost
+    ten times what the commands do.
+
+    Raises ToolFailure(OUTCOME_UNKNOWN) when Redis does not answer: what the tool did until then stays done.
+    """
+
+    def __init__(self, store: StateStore, key: str) -> None:
+        self._store = store
+        self._key = key
+
+    async def get(self, key: str, default: Any = None) -> Any:
+        entry = self._read(key)
+        return copy.copy(default) if entry is None else json.loads(entry[1])
+
+    async def set(self, key: str, value: Any) -> None:
+        self._write(key, encode_value(key, value, self._store.max_value_bytes), None)
+
+    async def update(self, key: str, fn: Change) -> Any:
+        for _ in range(MAX_ATTEMPTS):
+            version, text = self._read(key) or (0, "null")
+            value = fn(json.loads(text))
+            if inspect.isawaitable(value):
+                value = await value
+            text = encode_value(key, value, self._store.max_value_bytes)
+            if self._write(key, text, version):
+                return json.loads(text)
+        raise contended(key)
+
+    async def items(self) -> dict[str, Any]:
+        try:
+            with self._store.client.pipeline(transaction=True) as pipe:
+                pipe.hgetall(self._key)
+                pipe.expire(self._key, STATE_TTL_S)
+                found, _ = pipe.execute()
+        except redis.RedisError as error:
+            raise _unreachable(error) from error
+        entries = {name[len(_ENTRY) :].decode(): _parsed(entry)[1] for name, entry in found.items() if name.startswith(_ENTRY)}
+        return {key: json.loads(text) for key, text in entries.items()}
+
+    def _read(self, key: str) -> tuple[int, str] | None:
+        """Version and text of a value; None when there is none."""
+        if not is_key(key):
+            return None
+        try:
+            with self._store.client.pipeline(transaction=False) as pipe:
+                pipe.hget(self._key, _field(key))
+                pipe.expire(self._key, STATE_TTL_S)
+                entry, _ = pipe.execute()
+        except redis.RedisError as error:
+            raise _unreachable(error) from error
+        return None if entry is None else _parsed(entry)
+
+    def _write(self, key: str, text: str, version: int | None) -> bool:
+        """False when somebody else has changed the value since `version`."""
+        expected = b"" if version is None else b"%d" % version
+        arguments = (_field(key), expected, text.encode(), len(key.encode()), self._store.max_state_bytes, STATE_TTL_S)
+        try:
+            told, number = self._store.client.eval(_STORE, 1, self._key, *arguments)
+        except redis.RedisError as error:
+            raise _unreachable(error) from error
+        if told == b"full":
+            raise full(key, int(number), self._store.max_state_bytes)
+        return bool(told == b"stored")
+
+
+def _field(key: str) -> bytes:
+    return _ENTRY + key.encode()
+
+
+def _parsed(entry: bytes) -> tuple[int, str]:
+    version, _, text = entry.partition(b" ")
+    return int(version), text.decode()
+
+
+def _unreachable(error: Exception) -> ToolFailure:
+    sentence = f"the session's state cannot be reached: Redis does not answer ({error}); what the tool did until then stays done"
+    return ToolFailure(ErrorCode.OUTCOME_UNKNOWN, sentence)

@@ -1,0 +1,34 @@
+"""Structured logs through the standard library's logging: the program decides where they go."""
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any
+
+import structlog
+
+from contract.log_records import Said
+
+bound = structlog.contextvars.bound_contextvars
+"""`with bound(run=..., tenant=...):` adds these fields to every event that is logged inside, also by tasks that are started inside."""
+
+
+def get_logger(name: str) -> Any:
+    """Return a logger of events as key=value. Unless logging is configured, warnings go to stderr, as the standard library does it."""
+    return structlog.wrap_logger(
+        logging.getLogger(name),
+        processors=[structlog.stdlib.filter_by_level, structlog.contextvars.merge_contextvars, _to_record],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+
+
+def _to_record(_: object, method: str, fields: MutableMapping[str, Any]) -> tuple[tuple[Said], dict[str, Any]]:
+    """Return the arguments of the standard library's logging call. The last processor."""
+    if method == "exception":
+        fields.setdefault("exc_info", True)
+    # The error is taken now: when the record is formatted, another one may be handled.
+    error = fields.pop("exc_info", None)
+    if error:
+        fields["exc_info"] = error if isinstance(error, BaseException | tuple) else sys.exc_info()
+    return (Said(str(fields.pop("event")), fields),), {}

@@ -1,0 +1,36 @@
+"""scripts/call_path: the files that one call of bash_tool passes through, and a limit on them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.guest_harness import needs_namespace
+from tests.stack import ROOT, Footprint
+
+pytestmark = [pytest.mark.stack, needs_namespace]
+
+# A ratchet: measured 110 files and 17,918 lines, plus 5 %. Lower both when the path gets shorter.
+# The target is 55 files and 8,000 lines.
+MOST_FILES = 115
+MOST_LINES = 18_813
+
+
+def test_one_bash_call_runs_the_known_files_and_stays_below_the_limit(footprint: Footprint) -> None:
+    script = [sys.executable, "-m", "scripts.call_path", "--json"]
+    ran = subprocess.run(script, cwd=ROOT, env=footprint.environment(), stdout=subprocess.PIPE, timeout=110, check=True)
+
+    report = json.loads(ran.stdout)
+    files = {role: process["by_file"] for role, process in report["processes"].items()}
+    assert "orchestrator/dispatch/dispatcher.py" in files["orchestrator"]
+    assert {"workers/executor.py", "workers/tools/shell.py"} <= set(files["worker"])
+    assert "workers/sandboxd/sandbox.py" in files["sandboxd"]
+    assert "sandbox-images/guest/supervisor.py" in files["guest"]
+    every = {file: lines for counted in files.values() for file, lines in counted.items()}
+    assert report["total"] == {"files": len(every), "lines": sum(every.values())}
+    assert report["total"]["files"] <= MOST_FILES
+    assert report["total"]["lines"] <= MOST_LINES
+    assert every["workers/executor.py"] == len((ROOT / "workers/executor.py").read_text().splitlines())
+    assert "workers/heartbeat.py" not in every, "background work was recorded"
+    assert "workers/sandboxd/keeping.py" not in every, "background work was recorded"

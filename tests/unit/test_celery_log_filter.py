@@ -1,0 +1,85 @@
+"""Celery's own functions log messages that they cannot use; no line shows what was in the message."""
+
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery.worker.consumer import consumer
+from kombu.transport.redis import Channel
+
+from workers.celery_edge.log_filter import BodyFilter
+
+BODY = "canary-of-a-tenant"
+MESSAGE = SimpleNamespace(
+    body=BODY,
+    content_type="t",
+    content_encoding="e",
+    headers={"id": "1", "task": "tool.x", "more": BODY},
+    properties={"more": BODY},
+    delivery_info={"more": BODY},
+    ack=lambda: None,
+    reject_log_error=lambda *_: None,
+)
+CONSUMER: Any = SimpleNamespace(
+    connection_errors=(),
+    _message_report=lambda body, message: body,
+    app=SimpleNamespace(backend=SimpleNamespace(mark_as_failure=lambda *_, **__: None)),
+    event_dispatcher=None,
+)
+KOMBU: Any = SimpleNamespace(_lookup=lambda *_: 1 / 0, connection_errors=())
+
+
+def unknown_message() -> None:
+    consumer.Consumer.on_unknown_message(CONSUMER, BODY, MESSAGE)
+
+
+def unknown_task() -> None:
+    consumer.Consumer.on_unknown_task(CONSUMER, BODY, MESSAGE, KeyError("tool.x"))
+
+
+def invalid_task() -> None:
+    consumer.Consumer.on_invalid_task(CONSUMER, BODY, MESSAGE, ValueError("no mapping"))
+
+
+def undecodable() -> None:
+    consumer.Consumer.on_decode_error(CONSUMER, MESSAGE, ValueError("x"))
+
+
+def not_restored() -> None:
+    Channel._do_restore_message(KOMBU, {"body": BODY}, "", "", None)
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(logging.Formatter().format(record))  # type: ignore[method-assign]
+    names = ("celery.worker.consumer.consumer", "kombu.transport.redis")
+    bodies = BodyFilter()
+    for name in names:
+        logging.getLogger(name).addFilter(bodies)
+        logging.getLogger(name).addHandler(handler)
+    yield found
+    for name in names:
+        logging.getLogger(name).removeHandler(handler)
+        logging.getLogger(name).removeFilter(bodies)
+
+
+@pytest.mark.parametrize("refuse", [unknown_message, unknown_task, invalid_task, undecodable, not_restored], ids=lambda one: one.__name__)
+def test_no_line_about_a_message_shows_it(lines: list[str], refuse: Callable[[], None]) -> None:
+    try:
+        raise LookupError("why")
+    except LookupError:
+        # Celery calls its hooks while it handles the error.
+        refuse()
+    (line,) = lines
+    assert "a message was refused by" in line
+    assert BODY not in line
+    assert "\n" not in line
+
+
+def test_other_lines_are_left_alone(lines: list[str]) -> None:
+    logging.getLogger("kombu.transport.redis").error("Connected to %s", "redis")
+    assert lines == ["Connected to redis"]

@@ -1,0 +1,73 @@
+"""Sessions whose time ran out on a host: they have no place any more, and do not count; those that ended otherwise keep theirs."""
+
+import threading
+
+import pytest
+
+from contract.errors import BrokerUnavailable
+from contract.names import place_key, tenant_sessions_key
+from tests.conftest import RedisProcess
+from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
+from workers.session_monitors import ExpiryMonitor
+
+NAMES = tenant_sessions_key(DEPLOYMENT, "acme")
+
+
+class Host:
+    """A host that is looked at, one round at a time."""
+
+    def __init__(self, ground: HostGround) -> None:
+        self.ground = ground
+        self.sandboxd = MemorySandboxd()
+        self.sessions = ground.sessions()
+        self.watch = ExpiryMonitor(self.sandboxd.client, self.sessions, threading.Event())
+
+    def add(self, session: str, *, idle_s: float, ttl_s: float, **place: object) -> None:
+        self.sandboxd.add(f"acme:{session}", idle_s=idle_s, ttl_s=ttl_s)
+        self.ground.put_place(f"acme:{session}", **place)
+        self.ground.redis.sadd(NAMES, session)
+
+    def look(self) -> int:
+        with self.sandboxd.client() as client:
+            return self.watch.look(client)
+
+    def has_place(self, session: str) -> bool:
+        return bool(self.ground.redis.exists(place_key(DEPLOYMENT, "acme", session)))
+
+
+@pytest.fixture
+def host(redis_server: RedisProcess) -> Host:
+    return Host(HostGround(redis_server))
+
+
+def test_a_session_whose_time_ran_out_has_no_place_and_counts_no_more(host: Host) -> None:
+    host.add("old", idle_s=60.0, ttl_s=60.0)
+    host.add("lost", idle_s=5.0, ttl_s=600.0)
+    host.add("moved", idle_s=60.0, ttl_s=60.0, queue="host.b.b1")
+    host.add("moving", idle_s=60.0, ttl_s=60.0, state="moving")
+    assert host.look() == 0, "they are still there"
+    host.sandboxd.rows.clear()
+    assert (host.look(), host.look()) == (1, 0)
+    assert {name: host.has_place(name) for name in ("old", "lost", "moved", "moving")} == {
+        "old": False,
+        "lost": True,
+        "moved": True,
+        "moving": True,
+    }
+    assert host.ground.redis.smembers(NAMES) == {b"lost", b"moved", b"moving"}
+
+
+def test_what_could_not_be_told_redis_is_told_later(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.add("old", idle_s=60.0, ttl_s=60.0)
+    host.look()
+    host.sandboxd.rows.clear()
+
+    def away(_: object) -> int:
+        raise BrokerUnavailable("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.sessions, "forget", away)
+        with pytest.raises(BrokerUnavailable):
+            host.look()
+    assert host.look() == 1
+    assert not host.has_place("old")

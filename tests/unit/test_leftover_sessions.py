@@ -1,0 +1,146 @@
+"""Sandboxes of sessions that ended while their host could not hear of it: they go all the same, and nobody else's does."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+import redis
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall
+from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.ledger import Claim
+from contract.names import place_key, tenant_sessions_key
+from store.calls import WorkerCallStore
+from store.sessions import CLOSED_MARGIN_S, SessionStore
+from tests.builders import build_context
+from tests.conftest import RedisProcess
+from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
+from workers import session_monitors
+from workers.session_monitors import LeftoverMonitor
+
+
+class Host:
+    """A host with sessions, looked at one round at a time, and the places of an orchestrator."""
+
+    def __init__(self, ground: HostGround, client: "redis.asyncio.Redis") -> None:
+        self.ground, self.client = ground, client
+        self.orchestrator = SessionStore(client, DEPLOYMENT)
+        self.sandboxd = MemorySandboxd()
+        self.sessions = ground.sessions()
+        self.stop = threading.Event()
+        self.sweep = LeftoverMonitor(self.sandboxd.client, self.sessions, self.stop)
+
+    async def open(self, session: str, queue: str = "host.a.b1", **row: object) -> None:
+        """As far as it comes: a place, and a sandbox here, wherever the place says that it is."""
+        await self.orchestrator.open("acme", session, queue, start="{}", ttl_s=60.0, limit=10)
+        self.sandboxd.add(f"acme:{session}", **row)
+
+    def look(self) -> int:
+        with capture_logs(), self.sandboxd.client() as client:
+            return self.sweep.look(client)
+
+
+@pytest.fixture
+async def host(redis_server: RedisProcess) -> AsyncIterator[Host]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        yield Host(HostGround(redis_server), client)
+
+
+async def test_a_session_that_was_closed_while_its_host_did_not_hear_of_it_loses_its_sandbox(host: Host) -> None:
+    await host.open("ended")
+    await host.open("used")
+    await host.orchestrator.close("acme", "ended")
+    assert (host.look(), host.look()) == (1, 0)
+    assert list(host.sandboxd.rows) == ["acme:used"]
+
+
+async def test_a_sandbox_that_was_made_too_late_goes(host: Host) -> None:
+    """Its session was given up while it was being made, and opened on another host, or ended."""
+    await host.open("elsewhere", "host.b.b1")
+    await host.orchestrator.close("acme", "never-placed")
+    host.sandboxd.add("acme:never-placed")
+    assert host.look() == 2
+    assert not host.sandboxd.rows
+
+
+async def test_only_what_redis_tells_counts(host: Host) -> None:
+    """Redis may have been flushed, or be used by a program that needs no queue."""
+    host.sandboxd.add("acme:unknown")
+    await host.open("here")
+    await host.open("of-an-earlier-worker", "host.a.b0")
+    await host.client.hset(place_key(DEPLOYMENT, "acme", "here"), "state", "moving")
+    assert host.look() == 0
+    await host.client.flushall()
+    assert host.look() == 0
+    assert len(host.sandboxd.rows) == 3
+
+
+async def test_another_tenants_session_of_that_name_is_left_alone(host: Host) -> None:
+    await host.open("s1")
+    await host.orchestrator.close("rival", "s1")
+    assert host.look() == 0
+
+
+async def test_a_session_that_came_back_meanwhile_is_not_taken_for_what_was_left_of_it(host: Host) -> None:
+    await host.open("s1", "host.b.b1", fence=1)
+    find = host.sessions.find_ended
+
+    def slowly(names: list[str]) -> set[str]:
+        ended = find(names)
+        host.sandboxd.add("acme:s1", fence=3)
+        return ended
+
+    host.sessions.find_ended = slowly  # type: ignore[method-assign, assignment]
+    assert host.look() == 0
+    assert host.sandboxd.rows["acme:s1"]["fence"] == 3
+
+
+async def test_a_closed_session_counts_no_more_and_cannot_be_opened_again(host: Host) -> None:
+    await host.open("s1")
+    await host.orchestrator.close("acme", "s1")
+    assert await host.orchestrator.find("acme", "s1") is None
+    assert await host.client.scard(tenant_sessions_key(DEPLOYMENT, "acme")) == 0
+    with pytest.raises(ToolFailure, match="closed before it was opened: open a new one") as refused:
+        await host.open("s1")
+    assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
+
+
+async def test_an_opening_that_comes_when_its_session_was_closed_is_not_run(host: Host) -> None:
+    await host.open("s1")
+    await host.orchestrator.close("acme", "s1")
+    ledger = WorkerCallStore(host.ground.redis, DEPLOYMENT, host.ground.clock)
+    call, context = ToolCall(id="c1", name="session.open"), build_context(tenant="acme", session="s1", fence=1)
+    assert await asyncio.to_thread(ledger.claim, call, context, "host.a.b1#w1") is Claim.MOVED
+
+
+async def test_that_a_session_was_closed_is_known_for_as_long_as_a_sandbox_of_it_may_live(host: Host) -> None:
+    await host.open("s1")
+    for _ in range(2):
+        await host.orchestrator.close("acme", "s1")
+        assert 60 < await host.client.ttl(place_key(DEPLOYMENT, "acme", "s1")) <= 60 + CLOSED_MARGIN_S
+
+
+async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_monitors, "LOOK_S", 0.01)
+    await host.open("s1")
+    await host.orchestrator.close("acme", "s1")
+    find, has_failed, failures = host.sessions.find_ended, threading.Event(), [BrokerUnavailable("away"), SandboxUnavailable("away")]
+
+    def away_at_first(names: list[str]) -> set[str]:
+        if failures:
+            has_failed.set()
+            raise failures.pop()
+        return find(names)
+
+    host.sessions.find_ended = away_at_first  # type: ignore[method-assign, assignment]
+    with capture_logs():
+        host.sweep.start()
+        assert await asyncio.to_thread(has_failed.wait, 20)
+        while host.sandboxd.rows:  # noqa: ASYNC110  # it has no event of ours
+            await asyncio.sleep(0.01)
+        host.stop.set()
+        await asyncio.to_thread(host.sweep._thread.join, 20)
+    assert host.sandboxd.closed == ["acme:s1"]

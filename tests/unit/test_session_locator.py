@@ -1,0 +1,400 @@
+"""Where sessions live: one host each, chosen once, given anew by one of many when it is lost. Over a real Redis; hosts and their answers are scripted."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.names import host_key, hosts_key, place_key, tombstone_key
+from contract.session_locations import LocationState, seal_start
+from contract.tenancy import TenantPolicy
+from orchestrator.dispatch import session_locator as homes_module
+from orchestrator.dispatch.session_locator import Opening, SessionLocator
+from orchestrator.dispatch.transport import CallLost
+from store.publisher import NotSent
+from store.sessions import SessionAddress, SessionStore
+from tests.builders import KEY
+from tests.conftest import RedisProcess
+from tests.fake_hosts import build_report
+
+DEFAULT = TenantPolicy()
+
+
+class Hosts:
+    """Those of a deployment, by name; each opens what it is asked to, unless it is scripted otherwise."""
+
+    def __init__(self, *names: str) -> None:
+        self.all = {f"host.{name}.b00t": build_report(name) for name in names}
+        self.opened: list[tuple[str, Opening, int]] = []
+        self.answers: dict[str, Any] = {}
+        self.answer: Callable[[Opening], ToolResult | None] = lambda _: None
+
+    async def reports(self) -> list[Any]:
+        return list(self.all.values())
+
+    async def send_open(self, opening: Opening, address: SessionAddress) -> ToolResult:
+        self.opened.append((address.queue, opening, address.fence))
+        await asyncio.sleep(0)
+        answer = self.answers.get(address.queue) or self.answer(opening)
+        if isinstance(answer, Exception):
+            raise answer
+        call = ToolCall(id="c", name="session.open")
+        return answer or ToolResult(call_id="c", name=call.name, success=True, metadata={"queue": address.queue})
+
+    async def lose(self, client: "redis.asyncio.Redis", queue: str) -> None:
+        """Given up."""
+        del self.all[queue]
+        await client.set(tombstone_key("d", queue), "1")
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    with capture_logs():
+        yield opened
+    await opened.aclose()
+
+
+def build_locator(client: "redis.asyncio.Redis", hosts: Hosts) -> SessionLocator:
+    return SessionLocator(SessionStore(client, "d"), hosts, hosts.send_open, KEY)
+
+
+async def test_a_session_stays_with_the_host_that_opened_it(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a", "b")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {"ttl_s": 60})
+    address = await locator.find("acme", "s1", DEFAULT)
+    # Another process finds the same.
+    assert await build_locator(client, hosts).find("acme", "s1", DEFAULT) == address
+    assert (address.queue, address.fence) == (hosts.opened[0][0], 1)
+
+
+async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redis") -> None:
+    locator = build_locator(client, Hosts("a"))
+    await locator.open("acme", "s1", DEFAULT, {})
+    with pytest.raises(ToolFailure) as unknown:
+        await locator.find("rival", "s1", DEFAULT)
+    assert unknown.value.code is ErrorCode.SESSION_NOT_FOUND
+
+
+async def test_a_tenant_has_no_more_sessions_than_it_may_and_closed_ones_do_not_count(client: "redis.asyncio.Redis") -> None:
+    locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=2)
+    for name in ("s1", "s2"):
+        await locator.open("acme", name, policy, {})
+    with pytest.raises(ToolFailure) as full:
+        await locator.open("acme", "s3", policy, {})
+    assert full.value.code is ErrorCode.QUOTA_EXCEEDED
+    await locator.open("other", "s1", policy, {})
+    await locator.forget("acme", "s1")
+    await locator.open("acme", "s4", policy, {})
+
+
+async def test_sessions_whose_time_ran_out_do_not_count(client: "redis.asyncio.Redis") -> None:
+    locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=1)
+    await locator.open("acme", "s1", policy, {})
+    await client.delete(place_key("d", "acme", "s1"))
+    await locator.open("acme", "s2", policy, {})
+
+
+async def test_an_opening_goes_to_another_host_when_the_first_is_lost_on_the_way(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a", "b")
+    hosts.answers["host.a.b00t"] = CallLost("gone", has_started=True)
+    hosts.all["host.b.b00t"] = build_report("b", sessions=50)
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    assert [(queue, fence) for queue, _, fence in hosts.opened] == [("host.a.b00t", 1), ("host.b.b00t", 2)]
+    assert await locator.find("acme", "s1", DEFAULT) == SessionAddress("host.b.b00t", 2)
+
+
+async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_asked_for_there(client: "redis.asyncio.Redis") -> None:
+    """Left, its sandbox would stay where nobody knows of it."""
+    hosts = Hosts("a", "b")
+    asked: list[tuple[str, int]] = []
+
+    async def send_open(opening: Opening, address: SessionAddress) -> ToolResult:
+        asked.append((address.queue, address.fence))
+        if address.fence == 1:
+            place = place_key("d", opening.tenant, opening.session)
+            await client.hset(place, "queue", "host.a.n3w")
+            await client.hincrby(place, "fence", 1)
+            raise CallLost("gone", has_started=True)
+        return await hosts.send_open(opening, address)
+
+    locator = SessionLocator(SessionStore(client, "d"), hosts, send_open, KEY)
+    opened = await locator.open("acme", "s1", DEFAULT, {})
+
+    assert opened.success
+    assert asked[1:] == [("host.a.n3w", 2)]
+    assert await locator.find("acme", "s1", DEFAULT) == SessionAddress("host.a.n3w", 2)
+
+
+@pytest.mark.parametrize(
+    "answer", [NotSent("host_lost"), ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")]
+)
+async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Redis", answer: Any) -> None:
+    hosts = Hosts("a")
+    hosts.answers["host.a.b00t"] = answer
+    locator = build_locator(client, hosts)
+    with contextlib.suppress(SandboxUnavailable):
+        assert not (await locator.open("acme", "s1", DEFAULT, {})).success
+    assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
+    assert await client.keys("*:sessions") == []
+
+
+async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {"image": "base", "ttl_s": 60, "restore": "c0"})
+    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c7", "checkpoint_at": 1_700_000_000})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, "host.a.b00t")
+    hosts.all["host.b.b00t"] = build_report("b")
+    assert await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
+    _, opening, _ = hosts.opened[-1]
+    assert (opening.arguments["restore"], opening.arguments["image"], opening.arguments["ttl_s"]) == ("c7", "base", 60)
+    assert opening.arguments["moved"]["checkpoint_at"] == "2023-11-14T22:13:20+00:00"
+
+
+async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    first = build_locator(client, hosts)
+    await first.open("acme", "s1", DEFAULT, {})
+    seen = await first.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, "host.a.b00t")
+    hosts.all["host.b.b00t"] = build_report("b")
+    programs = [first, *(build_locator(client, hosts) for _ in range(4))]
+    found = await asyncio.gather(*(locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) for locator in programs for _ in range(3)))
+    assert set(found) == {SessionAddress("host.b.b00t", 2)}
+    assert len(hosts.opened) == 2
+
+
+async def test_what_a_drain_has_parked_is_opened_by_the_next_call(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a", "b")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    parked = {"state": LocationState.MOVING.value, "queue": "", "fence": 2, "checkpoint": "c1", "checkpoint_at": 1}
+    await client.hset(place_key("d", "acme", "s1"), mapping=parked)
+    await hosts.lose(client, seen.queue)
+    address = await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=False)
+    assert address.fence == 3
+    assert hosts.opened[-1][1].arguments["moved"]["is_planned"] is True
+
+
+async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, "host.a.b00t")
+    hosts.all["host.b.b00t"] = build_report("b")
+    hosts.answers["host.b.b00t"] = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")
+    with pytest.raises(SandboxUnavailable, match="full"):
+        await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    del hosts.answers["host.b.b00t"]
+    assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
+
+
+async def test_what_the_host_is_asked_to_open_is_remembered_without_the_checkpoint_it_began_with(client: "redis.asyncio.Redis") -> None:
+    locator = build_locator(client, Hosts("a"))
+    await locator.open("acme", "s1", DEFAULT, {"ttl_s": 5, "restore": "c0"})
+    assert await locator.start("acme", "s1") == {"ttl_s": 5}
+
+
+async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_back(client: "redis.asyncio.Redis") -> None:
+    """As after an outage of Redis, when every report has expired."""
+    hosts = Hosts("a", "b")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    await client.zadd(hosts_key("d"), {seen.queue: 1})
+    waiting = asyncio.create_task(locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    await client.set(host_key("d", seen.queue), "a report")
+    assert await waiting == seen
+    assert len(hosts.opened) == 1
+
+
+async def test_a_checkpoint_that_its_owner_deleted_is_followed_by_the_hosts_own_and_then_by_nothing(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c1", "automatic": "auto-1", "checkpoint_at": 1})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, seen.queue)
+    hosts.all["host.b.b00t"] = build_report("b")
+    missing = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+    hosts.answer = lambda opening: missing if "restore" in opening.arguments else None
+    await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    assert [opening.arguments.get("restore") for _, opening, _ in hosts.opened[1:]] == ["c1", "auto-1", None]
+    assert hosts.opened[-1][1].arguments["moved"]["checkpoint_at"] is None
+
+
+async def test_an_older_checkpoint_is_tried_on_the_host_that_took_the_session_after_another_had_refused(
+    client: "redis.asyncio.Redis",
+) -> None:
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c1", "checkpoint_at": 1})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, seen.queue)
+    hosts.all = {"host.b.b00t": build_report("b"), "host.c.b00t": build_report("c", sessions=50)}
+    call = ToolCall(id="c", name="session.open")
+    hosts.answers["host.b.b00t"] = ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
+    missing = ToolResult.failed(call, ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+    hosts.answer = lambda opening: missing if "restore" in opening.arguments else None
+    moved = await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    assert moved.queue == "host.c.b00t"
+    assert [(queue, opening.arguments.get("restore")) for queue, opening, _ in hosts.opened[1:]] == [
+        ("host.b.b00t", "c1"),
+        ("host.c.b00t", "c1"),
+        ("host.c.b00t", None),
+    ]
+
+
+async def test_incarnations_that_are_gone_are_forgotten(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts()
+    locator = build_locator(client, hosts)
+    for number in range(5):
+        hosts.all = {f"host.a.b{number}": build_report("a")}
+        await locator.open("acme", f"s{number}", DEFAULT, {})
+    assert len(locator._placed) == 1
+
+
+async def test_what_is_told_of_a_move_is_not_the_time_of_a_checkpoint_that_was_not_restored(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "asked", "automatic": "older", "checkpoint_at": 1_700_000_000})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, seen.queue)
+    hosts.all["host.b.b00t"] = build_report("b")
+    missing = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+    hosts.answer = lambda opening: missing if opening.arguments.get("restore") == "asked" else None
+    await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    last = hosts.opened[-1][1].arguments
+    assert (last["restore"], last["moved"]["checkpoint_at"]) == ("older", None)
+
+
+async def test_openings_that_were_refused_do_not_fill_hosts(client: "redis.asyncio.Redis") -> None:
+    hosts, full = Hosts(), TenantPolicy(sandboxes=0)
+    hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
+    locator = build_locator(client, hosts)
+    for number in range(3):
+        with pytest.raises(ToolFailure):
+            await locator.open("greedy", f"s{number}", full, {})
+    assert (await locator.open("acme", "s1", DEFAULT, {})).success
+
+
+async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts()
+    hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    place = place_key("d", "acme", "s1")
+    await client.hset(place, mapping={"state": "moving", "fence": 2, "moving_until": 9_000_000_000})
+    waiting = [asyncio.create_task(build_locator(client, hosts).find("acme", "s1", DEFAULT)) for _ in range(2)]
+    waiting += [
+        asyncio.create_task(locator.refresh("acme", "s1", SessionAddress("host.a.b00t", 1), DEFAULT, is_lost=False)) for _ in range(4)
+    ]
+    await asyncio.sleep(0.3)
+    assert (await locator.open("acme", "s2", DEFAULT, {})).success
+    await client.hset(place, mapping={"state": "open", "moving_until": 0})
+    assert set(await asyncio.gather(*waiting)) == {SessionAddress("host.a.b00t", 2)}
+
+
+async def test_a_session_of_a_host_that_left_in_order_or_long_ago_goes_on_elsewhere(client: "redis.asyncio.Redis") -> None:
+    """Such a host has neither a report nor a tombstone."""
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    del hosts.all[seen.queue]
+    await client.zrem(hosts_key("d"), seen.queue)
+    hosts.all["host.b.b00t"] = build_report("b")
+    assert await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
+
+
+async def test_of_sessions_that_were_never_closed_a_bounded_number_is_known(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(homes_module, "MAX_KNOWN", 2)
+    locator = build_locator(client, Hosts("a"))
+    for number in range(4):
+        await locator.open("acme", f"s{number}", DEFAULT, {})
+    assert [locator.known("acme", f"s{number}") is not None for number in range(4)] == [False, False, True, True]
+
+
+async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.asyncio.Redis") -> None:
+    """By who saw it under way: what was done since then would be lost."""
+    places = SessionStore(client, "d")
+    await places.open("acme", "s1", "host.a.b00t", start=seal_start(KEY, "acme", "s1", {}), ttl_s=60, limit=1)
+    assert await places.begin_move("acme", "s1", 1, LocationState.OPEN, "host.b.b00t") == SessionAddress("host.b.b00t", 2)
+    seen = await places.find("acme", "s1")
+    assert seen is not None
+    assert await places.settle("acme", "s1", 2, LocationState.OPEN)
+    assert await places.begin_move("acme", "s1", seen.fence, seen.state, "host.c.b00t") is None
+    place = await places.find("acme", "s1")
+    assert place is not None
+    assert (place.state, place.queue, place.fence) == (LocationState.OPEN, "host.b.b00t", 2)
+
+
+async def test_an_opening_that_a_full_host_refuses_goes_to_another(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    hosts.all["host.b.b00t"] = build_report("b", sessions=50)
+    full = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
+    hosts.answers["host.a.b00t"] = full
+    locator = build_locator(client, hosts)
+    assert (await locator.open("acme", "s1", DEFAULT, {})).success
+    assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
+
+
+async def test_when_all_hosts_refuse_their_own_words_are_told_and_nothing_is_left(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a", "b")
+    for queue in hosts.all:
+        words = f"{queue} has no engine"
+        hosts.answers[queue] = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, words)
+    told = await build_locator(client, hosts).open("acme", "s1", DEFAULT, {})
+    assert (told.error_code, "has no engine" in str(told.error), len(hosts.opened)) == (ErrorCode.SANDBOX_UNAVAILABLE, True, 2)
+    assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
+
+
+async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts()
+    hosts.all = {name: build_report(name.split(".")[1], max_sessions=3, reported_at=1.0) for name in ("host.a.b00t", "host.b.b00t")}
+    locator = build_locator(client, hosts)
+    for number in range(6):
+        await locator.open("acme", f"s{number}", DEFAULT, {})
+    hosts.all["host.a.b00t"] = build_report("a", max_sessions=4, sessions=3, reported_at=2.0)
+    await locator.open("acme", "s7", DEFAULT, {})
+    assert hosts.opened[-1][0] == "host.a.b00t"
+    with pytest.raises(SandboxUnavailable, match="full"):
+        await locator.open("acme", "s8", DEFAULT, {})
+
+
+@pytest.mark.parametrize("forgery", ["unsigned", "of another session", "changed"])
+async def test_a_session_is_not_opened_again_with_arguments_that_another_process_wrote(client: "redis.asyncio.Redis", forgery: str) -> None:
+    """The attacker's aim: a network for a session that was opened without one."""
+    hosts = Hosts("a", "b")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {"network": "none"})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    await locator.open("acme", "s2", DEFAULT, {"network": "egress"})
+    place = await SessionStore(client, "d").find("acme", "s1")
+    other = await client.hget(place_key("d", "acme", "s2"), "start")  # type: ignore[misc]
+    assert place is not None
+    forged = {"unsigned": '{"network": "egress"}', "of another session": other, "changed": place.start.replace("none", "egress")}[forgery]
+    await client.hset(place_key("d", "acme", "s1"), "start", forged)  # type: ignore[misc]
+    await hosts.lose(client, place.queue)
+    opened = len(hosts.opened)
+    with pytest.raises(SandboxUnavailable, match="cannot be verified, so it is not opened again: open a new one"):
+        await build_locator(client, hosts).refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    assert len(hosts.opened) == opened

@@ -1,0 +1,380 @@
+"""Workers' reports in a real Redis: who may report under a name, how many slots a queue has, and how a worker leaves."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.clock import SKEW_TOLD_S, SharedClock
+from contract.errors import BrokerUnavailable, ConfigError
+from contract.hosts import HOST_TTL_S, RESTART_GRACE_S
+from contract.names import POOL_WEB, host_key, hosts_key, slots_key, tombstone_key
+from store.hosts import ReportResult, worker_slots_key
+from tests.conftest import RedisProcess
+from tests.fake_host import DEPLOYMENT, HostGround, build_report
+from workers import heartbeat as heartbeat_module
+from workers import incarnation
+from workers.heartbeat import Heartbeat
+from workers.incarnation import Incarnation, take_incarnation
+from workers.processes import describe_process, is_surely_gone
+
+QUEUE = "host.a.b1"
+
+
+@pytest.fixture
+def ground(redis_server: RedisProcess) -> HostGround:
+    return HostGround(redis_server)
+
+
+def slots(ground: HostGround, queue: str) -> int | None:
+    told = ground.redis.get(slots_key(DEPLOYMENT, queue))
+    return int(told) if told is not None else None  # type: ignore[arg-type]
+
+
+def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock(ground: HostGround) -> None:
+    hosts = ground.hosts()
+
+    assert hosts.report(build_report()) is ReportResult.ACCEPTED
+
+    told = ground.redis.get(host_key(DEPLOYMENT, QUEUE))
+    assert 0 < ground.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= HOST_TTL_S  # type: ignore[operator]
+    listed = ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)
+    assert told is not None
+    assert listed == pytest.approx(ground.redis.time()[0], abs=5)
+
+
+def test_a_worker_with_a_wrong_clock_reports_redis_s_time(ground: HostGround) -> None:
+    ground.clock = SharedClock(lambda: time.time() - 60)
+    hosts = ground.hosts()
+    hosts.report(build_report())
+    hosts.report(build_report())
+    seen = hosts.find(QUEUE)
+    assert seen is not None
+    assert seen.reported_at == pytest.approx(time.time(), abs=10)
+    assert ground.clock.offset_s == pytest.approx(60, abs=5)
+
+
+def test_an_incarnation_that_was_given_up_is_told_so_and_reports_nothing(ground: HostGround) -> None:
+    ground.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
+    assert ground.hosts().report(build_report()) is ReportResult.GIVEN_UP
+    assert ground.hosts().find(QUEUE) is None
+
+
+def test_of_two_workers_under_one_name_the_second_is_told_that_the_first_reports(ground: HostGround) -> None:
+    ground.hosts().report(build_report(worker="w1"))
+    assert ground.hosts().report(build_report(worker="w2")) is ReportResult.REPLACED
+    seen = ground.hosts().find(QUEUE)
+    assert seen is not None
+    assert seen.worker == "w1"
+
+
+def test_a_name_with_a_report_that_is_no_json_is_somebody_else_s(ground: HostGround) -> None:
+    for garbage in ("{", "[]", '"text"', "null", '{"worker": 7}', "\xff"):
+        ground.redis.set(host_key(DEPLOYMENT, QUEUE), garbage)
+        assert ground.hosts().report(build_report()) is ReportResult.REPLACED
+        assert ground.hosts().find(QUEUE) is None
+
+
+def test_the_slots_of_a_shared_queue_are_those_of_its_living_workers(ground: HostGround) -> None:
+    for queue, count in (("pool.a.1", 4), ("pool.b.2", 6)):
+        ground.hosts().report(build_report(queue, queue, kind="web", slots=count, pools=(POOL_WEB,)))
+    ground.redis.hset(worker_slots_key(DEPLOYMENT, POOL_WEB), mapping={"pool.c.3": f"9 {int(time.time()) - 1}", "pool.d.4": "many"})
+
+    ground.hosts().report(build_report("pool.a.1", "pool.a.1", kind="web", pools=(POOL_WEB,)))
+
+    assert slots(ground, POOL_WEB) == 10
+    assert slots(ground, "pool.a.1") is None  # no calls come to a web worker's own queue
+    assert ground.redis.hkeys(worker_slots_key(DEPLOYMENT, POOL_WEB)) == [b"pool.a.1", b"pool.b.2"]
+
+
+def test_a_worker_that_drains_offers_no_slots_of_shared_queues_but_goes_on_with_its_own(ground: HostGround) -> None:
+    hosts = ground.hosts()
+    hosts.report(build_report(pools=(POOL_WEB,)))
+    assert (slots(ground, QUEUE), slots(ground, POOL_WEB)) == (4, 4)
+    hosts.report(build_report(draining=True, pools=(POOL_WEB,)))
+    assert (slots(ground, QUEUE), slots(ground, POOL_WEB)) == (4, None)
+
+
+def test_a_drained_worker_does_not_leave_while_a_call_waits_in_its_queue(ground: HostGround) -> None:
+    hosts = ground.hosts()
+    hosts.report(build_report())
+    ground.redis.lpush(QUEUE, "a call")
+
+    assert not hosts.leave("drained", build_report())
+    assert hosts.find(QUEUE) is not None
+    ground.redis.delete(QUEUE)
+    assert hosts.leave("drained", build_report())
+
+    assert hosts.find(QUEUE) is None
+    assert (slots(ground, QUEUE), ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)) == (None, None)
+
+
+def test_a_worker_that_is_restarted_is_waited_for(ground: HostGround) -> None:
+    hosts = ground.hosts()
+    hosts.report(build_report())
+
+    assert hosts.leave("restarting", build_report())
+
+    parting = hosts.find(QUEUE)
+    assert parting is not None
+    assert (parting.worker, parting.draining) == ("", True)
+    assert HOST_TTL_S < ground.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= RESTART_GRACE_S  # type: ignore[operator]
+    assert slots(ground, QUEUE) is None
+    assert hosts.leave("stopped", build_report(worker="w2"))
+    assert hosts.find(QUEUE) is not None, "nobody takes away what is another's"
+
+
+def test_a_worker_that_leaves_its_queue_to_others_stays_listed(ground: HostGround) -> None:
+    hosts = ground.hosts()
+    hosts.report(build_report())
+    hosts.leave("stopped", build_report())
+    assert hosts.find(QUEUE) is None
+    assert is_due_for_the_reaper(ground, QUEUE)
+
+
+def test_what_is_reported_of_a_host_is_told_apart_from_others_and_dismissed_by_its_worker(ground: HostGround) -> None:
+    for queue in ("host.a.b1", "host.a.b2", "host.ab.b1", "pool.a.x"):
+        ground.hosts().report(build_report(queue))
+    hosts = ground.hosts()
+    first, second = hosts.reports("a")
+    assert (first.queue, second.queue) == ("host.a.b1", "host.a.b2")
+    hosts.dismiss(first.model_copy(update={"worker": "another"}))
+    hosts.dismiss(second)
+    assert [report.queue for report in hosts.reports("a")] == ["host.a.b1"]
+    assert is_due_for_the_reaper(ground, "host.a.b2")
+    assert not is_due_for_the_reaper(ground, "host.a.b1")
+
+
+def is_due_for_the_reaper(ground: HostGround, queue: str) -> bool:
+    """As orchestrators look for hosts that do not report any more."""
+    listed = ground.redis.zscore(hosts_key(DEPLOYMENT), queue)
+    return listed is not None and float(listed) <= ground.redis.time()[0] - HOST_TTL_S  # type: ignore[arg-type,index]
+
+
+# --- taking a name --------------------------------------------------------------------------------------------------------
+
+
+def take(ground: HostGround, worker: str = "w2", boot: str = "b1") -> Incarnation:
+    return take_incarnation("a", boot, ground.hosts(), lambda queue: build_report(queue, worker))
+
+
+def test_each_process_has_a_name_that_nobody_has_had(ground: HostGround) -> None:
+    assert take(ground, "w1").queue == "host.a.b1"
+    ground.hosts().leave("stopped", build_report())
+    assert take(ground, "w2").queue == "host.a.b1.2"
+    ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1.2"), hosts_key(DEPLOYMENT))
+    ground.redis.set(tombstone_key(DEPLOYMENT, "host.a.b1"), "1")
+    assert take(ground, "w3").queue == "host.a.b1.2"
+
+
+def test_who_ended_in_order_is_not_waited_for(ground: HostGround) -> None:
+    take(ground, "w1")
+    ground.hosts().leave("restarting", build_report())
+    taken = take(ground)
+    assert (taken.queue, [report.queue for report in taken.ended]) == ("host.a.b1.2", ["host.a.b1"])
+
+
+def test_a_second_worker_refuses_to_start_while_the_first_goes_on_reporting(
+    ground: HostGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incarnation, "LOOK_S", 0.01)
+    take(ground, "w1")
+    stop, other = threading.Event(), HostGround(redis_server).hosts()
+
+    def report_on() -> None:
+        while not stop.wait(0.05):
+            other.report(build_report(worker="w1"))
+
+    reporting = threading.Thread(target=report_on)
+    reporting.start()
+    try:
+        with capture_logs(), pytest.raises(ConfigError, match="stop it first, since one sandboxd has one worker"):
+            take(ground)
+    finally:
+        stop.set()
+        reporting.join()
+    assert ground.hosts().find(QUEUE) is not None
+
+
+def test_of_two_machines_with_one_name_the_second_refuses_to_start(
+    ground: HostGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incarnation, "LOOK_S", 0.01)
+    elsewhere = "another-machine/1/2/3"
+    stop, other = threading.Event(), HostGround(redis_server).hosts()
+    other.report(build_report("host.a.b0", "w1", process=elsewhere))
+
+    def report_on() -> None:
+        while not stop.wait(0.05):
+            other.report(build_report("host.a.b0", "w1", process=elsewhere))
+
+    reporting = threading.Thread(target=report_on)
+    reporting.start()
+    try:
+        with capture_logs(), pytest.raises(ConfigError, match="TOOLCREW_HOST"):
+            take(ground)
+    finally:
+        stop.set()
+        reporting.join()
+    assert [report.queue for report in ground.hosts().reports("a")] == ["host.a.b0"]
+
+
+def test_a_machine_that_was_started_anew_takes_its_name_again(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incarnation, "STALE_S", 0.05)
+    ground.hosts().report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
+    with capture_logs():
+        assert take(ground).queue == "host.a.b1"
+
+
+def test_of_two_workers_that_start_at_the_same_time_the_later_gives_way(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both have looked before either reported.
+    monkeypatch.setattr(incarnation, "_find_ended", lambda *_: ())
+    monkeypatch.setattr(incarnation, "_has_fallen_silent", lambda *_: False)
+    assert take(ground, "w1").queue == "host.a.b1"
+    with pytest.raises(ConfigError, match="since one sandboxd has one worker"):
+        take(ground, "w2")
+    assert [report.worker for report in ground.hosts().reports("a")] == ["w1"]
+
+
+def test_a_worker_that_reports_no_more_is_gone(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incarnation, "STALE_S", 0.05)
+    take(ground, "w1")
+    with capture_logs():
+        taken = take(ground, "w2")
+    assert (taken.queue, [report.worker for report in taken.ended]) == ("host.a.b1.2", ["w1"])
+
+
+def test_a_process_that_does_not_live_is_gone_at_once(ground: HostGround) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        described = describe_process(process.pid)
+        assert not is_surely_gone(described)
+    ground.hosts().report(build_report(worker="w1", process=described))
+
+    began = time.monotonic()
+    assert [report.worker for report in take(ground).ended] == ["w1"]
+    assert time.monotonic() - began < incarnation.STALE_S
+
+
+def test_a_worker_of_another_boot_that_may_live_is_neither_gone_nor_in_the_way(ground: HostGround) -> None:
+    take(ground, "w1", "b1")
+    taken = take(ground, "w2", "b2")
+    assert (taken.queue, taken.ended) == ("host.a.b2", ())
+
+
+@pytest.mark.parametrize("process", ["", "x", "a/b/c/d", "a/1/2/3/4", "boot/1/999999999999999999999/1"])
+def test_of_a_process_of_another_machine_nothing_is_known(process: str) -> None:
+    assert not is_surely_gone(process)
+
+
+# --- the heartbeat --------------------------------------------------------------------------------------------------------
+
+
+class Beating:
+    """A heartbeat over a real Redis, and what it was told."""
+
+    def __init__(self, ground: HostGround) -> None:
+        self.lost = threading.Event()
+        self.reasons: list[str] = []
+        self.hosts = ground.hosts()
+        self.heart = Heartbeat(self.hosts, build_report, ground.clock, self.note)
+
+    def note(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.lost.set()
+
+
+def await_true(is_so: object, within_s: float = 20.0) -> None:
+    until = time.monotonic() + within_s
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(heartbeat_module, "RETRY_S", 0.02)
+    monkeypatch.setattr(heartbeat_module, "LEAVE_POLL_S", 0.02)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_worker_that_finds_its_tombstone_is_told_once_and_never_reports_again(ground: HostGround) -> None:
+    beating = Beating(ground)
+    with capture_logs():
+        beating.heart.start()
+        await_true(lambda: beating.hosts.find(QUEUE) is not None)
+        # As the reaper: the report has expired, then the name is given up.
+        ground.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
+        ground.redis.delete(host_key(DEPLOYMENT, QUEUE))
+        assert beating.lost.wait(20)
+        beating.heart.stop("restarting")
+
+    assert beating.reasons == ["host.a.b1 was given up for lost"]
+    assert beating.hosts.find(QUEUE) is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_worker_that_was_paused_and_replaced_ends(ground: HostGround) -> None:
+    beating = Beating(ground)
+    ground.hosts().report(build_report(worker="w2"))
+    with capture_logs():
+        beating.heart.start()
+        assert beating.lost.wait(20)
+        beating.heart.stop("stopped")
+    seen = beating.hosts.find(QUEUE)
+    assert beating.reasons == ["host.a.b1 is another worker's by now"]
+    assert seen is not None
+    assert seen.worker == "w2"
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_outage_of_redis_ends_no_heartbeat(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    beating = Beating(ground)
+    failures = threading.Semaphore(0)
+    told = beating.hosts.report
+
+    def away(*_: object, **__: object) -> ReportResult:
+        failures.release()
+        raise BrokerUnavailable("away")
+
+    with capture_logs() as logs:
+        monkeypatch.setattr(beating.hosts, "report", away)
+        beating.heart.start()
+        assert failures.acquire(timeout=20)
+        assert failures.acquire(timeout=20)
+        monkeypatch.setattr(beating.hosts, "report", told)
+        await_true(lambda: beating.hosts.find(QUEUE) is not None)
+        beating.heart.stop("stopped")
+    assert {entry["event"] for entry in logs} == {"worker_not_reported"}
+    assert not beating.reasons
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_late(ground: HostGround) -> None:
+    beating = Beating(ground)
+    beating.heart.start()
+    ground.redis.lpush(QUEUE, "a call")
+    left: list[bool] = []
+    leaving = threading.Thread(target=lambda: left.append(beating.heart.leave_drained(lambda: False)))
+    leaving.start()
+    await_true(lambda: beating.hosts.find(QUEUE) is not None)
+    assert not left
+    ground.redis.delete(QUEUE)
+    leaving.join(20)
+    beating.heart.beat_soon()
+    beating.heart.stop("restarting")
+    assert left == [True]
+    assert beating.hosts.find(QUEUE) is None
+
+
+def test_a_wrong_clock_is_told_once(ground: HostGround) -> None:
+    ground.clock = SharedClock(lambda: time.time() - SKEW_TOLD_S - 30)
+    beating = Beating(ground)
+    with capture_logs() as logs:
+        for _ in range(3):
+            beating.heart._beat()
+    assert [entry["event"] for entry in logs] == ["clock_is_wrong"]
+    assert logs[0]["behind_s"] == pytest.approx(35, abs=5)

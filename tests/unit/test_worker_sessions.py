@@ -1,0 +1,280 @@
+"""What a worker may change of where sessions live: only what is its own, and only as it was when it looked."""
+
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.errors import BrokerUnavailable
+from contract.hosts import HostReport
+from contract.names import host_key
+from contract.session_locations import LocationState
+from store.sessions import AdoptionResult
+from tests.conftest import RedisProcess
+from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd, build_report
+from workers import adoption as adoption_module
+from workers.adoption import AdoptionMonitor
+
+OURS = "host.a.b2"
+
+
+@pytest.fixture
+def ground(redis_server: RedisProcess) -> HostGround:
+    return HostGround(redis_server)
+
+
+def adopter(ground: HostGround, sandboxd: MemorySandboxd, *ended: HostReport) -> AdoptionMonitor:
+    return AdoptionMonitor(ground.sessions(OURS), ground.hosts(), ended, sandboxd.client)
+
+
+def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fence(ground: HostGround) -> None:
+    ground.put_place("acme:s1", queue="host.a.b1", fence=3)
+    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
+    place = ground.place("acme:s1")
+    assert (place.queue, place.fence, place.state) == (OURS, 4, LocationState.OPEN)
+
+
+def test_a_session_that_a_killed_worker_held_for_its_drain_is_served_again_where_all_its_files_are(ground: HostGround) -> None:
+    ground.put_place("acme:s1", queue="host.a.b1")
+    assert ground.sessions("host.a.b1").hold("acme:s1", 1, 60) == 2
+    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
+    place = ground.place("acme:s1")
+    assert (place.queue, place.fence, place.state, place.moving_until) == (OURS, 3, LocationState.OPEN, 0.0)
+    # Whoever opens it elsewhere after a hold has its fence grown: what is here is older then.
+    ground.put_place("acme:s2", queue="host.a.b1")
+    ground.sessions("host.a.b1").hold("acme:s2", 1, 60)
+    ground.put_place("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)
+    assert ground.sessions(OURS).adopt(["acme:s2"]) == {"acme:s2": AdoptionResult.HELD}
+
+
+def test_a_restarted_worker_goes_on_with_its_sessions_as_they_are(ground: HostGround) -> None:
+    ground.put_place("acme:s1", queue=OURS, fence=3)
+    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.OURS}
+    assert ground.place("acme:s1").fence == 3
+
+
+@pytest.mark.parametrize("queue", ["host.b.b1", "host.ab.b1", "host.a", "pool.a.b1", ""])
+def test_a_session_that_lives_elsewhere_is_not_taken_back(ground: HostGround, queue: str) -> None:
+    ground.put_place("acme:s1", queue=queue, fence=3)
+    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ELSEWHERE}
+    assert ground.place("acme:s1").queue == queue
+
+
+def test_a_session_of_an_incarnation_that_may_live_is_neither_taken_nor_closed(ground: HostGround) -> None:
+    ground.put_place("acme:s1", queue="host.a.b1")
+    ground.put_place("acme:s2", queue="host.a.b1", state="moving", moving_until=9e9)
+    ground.hosts().report(build_report("host.a.b1"))
+    assert set(ground.sessions(OURS).adopt(["acme:s1", "acme:s2"]).values()) == {AdoptionResult.HELD}
+    ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
+    assert ground.sessions(OURS).adopt(["acme:s1", "acme:s2"]) == {"acme:s1": AdoptionResult.ADOPTED, "acme:s2": AdoptionResult.HELD}
+
+
+def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(ground: HostGround) -> None:
+    ground.redis.hset("toolcrew:d:t:acme:session.s1:place", mapping={"state": "closed", "ttl_s": "60"})
+    sandboxd = MemorySandboxd()
+    sandboxd.add("acme:s1")
+    starting = adopter(ground, sandboxd)
+    with capture_logs():
+        assert starting.begin(sandboxd.rows) == {AdoptionResult.CLOSED: 1}
+        starting.start()
+        starting._thread.join(20)
+    assert sandboxd.closed == ["acme:s1"]
+
+
+def test_a_session_without_a_place_is_left_to_its_time_to_live(ground: HostGround) -> None:
+    assert ground.sessions(OURS).adopt(["acme:direct"]) == {"acme:direct": AdoptionResult.NONE}
+    assert ground.sessions(OURS).find(["acme:direct"]) == {}
+
+
+def test_a_place_that_is_none_of_ours_is_no_place(ground: HostGround) -> None:
+    ground.put_place("acme:s1", state="elsewhere", fence="many")
+    assert ground.sessions(OURS).find(["acme:s1"]) == {}
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------------
+
+
+def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_away(ground: HostGround) -> None:
+    sandboxd = MemorySandboxd()
+    for number, queue in enumerate(["host.a.b1", OURS, "host.b.b9"]):
+        sandboxd.add(f"acme:s{number}")
+        ground.put_place(f"acme:s{number}", queue=queue)
+    sandboxd.add("acme:direct")
+    starting = adopter(ground, sandboxd)
+
+    with capture_logs():
+        counts = starting.begin(sandboxd.rows)
+        starting.start()
+        starting._thread.join(20)
+
+    assert counts == {AdoptionResult.ADOPTED: 1, AdoptionResult.OURS: 1, AdoptionResult.ELSEWHERE: 1, AdoptionResult.NONE: 1}
+    assert sandboxd.closed == ["acme:s2"]
+
+
+def test_what_is_known_to_be_gone_gives_its_sessions_before_it_counts_as_lost(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandboxd = MemorySandboxd()
+    sandboxd.add("acme:s1")
+    ground.put_place("acme:s1", queue="host.a.b1")
+    hosts = ground.hosts()
+    hosts.report(build_report("host.a.b1"))
+    dead = hosts.find("host.a.b1")
+    assert dead is not None
+    starting = adopter(ground, sandboxd, dead)
+    seen_at_adoption: list[bool] = []
+    adopt = starting._sessions.adopt
+
+    def watched(*arguments: Any) -> Any:
+        seen_at_adoption.append(hosts.find("host.a.b1") is not None)
+        return adopt(*arguments)
+
+    monkeypatch.setattr(starting._sessions, "adopt", watched)
+    with capture_logs():
+        assert starting.begin(sandboxd.rows) == {AdoptionResult.ADOPTED: 1}
+    assert (seen_at_adoption, hosts.find("host.a.b1")) == ([True], None), "what waits in the earlier queue is looked after now"
+
+
+def test_what_an_earlier_incarnation_may_still_have_is_taken_over_once_it_is_known_to_be_gone(
+    ground: HostGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adoption_module, "RETRY_S", 0.02)
+    sandboxd = MemorySandboxd()
+    sandboxd.add("acme:s1")
+    ground.put_place("acme:s1", queue="host.a.b1")
+    ground.hosts().report(build_report("host.a.b1"))
+    starting = adopter(ground, sandboxd)
+    with capture_logs():
+        assert starting.begin(sandboxd.rows) == {AdoptionResult.HELD: 1}
+        starting.start()
+        ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
+        starting._thread.join(20)
+    assert ground.place("acme:s1").queue == OURS
+    assert not sandboxd.closed
+
+
+def test_what_could_not_be_decided_is_asked_again_after_an_outage_of_redis(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption_module, "RETRY_S", 0.02)
+    sandboxd = MemorySandboxd()
+    sandboxd.add("acme:s1")
+    ground.put_place("acme:s1", queue="host.a.b1")
+    ground.hosts().report(build_report("host.a.b1"))
+    starting = adopter(ground, sandboxd)
+    adopt, outages = starting._sessions.adopt, iter([True, True, False])
+
+    def away_at_first(*arguments: Any) -> Any:
+        if next(outages, False):
+            raise BrokerUnavailable("away")
+        ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
+        return adopt(*arguments)
+
+    with capture_logs():
+        assert starting.begin(sandboxd.rows) == {AdoptionResult.HELD: 1}
+        monkeypatch.setattr(starting._sessions, "adopt", away_at_first)
+        starting.start()
+        starting._thread.join(20)
+    assert ground.place("acme:s1").queue == OURS
+
+
+def test_a_stale_session_is_closed_later_when_sandboxd_is_away(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption_module, "RETRY_S", 0.02)
+    sandboxd = MemorySandboxd()
+    sandboxd.add("acme:s1")
+    ground.put_place("acme:s1", queue="host.b.b9")
+    starting = adopter(ground, sandboxd)
+    sandboxd.silent = True
+    with capture_logs() as logs:
+        starting.begin(sandboxd.rows)
+        starting.start()
+        while not any(entry["event"] == "stale_session_not_closed" for entry in logs):
+            assert starting._thread.is_alive()
+        sandboxd.silent = False
+        starting._thread.join(20)
+    assert sandboxd.closed == ["acme:s1"]
+
+
+def test_a_worker_does_not_start_when_redis_does_not_say_what_is_its_own(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandboxd = MemorySandboxd()
+    starting = adopter(ground, sandboxd)
+
+    def away(*_: object) -> None:
+        raise BrokerUnavailable("away")
+
+    monkeypatch.setattr(starting._sessions, "adopt", away)
+    with pytest.raises(BrokerUnavailable):
+        starting.begin(["acme:s1"])
+
+
+# --- checkpoints and moves ------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(ground: HostGround) -> None:
+    sessions = ground.sessions("host.a.b1")
+    ground.put_place("acme:s1", fence=2)
+    assert sessions.record_automatic("acme:s1", 1, "old", 10.0) is None
+    recorded = sessions.record_automatic("acme:s1", 2, "c1", 10.5)
+    assert recorded is not None
+    assert recorded.previous is None
+    place = ground.place("acme:s1")
+    assert (place.checkpoint, place.checkpoint_at, place.automatic) == ("c1", 10.5, "c1")
+    ground.put_place("acme:s1", queue="host.b.b1", fence=3)
+    assert sessions.record_automatic("acme:s1", 3, "c2", 11.0) is None
+    assert not sessions.record_requested("acme:s1", "c2", 11.0)
+    assert sessions.record_automatic("acme:gone", 1, "c2", 11.0) is None
+    assert not ground.redis.exists("toolcrew:d:t:acme:session.gone:place")
+
+
+def test_an_automatic_checkpoint_names_the_automatic_one_before_it_and_never_one_that_was_asked_for(ground: HostGround) -> None:
+    sessions = ground.sessions("host.a.b1")
+    ground.put_place("acme:s1")
+    sessions.record_automatic("acme:s1", 1, "c1", 1.0)
+    assert sessions.record_requested("acme:s1", "asked", 2.0)
+    recorded = sessions.record_automatic("acme:s1", 1, "c2", 3.0)
+    assert recorded is not None
+    assert recorded.previous == "c1"
+    assert ground.place("acme:s1").checkpoint == "c2"
+
+
+def test_a_checkpoint_that_took_long_does_not_take_the_place_of_a_newer_one(ground: HostGround) -> None:
+    sessions = ground.sessions("host.a.b1")
+    ground.put_place("acme:s1")
+    sessions.record_automatic("acme:s1", 1, "newer", 1_700_000_010.5)
+    assert sessions.record_requested("acme:s1", "older", 1_700_000_000.25)
+    place = ground.place("acme:s1")
+    assert (place.checkpoint, place.checkpoint_at) == ("newer", 1_700_000_010.5)
+
+
+def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(ground: HostGround) -> None:
+    sessions = ground.sessions("host.a.b1")
+    ground.put_place("acme:s1")
+    sessions.record_automatic("acme:s1", 1, "c1", 1.0)
+    recorded = sessions.record_automatic("acme:s1", 1, "c1", 1.0)
+    assert recorded is not None
+    assert recorded.previous is None
+
+
+def test_a_held_session_is_nobody_else_s_until_it_is_let_go(ground: HostGround) -> None:
+    sessions = ground.sessions("host.a.b1")
+    ground.put_place("acme:s1", fence=5)
+    assert sessions.hold("acme:s1", 4, 60) is None
+    fence = sessions.hold("acme:s1", 5, 60)
+    held = ground.place("acme:s1")
+    assert fence == 6
+    assert (held.state, held.queue, held.fence) == (LocationState.MOVING, "host.a.b1", 6)
+    assert held.moving_until == pytest.approx(float(ground.redis.time()[0]) + 60, abs=5)  # type: ignore[index]
+    assert sessions.hold("acme:s1", 6, 60) is None
+    assert not sessions.release("acme:s1", 5)
+
+    assert sessions.record_automatic("acme:s1", 6, "c1", 1.0) is not None
+    assert sessions.release("acme:s1", 6)
+
+    moved = ground.place("acme:s1")
+    assert (moved.state, moved.queue, moved.fence, moved.checkpoint, moved.moving_until) == (LocationState.MOVING, "", 6, "c1", 0.0)
+
+
+def test_a_session_that_is_not_quiet_is_served_again_where_it_was(ground: HostGround) -> None:
+    sessions = ground.sessions("host.a.b1")
+    ground.put_place("acme:s1")
+    fence = sessions.hold("acme:s1", 1, 60)
+    assert fence is not None
+    assert sessions.unhold("acme:s1", fence)
+    place = ground.place("acme:s1")
+    assert (place.state, place.queue, place.fence) == (LocationState.OPEN, "host.a.b1", 2)

@@ -1,0 +1,1 @@
+"""Everything of a worker that touches the insides of Celery and kombu."""

@@ -1,0 +1,180 @@
+"""The Celery app of a worker: the settings that a measured outage table asks for, and one task name per tool."""
+
+import hashlib
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import structlog
+from celery import Celery
+from celery.apps import worker as program
+from celery.signals import setup_logging, worker_process_shutdown, worker_ready, worker_shutdown
+
+from contract.errors import ConfigError, RefusalReason
+from contract.settings import BrokerSettings
+from workers.celery_edge.broker_transport import INTAKE, Intake, register_transport
+from workers.celery_edge.live_tasks import LiveTasks
+from workers.celery_edge.log_filter import hide_bodies
+from workers.celery_edge.remote_control import restrict_remote_control
+from workers.celery_edge.result_backend import BACKENDS
+
+log = structlog.get_logger(__name__)
+
+CELERY_MARGIN_S = 30.0
+"""How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed: in the threads pool, which workers
+beside sandboxes use by default, Celery's limit does nothing, and the guest and sandboxd end the call."""
+
+
+MAX_NAMESAKES = 100
+"""Workers of one name on one machine."""
+_held_nodes: list[socket.socket] = []
+"""Open as long as this process: they hold its names."""
+
+Pool = Literal["threads", "prefork"]
+
+
+def choose_pool(kind: Literal["sandbox", "web"], asked: Literal["auto", "threads", "prefork"]) -> Pool:
+    """Where calls run: beside sandboxes, which limit them, in threads of one process; else each in a process that can be killed.
+
+    Raises ConfigError for threads without sandboxes.
+    """
+    if kind == "sandbox":
+        return "threads" if asked == "auto" else asked
+    if asked == "threads":
+        raise ConfigError(
+            "TOOLCREW_WORKER_POOL=threads is for workers beside sandboxes: without one nothing could end a tool that runs past its limit. Unset it, or "
+            "set it to prefork"
+        )
+    return "prefork"
+
+
+def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None] | None = None) -> Celery:
+    """An app with no tasks yet; `on_refused` is told what is dropped from a queue as no message. Why each setting: docs/queue.md."""
+    register_transport()
+    where = broker.celery_options()
+    found_by = where.pop("broker_transport_options")
+    app = Celery("toolcrew", set_as_current=False, tasks=LiveTasks())  # type: ignore[arg-type]  # a registry may be given as well
+    app.loader.override_backends = BACKENDS
+    app.conf.update(
+        **where,
+        # At most once: a tool may have acted, so recovery is the orchestrator's, never the broker's.
+        task_acks_late=False,
+        task_reject_on_worker_lost=False,
+        worker_disable_prefetch=True,
+        worker_prefetch_multiplier=1,
+        # A result outlives a restart of Redis; without it a slot is lost with the result.
+        result_backend_always_retry=True,
+        result_backend_max_retries=600,
+        result_backend_max_sleep_between_retries_ms=1000,
+        result_expires=3600,
+        task_ignore_result=False,
+        task_track_started=False,
+        # JSON only: whoever can write to the queue must not choose what is unpickled.
+        task_serializer="json",
+        result_serializer="json",
+        event_serializer="json",
+        accept_content=["json"],
+        result_accept_content=["json"],
+        worker_send_task_events=True,
+        worker_consumer="workers.celery_edge.consumer:BatchingConsumer",
+        task_send_sent_event=False,
+        worker_max_memory_per_child=256 * 1024,
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        worker_hijack_root_logger=False,
+        worker_redirect_stdouts=False,
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        broker_channel_error_retry=True,
+        broker_pool_limit=10,
+        broker_pool_acquire_timeout=5,
+        task_create_missing_queues=True,
+        broker_transport_options={
+            **found_by,
+            INTAKE: Intake(on_refused),
+            # Nothing is ever in the book of what is not acknowledged (workers/celery_edge/broker_transport.py): it need not be searched.
+            "unacked_restore_interval": 3600,
+            "priority_steps": [0],
+            "queue_order_strategy": "round_robin",
+            "socket_timeout": 10,
+            "socket_connect_timeout": 5,
+            "socket_keepalive": True,
+            "health_check_interval": 15,
+        },
+        redis_socket_timeout=10,
+        redis_socket_connect_timeout=5,
+        redis_socket_keepalive=True,
+        redis_backend_health_check_interval=15,
+    )
+    return app
+
+
+def claim_node(name: str, broker: BrokerSettings) -> str:
+    """Return a Celery node name for this process, `name`@<machine>. A second worker on the same machine with the same broker gets `name`-2@<machine>:
+    Flower would merge two workers of one name. A name is free again when its process has ended.
+
+    Raises ConfigError when 100 workers have the name.
+    """
+    machine, url = socket.gethostname(), re.sub(r"//[^@/]*@", "//", broker.redis_url.get_secret_value())
+    for number in range(1, MAX_NAMESAKES + 1):
+        node = f"{name}@{machine}" if number == 1 else f"{name}-{number}@{machine}"
+        digest = hashlib.sha256(f"{url} {broker.deployment} {node}".encode()).hexdigest()
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            # An abstract address: the kernel frees it when the process ends, however that happens.
+            holder.bind(f"\0toolcrew-node-{digest}")
+        except OSError:
+            holder.close()
+        else:
+            _held_nodes.append(holder)
+            return node
+    raise ConfigError(f"{MAX_NAMESAKES} workers on this machine are named {name}: give this one another name in TOOLCREW_HOST")
+
+
+def run_worker(
+    app: Celery,
+    node: str,
+    queues: Sequence[str],
+    concurrency: int,
+    log_level: str,
+    *,
+    pool: Pool = "prefork",
+    on_ready: Callable[[], None],
+    on_stop: Callable[[], None],
+    on_process_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a worker on these queues until it is told to stop, as the Celery node `node` (`claim_node`). `on_ready` once it consumes,
+    `on_stop` at its end, `on_process_stop` at the end of each process of a pool of processes. Ends the process when Celery asks for an exit code other than 0."""
+    restrict_remote_control()
+    hide_bodies()
+    speak_as_we_do()
+    worker_ready.connect(lambda **_: on_ready(), weak=False)
+    worker_shutdown.connect(lambda **_: on_stop(), weak=False)
+    worker_process_shutdown.connect(lambda **_: on_process_stop(), weak=False)
+    # What `celery worker` does; that command loads Celery's whole command line and Flower's with it, which costs time and memory.
+    worker = app.Worker(
+        hostname=node,
+        queues=",".join(queues),
+        pool_cls=pool,
+        concurrency=concurrency,
+        optimization="fair",
+        without_gossip=True,
+        without_mingle=True,
+        task_events=True,
+        loglevel=log_level,
+        quiet=True,
+    )
+    worker.start()
+    if worker.exitcode:
+        sys.exit(worker.exitcode)
+
+
+def speak_as_we_do() -> None:
+    """Celery sets up no logging of its own, and what it would write past all logging when it is told to end becomes an event."""
+    setup_logging.connect(lambda **_: None, weak=False)
+
+    def say(message: object, _: object = None) -> None:
+        log.info("signal_heard", message=str(message))
+
+    setattr(program, "safe_say", say)  # noqa: B010  # no part of Celery's types

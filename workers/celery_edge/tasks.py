@@ -1,0 +1,174 @@
+"""The Celery edge: bytes -> call -> executor -> bytes. One task a tool, all with the same body."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+from celery import Celery
+from celery.exceptions import Ignore
+from celery.signals import task_unknown
+
+from contract.calls import POOL_GRACE_S, Clocks, ToolCall, ToolContext, ToolResult
+from contract.envelope import decode_call
+from contract.errors import OPERATOR_CODES, EnvelopeRefused, RefusalReason
+from contract.names import POOL_QUEUES, call_key, task_name
+from contract.signing import SigningKeys
+from contract.specs import ToolSpec
+from workers.celery_edge.app import CELERY_MARGIN_S
+from workers.celery_edge.live_tasks import LiveTasks
+from workers.celery_edge.result_backend import Answer, CallNotServed, Ending
+from workers.executor import NOT_RUN, CallRepeated, Executor
+from workers.log_names import bound_to_call
+from workers.result_parcels import encode_parcel
+from workers.tools.base import WorkerRegistry
+
+log = structlog.get_logger(__name__)
+
+ExecutorFactory = Callable[[], Executor]
+OnRefused = Callable[[RefusalReason], None]
+Body = Callable[..., Mapping[str, Any]]
+
+
+def register_tasks(
+    app: Celery,
+    registry: WorkerRegistry,
+    key: SigningKeys,
+    build_executor: ExecutorFactory,
+    on_refused: OnRefused,
+    deployment: str,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Give `app` a task for every tool of `registry`, also for those that come later. Executors are made lazily: after the fork, one a thread.
+
+    `on_refused` is told why a message was not run, each time. `look`: called before each, brings the registry up to date.
+    """
+    edge = _Edge(key, _PerThread(build_executor), on_refused, deployment, look)
+
+    def add(spec: ToolSpec) -> None:
+        name = task_name(spec.name)
+        # Shared would mean every Celery app of the process, the publisher's too.
+        options: dict[str, Any] = {"resultrepr_maxsize": 160, "throws": (CallNotServed,), **_limits(spec)}
+        register: Callable[[Body], Any] = app.task(name=name, shared=False, lazy=False, **options)
+        register(edge.body(name))
+
+    def find(name: str) -> None:
+        look()
+        for state in registry.describe():
+            if task_name(state.name) == name:
+                add(state.spec)
+
+    for spec in registry.specs():
+        add(spec)
+    if isinstance(app.tasks, LiveTasks):
+        app.tasks.find = find
+
+    def refuse_unknown(sender: Any, message: Any, name: str, **_: Any) -> None:
+        if sender.app is app:
+            edge.refuse_unknown(name, message)
+
+    task_unknown.connect(refuse_unknown, weak=False)
+
+
+def _limits(spec: ToolSpec) -> dict[str, Any]:
+    """What no call of the tool may exceed. Where no sandbox limits a call its message carries its own limits, and these are for one without."""
+    if spec.pool in POOL_QUEUES:
+        return {"soft_time_limit": spec.max_timeout_s, "time_limit": spec.max_timeout_s + POOL_GRACE_S}
+    return {"time_limit": int(spec.max_timeout_s + CELERY_MARGIN_S)}
+
+
+class _PerThread:
+    """One executor a thread: its connection to sandboxd carries one request at a time."""
+
+    def __init__(self, build: ExecutorFactory) -> None:
+        self._build = build
+        self._local = threading.local()
+
+    def get(self) -> Executor:
+        """This thread's."""
+        if not hasattr(self._local, "executor"):
+            self._local.executor = self._build()
+        executor: Executor = self._local.executor
+        return executor
+
+
+class _Edge:
+    """What the tasks of a worker do."""
+
+    def __init__(self, key: SigningKeys, executors: _PerThread, on_refused: OnRefused, deployment: str, look: Callable[[], None]) -> None:
+        self._key = key
+        self._look = look
+        self._executors = executors
+        self._on_refused = on_refused
+        self._deployment = deployment
+
+    def body(self, name: str) -> Body:
+        """The function of the task `name`."""
+
+        def run(envelope: str) -> Mapping[str, Any]:
+            return self._run(name, envelope)
+
+        return run
+
+    def _run(self, name: str, envelope: object) -> Mapping[str, Any]:
+        """Run the call of the task `name` and return its answer.
+
+        Raises EnvelopeRefused when the message is not a valid call; nothing has run. Raises CallNotServed, with the answer, when the infrastructure failed
+        the call. Celery counts both as failures. Raises Ignore for a repeated message.
+        """
+        try:
+            call, context = _opened(name, envelope, self._key)
+        except EnvelopeRefused as error:
+            log.error("envelope_refused", task=name, reason=error.reason, error=str(error))
+            self._on_refused(error.reason)
+            raise
+        self._look()
+        with bound_to_call(call, context):
+            try:
+                return self._answer(call, context)
+            except CallRepeated as repeated:
+                log.warning("call_repeated", tool=call.name, call=call.id, attempt=context.attempt, claim=repeated.claim.value)
+                self._on_refused("repeated")
+                # No result is stored: it would take the place of the one that somebody waits for.
+                raise Ignore from None
+
+    def _answer(self, call: ToolCall, context: ToolContext) -> Answer:
+        log.debug("call_begun", attempt=context.attempt)
+        executor = self._executors.get()
+        result = executor.execute(call, context)
+        log.info("call_ended", attempt=context.attempt, code=result.error_code, **_round(result.clocks), sandbox=_sandbox_id(result))
+        encoded = encode_parcel(result, call, context, executor.blobs, self._key)
+        record = call_key(self._deployment, context.tenant, call.id)
+        ending = Ending(record, context.attempt, result.error_code or "", _sandbox_id(result))
+        answer = Answer(encoded, None if NOT_RUN in result.metadata else ending)
+        if result.error_code in OPERATOR_CODES:
+            raise CallNotServed(str(result.error_code), call.id, answer)
+        return answer
+
+    def refuse_unknown(self, name: str, message: Any) -> None:
+        """A task that this worker does not have has failed; a call of ours in it is noted as one that will not start."""
+        self._on_refused("wrong_task")
+        try:
+            _, arguments, _ = message.payload
+            # Refused by the executor, too, for want of the tool.
+            self._executors.get().execute(*_opened(name, arguments.get("envelope"), self._key))
+        except (EnvelopeRefused, CallRepeated, ValueError, TypeError, AttributeError) as error:
+            log.error("unknown_task_refused", task=name, error=str(error))
+
+
+def _sandbox_id(result: ToolResult) -> str:
+    return result.sandbox.id if result.sandbox is not None else ""
+
+
+def _round(clocks: Clocks) -> dict[str, float]:
+    return {"queued_s": round(clocks.queued_s, 4), "sandbox_s": round(clocks.sandbox_s, 4), "run_s": round(clocks.run_s, 4)}
+
+
+def _opened(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, ToolContext]:
+    """The call. Raises EnvelopeRefused."""
+    if not isinstance(envelope, str):
+        raise EnvelopeRefused("envelope is not text")
+    call, context = decode_call(envelope, key)
+    if task_name(call.name) != name:
+        raise EnvelopeRefused("the envelope is for another tool than its task", "wrong_task")
+    return call, context
