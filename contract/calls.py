@@ -1,6 +1,8 @@
 """The records of one tool call: what is asked, what travels with it, what comes back. Frozen, fully typed, size-capped."""
 
 import re
+from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -106,6 +108,43 @@ class Spill(Record):
     lines: int | None = None
 
 
+class RunFailure(StrEnum):
+    """Why a call did not run, or was lost while it ran. Written by a worker or by admission, never by a tool.
+
+    In a result it is a field of `metadata`. Only `metadata` writes it, and only `ToolResult.run_failure` reads it.
+    """
+
+    ADMISSION = "admission"
+    """Its tenant had no slot: it was never sent."""
+    EXPIRED = "expired"
+    """It waited in the queue past its deadline."""
+    MOVED = "moved"
+    """Its session is on another host, or was closed."""
+    BROKER = "broker"
+    """Redis did not answer before it began."""
+    SANDBOXD = "sandboxd"
+    """The host's sandboxd did not answer before it began."""
+    LOST = "lost"
+    """The host's sandboxd went away after it began: it may have acted."""
+
+    @property
+    def is_temporary(self) -> bool:
+        """Return True for a call that has not acted and can run a moment later."""
+        return self in (RunFailure.MOVED, RunFailure.BROKER, RunFailure.SANDBOXD)
+
+    @property
+    def metadata(self) -> dict[str, JsonValue]:
+        return {_OUTCOME_LOST: True} if self is RunFailure.LOST else {_NOT_RUN: self.value}
+
+    @staticmethod
+    def remove(metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a tool's metadata without the fields of a failure."""
+        return {name: value for name, value in metadata.items() if name not in (_NOT_RUN, _OUTCOME_LOST)}
+
+
+_NOT_RUN, _OUTCOME_LOST = "not_run", "outcome_lost"
+
+
 class ToolResult(Record):
     """The one answer to a call. `output` may be there beside an error: what was printed before a timeout."""
 
@@ -142,6 +181,19 @@ class ToolResult(Record):
         except ValidationError as unfit:
             names = {complaint["loc"][0] for complaint in unfit.errors(include_url=False, include_input=False)}
             return cls(**told, **{name: value for name, value in fields.items() if name not in names})
+
+    @property
+    def run_failure(self) -> RunFailure | None:
+        """Why the call did not run, or was lost; None when the result is the tool's own."""
+        if self.metadata.get(_OUTCOME_LOST) is True:
+            return RunFailure.LOST
+        reason = self.metadata.get(_NOT_RUN)
+        return RunFailure(reason) if reason in list(RunFailure) else None
+
+    @property
+    def has_not_run(self) -> bool:
+        """Return True for a call that cannot have acted."""
+        return self.run_failure not in (None, RunFailure.LOST)
 
     def text(self) -> str:
         """What a model reads: the output, or `Error [CODE]: sentence` with what was printed until then."""

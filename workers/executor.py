@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from contract.call_events import HIDDEN
-from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from contract.calls import Clocks, RunFailure, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_arguments
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.functions.session_state import SessionStates
@@ -30,11 +30,6 @@ from workers.tracing import CallTrace, open_trace
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-
-NOT_RUN = "not_run"
-"""In a result's metadata: why the call cannot have acted (expired, moved, broker, sandboxd). No tool's own metadata has it."""
-LOST = "outcome_lost"
-"""As well: true when the call may have acted, and nobody can say so any more."""
 
 
 class CallRepeated(Exception):
@@ -150,7 +145,7 @@ class Executor:
         claim = self._attempt(call, lambda: self._ledger.claim(call, context, self._holder))
         if isinstance(claim, ToolResult):
             # Only a Redis that did not answer may answer in a moment; any other failure is a bug, which another attempt repeats.
-            return _not_run(claim, "broker") if claim.error_code is ErrorCode.BROKER_UNAVAILABLE else claim
+            return _not_run(claim, RunFailure.BROKER) if claim.error_code is ErrorCode.BROKER_UNAVAILABLE else claim
         if claim is not Claim.GRANTED:
             return self._answer(_refusal(call, claim), claim, context, taken)
         queued_s = self._queued_s(context, taken)
@@ -257,7 +252,7 @@ class Executor:
             output=(outcome.output or "") + bench.news() if bench.news() else outcome.output,
             error=error,
             error_code=outcome.error_code,
-            metadata=_own(outcome.metadata),
+            metadata=RunFailure.remove(outcome.metadata),
             truncated=outcome.truncated,
             blob=blob,
             spill=outcome.spill,
@@ -277,22 +272,17 @@ def _failed(call: ToolCall, error: ToolFailure | OperatorError, news: str = "") 
     """The result of a failure, logged when it is the operator's to know."""
     if error.code in OPERATOR_CODES or isinstance(error, OperatorError):
         log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
-    metadata = _own(error.metadata) if isinstance(error, ToolFailure) else {}
+    metadata = RunFailure.remove(error.metadata) if isinstance(error, ToolFailure) else {}
     return ToolResult.failed(call, error.code, str(error) + news, metadata=metadata)
-
-
-def _own(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tool may tell."""
-    return {name: value for name, value in metadata.items() if name not in (NOT_RUN, LOST)}
 
 
 def _sandboxd_away(call: ToolCall, away: SandboxdAway) -> ToolResult:
     """The result of a call whose host's sandboxd went away: whoever dispatched it may have it made again, if it has not acted or may act twice."""
     log.error("sandboxd_away", tool=call.name, call=call.id, was_sent=away.was_sent, error=str(away))
     if not away.was_sent:
-        return _not_run(ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, str(away)), "sandboxd")
+        return _not_run(ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, str(away)), RunFailure.SANDBOXD)
     words = f"{away}; the call may or may not have acted: look before you repeat it"
-    return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, words, metadata={LOST: True})
+    return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, words, metadata=RunFailure.LOST.metadata)
 
 
 def _refusal(call: ToolCall, claim: Claim) -> ToolResult:
@@ -301,14 +291,14 @@ def _refusal(call: ToolCall, claim: Claim) -> ToolResult:
         told = ToolResult.failed(
             call, ErrorCode.TIMEOUT, f"{call.name} waited in the queue past its deadline and was not run: send it again"
         )
-        return _not_run(told, "expired")
+        return _not_run(told, RunFailure.EXPIRED)
     told = ToolResult.failed(call, ErrorCode.HOST_LOST, f"{call.name} was not run: its session has moved to another host, or was closed")
-    return _not_run(told, "moved")
+    return _not_run(told, RunFailure.MOVED)
 
 
-def _not_run(result: ToolResult, why: str) -> ToolResult:
-    """The result, telling whoever dispatched the call that it cannot have acted."""
-    return result.model_copy(update={"metadata": {**result.metadata, NOT_RUN: why}})
+def _not_run(result: ToolResult, failure: RunFailure) -> ToolResult:
+    """Tell the dispatcher that the call cannot have acted."""
+    return result.model_copy(update={"metadata": {**result.metadata, **failure.metadata}})
 
 
 def _queued(result: ToolResult, queued_s: float) -> ToolResult:

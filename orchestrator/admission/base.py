@@ -4,17 +4,17 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from contract.calls import ToolResult
+from contract.calls import RunFailure, ToolResult
 from contract.errors import ErrorCode
 from store.slots import SlotRequest
 
-NOT_ADMITTED = {"not_run": "admission"}
-"""In the metadata of what admission refuses. No tool's own has it: workers take it out."""
+NOT_ADMITTED = RunFailure.ADMISSION.metadata
+"""In the metadata of what admission refuses."""
 
 
 def was_not_admitted(result: ToolResult) -> bool:
     """Whether the call has not been sent, so that it may be made again under its own id; one whose tool says that it is asked too often has been."""
-    return result.error_code is ErrorCode.RATE_LIMITED and NOT_ADMITTED.items() <= result.metadata.items()
+    return result.error_code is ErrorCode.RATE_LIMITED and result.run_failure is RunFailure.ADMISSION
 
 
 class Slot:

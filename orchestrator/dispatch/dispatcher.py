@@ -28,7 +28,7 @@ from orchestrator.dispatch.call_kills import KillWatch
 from orchestrator.dispatch.carrier import ArgumentStore, Carrier, Errand
 from orchestrator.dispatch.large_arguments import check_off_loop
 from orchestrator.dispatch.placement import HostRoom
-from orchestrator.dispatch.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBook, Recovery, repeated
+from orchestrator.dispatch.recovery import RESEND_S, CallBook, Recovery, repeated
 from orchestrator.dispatch.session_locator import HostSource, Opening, SessionLocator
 from orchestrator.dispatch.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.dispatch.tool_search import TenantTools, ToolSearch, as_skill_run
@@ -270,7 +270,8 @@ class Dispatcher:
         except (NotSent, CallLost) as lost:
             log.info("session_not_closed_there", session=session, queue=address.queue, reason=str(lost))
             return None
-        return None if result.metadata.get(NOT_RUN) in NOT_TAKEN else result
+        failure = result.run_failure
+        return None if failure is not None and failure.is_temporary else result
 
     async def _dispatch(self, call: ToolCall, route: Route, terms: Terms) -> ToolResult:
         errand = await self._errand(call, route, terms)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
-from contract.calls import ToolResult
+from contract.calls import RunFailure, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.ledger import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState
 from contract.names import POOL_QUEUES
@@ -22,11 +22,6 @@ RESEND_S = 30.0
 """How long a call that nobody took is sent again: its session has moved, or its host is just being restarted."""
 RECORD_S = CALL_TTL_S - 3600
 """A call without a record that may have been sent longer ago may have acted. An hour less than the record lives, for the time between."""
-NOT_RUN = "not_run"
-"""In a result's metadata: why a worker did not run the call."""
-NOT_TAKEN = frozenset({"moved", "broker", "sandboxd"})
-"""Such reasons of a call that may be run a moment later: its session is elsewhere, Redis did not answer, or the
-host's sandboxd does not."""
 
 
 class CallBook(Protocol):
@@ -101,16 +96,17 @@ class Recovery:
 
     async def note_end(self, errand: Errand, result: ToolResult, attempt: int = 1, state: CallState = CallState.LOST) -> None:
         """This answer is the call's last: a worker that did not run it has left its record open, for another attempt."""
-        if NOT_RUN in result.metadata:
+        if result.has_not_run:
             await self._noted(errand, attempt, state, result.error_code or ErrorCode.INTERNAL)
 
     async def _may_go_again(self, errand: Errand, result: ToolResult, losses: "_Losses", until: "Backoff") -> bool:
         """Whether a worker's answer only says that the call was not run there, or what it did was lost and may be done again."""
-        is_lost = result.metadata.get("outcome_lost") is True
+        failure = result.run_failure
+        is_lost = failure is RunFailure.LOST
         if is_lost:
             losses.note(has_started=True)
         is_repeatable = is_lost and errand.spec.idempotent and losses.times < MAX_ATTEMPTS
-        is_untaken = result.metadata.get(NOT_RUN) in NOT_TAKEN
+        is_untaken = failure is not None and failure.is_temporary
         return (is_untaken or is_repeatable) and await until.wait() and await self._renewed(errand, losses)
 
     async def _begun(self, errand: Errand, losses: "_Losses") -> CallRecord | None:

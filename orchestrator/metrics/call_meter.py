@@ -19,7 +19,6 @@ from contract.metrics import (
 )
 from contract.names import POOL_QUEUES
 from contract.specs import ToolSpec
-from orchestrator.dispatch.recovery import NOT_RUN
 from store.metrics import Counts
 
 HOST_QUEUES = "host"
@@ -82,7 +81,7 @@ def _find_end(result: ToolResult) -> str:
     if result.success or result.error_code is None:
         return "done"
     clocks = result.clocks
-    was_run = NOT_RUN not in result.metadata and (clocks.queued_s or clocks.sandbox_s or clocks.run_s)
+    was_run = not result.has_not_run and (clocks.queued_s or clocks.sandbox_s or clocks.run_s)
     return _ENDS.get(result.error_code) or ("done" if was_run else "not_run")
 
 

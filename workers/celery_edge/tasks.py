@@ -18,7 +18,7 @@ from contract.specs import ToolSpec
 from workers.celery_edge.app import CELERY_MARGIN_S
 from workers.celery_edge.live_tasks import LiveTasks
 from workers.celery_edge.result_backend import Answer, CallNotServed, Ending
-from workers.executor import NOT_RUN, CallRepeated, Executor
+from workers.executor import CallRepeated, Executor
 from workers.log_names import bound_to_call
 from workers.result_parcels import encode_parcel
 from workers.tools.base import WorkerRegistry
@@ -140,7 +140,7 @@ class _Edge:
         encoded = encode_parcel(result, call, context, executor.blobs, self._key)
         record = call_key(self._deployment, context.tenant, call.id)
         ending = Ending(record, context.attempt, result.error_code or "", _sandbox_id(result))
-        answer = Answer(encoded, None if NOT_RUN in result.metadata else ending)
+        answer = Answer(encoded, None if result.has_not_run else ending)
         if result.error_code in OPERATOR_CODES:
             raise CallNotServed(str(result.error_code), call.id, answer)
         return answer
