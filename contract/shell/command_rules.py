@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from contract.shell.commands import Script, parse_commands
-from contract.shell.shell_words import Word
-from contract.shell.wrappers import SHELLS
+from contract.shell.commands import SHELLS, Script, parse_commands
+from contract.shell.shell_reader import Word
 from contract.specs import ToolSpec
 
 MAX_TALK_CHARS = 4096

@@ -4,12 +4,12 @@ This is a reader for seat belts, not a bash: what it cannot tell makes the scrip
 """
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from contract.shell.shell_reader import Draft, Word, read_script
-from contract.shell.wrappers import FEEDING, Nested, find_nested
 
 MAX_COMMAND_CHARS = 256 * 1024
 """Longer texts are not read at all: they are opaque."""
@@ -21,6 +21,86 @@ MAX_SOURCES = 8
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\[[^\]]*\])?\+?=")
 _COPY_OF_DESCRIPTOR = re.compile(r"\d*-?")
+
+Words = tuple[Word, ...]
+
+SHELLS = frozenset({"sh", "bash", "dash", "ash", "rbash", "zsh", "ksh", "mksh", "fish"})
+_SHELL_VALUED = frozenset({"--rcfile", "--init-file", "-o", "+o", "-O", "+O"})
+_STANDARD_INPUT = frozenset({"-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
+_NAMED_SCRIPTS = frozenset({"su", "runuser", "script", "flock", "sg"})
+FEEDING = frozenset({"find", "xargs", "parallel"})
+"""These put words of their own into the command that they start."""
+_FIND_ACTIONS = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
+_REMEMBERING = {
+    "alias": "it defines an alias",
+    "source": "it reads commands from a file",
+    ".": "it reads commands from a file",
+    "enable": "it changes what names mean",
+    "hash": "it changes what names mean",
+}
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """How a program's own words are skipped: short and long options that take a value, operands before the command."""
+
+    valued: str = ""
+    valued_long: frozenset[str] = frozenset()
+    operands: int = 0
+    takes_assignments: bool = False
+    is_transparent: bool = True
+    """It adds no power of its own: who may run the command may run it so."""
+
+
+_SUDO_LONG = "user group host prompt close-from chdir chroot role type command-timeout other-user login-class auth-type"
+WRAPPERS: dict[str, Wrapper] = {
+    "sudo": Wrapper("aCDghpRrTtUu", frozenset(_SUDO_LONG.split()), takes_assignments=True, is_transparent=False),
+    "doas": Wrapper("aCu", is_transparent=False),
+    "pkexec": Wrapper(valued_long=frozenset({"user"}), is_transparent=False),
+    "gosu": Wrapper(operands=1, is_transparent=False),
+    "su-exec": Wrapper(operands=1, is_transparent=False),
+    "chroot": Wrapper(operands=1, is_transparent=False),
+    "unshare": Wrapper("RSGwl", frozenset({"root", "wd", "setuid", "setgid"}), is_transparent=False),
+    "nsenter": Wrapper("tSGrwW", frozenset({"target", "setuid", "setgid"}), is_transparent=False),
+    "xargs": Wrapper(
+        "aEdILnPs",
+        frozenset({"arg-file", "delimiter", "max-args", "max-procs", "max-chars", "process-slot-var"}),
+        is_transparent=False,
+    ),
+    "parallel": Wrapper("jaIdnNLPsS", frozenset({"jobs", "arg-file", "delimiter", "max-args", "sshlogin"}), is_transparent=False),
+    "env": Wrapper("uC", frozenset({"unset", "chdir"}), takes_assignments=True),
+    "exec": Wrapper("a"),
+    "command": Wrapper(),
+    "builtin": Wrapper(),
+    "nohup": Wrapper(),
+    "setsid": Wrapper(),
+    "time": Wrapper("fo", frozenset({"format", "output"})),
+    "timeout": Wrapper("ks", frozenset({"kill-after", "signal"}), operands=1),
+    "nice": Wrapper("n", frozenset({"adjustment"})),
+    "ionice": Wrapper("cnpPu", frozenset({"class", "classdata", "pid", "pgid", "uid"})),
+    "chrt": Wrapper("TPD", operands=1),
+    "taskset": Wrapper(operands=1),
+    "stdbuf": Wrapper("ioe", frozenset({"input", "output", "error"})),
+    "flock": Wrapper("wE", frozenset({"wait", "timeout", "conflict-exit-code"}), operands=1),
+    "strace": Wrapper("eoaspPuEISXbO"),
+    "ltrace": Wrapper("eoaspPunxlFDAw"),
+    "busybox": Wrapper(),
+    "toybox": Wrapper(),
+    "fakeroot": Wrapper("lsib"),
+    "unbuffer": Wrapper(),
+    "tini": Wrapper("pe"),
+    "dumb-init": Wrapper("r"),
+}
+
+
+@dataclass(frozen=True)
+class Nested:
+    """What a command starts in turn: other commands' words, and texts that a shell will read. `opaque`: why there may be more."""
+
+    commands: tuple[Words, ...] = ()
+    scripts: tuple[str, ...] = ()
+    opaque: str = ""
+    is_transparent: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +191,7 @@ def _unwrap(command: Command, depth: int) -> Iterator[tuple[Command, Nested, int
         if level > MAX_DEPTH:
             yield outer, Nested(opaque="it is nested too deep"), level
             continue
-        nested = find_nested(outer.words, outer.stdin)
+        nested = _find_nested(outer.words, outer.stdin)
         yield dataclasses.replace(outer, is_wrapper=True) if nested.is_transparent else outer, nested, level
         inner = dataclasses.replace(outer, outputs=(), assignments=(), is_fed=outer.is_fed or outer.program in FEEDING)
         waiting.extend((dataclasses.replace(inner, words=words), level + 1) for words in nested.commands)
@@ -156,3 +236,132 @@ def _sources(draft: Draft) -> Iterator[str]:
         name = next((word.text for word in source.words if not _ASSIGNMENT.match(word.text)), "")
         yield name.rpartition("/")[2]
         source = source.source
+
+
+def _find_nested(words: Words, stdin: str | None) -> Nested:
+    """What the command with these words starts. `stdin`: the here-document it reads, when it has one."""
+    if not words:
+        return Nested()
+    name = words[0].text.rpartition("/")[2]
+    if name in SHELLS:
+        return _in_shell(words, stdin)
+    if name == "eval":
+        return Nested(scripts=(" ".join(word.text for word in words[1:]),), opaque="it evaluates text as commands")
+    if name in _REMEMBERING and len(words) > 1:
+        return Nested(opaque=_REMEMBERING[name])
+    if name in ("trap", "watch", "ssh", "parallel"):
+        return _rest_as_script(name, words)
+    if name == "find":
+        return Nested(commands=tuple(_find_actions(words)))
+    script = _named_script(words) if name in _NAMED_SCRIPTS else None
+    if script is not None:
+        return script
+    return _in_wrapper(WRAPPERS[name], words) if name in WRAPPERS else Nested()
+
+
+def _in_shell(words: Words, stdin: str | None) -> Nested:
+    """`bash -c TEXT`, or a shell that reads its standard input. A shell that runs a file is a program like any other."""
+    index, has_script, reads_stdin = 1, False, False
+    while index < len(words) and words[index].text[:1] in ("-", "+") and words[index].text not in ("-", "--"):
+        text = words[index].text
+        if text in _SHELL_VALUED:
+            index += 1
+        elif not text.startswith("--"):
+            has_script = has_script or "c" in text
+            reads_stdin = reads_stdin or "s" in text
+        index += 1
+    if index < len(words) and words[index].text in ("-", "--"):
+        index += 1
+    if has_script and index < len(words):
+        word = words[index]
+        return Nested(scripts=(word.text,), opaque="a shell is given text known only when it runs" if word.is_expanded else "")
+    if index < len(words) and not reads_stdin and words[index].text not in _STANDARD_INPUT:
+        return Nested(opaque="a shell is given text known only when it runs" if words[index].is_expanded else "")
+    if stdin is not None:
+        return Nested(scripts=(stdin,))
+    return Nested(opaque="a shell runs whatever it is fed")
+
+
+def _rest_as_script(name: str, words: Words) -> Nested:
+    if name == "trap":
+        rest = words[1:2]
+    elif name == "parallel":
+        # It joins its words and hands them to a shell.
+        rest = tuple(itertools.takewhile(lambda word: not word.text.startswith(":::"), words[_skip_options(words, WRAPPERS[name]) :]))
+    elif name == "watch":
+        rest = words[_skip_options(words, Wrapper("nq", frozenset({"interval", "equexit"}))) :]
+    else:
+        # The host's name is read as a command with the rest as its arguments: both readings are wanted.
+        start = _skip_options(words, Wrapper("BbcDEeFIiJLlmOoPpQRSWw"))
+        rest = words[start + 1 :]
+    return Nested(scripts=(" ".join(word.text for word in rest),)) if rest else Nested()
+
+
+def _find_actions(words: Words) -> list[Words]:
+    found: list[Words] = []
+    index = 1
+    while index < len(words):
+        if words[index].text not in _FIND_ACTIONS:
+            index += 1
+            continue
+        end = index + 1
+        while end < len(words) and words[end].text not in (";", "+"):
+            end += 1
+        if end > index + 1:
+            found.append(words[index + 1 : end])
+        index = end
+    return found
+
+
+def _named_script(words: Words) -> Nested | None:
+    for index, word in enumerate(words[1:], start=1):
+        text = word.text
+        if text.startswith("--command="):
+            return Nested(scripts=(text.partition("=")[2],))
+        is_given = text == "--command" or (text.startswith("-") and not text.startswith("--") and text.endswith("c"))
+        if is_given and index + 1 < len(words):
+            return Nested(scripts=(words[index + 1].text,))
+    return None
+
+
+def _in_wrapper(wrapper: Wrapper, words: Words) -> Nested:
+    start = _skip_options(words, wrapper)
+    own = words[1:start]
+    if (
+        any(word.text in ("-S", "--split-string") or word.text.startswith(("-S", "--split-string=")) for word in own)
+        and wrapper.takes_assignments
+    ):
+        rest = " ".join(word.text.removeprefix("--split-string=").removeprefix("-S") for word in words[1:])
+        return Nested(scripts=(rest,), opaque="it splits text into a command")
+    first_operand = start
+    while wrapper.takes_assignments and start < len(words) and (words[start].text == "-" or "=" in words[start].text):
+        start += 1
+    is_plain = start == first_operand
+    start += wrapper.operands
+    is_unsure = any(word.is_expanded or word.is_pattern for word in words[1:start])
+    opaque = "the words before the command are known only when it runs" if is_unsure and start < len(words) else ""
+    inner = words[start:]
+    return Nested((inner,) if inner else (), opaque=opaque, is_transparent=wrapper.is_transparent and is_plain and bool(inner))
+
+
+def _skip_options(words: Sequence[Word], wrapper: Wrapper) -> int:
+    """Index of the first word that is neither an option nor an option's value."""
+    index = 1
+    while index < len(words):
+        text = words[index].text
+        if text == "--":
+            return index + 1
+        if len(text) < 2 or not text.startswith("-"):
+            return index
+        index += 2 if _takes_next(text, wrapper) else 1
+    return min(index, len(words))
+
+
+def _takes_next(option: str, wrapper: Wrapper) -> bool:
+    """Whether the next word is this option's value: a valued letter that ends its cluster, or a valued long name without `=`."""
+    if option.startswith("--"):
+        return option[2:] in wrapper.valued_long
+    for position, letter in enumerate(option[1:], start=1):
+        if letter in wrapper.valued:
+            return position == len(option) - 1
+    return False

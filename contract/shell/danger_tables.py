@@ -102,6 +102,55 @@ DANGEROUS_PROGRAMS = {
     "srm": "removes files beyond recovery",
 }
 
+FIND_REMOVERS = frozenset({"rm", "shred", "unlink", "rmdir"})
+FIND_EXECUTES = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
+FIND_TESTS_WITH_VALUE = frozenset(
+    [
+        "-amin",
+        "-anewer",
+        "-atime",
+        "-cmin",
+        "-cnewer",
+        "-context",
+        "-ctime",
+        "-files0-from",
+        "-fls",
+        "-fprint",
+        "-fprint0",
+        "-fstype",
+        "-gid",
+        "-group",
+        "-ilname",
+        "-iname",
+        "-inum",
+        "-ipath",
+        "-iregex",
+        "-iwholename",
+        "-links",
+        "-lname",
+        "-maxdepth",
+        "-mindepth",
+        "-mmin",
+        "-mtime",
+        "-name",
+        "-newer",
+        "-path",
+        "-perm",
+        "-printf",
+        "-regex",
+        "-regextype",
+        "-samefile",
+        "-size",
+        "-type",
+        "-uid",
+        "-used",
+        "-user",
+        "-wholename",
+        "-xtype",
+    ]
+)
+"""Actions and tests of `find`."""
+
 HOSTILE_FLAGS = frozenset({"+", ":"})
 """Beginnings of words, not options: `git push origin +main` forces, `git push origin :main` removes."""
 

@@ -16,6 +16,9 @@ from contract.shell.danger_tables import (
     DANGEROUS_SUBCOMMANDS,
     DECODERS,
     DEVICE_TOOLS,
+    FIND_EXECUTES,
+    FIND_REMOVERS,
+    FIND_TESTS_WITH_VALUE,
     HARMLESS_DEVICES,
     HOST_CONTROLS,
     HOSTILE_FLAGS,
@@ -25,8 +28,7 @@ from contract.shell.danger_tables import (
     WHOLE_TREES,
     WRITERS,
 )
-from contract.shell.find_actions import removes_what_it_finds
-from contract.shell.shell_words import Word
+from contract.shell.shell_reader import Word
 
 
 class Level(enum.IntEnum):
@@ -138,7 +140,7 @@ def _finding(command: Command, folder: str) -> Danger:
     argv = command.argv
     if command.program != "find":
         return NO_DANGER
-    if not removes_what_it_finds(argv):
+    if not _removes_what_it_finds(argv):
         return NO_DANGER
     starts = []
     for word in command.words[1:]:
@@ -148,6 +150,26 @@ def _finding(command: Command, folder: str) -> Danger:
     if any(is_whole_tree(word, folder) for word in starts) and not any(word in argv for word in _FILTERS):
         return _worst("removes everything that it finds under a whole tree")
     return _bad("removes all that it finds")
+
+
+def _removes_what_it_finds(argv: tuple[str, ...]) -> bool:
+    """Whether an action of this `find` removes. A word that belongs to a test, such as `rm` of `-name rm`, is no action."""
+    at = 1
+    while at < len(argv):
+        word = argv[at]
+        if word == "-delete":
+            return True
+        if word in FIND_EXECUTES:
+            end = next((i for i in range(at + 1, len(argv)) if argv[i] == ";" or argv[i - 1 : i + 1] == ("{}", "+")), len(argv))
+            if any(part.rpartition("/")[2] in FIND_REMOVERS for part in argv[at + 1 : end]):
+                return True
+            at = end
+        elif word in FIND_TESTS_WITH_VALUE or word.startswith("-newer"):
+            at += 1
+        elif word == "-fprintf":
+            at += 2
+        at += 1
+    return False
 
 
 def _moving(command: Command, folder: str) -> Danger:

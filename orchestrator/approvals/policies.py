@@ -14,7 +14,7 @@ from contract.shell.command_rules import read_command, touches
 from contract.shell.commands import Command, Script
 from contract.shell.danger_tables import HARMLESS_DEVICES
 from contract.shell.dangers import Level, classify
-from contract.shell.shell_words import Word
+from contract.shell.shell_reader import Word
 from contract.specs import ToolSpec
 from contract.tenancy import say_subject, tools_of
 

@@ -1,17 +1,22 @@
 """bash_tool: bash commands in the session's sandbox, one at a time or beside it as jobs."""
 
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
+from contract.errors import ErrorCode, ToolFailure
+from contract.shell.commands import SHELLS, Script, parse_commands
+from contract.shell.dangers import Level, classify
 from contract.specs import NO_NETWORK, ToolSpec
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, Workbench, WorkerTool
-from workers.tools.command_safety import refuse_catastrophe, refuse_input
 from workers.tools.command_text import build_outcome
 from workers.tools.jobs import feed_job, kill_job, list_jobs, poll_job, start_job
 from workers.tools.shown_output import LIVE_BYTES, ShownOutput
 from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, encode
+
+_HOME = "/workspace"
 
 _SPEC = ToolSpec(
     name="bash_tool",
@@ -86,14 +91,14 @@ def _run(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     if action == "list":
         return list_jobs(bench)
     if action == "input":
-        refuse_input(arguments["stdin"])
+        _refuse_input(arguments["stdin"])
         return feed_job(arguments["job_id"], arguments["stdin"], bench, close=arguments["close_stdin"])
     return poll_job(arguments["job_id"], bench) if action == "poll" else kill_job(arguments["job_id"], bench)
 
 
 def _run_command(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     command, stdin = arguments["command"], arguments["stdin"]
-    refuse_catastrophe(command, arguments.get("cwd"), stdin)
+    _refuse_catastrophe(command, arguments.get("cwd"), stdin)
     if arguments["background"]:
         return start_job(arguments, bench)
     script, body = encode(command, "command"), encode(stdin, "stdin")
@@ -120,6 +125,30 @@ def run_shown(request: Mapping[str, Any], body: bytes, bench: Workbench) -> Gues
     shown = ShownOutput(bench)
     response = bench.run({**request, **limits, "live": True, "max_bytes": LIVE_BYTES}, body, on_data=shown.take)
     return GuestResponse(response.done, {**response.streams, **shown.streams})
+
+
+def _refuse_catastrophe(command: str, cwd: str | None = None, stdin: str = "") -> None:
+    """Raises ToolFailure(SECURITY_REFUSED). `stdin` is read as a script, too, when the command starts a shell."""
+    folder = posixpath.normpath(posixpath.join(_HOME, cwd or ""))
+    script = parse_commands(command)
+    _refuse(script, folder, "the command")
+    if stdin and any(part.program in SHELLS for part in script.commands):
+        _refuse_input(stdin, folder)
+
+
+def _refuse_input(text: str, folder: str = _HOME) -> None:
+    """Text for a shell that runs already. Raises ToolFailure(SECURITY_REFUSED)."""
+    _refuse(parse_commands(text), folder, "the input for a shell")
+
+
+def _refuse(script: Script, folder: str, what: str) -> None:
+    danger = classify(script, folder)
+    if danger.level >= Level.CATASTROPHIC:
+        raise ToolFailure(
+            ErrorCode.SECURITY_REFUSED,
+            f"{what} was not run: it {danger.reason}; no approval changes that, do what you need in a narrower way",
+            reason=danger.reason,
+        )
 
 
 BASH_TOOL = WorkerTool(_SPEC, _run, validators=(_check_action,))
