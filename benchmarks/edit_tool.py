@@ -9,8 +9,8 @@ from benchmarks.report import Case, Report, median, timed
 from benchmarks.report import interleave as run_interleaved
 from benchmarks.sizes import size
 from contract.calls import ToolCall, ToolContext
-from workers.bench import SandboxBench
 from workers.sandbox_client import SandboxClient, sandbox_id
+from workers.tools.base import ToolEnvironment, WorkerResources
 from workers.tools.edit import EDIT_TOOL
 
 ROUNDS = size(60, 2)
@@ -48,7 +48,7 @@ class ToolRun:
         self._turn[name] = 1 - turn
         arguments = {"file_path": name, "old_string": _MARKS[turn], "new_string": _MARKS[1 - turn], "replace_all": False}
         call = ToolCall(id="bench", name="edit_tool", arguments=arguments)
-        outcome = EDIT_TOOL.handler(arguments, SandboxBench(call, self._context, {}, client=self._client))
+        outcome = EDIT_TOOL.handler(arguments, ToolEnvironment(call, self._context, WorkerResources({}, client=self._client)))
         if not str(outcome.output).startswith("replaced 1 "):
             raise RuntimeError(f"the edit was not made: {outcome.error or outcome.output}")
 

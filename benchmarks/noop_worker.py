@@ -11,7 +11,7 @@ from contract.specs import ToolSpec
 from workers.celery_edge.app import build_app, run_worker
 from workers.logs import configure_logging
 from workers.settings import load_worker_settings
-from workers.tools.base import Outcome, Workbench
+from workers.tools.base import Outcome, ToolEnvironment
 from workers.web_worker import run_web_worker
 
 TASK = "bench.noop"
@@ -24,11 +24,11 @@ def noop(envelope: str = "") -> None:
     """The floor of every call through Celery; our transport sends an envelope, here an empty one."""
 
 
-def _noop_tool(_: dict[str, Any], bench: Workbench) -> Outcome:
+def _noop_tool(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     return Outcome("")
 
 
-def _nap_tool(_: dict[str, Any], bench: Workbench) -> Outcome:
+def _nap_tool(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     time.sleep(NAP_S)
     return Outcome("")
 
@@ -51,7 +51,7 @@ def serve_tool() -> None:
     run_web_worker(settings, [_tool(TOOL, "Does nothing.", _noop_tool), _tool(NAP_TOOL, "Takes ten milliseconds.", _nap_tool)])
 
 
-def _tool(name: str, description: str, handler: Callable[[dict[str, Any], Workbench], Outcome]) -> Tool:
+def _tool(name: str, description: str, handler: Callable[[dict[str, Any], ToolEnvironment], Outcome]) -> Tool:
     parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     return Tool(ToolSpec(name=name, description=description, parameters=parameters, pool="tools"), handler)
 

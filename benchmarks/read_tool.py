@@ -12,8 +12,8 @@ from benchmarks.report import Case, Report, median, timed
 from benchmarks.report import interleave as run_interleaved
 from benchmarks.sizes import size
 from contract.calls import ToolCall, ToolContext
-from workers.bench import SandboxBench
 from workers.sandbox_client import SandboxClient, sandbox_id
+from workers.tools.base import ToolEnvironment, WorkerResources
 from workers.tools.read import FOOTER_BYTES, READ_TOOL
 from workers.tools.text import MAX_OUTPUT_BYTES
 
@@ -59,7 +59,7 @@ class ToolRun:
     def read(self, name: str, offset: int, limit: int) -> None:
         arguments = {"file_path": name, "offset": offset, "limit": limit, "column": 1, "encoding": "auto"}
         call = ToolCall(id="bench", name="read_tool", arguments=arguments)
-        outcome = READ_TOOL.handler(arguments, SandboxBench(call, self._context, {}, client=self._client))
+        outcome = READ_TOOL.handler(arguments, ToolEnvironment(call, self._context, WorkerResources({}, client=self._client)))
         if outcome.output is None or f"\n{offset + limit - 1}\t" not in outcome.output:
             raise RuntimeError(f"the page is not whole: {outcome.error or outcome.output}")
 

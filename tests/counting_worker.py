@@ -9,13 +9,13 @@ from contract.registry import Tool
 from tests.builders import build_spec
 from workers.logs import tell_not_started
 from workers.settings import load_worker_settings
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.web_worker import run_web_worker
 
 TEXT = {"type": "string"}
 
 
-def _append(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _append(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     """Write one line for each call, so that a test can count them. `gate`: a named pipe; the call ends when a writer opens and closes it."""
     with Path(arguments["path"]).open("a", encoding="utf-8") as marks:
         marks.write(f"{bench.call.id}\n")

@@ -17,17 +17,18 @@ from store.blobs import WorkerBlobs
 from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once
 from tests.builders import build_spec
+from tests.fakes import build_executor
 from workers.celery_edge.app import Pool, build_app, run_worker
 from workers.celery_edge.tasks import register_tasks
 from workers.executor import Executor
 from workers.logs import configure_logging
 from workers.settings import load_worker_settings
-from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
 
 TEXT = {"type": "string"}
 
 
-def _note(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _note(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     """Adds its call id to a file, and takes its time."""
     with open(arguments["path"], "a") as file:
         file.write(f"{bench.call.id}\n")
@@ -35,7 +36,7 @@ def _note(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     return Outcome(bench.call.id)
 
 
-def _meet(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _meet(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     """Ends well only when so many of its kind run at the same time."""
     folder = Path(arguments["path"])
     (folder / bench.call.id).touch()
@@ -60,7 +61,7 @@ def build_tools() -> WorkerRegistry:
 def _build_executor(broker: BrokerSettings, registry: WorkerRegistry, queue: str, clock: SharedClock) -> Executor:
     client = connect(broker)
     blobs = WorkerBlobs(client, broker.deployment, "sandbox")
-    return Executor(
+    return build_executor(
         registry, None, WorkerCallStore(client, broker.deployment, clock), blobs, {}, holder_name(queue, str(os.getpid())), clock
     )
 

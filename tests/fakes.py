@@ -1,6 +1,7 @@
 """Fakes that stand where a process of ours would: catalog, transport, ledger, blobs, sandbox client."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import IO, Any
 
@@ -14,7 +15,10 @@ from orchestrator.dispatch.transport import Delivery
 from orchestrator.models.base import Chunk, ModelRequest
 from store.results import ResultHub
 from tests.builders import KEY
+from workers.call_policy import CallPolicy
+from workers.executor import Executor
 from workers.sandbox_client import GuestResponse, SandboxClient
+from workers.tools.base import WorkerRegistry, WorkerResources
 
 # Orchestrator
 
@@ -233,3 +237,20 @@ class FakeSandboxClient(SandboxClient):
 
 
 # sandboxd
+
+
+def build_executor(
+    registry: WorkerRegistry,
+    client: SandboxClient | None,
+    claims: Any,
+    blobs: Any,
+    facts: Mapping[str, str],
+    holder: str = "",
+    clock: Callable[[], float] = time.time,
+    *,
+    policy: CallPolicy | None = None,
+    **resources: Any,
+) -> Executor:
+    """An executor without middleware; `resources`: further fields of WorkerResources."""
+    shared = WorkerResources(facts, holder, client, **resources)
+    return Executor(registry, claims, blobs, shared, policy or CallPolicy(registry), clock=clock)

@@ -5,9 +5,8 @@ from typing import Any
 
 from contract.calls import ToolCall, ToolResult
 from tests.builders import build_context
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.guest_harness import Guest
-from workers.executor import Executor
 from workers.sandbox_client import GuestResponse
 from workers.sandboxd.answers import build_done, has_stream
 from workers.sandboxd.requests import check_request, count_budget
@@ -45,7 +44,7 @@ class GuestTools:
 
     def __init__(self, guest: Guest) -> None:
         facts = {"host": "h1", "queue": "host.h1.b00t"}
-        self._executor = Executor(_REGISTRY, GuestClient(guest), MemoryLedger(), MemoryBlobs(), facts)
+        self._executor = build_executor(_REGISTRY, GuestClient(guest), MemoryLedger(), MemoryBlobs(), facts)
         self._calls = 0
 
     def run(self, tool: str, /, **arguments: Any) -> ToolResult:

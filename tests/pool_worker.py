@@ -12,20 +12,20 @@ from contract.registry import Tool
 from tests.builders import build_spec
 from workers.logs import tell_not_started
 from workers.settings import load_worker_settings
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.web_worker import run_web_worker
 
 TEXT = {"type": "string"}
 
 
-def _where(_: dict[str, Any], bench: Workbench) -> Outcome:
+def _where(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     context = bench.context
     return Outcome(
         f"{os.getpid()}", {"pid": os.getpid(), "tenant": context.tenant, "session": context.session, "limit_s": context.timeout_s}
     )
 
 
-def _wait(arguments: dict[str, Any], _: Workbench) -> Outcome:
+def _wait(arguments: dict[str, Any], _: ToolEnvironment) -> Outcome:
     """Says in a file that it began, and that it was ended in good order."""
     path = Path(arguments["path"])
     path.with_suffix(".began").write_text(str(os.getpid()))
@@ -36,7 +36,7 @@ def _wait(arguments: dict[str, Any], _: Workbench) -> Outcome:
     return Outcome("waited")
 
 
-def _stubborn(arguments: dict[str, Any], _: Workbench) -> Outcome:
+def _stubborn(arguments: dict[str, Any], _: ToolEnvironment) -> Outcome:
     """Will not be ended by anything but a kill."""
     Path(arguments["path"]).with_suffix(".began").write_text(str(os.getpid()))
     while True:
@@ -44,7 +44,7 @@ def _stubborn(arguments: dict[str, Any], _: Workbench) -> Outcome:
             time.sleep(60)
 
 
-def _ask_sandbox(_: dict[str, Any], bench: Workbench) -> Outcome:
+def _ask_sandbox(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     return Outcome(str(bench.run({"op": "exec"})))
 
 

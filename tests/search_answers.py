@@ -29,7 +29,7 @@ def build_grep_done(**fields: Any) -> dict[str, Any]:
 
 
 class ScriptedBench:
-    """A Workbench of one request. `pieces` come as they stand; `shown` is what a watcher saw."""
+    """A ToolEnvironment of one request. `pieces` come as they stand; `shown` is what a watcher saw."""
 
     def __init__(self, pieces: bytes | list[bytes], done: Mapping[str, Any], *, is_watched: bool = False) -> None:
         self.context = build_context()

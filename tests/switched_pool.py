@@ -28,9 +28,10 @@ from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool
-from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger, build_executor
 from workers.call_events import open_call_events
-from workers.executor import CallRepeated, Executor
+from workers.call_policy import CallPolicy
+from workers.executor import CallRepeated
 from workers.tools.base import WorkerTool
 
 SESSION = "s1"
@@ -43,13 +44,13 @@ class SwitchedPool:
         self.broker = BrokerSettings.model_validate({"redis_url": server.url, "deployment": "default"})
         self.registry = ToolRegistry(tools)
         self.redis = server.client()
-        self.executor = Executor(
+        self.executor = build_executor(
             self.registry,
             FakeSandboxClient(),
             MemoryLedger(),
             MemoryBlobs(),
             {"host": "h", "queue": "q"},
-            switches=WorkerSwitches(self.redis, "default", KEY),
+            policy=CallPolicy(self.registry, WorkerSwitches(self.redis, "default", KEY)),
             open_events=partial(open_call_events, connect_once(self.broker), "default"),
         )
         self.transport = AnsweringTransport(self._execute)

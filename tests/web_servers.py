@@ -14,8 +14,7 @@ from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from store.web_pages import Page
 from tests.builders import build_call, build_context
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
-from workers.executor import Executor
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.tools.base import WorkerRegistry, WorkerTool
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
@@ -201,5 +200,5 @@ def build_web(
 
 def run_tool(tool: WorkerTool, *, tenant: str = "acme", timeout_s: float = 30.0, **arguments: Any) -> ToolResult:
     """A call of one tool as a worker makes it: checked arguments in, a result out, whatever happens."""
-    executor = Executor(WorkerRegistry([tool]), FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
+    executor = build_executor(WorkerRegistry([tool]), FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
     return executor.execute(build_call(tool.name, **arguments), build_context(tenant=tenant, timeout_s=timeout_s))

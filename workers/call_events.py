@@ -203,9 +203,8 @@ class CallEventWriter:
 
 
 def open_call_events(client: SyncRedis, deployment: str, call: ToolCall, context: ToolContext) -> CallEvents:
-    """Return the events of a call, as its signed context asks for them. `client`: one that sends every command once (`connect_once`)."""
-    if context.events is None:
-        return NoCallEvents()
+    """Return the events of a call whose signed context asks for them. `client`: one that sends every command once (`connect_once`)."""
+    assert context.events is not None
     return CallEventWriter(WorkerCallEventStore(client, deployment, context.tenant, call.id, context.events), call.id)
 
 

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 import structlog
 
 from contract.errors import BrokerUnavailable
+from store.calls import WorkerCallStore
+from workers.executor import CallMiddleware
+from workers.tools.base import Outcome, ToolEnvironment
 
 log = structlog.get_logger(__name__)
 
@@ -66,3 +69,16 @@ class HeldCalls:
                     self._thread_of = None
                     return
             self.look()
+
+
+class ClaimConfirmation(CallMiddleware):
+    """Confirms the claims of an executor's calls. `held`: shared by all executors of a process."""
+
+    def __init__(self, held: HeldCalls, claims: WorkerCallStore, holder: str) -> None:
+        self._held = held
+        self._claims = claims
+        self._holder = holder
+
+    def run(self, environment: ToolEnvironment, handler: Callable[[], Outcome]) -> Outcome:
+        with self._held.over(lambda: self._claims.confirm(environment.call, environment.context, self._holder)):
+            return handler()

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TypeVar
 
 from contract.calls import POOL_GRACE_S, ToolCall, ToolContext
-from contract.errors import ErrorCode
-
-T = TypeVar("T")
+from contract.errors import ErrorCode, ToolFailure
+from workers.executor import CallMiddleware
+from workers.tools.base import Outcome, ToolEnvironment
 
 END_SIGNAL = signal.SIGUSR1
 """Celery's own signal of a soft limit; we send it for a cancel, too."""
@@ -55,7 +54,7 @@ class _Running:
     started: float
 
 
-class Interrupts:
+class Interrupts(CallMiddleware):
     """Runs one call at a time in the main thread, and interrupts it when END_SIGNAL comes and is meant for it.
 
     Celery sends the signal when the soft limit of a task is reached, and takes the process when the hard one is. A signal that comes too
@@ -72,19 +71,22 @@ class Interrupts:
         """Take the signal over: until then it is Celery's, which would raise whatever the process is doing."""
         signal.signal(END_SIGNAL, self._on_signal)
 
-    def run(self, call: ToolCall, context: ToolContext, work: Callable[[], T]) -> T:
-        """What `work` gives. Raises CallInterrupted."""
+    def run(self, environment: ToolEnvironment, handler: Callable[[], Outcome]) -> Outcome:
+        """Run the handler. Raises ToolFailure when it was interrupted."""
+        began = time.monotonic()
         try:
             try:
-                self._open(call, context)
-                return work()
+                self._open(environment.call, environment.context)
+                return handler()
             finally:
                 self._close()
-        except CallInterrupted:
+        except CallInterrupted as interrupted:
             # It may have come in the midst of closing; from here on none comes.
             self._close()
             self._clean_up()
-            raise
+            raise ToolFailure(interrupted.code, str(interrupted)) from None
+        finally:
+            environment.run_s = time.monotonic() - began
 
     def _open(self, call: ToolCall, context: ToolContext) -> None:
         # For every call anew: the tool before may have put in a handler of its own.

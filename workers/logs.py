@@ -7,11 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import structlog
+from structlog.contextvars import bound_contextvars
 
+from contract.calls import ToolCall, ToolContext
 from contract.log_lines import LogFormat, LogLines
 from contract.log_records import RecordLines
 from contract.masking import Masker, secrets_of_settings
@@ -48,6 +51,18 @@ def tell_not_started(service: str, error: Exception) -> None:
     """The last line of a process that could not start; it may have had no settings to be configured by."""
     lines = _build_lines(log_format_of_environment(), service, {}, {})
     _write(lines.build("critical", "not_started", time.time(), {"error": str(error)}))
+
+
+def bound_to_call(call: ToolCall, context: ToolContext) -> AbstractContextManager[Any]:
+    """What is logged in there carries the call's names; threads that it starts do not."""
+    names = {"tenant": context.tenant, "session": context.session, "run": context.run, "call": call.id, "tool": call.name}
+    return bound_contextvars(**{name: value for name, value in names.items() if value is not None})
+
+
+def bound_to_session(name: object) -> AbstractContextManager[Any]:
+    """The same of a session as sandboxd names it, `tenant:session`; of what is no such name nothing is bound."""
+    tenant, colon, session = name.partition(":") if isinstance(name, str) else ("", "", "")
+    return bound_contextvars(tenant=tenant, session=session) if colon else bound_contextvars()
 
 
 class _Stderr:

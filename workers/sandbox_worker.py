@@ -16,12 +16,13 @@ from store.tenants import WorkerTenants
 from store.tool_state import StateStore
 from telemetry.spans import Tracer
 from workers.call_events import open_call_events
+from workers.call_policy import CallPolicy
 from workers.catalog import CatalogPublisher
 from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
 from workers.celery_edge.tasks import register_tasks
 from workers.control import ControlListener
-from workers.executor import Executor
-from workers.held_calls import HeldCalls
+from workers.executor import CallMiddleware, Executor
+from workers.held_calls import ClaimConfirmation, HeldCalls
 from workers.host_life import HostLife
 from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
 from workers.mcp.settings import StdioEntry, load_servers
@@ -32,12 +33,11 @@ from workers.skills.examiner import SkillExaminer
 from workers.skills.installed import InstalledSkills
 from workers.skills.loader import load_skills
 from workers.skills.of_session import SessionSkills
-from workers.tenants import TenantGate
-from workers.tools.base import WorkerRegistry
+from workers.tools.base import WorkerRegistry, WorkerResources
 from workers.tools.builtin import build_registry
 from workers.tools.skill import build_skill_tool
 from workers.tools.skill_tools import register_skill_tools
-from workers.tracing import open_process_tracer
+from workers.tracing import CallTracing, open_process_tracer
 
 log = structlog.get_logger(__name__)
 
@@ -122,21 +122,19 @@ def _build_executor(
     tracer: Tracer | None,
     node: str,
 ) -> Executor:
-    client, keys = connect(settings.broker()), settings.broker().signing_keys()
-    return Executor(
-        registry,
-        life.open_call_client(),
-        WorkerCallStore(client, settings.deployment, clock, node),
-        WorkerBlobs(client, settings.deployment, "sandbox"),
+    broker, deployment = settings.broker(), settings.deployment
+    client, once, keys = connect(broker), connect_once(broker), broker.signing_keys()
+    resources = WorkerResources(
         {"host": settings.host, "queue": life.queue},
         holder_name(life.queue, life.worker),
-        clock,
-        switches=WorkerSwitches(client, settings.deployment, keys),
-        open_events=partial(open_call_events, connect_once(settings.broker()), settings.deployment),
-        tenants=TenantGate(
-            WorkerTenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
-        ),
-        held=held,
-        tracer=tracer,
-        states=StateStore.of(settings.broker()),
+        life.open_call_client(),
+        StateStore.of(broker),
+        partial(open_call_events, once, deployment),
     )
+    claims = WorkerCallStore(client, deployment, clock, node)
+    middleware: list[CallMiddleware] = [ClaimConfirmation(held, claims, resources.holder)]
+    if tracer is not None:
+        middleware.append(CallTracing(tracer, resources.facts))
+    count_refusal = RefusalCounter(once, deployment).count
+    policy = CallPolicy(registry, WorkerSwitches(client, deployment, keys), WorkerTenants(client, deployment, keys), count_refusal)
+    return Executor(registry, claims, WorkerBlobs(client, deployment, "sandbox"), resources, policy, middleware, clock)

@@ -22,18 +22,19 @@ from store.tenants import WorkerTenants
 from store.tool_state import StateStore
 from telemetry.spans import Tracer
 from workers.call_events import open_call_events
+from workers.call_policy import CallPolicy
 from workers.catalog import CatalogPublisher
 from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
 from workers.celery_edge.tasks import register_tasks
-from workers.executor import Executor
+from workers.executor import CallMiddleware, Executor
+from workers.held_calls import ClaimConfirmation, HeldCalls
 from workers.interrupts import CancelBoard, Interrupts
 from workers.mcp.shelf import ServerShelf, Source
 from workers.pool_control import PoolControlListener, process_holder
 from workers.pool_life import PoolLife
 from workers.settings import WorkerSettings
-from workers.tenants import TenantGate
-from workers.tools.base import WorkerRegistry, WorkerTool
-from workers.tracing import open_process_tracer
+from workers.tools.base import WorkerRegistry, WorkerResources, WorkerTool
+from workers.tracing import CallTracing, open_process_tracer
 
 log = structlog.get_logger(__name__)
 
@@ -136,23 +137,17 @@ def _build_executor(
     node: str,
 ) -> Executor:
     """Called in the process that runs the calls: the ledger names it."""
-    client, keys = connect(settings.broker()), settings.broker().signing_keys()
+    broker, deployment = settings.broker(), settings.deployment
+    client, once, keys = connect(broker), connect_once(broker), broker.signing_keys()
     interrupts = Interrupts(board, drop_connections)
     interrupts.listen()
-    return Executor(
-        registry,
-        None,
-        WorkerCallStore(client, settings.deployment, clock, node),
-        WorkerBlobs(client, settings.deployment, "web"),
-        {},
-        process_holder(worker, os.getpid()),
-        clock,
-        guard=interrupts,
-        switches=WorkerSwitches(client, settings.deployment, keys),
-        open_events=partial(open_call_events, connect_once(settings.broker()), settings.deployment),
-        tenants=TenantGate(
-            WorkerTenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
-        ),
-        tracer=tracer,
-        states=StateStore.of(settings.broker()),
+    resources = WorkerResources(
+        {}, process_holder(worker, os.getpid()), None, StateStore.of(broker), partial(open_call_events, once, deployment)
     )
+    claims = WorkerCallStore(client, deployment, clock, node)
+    middleware: list[CallMiddleware] = [interrupts, ClaimConfirmation(HeldCalls(), claims, resources.holder)]
+    if tracer is not None:
+        middleware.append(CallTracing(tracer, resources.facts))
+    count_refusal = RefusalCounter(once, deployment).count
+    policy = CallPolicy(registry, WorkerSwitches(client, deployment, keys), WorkerTenants(client, deployment, keys), count_refusal)
+    return Executor(registry, claims, WorkerBlobs(client, deployment, "web"), resources, policy, middleware, clock)

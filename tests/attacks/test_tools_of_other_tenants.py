@@ -10,8 +10,7 @@ from contract.specs import Catalog, ToolSpec
 from orchestrator.dispatch.dispatcher import Dispatcher, Route
 from store.catalog import WorkerCatalogStore
 from tests.builders import KEY, build_call, build_context, build_spec
-from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
-from workers.executor import Executor
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
 BOLTS = build_spec("bolts_tool", tenants=("bolt",))
@@ -33,7 +32,7 @@ async def _dispatched(name: str, tenant: str) -> tuple[ToolResult, int]:
 def _executed(name: str, tenant: str) -> ToolResult:
     """What a worker that has the tool makes of a call that was queued for it, whoever queued it."""
     registry = WorkerRegistry([WorkerTool(spec, lambda arguments, bench: Outcome("ran")) for spec in (BOLTS, COMMON)])
-    executor = Executor(registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
+    executor = build_executor(registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
     return executor.execute(build_call(name), build_context(tenant=tenant))
 
 

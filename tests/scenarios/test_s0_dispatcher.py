@@ -23,9 +23,8 @@ from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from orchestrator.sdk.local_tools import LocalTools
 from tests.builders import KEY, build_call, build_exec_response, build_spec
-from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from tests.stack import Stack
-from workers.executor import Executor
 from workers.tools.builtin import build_registry
 
 SOON_S = 10.0
@@ -55,7 +54,7 @@ class Workers:
     def __init__(self, *answers: Any) -> None:
         registry = build_registry()
         self.sandbox = FakeSandboxClient(*answers)
-        executor = Executor(registry, self.sandbox, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
+        executor = build_executor(registry, self.sandbox, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
         self.transport = AnsweringTransport(executor.execute)
         self.specs = [spec for spec in registry.specs() if spec.audience == "model"]
 

@@ -10,9 +10,8 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from tests.builders import build_context
-from tests.fakes import MemoryBlobs, MemoryLedger
+from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from tests.guest_harness import Guest, needs_namespace, running_guest
-from workers.executor import Executor
 from workers.sandbox_client import GuestResponse, SandboxClient
 from workers.sandboxd.answers import build_done, has_stream
 from workers.tools.builtin import build_registry
@@ -44,7 +43,7 @@ class Agent:
 
     def __init__(self, guest: Guest) -> None:
         self.guest = guest
-        self._executor = Executor(build_registry(), GuestClient(guest), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
+        self._executor = build_executor(build_registry(), GuestClient(guest), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
         self._count = 0
 
     def bash(self, command: str = "", timeout_s: float = 30, **arguments: Any) -> ToolResult:

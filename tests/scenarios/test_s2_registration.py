@@ -19,13 +19,12 @@ from orchestrator.sdk.local_tools import LocalTools
 from store.skills import InstalledSkills
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
-from tests.fakes import MemoryBlobs, MemoryLedger
+from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from tests.skill_ground import SHIPPED
 from tests.switched_pool import SwitchedPool
 from tests.web_servers import MemoryStore
 from workers.custom.calls import CustomCalls
 from workers.custom.loading import serve_values
-from workers.executor import Executor
 from workers.settings import WebSettings
 from workers.skills.loader import load_skills
 from workers.tools.base import Outcome, WorkerTool
@@ -91,7 +90,7 @@ def test_s2_24_built_in_web_skill_and_operator_tools_are_registered_in_one_regis
         registry.register(made)
     names = {state.name for state in registry.describe() if state.spec.audience == "model"}
     assert names == BUILTIN_TOOLS | {skill.summary.name for skill in skills} | {"own_tool"}
-    worker = Executor(registry, None, MemoryLedger(), MemoryBlobs(), {})
+    worker = build_executor(registry, None, MemoryLedger(), MemoryBlobs(), {})
     assert worker.execute(build_call("own_tool", call_id="a"), build_context()).output == "from own"
     for name in names:
         registry.disable(name)

@@ -22,11 +22,11 @@ from store.connection import connect, open_redis
 from store.tool_state import StateStore
 from tests.builders import build_call, build_context, build_spec
 from tests.conftest import RedisProcess
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.call_events import open_call_events
 from workers.custom.calls import CustomCalls
 from workers.executor import Executor
-from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
 
 
 class FixedModel:
@@ -162,7 +162,7 @@ def serve(*made: FunctionTool[..., Any], states: StateStore | None = None, event
     """A worker's executor with these tools."""
     calls = CustomCalls(config)
     registry = WorkerRegistry(WorkerTool(one.spec, calls.build_handler(one), one.validators) for one in made)
-    return Executor(registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, open_events=events, states=states)
+    return build_executor(registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, open_events=events, states=states)
 
 
 def execute(worker: Executor, name: str, call_id: str = "call-1", context: ToolContext | None = None, **arguments: Any) -> Any:
@@ -237,7 +237,7 @@ def test_s4_15_in_workers_a_tool_reads_and_updates_the_state_of_its_session(redi
 async def test_s4_12_to_15_built_in_and_skill_tools_get_the_same_context(redis_server: RedisProcess, has_sandbox: bool) -> None:
     contexts: list[CallContext] = []
 
-    def handler(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    def handler(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
         contexts.append(bench.call_context())
         return Outcome("seen")
 
@@ -245,7 +245,7 @@ async def test_s4_12_to_15_built_in_and_skill_tools_get_the_same_context(redis_s
         sandbox = FakeSandboxClient() if has_sandbox else None
         registry = WorkerRegistry([WorkerTool(build_spec("look", required=[]), handler)])
         states = StateStore(client, "default")
-        worker = Executor(registry, sandbox, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, states=states)
+        worker = build_executor(registry, sandbox, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, states=states)
         context = build_context(model="qwen", config={"region": "north"}, cwd="/workspace/orders")
         assert worker.execute(build_call("look"), context).success
         (seen,) = contexts

@@ -13,10 +13,10 @@ from orchestrator import Agent, LocalTools, as_tool
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.models.scripted import Calls, ScriptedModel
 from tests.builders import build_call, build_context
-from tests.fakes import MemoryBlobs, MemoryLedger
+from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from workers.custom.calls import CustomCalls
 from workers.custom.loading import load_custom_tools
-from workers.executor import CallRepeated, Executor
+from workers.executor import CallRepeated
 from workers.tools.base import WorkerRegistry, WorkerTool
 
 
@@ -56,7 +56,7 @@ async def test_s4_35_no_result_is_cached_the_same_call_runs_again() -> None:
         return len(runs)
 
     tools = LocalTools([look])
-    worker = Executor(
+    worker = build_executor(
         WorkerRegistry([WorkerTool(look.spec, CustomCalls({}).build_handler(look))]),
         None,
         MemoryLedger(),

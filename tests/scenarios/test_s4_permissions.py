@@ -14,8 +14,7 @@ from orchestrator.dispatch.transport import InProcessTransport
 from orchestrator.loop.agent import Agent
 from orchestrator.models.scripted import ScriptedModel
 from tests.builders import KEY, build_call, build_context, build_exec_response, build_spec
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
-from workers.executor import Executor
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from workers.tools.builtin import build_registry
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, required=["command"], command_parameter="command")
@@ -108,7 +107,7 @@ async def test_s4_25_a_command_string_reaches_the_shell_as_it_was_approved() -> 
     reviewed = await review(build_call("bash_tool", command=command), BASH, AutoApprover())
     assert isinstance(reviewed, ToolCall)
     client = FakeSandboxClient(build_exec_response(b"ok"))
-    executor = Executor(build_registry(), client, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
+    executor = build_executor(build_registry(), client, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
     executor.execute(reviewed, build_context())
     assert (client.requests[0]["argv"], client.bodies) == (None, [command.encode()])
 

@@ -12,9 +12,8 @@ from contract.schema import check_schema, prepare_arguments
 from orchestrator.dispatch.dispatcher import Dispatcher, Route
 from orchestrator.dispatch.transport import InProcessTransport
 from tests.builders import KEY, build_call, build_context, build_spec
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
-from workers.executor import Executor
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.builtin import build_registry
 
 SEARCH = build_spec("search", properties={"query": {"type": "string"}, "limit": {"type": "integer", "default": 10}}, required=["query"])
@@ -37,13 +36,13 @@ def test_s4_03_every_tool_has_a_unique_name_a_description_and_a_json_schema() ->
 def test_s4_04_a_tool_gets_arguments_and_context_and_gives_a_result() -> None:
     seen: list[tuple[dict[str, Any], ToolContext]] = []
 
-    def handler(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    def handler(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
         seen.append((arguments, bench.context))
         return Outcome("found")
 
     context = build_context()
     registry = ToolRegistry([WorkerTool(SEARCH, handler)])
-    executor = Executor(registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
+    executor = build_executor(registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
     result = executor.execute(build_call("search", query="a"), context)
     assert (result.success, result.output) == (True, "found")
     assert seen == [({"query": "a", "limit": 10}, context)]

@@ -12,7 +12,7 @@ from orchestrator.sdk.tool_loop import ContextEngine
 from tests.builders import build_call, build_context, build_exec_response
 from tests.fakes import FakeSandboxClient
 from workers import seed_names as worker_names
-from workers.bench import SandboxBench
+from workers.tools.base import ToolEnvironment, WorkerResources
 
 TOOLS = {
     "FileReadTool": "read_tool",
@@ -56,7 +56,7 @@ def test_s4_04_17_to_31_a_documented_tool_says_what_it_is(alias: str, name: str)
 
 def test_s4_04_and_22_a_documented_tool_is_executed_with_arguments_and_context() -> None:
     sandbox: Any = FakeSandboxClient(build_exec_response(b"Linux\n", exit_code=3))
-    bench = SandboxBench(build_call("bash_tool"), build_context(), {}, client=sandbox)
+    bench = ToolEnvironment(build_call("bash_tool"), build_context(), WorkerResources({}, client=sandbox))
     outcome = worker_names.BashTool.execute({"command": "uname"}, bench)
     assert (outcome.metadata["stdout"], outcome.metadata["exit_code"]) == ("Linux\n", 3)
 

@@ -8,8 +8,7 @@ from structlog.testing import capture_logs
 from contract.calls import MAX_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from tests.builders import build_context, build_exec_response
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
-from workers.executor import Executor
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.sandbox_client import GuestResponse
 from workers.tools.builtin import build_registry
 
@@ -36,7 +35,9 @@ class Bench:
     def __init__(self, *answers: Any, **context: Any) -> None:
         self.client = FakeSandboxClient(*answers)
         self.context = build_context(**context)
-        self.executor = Executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+        self.executor = build_executor(
+            build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}
+        )
 
     def bash(self, command: str = "true", **arguments: Any) -> ToolResult:
         return self.act(command=command, **arguments)

@@ -14,10 +14,9 @@ from contract.errors import ErrorCode
 from contract.functions import CallContext, tool
 from contract.functions.function_tools import FunctionTool
 from tests.builders import build_call, build_context
-from workers.bench import Bench
 from workers.custom.calls import CustomCalls
 from workers.interrupts import CallInterrupted
-from workers.tools.base import Outcome
+from workers.tools.base import Outcome, ToolEnvironment, WorkerResources
 
 Logs = list[Any]
 
@@ -33,7 +32,7 @@ def run(
 ) -> Outcome:
     context = context or build_context()
     handler = CustomCalls(config).build_handler(made)
-    return handler(arguments or {}, Bench(build_call(made.name), context, {}))
+    return handler(arguments or {}, ToolEnvironment(build_call(made.name), context, WorkerResources({})))
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
@@ -70,7 +69,7 @@ def test_the_configuration_is_the_callers_with_the_operators_last_word_and_each_
     settings = {"server": "ours", "list": []}
     calls, context = CustomCalls(settings), build_context(config={"server": "theirs", "colour": "red"})
     for _ in range(2):
-        outcome = calls.build_handler(look)({}, Bench(build_call("look"), context, {}))
+        outcome = calls.build_handler(look)({}, ToolEnvironment(build_call("look"), context, WorkerResources({})))
         assert outcome.output == '{"server": "ours", "colour": "red", "list": []}'
 
 

@@ -12,11 +12,9 @@ from contract.errors import ConfigError
 from contract.functions import tool
 from contract.names import BUILTIN_TOOLS
 from tests.builders import build_call, build_context
-from tests.fakes import MemoryBlobs, MemoryLedger
-from workers.bench import Bench
+from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from workers.custom.loading import load_custom_tools
-from workers.executor import Executor
-from workers.tools.base import WorkerRegistry, WorkerTool
+from workers.tools.base import ToolEnvironment, WorkerRegistry, WorkerResources, WorkerTool
 from workers.tools.builtin import build_registry
 from workers.tools.skill import build_skill_tool
 from workers.tools.webfetch import WEBFETCH_SPEC
@@ -82,7 +80,7 @@ def test_the_tools_of_a_named_module_run_in_the_pool_of_tools_as_they_were_decla
 
 def test_a_loaded_tool_is_validated_filled_and_run_by_the_executor(write_module: WriteModule) -> None:
     registry = WorkerRegistry(load(write_module(QUOTE)))
-    executor = Executor(registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "pool.tools"})
+    executor = build_executor(registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "pool.tools"})
 
     def run(call_id: str, **arguments: object) -> tuple[bool, str | None]:
         result = executor.execute(build_call("quote_shipping", call_id=call_id, **arguments), build_context(session=None))
@@ -190,7 +188,7 @@ def test_a_foreign_tool_object_is_served_through_as_tool(write_module: WriteModu
         "search = as_tool(Search())\n"
     )
     (search,) = load(module)
-    outcome = search.handler({"q": "x"}, Bench(build_call("search"), build_context(), {}))
+    outcome = search.handler({"q": "x"}, ToolEnvironment(build_call("search"), build_context(), WorkerResources({})))
     assert (search.spec.pool, outcome.output) == ("tools", '["x", "acme"]')
 
 

@@ -17,11 +17,10 @@ from contract.errors import ErrorCode
 from contract.functions import ToolFailure, tool
 from contract.functions.function_tools import FunctionTool
 from tests.builders import build_call, build_context
-from workers.bench import Bench
 from workers.custom import outcomes
 from workers.custom.calls import CustomCalls
 from workers.custom.outcomes import MAX_METADATA_BYTES
-from workers.tools.base import Outcome
+from workers.tools.base import Outcome, ToolEnvironment, WorkerResources
 
 Logs = list[Any]
 
@@ -33,7 +32,7 @@ def logs() -> Iterator[Logs]:
 
 
 def run(made: FunctionTool[..., Any]) -> Outcome:
-    return CustomCalls({}).build_handler(made)({}, Bench(build_call(made.name), build_context(), {}))
+    return CustomCalls({}).build_handler(made)({}, ToolEnvironment(build_call(made.name), build_context(), WorkerResources({})))
 
 
 # --- what becomes of results ---

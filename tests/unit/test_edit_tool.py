@@ -8,8 +8,7 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from tests.builders import build_context
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
-from workers.executor import Executor
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.sandbox_client import GuestResponse
 from workers.tools.builtin import build_registry
 from workers.tools.text import MAX_OUTPUT_BYTES
@@ -23,7 +22,7 @@ class Bench:
     def __init__(self, *answers: Any, **context: Any) -> None:
         self.client = FakeSandboxClient(*answers)
         self._context = build_context(**context)
-        self._executor = Executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+        self._executor = build_executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
 
     def edit(self, **arguments: Any) -> ToolResult:
         call = ToolCall(id="call-1", name="edit_tool", arguments=arguments)

@@ -9,11 +9,13 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from contract.errors import ToolFailure
 from contract.settings import BrokerSettings
 from store.connection import connect, drop_connections
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
-from workers.interrupts import END_SIGNAL, CallInterrupted, CancelBoard, Interrupts
+from workers.interrupts import END_SIGNAL, CancelBoard, Interrupts
+from workers.tools.base import ToolEnvironment, WorkerResources
 
 Told = list[str]
 FORK = multiprocessing.get_context("fork")
@@ -55,8 +57,9 @@ class Desk:
 
     def run(self, call_id: str, work: Callable[[], str], *, limit_s: float = 30.0) -> None:
         try:
-            self.told.append(self.interrupts.run(build_call(call_id=call_id), build_context(timeout_s=limit_s), work))
-        except CallInterrupted as interrupted:
+            call, context = build_call(call_id=call_id), build_context(timeout_s=limit_s)
+            self.told.append(self.interrupts.run(ToolEnvironment(call, context, WorkerResources({})), work))
+        except ToolFailure as interrupted:
             self.told.append(f"{interrupted.code}: {interrupted}")
 
 

@@ -16,8 +16,7 @@ from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
 from store.blobs import Blobs, WorkerBlobs
 from tests.builders import KEY, build_exec_response
 from tests.conftest import RedisProcess
-from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryLedger, StaticCatalog
-from workers.executor import Executor
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryLedger, StaticCatalog, build_executor
 from workers.tools.builtin import build_registry
 
 LARGE = "x" * (2 * MAX_ENVELOPE_BYTES)
@@ -35,7 +34,7 @@ class Ground:
 
     def __post_init__(self) -> None:
         registry = build_registry()
-        self._executor = Executor(
+        self._executor = build_executor(
             registry, self.sandbox, MemoryLedger(), WorkerBlobs(self.sync, "d", "sandbox"), {"host": "h", "queue": "q"}
         )
         self.transport = AnsweringTransport(self._serve)

@@ -15,7 +15,7 @@ from orchestrator.sdk.client import ToolClient
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 
 @pytest.fixture(autouse=True)
@@ -31,21 +31,21 @@ class Tools:
         self.watched: list[bool] = []
         self.may_end = threading.Event()
 
-    def count(self, _: dict[str, Any], bench: Workbench) -> Outcome:
+    def count(self, _: dict[str, Any], bench: ToolEnvironment) -> Outcome:
         self.watched.append(bench.is_watched)
         for number in range(3):
             bench.show("stdout", f"{number}\n")
         return Outcome("0\n1\n2\n")
 
-    def fail(self, _: dict[str, Any], bench: Workbench) -> Outcome:
+    def fail(self, _: dict[str, Any], bench: ToolEnvironment) -> Outcome:
         bench.show("stderr", "it breaks")
         raise ToolFailure(ErrorCode.NO_MATCH, "broken")
 
-    def bug(self, _: dict[str, Any], bench: Workbench) -> Outcome:
+    def bug(self, _: dict[str, Any], bench: ToolEnvironment) -> Outcome:
         bench.show("stdout", "so far")
         raise RuntimeError("a bug")
 
-    def wait(self, _: dict[str, Any], bench: Workbench) -> Outcome:
+    def wait(self, _: dict[str, Any], bench: ToolEnvironment) -> Outcome:
         bench.show("stdout", "begun")
         assert self.may_end.wait(5)
         bench.show("stdout", "late")

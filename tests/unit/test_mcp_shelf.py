@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from contract.errors import ErrorCode, ToolFailure
 from contract.registry import ToolRegistry
 from tests.mcp_peers import TOOL
-from workers.celery_edge.live_tasks import LiveTasks
+from workers.celery_edge.consumer import LiveTasks
 from workers.mcp.imports import ImportedTool, import_tools
 from workers.mcp.settings import HttpEntry
 from workers.mcp.shared_lists import SharedLists, Told

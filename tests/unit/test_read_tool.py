@@ -7,8 +7,7 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from tests.builders import build_context, build_read_response
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
-from workers.executor import Executor
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.sandbox_client import GuestResponse
 from workers.tools.builtin import build_registry
 from workers.tools.text import MAX_OUTPUT_BYTES
@@ -23,7 +22,7 @@ class Bench:
         self.client = FakeSandboxClient(*answers)
         self._context = build_context(**context)
         facts = {"host": "h1", "queue": "host.h1.b00t"}
-        self._executor = Executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), facts)
+        self._executor = build_executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), facts)
 
     def read(self, **arguments: Any) -> ToolResult:
         return self._executor.execute(ToolCall(id="call-1", name="read_tool", arguments={"file_path": "a.txt", **arguments}), self._context)

@@ -13,9 +13,9 @@ from contract.tenancy import CommandRule, TenantPolicy, tools_of
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dispatch.tenant_rules import is_offered, refuse_unasked, with_tenant_rules
 from tests.builders import build_context, build_exec_response, build_spec
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.skill_ground import write_skill
-from workers.executor import Executor
+from workers.call_policy import CallPolicy
 from workers.skills.loader import load_skills
 from workers.tools.skill import build_skill_tool
 
@@ -115,7 +115,9 @@ def test_a_worker_runs_no_script_while_bash_is_off(tmp_path: Path) -> None:
     write_skill(tmp_path, "a", files={"scripts/a.sh": "true"})
     client = FakeSandboxClient(build_exec_response())
     registry = ToolRegistry((build_skill_tool(load_skills([tmp_path])),))
-    executor = Executor(registry, client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}, switches=_Off())
+    executor = build_executor(
+        registry, client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}, policy=CallPolicy(registry, _Off())
+    )
     results = [
         executor.execute(ToolCall(id=f"call-{number}", name="skill_tool", arguments=arguments), build_context())
         for number, arguments in enumerate((RUN, LOAD, {"name": "a"}))

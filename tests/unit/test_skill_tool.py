@@ -15,9 +15,8 @@ from contract.errors import ErrorCode
 from contract.registry import ToolRegistry
 from contract.skill_sidecars import SIDECAR_FILE
 from tests.builders import build_context, build_exec_response
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.skill_ground import SHIPPED, write_skill
-from workers.executor import Executor
 from workers.sandbox_client import SandboxdAway
 from workers.skills.loader import load_skills
 from workers.tools.base import Handler
@@ -34,7 +33,9 @@ class Bench:
         self.client = FakeSandboxClient(*answers)
         self.skills = load_skills([root])
         self.tool = build_skill_tool(self.skills)
-        executor = Executor(ToolRegistry((self.tool,)), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+        executor = build_executor(
+            ToolRegistry((self.tool,)), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}
+        )
         self.executor = executor
         self.calls = 0
 
@@ -189,7 +190,7 @@ def test_parameters_of_a_skills_own_are_its_own_whatever_their_names(tmp_path: P
     write_skill(tmp_path, "a", files={"scripts/a.sh": "cat", SIDECAR_FILE: sidecar})
     client, registry = FakeSandboxClient(build_exec_response(b"1\n")), ToolRegistry[Handler]()
     register_skill_tools(registry, load_skills([tmp_path]))
-    executor = Executor(registry, client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+    executor = build_executor(registry, client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
     result = executor.execute(ToolCall(id="call-1", name="a", arguments=arguments), build_context())
     assert (result.text(), json.loads(client.bodies[0])) == ("1\n", arguments)
 

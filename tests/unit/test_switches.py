@@ -18,8 +18,8 @@ from store.connection import open_redis
 from store.switches import RedisSwitches, RegistrySwitches, WorkerSwitches, build_switch
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
-from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
-from workers.executor import Executor
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
+from workers.call_policy import CallPolicy
 from workers.tools.base import Outcome, WorkerTool
 
 OFF = Switch(by="ada", at=1_700_000_000, reason="it is being mended")
@@ -181,8 +181,13 @@ class House:
         self.runs = 0
         self.ledger = MemoryLedger()
         self.registry = ToolRegistry([WorkerTool(build_spec(**spec), self._run)])
-        self.executor = Executor(
-            self.registry, FakeSandboxClient(), self.ledger, MemoryBlobs(), {"host": "h", "queue": "q"}, switches=board
+        self.executor = build_executor(
+            self.registry,
+            FakeSandboxClient(),
+            self.ledger,
+            MemoryBlobs(),
+            {"host": "h", "queue": "q"},
+            policy=CallPolicy(self.registry, board),
         )
 
     def _run(self, *_: Any) -> Outcome:

@@ -20,10 +20,8 @@ from store.calls import RefusalCounter
 from store.tenants import WorkerTenants
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
-from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
-from workers.bench import SandboxBench
-from workers.executor import Executor
-from workers.tenants import TenantGate
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
+from workers.call_policy import CallPolicy
 from workers.tools.base import Outcome, WorkerTool
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", aliases={"cmd": "command"})
@@ -67,14 +65,13 @@ class House:
         self.counted: list[RefusalReason] = []
         self.terms: list[SandboxTerms | None] = []
         self.ledger = MemoryLedger()
-        gate = TenantGate(FixedWorkerTenants(policies), self.counted.append)
         registry = ToolRegistry([WorkerTool(spec, self.handle) for spec in (BASH, CLOSE)])
+        policy = CallPolicy(registry, None, FixedWorkerTenants(policies), self.counted.append)
         parts = (FakeSandboxClient(), self.ledger, MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
-        self.executor = Executor(registry, *parts, tenants=gate)
+        self.executor = build_executor(registry, *parts, policy=policy)
 
     def handle(self, _: dict[str, Any], bench: Any) -> Outcome:
-        assert isinstance(bench, SandboxBench)
-        self.terms.append(bench.terms)
+        self.terms.append(bench._terms)
         return Outcome("ran")
 
     def run(self, name: str = "bash_tool", tenant: str = "acme", **arguments: Any) -> ErrorCode | None:
@@ -116,20 +113,21 @@ def test_a_session_can_be_closed_whatever_became_of_its_tenant() -> None:
 
 
 def test_a_worker_that_cannot_ask_runs_nothing() -> None:
-    gate = TenantGate(WorkerTenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEY), lambda _: None)
+    registry = ToolRegistry([WorkerTool(BASH, lambda *_: Outcome("ran"))])
+    policy = CallPolicy(registry, None, WorkerTenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEY))
     parts = (FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
-    executor = Executor(ToolRegistry([WorkerTool(BASH, lambda *_: Outcome("ran"))]), *parts, tenants=gate)
+    executor = build_executor(registry, *parts, policy=policy)
     assert executor.execute(build_call("bash_tool", command="ls"), build_context()).error_code is ErrorCode.BROKER_UNAVAILABLE
 
 
 def test_what_was_refused_is_counted_in_redis(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         client.hset(tenants_key("test"), "acme", seal_policy(KEY, "acme", TenantPolicy()))
-        gate = TenantGate(WorkerTenants(client, "test", KEY), RefusalCounter(client, "test").count)
+        policy = CallPolicy(ToolRegistry(), None, WorkerTenants(client, "test", KEY), RefusalCounter(client, "test").count)
         for _ in range(2):
             with pytest.raises(ToolFailure):
-                gate.admit("mallory", BASH, {"command": "ls"})
-        assert gate.admit("acme", BASH, {"command": "ls"}) == SandboxTerms()
+                policy.admit("mallory", BASH, {"command": "ls"})
+        assert policy.admit("acme", BASH, {"command": "ls"}) == SandboxTerms()
         assert client.hgetall(refusals_key("test")) == {b"wrong_tenant": b"2"}
 
 

@@ -15,12 +15,12 @@ from orchestrator.traces.recorder import open_trace
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SESSION, SwitchedPool
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 
 @pytest.fixture
 async def client(redis_server: RedisProcess) -> AsyncIterator[ToolClient]:
-    def say(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    def say(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
         return Outcome(str(arguments.get("text")))
 
     async with SwitchedPool(redis_server, WorkerTool(build_spec("say"), say)).client() as opened:

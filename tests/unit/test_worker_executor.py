@@ -18,10 +18,10 @@ from contract.registry import ToolRegistry
 from store.blobs import WorkerBlobs
 from store.calls import WorkerCallStore
 from tests.builders import build_call, build_context, build_exec_done, build_exec_response, build_spec
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
-from workers.executor import CallRepeated, Executor
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
+from workers.executor import CallRepeated
 from workers.sandbox_client import GuestResponse
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 FACTS = {"host": "h1", "queue": "host.h1.b00t"}
 KILL = {"signalled": 2, "survivors": 0, "method": "tree", "ms": 5.0}
@@ -43,18 +43,18 @@ class House:
         self.blobs = MemoryBlobs()
         self.runs = 0
 
-        def counted(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+        def counted(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
             self.runs += 1
             return handler(arguments, bench) if handler else Outcome(str(arguments.get("text")))
 
         tool = WorkerTool(build_spec(**spec), counted, tuple(checks))
-        self.executor = Executor(ToolRegistry([tool]), self.client, self.ledger, self.blobs, FACTS)
+        self.executor = build_executor(ToolRegistry([tool]), self.client, self.ledger, self.blobs, FACTS)
 
     def execute(self, call: ToolCall | None = None, context: ToolContext | None = None) -> ToolResult:
         return self.executor.execute(call or build_call(), context or build_context())
 
 
-def ask_guest(_: dict[str, Any], bench: Workbench) -> Outcome:
+def ask_guest(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     bench.run({"op": "exec", "timeout_s": 1})
     return Outcome("done")
 
@@ -227,7 +227,7 @@ def test_they_are_passed_on_also_when_the_guest_failed() -> None:
 def test_the_time_in_the_queue_starts_when_the_call_was_sent() -> None:
     context = build_context(sent_at=1000.0, deadline_at=2000.0)
     house = House()
-    executor = Executor(house.executor._registry, house.client, house.ledger, house.blobs, FACTS, clock=lambda: 1002.5)
+    executor = build_executor(house.executor._registry, house.client, house.ledger, house.blobs, FACTS, clock=lambda: 1002.5)
     assert executor.execute(build_call(), context).clocks.queued_s == pytest.approx(2.5, abs=0.5)
 
 
@@ -285,7 +285,7 @@ def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> N
     house = House(lambda *_: Outcome(blob=b"x"))
     ledger: Any = WorkerCallStore(dead, "d", SharedClock()) if where == "claim" else house.ledger
     blobs: Any = house.blobs if where == "claim" else WorkerBlobs(dead, "d", "sandbox")
-    executor = Executor(house.executor._registry, house.client, ledger, blobs, FACTS)
+    executor = build_executor(house.executor._registry, house.client, ledger, blobs, FACTS)
     blob = "toolcrew:d:t:acme:blob-sandbox.x" if where == "take" else None
     assert executor.execute(build_call(), build_context(blob=blob)).error_code is code
 
@@ -297,7 +297,7 @@ def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> N
 def test_a_result_that_cannot_be_left_keeps_what_the_sandbox_told(refusal: ErrorCode, code: ErrorCode) -> None:
     """Callers send a call again that was refused for a limit, and this one has run."""
 
-    def ask(_: dict[str, Any], bench: Workbench) -> Outcome:
+    def ask(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
         bench.run({"op": "exec", "timeout_s": 1})
         return Outcome(blob=b"x")
 

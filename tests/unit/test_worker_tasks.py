@@ -24,7 +24,7 @@ from store.blobs import WorkerBlobs
 from store.calls import RefusalCounter
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.celery_edge.result_backend import CallNotServed
 from workers.celery_edge.tasks import register_tasks
 from workers.executor import Executor
@@ -44,7 +44,7 @@ class Edge:
 
     def _build(self) -> Executor:
         self.built += 1
-        return Executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
+        return build_executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
 
     def run(self, task: str, envelope: Any) -> ToolResult:
         return decode_result(json.loads(json.dumps(self._app.tasks[task].run(envelope=envelope).encoded)), ResultSeal(KEY, "acme"))
@@ -126,7 +126,7 @@ def build_failing_app(code: ErrorCode) -> Celery:
     app = Celery("test", broker="memory://", set_as_current=False)
 
     def build() -> Executor:
-        return Executor(registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
+        return build_executor(registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
 
     register_tasks(app, registry, KEY, build, lambda _: None, "d")
     return app

@@ -8,8 +8,7 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.schema import check_schema
 from tests.builders import build_context, build_exec_response
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
-from workers.executor import Executor
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.sandbox_client import GuestResponse
 from workers.tools.builtin import build_registry
 from workers.tools.session import EXEC_CAPTURE_BYTES
@@ -27,7 +26,7 @@ class Bench:
         if content:
             context["blob"] = self.blobs.leave("acme", content)
         self.context = build_context(**context)
-        self.executor = Executor(build_registry(), self.client, MemoryLedger(), self.blobs, FACTS)
+        self.executor = build_executor(build_registry(), self.client, MemoryLedger(), self.blobs, FACTS)
 
     def run(self, tool: str, **arguments: Any) -> ToolResult:
         return self.executor.execute(ToolCall(id="call-1", name=tool, arguments=arguments), self.context)

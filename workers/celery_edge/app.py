@@ -15,7 +15,7 @@ from celery.signals import setup_logging, worker_process_shutdown, worker_ready,
 from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
 from workers.celery_edge.broker_transport import INTAKE, Intake, register_transport
-from workers.celery_edge.live_tasks import LiveTasks
+from workers.celery_edge.consumer import LiveTasks
 from workers.celery_edge.log_filter import hide_bodies
 from workers.celery_edge.remote_control import restrict_remote_control
 from workers.celery_edge.result_backend import BACKENDS

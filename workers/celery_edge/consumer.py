@@ -1,17 +1,50 @@
-"""A Celery consumer that sends the events of its tasks in batches: a message for each is more than half of what its main thread does otherwise."""
+"""A Celery consumer whose tasks may come while it works, and which sends the events of its tasks in batches.
+
+A message for each event is more than half of what its main thread does otherwise.
+"""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
+from celery.app.registry import TaskRegistry
+from celery.app.trace import build_tracer
 from celery.worker.consumer import Consumer
-
-from workers.celery_edge.live_tasks import LiveStrategies
 
 FLUSH_AFTER_S = 0.1
 """How old the first event of a batch may be."""
 MAX_BATCH = 500
 FORGOTTEN_S = 1.0
 """A batch that is late by so much was forgotten with a broken connection."""
+
+
+class LiveTasks(TaskRegistry):
+    """`find`: makes the task of a name and puts it here, or does nothing. Whoever looks up a name that there is not after that gets NotRegistered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.find: Callable[[str], None] = lambda name: None
+
+    def __missing__(self, name: str) -> Any:
+        self.find(name)
+        if name not in self:
+            raise self.NotRegistered(name)
+        task = self[name]
+        # As a process of the pool does it at its start for those that it knows then.
+        task.__trace__ = build_tracer(name, task, task.app.loader, app=task.app)
+        return task
+
+
+class LiveStrategies(dict[str, Any]):
+    """How a consumer hands on a message, by its task: of the app's tasks, whenever they came. Raises KeyError for others."""
+
+    def __init__(self, consumer: Any) -> None:
+        super().__init__()
+        self._consumer = consumer
+
+    def __missing__(self, name: str) -> Any:
+        strategy = self[name] = self._consumer.app.tasks[name].start_strategy(self._consumer.app, self._consumer)
+        return strategy
 
 
 class BatchingConsumer(Consumer):

@@ -1,6 +1,7 @@
 """The Celery edge: bytes -> call -> executor -> bytes. One task a tool, all with the same body."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,17 +11,16 @@ from celery.exceptions import Ignore
 from celery.signals import task_unknown
 
 from contract.calls import POOL_GRACE_S, Clocks, ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_call
-from contract.errors import OPERATOR_CODES, EnvelopeRefused, RefusalReason
+from contract.envelope import decode_call, encode_result
+from contract.errors import OPERATOR_CODES, BrokerUnavailable, EnvelopeRefused, ErrorCode, RefusalReason, ToolFailure
 from contract.names import POOL_QUEUES, call_key, task_name
-from contract.signing import SigningKeys
+from contract.signing import ResultSeal, SigningKeys
 from contract.specs import ToolSpec
 from workers.celery_edge.app import CELERY_MARGIN_S
-from workers.celery_edge.live_tasks import LiveTasks
+from workers.celery_edge.consumer import LiveTasks
 from workers.celery_edge.result_backend import Answer, CallNotServed, Ending
-from workers.executor import CallRepeated, Executor
-from workers.log_names import bound_to_call
-from workers.result_parcels import encode_parcel
+from workers.executor import BlobStore, CallRepeated, Executor
+from workers.logs import bound_to_call
 from workers.tools.base import WorkerRegistry
 
 log = structlog.get_logger(__name__)
@@ -28,6 +28,12 @@ log = structlog.get_logger(__name__)
 ExecutorFactory = Callable[[], Executor]
 OnRefused = Callable[[RefusalReason], None]
 Body = Callable[..., Mapping[str, Any]]
+
+RECORD_TTL_S = 3600 + 60
+"""Longer than Celery keeps the message that names it."""
+KEEP_WAIT_S = 60.0
+"""How long a result waits for a Redis that is away: a restart takes seconds, and the call has acted."""
+PAUSE_S = 0.5
 
 
 def register_tasks(
@@ -137,7 +143,7 @@ class _Edge:
         executor = self._executors.get()
         result = executor.execute(call, context)
         log.info("call_ended", attempt=context.attempt, code=result.error_code, **_round(result.clocks), sandbox=_sandbox_id(result))
-        encoded = encode_parcel(result, call, context, executor.blobs, self._key)
+        encoded = encode_result_message(result, call, context, executor.blobs, self._key)
         record = call_key(self._deployment, context.tenant, call.id)
         ending = Ending(record, context.attempt, result.error_code or "", _sandbox_id(result))
         answer = Answer(encoded, None if result.has_not_run else ending)
@@ -172,3 +178,32 @@ def _opened(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, To
     if task_name(call.name) != name:
         raise EnvelopeRefused("the envelope is for another tool than its task", "wrong_task")
     return call, context
+
+
+def encode_result_message(
+    result: ToolResult, call: ToolCall, context: ToolContext, blobs: BlobStore, keys: SigningKeys
+) -> Mapping[str, Any]:
+    """Return the encoded result, signed with `keys`. What is too large for a message is left in `blobs`, under the tenant's key, and the message names it.
+
+    A result that cannot be kept becomes one that says so.
+    """
+    seal = ResultSeal(keys, context.tenant, context.attempt)
+
+    def keep(data: bytes) -> str:
+        until = time.monotonic() + KEEP_WAIT_S
+        while True:
+            try:
+                return blobs.leave(context.tenant, data, RECORD_TTL_S)
+            except BrokerUnavailable as error:
+                if time.monotonic() > until:
+                    raise
+                log.warning("result_waits_for_redis", call=call.id, error=str(error))
+                time.sleep(PAUSE_S)
+
+    try:
+        return encode_result(result, keep, seal)
+    except (BrokerUnavailable, ToolFailure) as error:
+        log.error("result_not_kept", tool=call.name, call=call.id, error=str(error))
+        message = f"the call has run, and its result is lost: {error}"
+        lost = ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, message, clocks=result.clocks, sandbox=result.sandbox)
+        return encode_result(lost, seal=seal)

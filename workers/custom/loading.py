@@ -94,7 +94,7 @@ def _tools_of(value: Any, source: str, advice: str) -> list[Found]:
 
 
 def _is_ready(value: Any) -> bool:
-    """A tool by our decorator, or of a foreign object by `orchestrator.as_tool`; not one that is made for a worker's bench."""
+    """A tool by our decorator, or of a foreign object by `orchestrator.as_tool`; not one that is made for a worker's environment."""
     return isinstance(value, Tool) and isinstance(value.handler, KnownHandler)
 
 

@@ -23,12 +23,14 @@ from contract.ledger import Claim
 from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
 from workers.call_events import CallEvents, NoCallEvents
+from workers.call_policy import CallPolicy
 from workers.custom.call_loops import is_running_here
 from workers.custom.calls import CustomCalls
 from workers.custom.loading import serve_values
 from workers.custom.memory_state import MemoryStates
 from workers.executor import Executor
 from workers.interrupts import END_SIGNAL, CancelBoard, Interrupts
+from workers.tools.base import WorkerResources
 
 AskModel = Callable[[list[dict[str, Any]]], str]
 """Messages in the OpenAI wire shape -> the text of the reply."""
@@ -48,13 +50,11 @@ class LocalWorker:
         # One executor for all: every call is a new one, so nothing has to be remembered of them.
         self._executor = Executor(
             self._registry,
-            None,
             _GrantingLedger(),
             _NoBlobs(),
-            {},
-            guard=Interrupts(CancelBoard(), lambda: None),
-            open_events=lambda call, context: self._open_events(),
-            states=self._states,
+            WorkerResources({}, states=self._states, open_events=lambda call, context: self._open_events()),
+            CallPolicy(self._registry),
+            [Interrupts(CancelBoard(), lambda: None)],
         )
         self._numbers = itertools.count(1)
         self.log: list[MutableMapping[str, Any]] = []
@@ -88,6 +88,7 @@ class LocalWorker:
             deadline_at=now + limit_s,
             timeout_s=limit_s,
             config=dict(config or {}),
+            events="test",
             model="test" if self._model is not None else None,
         )
         started = time.monotonic()
@@ -127,9 +128,6 @@ class _GrantingLedger:
     """Knows of no other worker: every call is this one's."""
 
     def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
-        return Claim.GRANTED
-
-    def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
         return Claim.GRANTED
 
     def refuse(self, call: ToolCall, context: ToolContext) -> Claim:

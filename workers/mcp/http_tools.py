@@ -9,7 +9,7 @@ from workers.mcp.http_server import HttpServer
 from workers.mcp.imports import ImportedTool, import_tools
 from workers.mcp.settings import HttpEntry
 from workers.settings import WebSettings
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
 from workers.web.limits import Deadline
@@ -46,8 +46,8 @@ class HttpSource:
     def build(self, tool: ImportedTool) -> WorkerTool:
         server = self.server
 
-        def handle(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-            result = server.call_tool(tool.name, arguments, Deadline(min(bench.context.timeout_s, server.entry.timeout_s)))
+        def handle(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+            result = server.call_tool(tool.name, arguments, Deadline(min(environment.context.timeout_s, server.entry.timeout_s)))
             return build_outcome(server.name, tool.spec.name, result)
 
         return WorkerTool(tool.spec, handle)

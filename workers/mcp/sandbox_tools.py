@@ -17,7 +17,7 @@ from workers.mcp.imports import ImportedTool, import_tools
 from workers.mcp.sandbox_server import SandboxServer
 from workers.mcp.settings import StdioEntry
 from workers.sandbox_client import GuestResponse, SandboxClient
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 log = structlog.get_logger(__name__)
 
@@ -64,9 +64,9 @@ class SandboxSource:
     def build(self, tool: ImportedTool) -> WorkerTool:
         server = self.server
 
-        def handle(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-            limit_s = min(bench.context.timeout_s, server.entry.timeout_s)
-            result = server.call_tool(bench.run, tool.name, arguments, bench.context.cwd, limit_s)
+        def handle(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+            limit_s = min(environment.context.timeout_s, server.entry.timeout_s)
+            result = server.call_tool(environment.run, tool.name, arguments, environment.context.cwd, limit_s)
             return build_outcome(server.name, tool.spec.name, result)
 
         return WorkerTool(tool.spec, handle)
@@ -104,7 +104,7 @@ def _ask_in_own_sandbox(server: SandboxServer, client: SandboxClient) -> list[An
 
 
 def _run(client: SandboxClient, sandbox: str, request: Mapping[str, Any], body: bytes) -> GuestResponse:
-    """As a bench does it for the calls of sessions."""
+    """As a environment does it for the calls of sessions."""
     response = client.call(sandbox, request, body)
     try:
         told = parse_told(request, response.done)

@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
-from workers.log_names import bound_to_session
+from workers.logs import bound_to_session
 from workers.sandboxd.frames import Frame, FrameError
 from workers.sandboxd.link import WorkerLink
 from workers.sandboxd.making import Ending

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.log_names import bound_to_session
+from workers.logs import bound_to_session
 from workers.sandboxd.disk_watch import DiskWatch
 from workers.sandboxd.making import Maker
 from workers.sandboxd.reaper import Reaper

@@ -12,7 +12,7 @@ from workers.skills.archives import read_folder
 from workers.skills.examiner import SkillExaminer
 from workers.skills.loader import Skill, SkillTool
 from workers.skills.sources import MemorySource
-from workers.tools.base import Workbench
+from workers.tools.base import ToolEnvironment
 
 ROOT = "/workspace/.skills"
 MAX_BYTES = 16 * 1024 * 1024
@@ -28,15 +28,15 @@ class SessionSkills:
     def __init__(self, examiner: SkillExaminer) -> None:
         self._examiner = examiner
 
-    def find(self, name: str, bench: Workbench) -> Skill | None:
+    def find(self, name: str, environment: ToolEnvironment) -> Skill | None:
         """The session's skill in the folder of that name; None when there is none. It is run where it lies.
 
         Raises ToolFailure for a folder that is no skill, SandboxUnavailable.
         """
-        if not _NAME.fullmatch(name) or _read_front(name, bench) is None:
+        if not _NAME.fullmatch(name) or _read_front(name, environment) is None:
             return None
         try:
-            return self._load(name, _read_folder(name, bench), bench.context.tenant)
+            return self._load(name, _read_folder(name, environment), environment.context.tenant)
         except SkillBroken as broken:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{ROOT}/{name} is no skill: {broken}") from broken
 
@@ -55,9 +55,9 @@ class SessionSkills:
             f"{ROOT}/{name}",
         )
 
-    def all(self, bench: Workbench) -> dict[str, str]:
+    def all(self, environment: ToolEnvironment) -> dict[str, str]:
         """What those say of themselves that can be told of, by the names of their folders: at most MAX_LISTED."""
-        fronts = {name: (_read_front(name, bench) or b"").decode("utf-8", "replace") for name in _list_folders(bench)}
+        fronts = {name: (_read_front(name, environment) or b"").decode("utf-8", "replace") for name in _list_folders(environment)}
         if not fronts:
             return {}
         with suppress(SkillBroken):
@@ -66,11 +66,13 @@ class SessionSkills:
         return {}
 
 
-def _list_folders(bench: Workbench) -> list[str]:
+def _list_folders(environment: ToolEnvironment) -> list[str]:
     lines = bytearray()
     request = {"op": "glob", "pattern": f"*/{SKILL_FILE}", "path": ROOT, "kind": "file", "limit": MAX_LISTED, "include_ignored": True}
     try:
-        bench.run({**request, "max_bytes": _LIST_BYTES, "timeout_s": bench.context.timeout_s}, on_data=lambda _, data: lines.extend(data))
+        environment.run(
+            {**request, "max_bytes": _LIST_BYTES, "timeout_s": environment.context.timeout_s}, on_data=lambda _, data: lines.extend(data)
+        )
     except ToolFailure as failure:
         if failure.code in (ErrorCode.FILE_NOT_FOUND, ErrorCode.NOT_A_DIRECTORY):
             return []
@@ -79,16 +81,16 @@ def _list_folders(bench: Workbench) -> list[str]:
     return sorted({name for name in names if _NAME.fullmatch(name)})[:MAX_LISTED]
 
 
-def _read_front(name: str, bench: Workbench) -> bytes | None:
+def _read_front(name: str, environment: ToolEnvironment) -> bytes | None:
     """The folder's SKILL.md; None when there is none that can be read."""
     request = {
         "op": "read_file",
         "path": f"{ROOT}/{name}/{SKILL_FILE}",
         "max_bytes": MAX_SKILL_FILE_BYTES,
-        "timeout_s": bench.context.timeout_s,
+        "timeout_s": environment.context.timeout_s,
     }
     try:
-        return bench.run(request).streams.get("file", b"")
+        return environment.run(request).streams.get("file", b"")
     except ToolFailure as failure:
         if failure.code in _NOT_THERE:
             return None
@@ -104,7 +106,7 @@ _NOT_THERE = (
 )
 
 
-def _read_folder(name: str, bench: Workbench) -> bytes:
+def _read_folder(name: str, environment: ToolEnvironment) -> bytes:
     """The skill's folder as a tar archive. Raises SkillBroken, ToolFailure."""
     request = {
         "op": "exec",
@@ -112,14 +114,14 @@ def _read_folder(name: str, bench: Workbench) -> bytes:
         "script_bytes": 0,
         "cwd": "/workspace",
         "env": {},
-        "timeout_s": bench.context.timeout_s,
+        "timeout_s": environment.context.timeout_s,
         "capture": {"stdout": MAX_BYTES, "stderr": 4096},
     }
-    response = bench.run(request)
+    response = environment.run(request)
     if response.done["cancelled"]:
         raise ToolFailure(ErrorCode.CANCELLED, "the call was cancelled while its skill was read")
     if response.done["timed_out"]:
-        raise ToolFailure(ErrorCode.TIMEOUT, f"reading {ROOT}/{name} took all of {bench.context.timeout_s:g} s")
+        raise ToolFailure(ErrorCode.TIMEOUT, f"reading {ROOT}/{name} took all of {environment.context.timeout_s:g} s")
     data = response.streams.get("stdout", b"")
     if int(response.done["streams"]["stdout"]["total"]) > len(data):
         raise SkillBroken(f"it is larger than the {MAX_BYTES // 1024 // 1024} MiB that a session's own may have")

@@ -13,7 +13,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.skill_sidecars import Sidecar, build_argv
 from contract.skills import INTERPRETERS, SCRIPTS, BundleFile
 from workers.skills.loader import Skill, pack_skill, read_bundled
-from workers.tools.base import Outcome, Workbench
+from workers.tools.base import Outcome, ToolEnvironment
 from workers.tools.command_text import build_outcome
 from workers.tools.shell import run_shown
 from workers.tools.text import encode, show_name
@@ -21,35 +21,37 @@ from workers.tools.text import encode, show_name
 _SHEBANG_BYTES = 256
 
 
-def run_script(skill: Skill, script: str, arguments: Mapping[str, JsonValue], call: Mapping[str, Any], bench: Workbench) -> Outcome:
+def run_script(
+    skill: Skill, script: str, arguments: Mapping[str, JsonValue], call: Mapping[str, Any], environment: ToolEnvironment
+) -> Outcome:
     """Run `script` with `arguments` as JSON on its standard input. `call`: the arguments of the whole call. Raises ToolFailure, SandboxUnavailable."""
     begun, file = time.monotonic(), find_script(skill, script)
-    place = place_skill(skill, bench)
+    place = place_skill(skill, environment)
     argv = _command(skill, file, f"{place}/{file.path}")
-    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "args"), place, call, begun, bench)
+    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "args"), place, call, begun, environment)
 
 
-def run_entrypoint(skill: Skill, sidecar: Sidecar, arguments: Mapping[str, JsonValue], bench: Workbench) -> Outcome:
+def run_entrypoint(skill: Skill, sidecar: Sidecar, arguments: Mapping[str, JsonValue], environment: ToolEnvironment) -> Outcome:
     """Run the skill as the tool that its sidecar makes of it. Raises as `run_script`."""
     file = skill.find(sidecar.entrypoint)
     assert file is not None, "its sidecar was checked when it was loaded"
     begun = time.monotonic()
-    place = place_skill(skill, bench)
+    place = place_skill(skill, environment)
     path = f"{place}/{file.path}"
     argv = [sidecar.interpreter, path] if sidecar.interpreter is not None else _command(skill, file, path)
     if sidecar.args == "argv":
-        return _run([*argv, *build_argv(arguments)], b"", place, {}, begun, bench)
-    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "arguments"), place, {}, begun, bench)
+        return _run([*argv, *build_argv(arguments)], b"", place, {}, begun, environment)
+    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "arguments"), place, {}, begun, environment)
 
 
-def place_skill(skill: Skill, bench: Workbench) -> str:
+def place_skill(skill: Skill, environment: ToolEnvironment) -> str:
     """Its folder in the session's sandbox, where nobody can change it, but for the session's own. Raises ToolFailure, SandboxUnavailable."""
-    return skill.place or bench.place_skill(skill.summary.digest, lambda: pack_skill(skill), is_shared=not skill.owner)
+    return skill.place or environment.place_skill(skill.summary.digest, lambda: pack_skill(skill), is_shared=not skill.owner)
 
 
-def _run(argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begun: float, bench: Workbench) -> Outcome:
+def _run(argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begun: float, environment: ToolEnvironment) -> Outcome:
     """`call`: those of the call's arguments that mean what they mean to bash_tool; `begun`: when its time began."""
-    context = bench.context
+    context = environment.context
     left_s = context.timeout_s - (time.monotonic() - begun)
     if left_s <= 0:
         raise ToolFailure(ErrorCode.TIMEOUT, f"bringing the skill's files to the sandbox took all of {context.timeout_s:g} s: try again")
@@ -61,7 +63,7 @@ def _run(argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begu
         "env": {"SKILL_DIR": place},
         "timeout_s": left_s,
     }
-    return build_outcome(call, run_shown(request, body, bench), context, background="bash_tool and background=true")
+    return build_outcome(call, run_shown(request, body, environment), context, background="bash_tool and background=true")
 
 
 def find_script(skill: Skill, script: str) -> BundleFile:

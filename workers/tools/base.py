@@ -1,19 +1,33 @@
-"""What a tool gets and gives: a bound sandbox in, an Outcome out."""
+"""What a tool gets and gives: the environment of its call in, an Outcome out."""
 
+import copy
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol
+from types import MappingProxyType
+from typing import IO, Any, TypeVar
 
+import structlog
 from pydantic import JsonValue
 
-from contract.calls import Spill, ToolCall, ToolContext
-from contract.errors import ErrorCode
+from contract.calls import KillReport, SandboxInfo, Spill, ToolCall, ToolContext
+from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.functions.call_context import CallContext, CoroutineRunner
+from contract.functions.session_state import NoState, SessionStates
 from contract.registry import Tool, ToolRegistry
-from workers.call_events import CallEvents
-from workers.sandbox_client import GuestResponse
+from contract.tenancy import SandboxTerms
+from workers.call_events import CallEvents, NoCallEvents
+from workers.custom.model import CallerModel
+from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
+from workers.sandbox_client import GuestResponse, SandboxClient, SandboxdAway, sandbox_id
 
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 OnData = Callable[[str, bytes], None]
+
+MAX_REQUESTS = 64
+"""Requests to sandboxd of one call that are recorded; a call has a few."""
 
 
 @dataclass(frozen=True)
@@ -29,43 +43,141 @@ class Outcome:
     spill: Spill | None = None
 
 
-class Workbench(Protocol):
-    """A call's bench: its sandbox, its context, its content."""
+@dataclass(frozen=True)
+class SandboxRequest:
+    """One request to sandboxd that has ended. `sandbox_s`: its time in sandboxd, from where the sandbox was ready; `run_s`: the guest's part of it."""
 
-    call: ToolCall
-    context: ToolContext
-    events: CallEvents
-    """The way to the caller while the call runs."""
-    content: bytes
-    """Bytes that came beside the arguments; empty when none did."""
+    op: str
+    began_at: float
+    ended_at: float
+    sandbox_s: float = 0.0
+    run_s: float = 0.0
+    kill: KillReport | None = None
+    error: str | None = None
 
-    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
-        """One request to the guest of the call's session. `on_data` gets (stream, bytes) as they come, else they are gathered.
 
-        While `on_data` does not return nothing more is read, and the guest waits. Raises ToolFailure and SandboxUnavailable.
-        """
-        ...
+@dataclass(frozen=True)
+class WorkerResources:
+    """What all calls of one executor share.
+
+    `facts`: `host` and `queue` of this worker. `holder`: its name in the records of calls. `client` None: a worker without sandboxes. `states` None:
+    sessions have no state here. `open_events`: opens the events of a call whose caller wants them.
+    """
+
+    facts: Mapping[str, str]
+    holder: str = ""
+    client: SandboxClient | None = None
+    states: SessionStates | None = None
+    open_events: Callable[[ToolCall, ToolContext], CallEvents] | None = None
+
+
+class ToolEnvironment:
+    """What a tool's handler may use: the call's context and content, its events, and the sandbox of its session.
+
+    It also records what sandboxd reports while the call runs. `terms`: what the tenant's policy allows its sandboxes now; None: sessions have what the
+    class `default` has.
+    """
+
+    def __init__(
+        self, call: ToolCall, context: ToolContext, resources: WorkerResources, content: bytes = b"", terms: SandboxTerms | None = None
+    ) -> None:
+        """`content`: bytes that came with the arguments. Raises ToolFailure when a worker with sandboxes gets a call without a session."""
+        self.call = call
+        self.context = context
+        self.content = content
+        self.events: CallEvents = NoCallEvents()
+        self.kill: KillReport | None = None
+        self.sandbox: SandboxInfo | None = None
+        self.sandbox_s = 0.0
+        self.run_s = 0.0
+        self.requests: list[SandboxRequest] = []
+        self._resources = resources
+        self._terms = terms
+        self._sandbox_lost: str | None = None
+        self._is_workspace_kept = False
+        self._has_sent = False
+        """Whether sandboxd has carried out a request of this call. After that, a request that was not sent leaves a call that has acted in part."""
+        if resources.client is not None and context.session is None:
+            raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, f"{call.name} needs a session: open one first")
+        self._name = sandbox_id(context.tenant, context.session or "")
+        # Last: nothing after it can fail, so whoever opened them closes them.
+        if context.events is not None and resources.open_events is not None:
+            self.events = resources.open_events(call, context)
 
     def call_context(self, runner: CoroutineRunner | None = None) -> CallContext:
-        """The call's surroundings as every tool gets them: configuration, working directory, model of the caller, state of the session.
+        """Return what every function tool gets: configuration, working directory, model of the caller, state of the session.
 
         `runner` runs the coroutines of model and state for a tool that is not asynchronous.
         """
-        ...
+        context, states = self.context, self._resources.states
+        return CallContext(
+            call_id=self.call.id,
+            tenant=context.tenant,
+            run=context.run,
+            session=context.session,
+            cwd=context.cwd,
+            config=MappingProxyType(copy.deepcopy(context.config)),
+            model=CallerModel(context.model, self.events) if context.model is not None else None,
+            state=NoState() if states is None or context.session is None else states.open(context.tenant, context.session),
+            runner=runner,
+        )
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody wants to see output before the call ends."""
-        ...
+        """Whether the caller wants to see output before the call ends."""
+        return self.events.is_watched
 
     def show(self, stream: str, text: str) -> None:
-        """A piece of output for whoever watches, now; nothing when nobody does. May wait for a slow one, for a bounded time."""
-        ...
+        """Send a piece of output to the caller now; nothing when it does not watch. May wait for a slow caller, for a limited time."""
+        self.events.show(stream, text)
+
+    def host_facts(self) -> Mapping[str, str]:
+        """Return `host` and `queue` of this worker."""
+        return self._resources.facts
+
+    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+        """Send one request to the guest of the call's session. `on_data` gets (stream, bytes) as they come; without it they are gathered.
+
+        While `on_data` does not return, nothing more is read, and the guest waits. Raises ToolFailure and SandboxUnavailable.
+        """
+        client, before = self._client(), (self.sandbox_s, self.run_s)
+        began, began_at, kill, error = time.monotonic(), time.time(), None, None
+        try:
+            response = client.call(self._name, request, body, call_id=self.call.id, on_data=on_data, terms=self._terms)
+            self._has_sent = True
+            answer = self._take_answer(request, response)
+            kill = answer.kill
+            if answer.error is not None:
+                code, message, figures = parse_error(answer)
+                raise ToolFailure(code, message + self.loss_note(message), **figures)
+            return response
+        except SandboxdAway as away:
+            error = away.code.value
+            raise SandboxdAway(str(away), was_sent=away.was_sent or self._has_sent) from away
+        except (ToolFailure, OperatorError) as failure:
+            error = failure.code.value
+            raise
+        finally:
+            ended_at = began_at + time.monotonic() - began
+            seconds = self.sandbox_s - before[0], self.run_s - before[1]
+            self._record(SandboxRequest(str(request.get("op")), began_at, ended_at, *seconds, kill, error))
 
     def place_skill(self, digest: str, pack: Callable[[], IO[bytes]], *, is_shared: bool) -> str:
-        """The folder of the skill with that digest in the sandbox, where it cannot be changed. `pack`: gives its files as a tar archive, in the order of
-        their paths, when they are not there yet; `is_shared`: for every tenant, else for this call's."""
-        ...
+        """Return the folder of the skill with that digest in the sandbox, where it cannot be changed.
+
+        `pack` returns its files as a tar archive, in the order of their paths; it is called when they are not there yet. `is_shared`: for every tenant,
+        else for this call's.
+        """
+        client = self._client()
+        try:
+            place = client.find_skill(self._name, digest, shared=is_shared)
+            if place is not None:
+                return place
+            with pack() as archive:
+                return self._timed("place_skill", lambda: client.place_skill(self._name, digest, archive, shared=is_shared))
+        except SandboxdAway as away:
+            # Nothing of the call itself was asked for.
+            raise SandboxdAway(str(away), was_sent=self._has_sent) from away
 
     def open_sandbox(
         self,
@@ -76,25 +188,98 @@ class Workbench(Protocol):
         network: str | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        """`restore`: a checkpoint's id; `moved`: another host had the session (SandboxClient.describe_open).
+        """Open the session's sandbox. `restore`: a checkpoint's id; `moved`: another host had the session (SandboxClient.describe_open).
 
-        Gives `image`, `network`, `workspace` (its kind) and `start_s`.
+        Returns `image`, `network`, `workspace` (its kind) and `start_s`.
         """
-        ...
+        client = self._client()
+        fields = self._timed(
+            "open" if restore is None else "restore",
+            lambda: client.describe_open(self._name, image, ttl_s, restore=restore, network=network, terms=self._terms, moved=moved),
+            lambda opened: float(opened["start_s"]),
+        )
+        # A session that was open already may have no container now.
+        self.sandbox = SandboxInfo.model_validate(fields["sandbox"]) if fields["sandbox"] is not None else None
+        return {name: fields[name] for name in ("image", "network", "hosts", "workspace", "start_s")}
 
     def checkpoint(self) -> Mapping[str, Any]:
-        """Gives `checkpoint` (its id), `bytes`, `sha256`, `skipped` (sockets) and `torn`."""
-        ...
+        """Return `checkpoint` (its id), `bytes`, `sha256`, `skipped` (sockets) and `torn`."""
+        client = self._client()
+        fields = self._timed("checkpoint", lambda: client.checkpoint(self._name))
+        return {name: fields[name] for name in ("checkpoint", "bytes", "sha256", "skipped", "torn")}
 
-    def delete_checkpoint(self, checkpoint: str) -> bool: ...
+    def delete_checkpoint(self, checkpoint: str) -> bool:
+        """Return False when there is no checkpoint of that id."""
+        return self._client().delete_checkpoint(self._name, checkpoint)
 
-    def close_sandbox(self) -> bool: ...
+    def close_sandbox(self) -> bool:
+        """Return False when there was no sandbox."""
+        client = self._client()
+        return self._timed("close", lambda: client.close(self._name))
 
-    def host_facts(self) -> Mapping[str, str]:
-        """`host` and `queue` of this worker."""
-        ...
+    def sandbox_news(self) -> str:
+        """Return what happened to the sandbox before the call: a line for the end of its output, or nothing."""
+        return f"\n[{self.sandbox.news}]" if self.sandbox is not None and self.sandbox.news else ""
+
+    def loss_note(self, message: str) -> str:
+        """Return what follows the error `message` when the call cost the session its sandbox."""
+        if self._sandbox_lost is None:
+            return ""
+        reason = "" if self._sandbox_lost in message else f"{self._sandbox_lost}: "
+        if self._is_workspace_kept:
+            left = (
+                "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, /tmp and the shell's"
+            )
+            return f" ({reason}the sandbox is gone; {left} folder and variables are lost)"
+        return f" ({reason}the sandbox and its files are lost; the next call gets a fresh, empty one)"
+
+    def _client(self) -> SandboxClient:
+        if self._resources.client is None:
+            raise ToolFailure(ErrorCode.SANDBOX_UNAVAILABLE, f"{self.call.name} runs in a pool without sandboxes, and asked for one")
+        return self._resources.client
+
+    def _take_answer(self, request: Mapping[str, Any], response: GuestResponse) -> Told:
+        """Check the end of a request, and record what it reports."""
+        try:
+            answer = parse_told(request, response.done)
+        except GuestNonsense as nonsense:
+            self._give_up_sandbox()
+            raise SandboxUnavailable(f"the sandbox gave an answer that is none ({nonsense}), and was removed: open a new session") from None
+        # News come with the first answer of a call that asks several times.
+        news = self.sandbox.news if self.sandbox is not None else None
+        self.kill, self._sandbox_lost, self._is_workspace_kept = answer.kill, answer.sandbox_lost, answer.workspace_kept
+        self.sandbox = answer.sandbox.model_copy(update={"news": answer.sandbox.news or news}) if answer.sandbox is not None else None
+        # The guest's clock is believed as far as sandboxd's own reaches.
+        self.run_s += min(max(0.0, answer.run_s), answer.sandbox_s)
+        self.sandbox_s += answer.sandbox_s
+        return answer
+
+    def _give_up_sandbox(self) -> None:
+        """Close a sandbox in which something else has taken the guest's place."""
+        try:
+            self._client().close(self._name)
+        except (ToolFailure, OperatorError) as error:
+            log.error("sandbox_not_closed", call=self.call.id, error=str(error))
+
+    def _timed(self, op: str, work: Callable[[], T], sandbox_s: Callable[[T], float] = lambda _: 0.0) -> T:
+        """Return the result of `work`, and record how long it took. `sandbox_s`: sandboxd's part of that, by the result."""
+        began, began_at = time.monotonic(), time.time()
+        seconds, error = 0.0, None
+        try:
+            result = work()
+            seconds = sandbox_s(result)
+        except (ToolFailure, OperatorError) as failure:
+            error = failure.code.value
+            raise
+        finally:
+            self._record(SandboxRequest(op, began_at, began_at + time.monotonic() - began, seconds, error=error))
+        return result
+
+    def _record(self, request: SandboxRequest) -> None:
+        if len(self.requests) < MAX_REQUESTS:
+            self.requests.append(request)
 
 
-Handler = Callable[[dict[str, Any], Workbench], Outcome]
+Handler = Callable[[dict[str, Any], ToolEnvironment], Outcome]
 WorkerTool = Tool[Handler]
 WorkerRegistry = ToolRegistry[Handler]

@@ -7,7 +7,7 @@ from typing import Any
 from contract.calls import ToolContext
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.read import PATH_ALIASES
 from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode, show_name
 
@@ -76,14 +76,14 @@ def check_form(arguments: Mapping[str, Any]) -> str | None:
     return f"{' and '.join(missing)} missing: give old_string and new_string, or edits" if missing else None
 
 
-def _edit(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _edit(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     path = arguments["file_path"]
     edits = arguments.get("edits") or [{name: arguments[name] for name in ("old_string", "new_string", "replace_all")}]
     body = encode(json.dumps(edits, ensure_ascii=False), "an edit")
-    request = {"op": "edit_text", "path": path, "tolerance": _tolerance(bench.context), "max_bytes": MAX_OUTPUT_BYTES}
+    request = {"op": "edit_text", "path": path, "tolerance": _tolerance(environment.context), "max_bytes": MAX_OUTPUT_BYTES}
     if "expected_count" in arguments:
         request["expected_count"] = arguments["expected_count"]
-    response = bench.run({**request, "timeout_s": bench.context.timeout_s}, body)
+    response = environment.run({**request, "timeout_s": environment.context.timeout_s}, body)
     done, shown = response.done, decode(response.streams.get("file", b""))
     verb = "created" if done["created"] else f"replaced {done['replaced']} in"
     metadata = {"size_bytes": done["size"], "created": done["created"], "replaced": done["replaced"], "encoding": done["encoding"]}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from contract.specs import ToolSpec
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.search_notes import FoundLines, build_common_notes, count
 from workers.tools.text import MAX_OUTPUT_BYTES, encode
 
@@ -36,7 +36,7 @@ _SPEC = ToolSpec(
 )
 
 
-def _glob(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _glob(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     encode(arguments["pattern"], "pattern")
     request = {
         "op": "glob",
@@ -46,10 +46,10 @@ def _glob(arguments: dict[str, Any], bench: Workbench) -> Outcome:
         "limit": arguments["limit"],
         "include_ignored": arguments["include_ignored"],
         "max_bytes": MAX_OUTPUT_BYTES,
-        "timeout_s": bench.context.timeout_s,
+        "timeout_s": environment.context.timeout_s,
     }
-    lines = FoundLines(bench)
-    done = bench.run(request, on_data=lines.take).done
+    lines = FoundLines(environment)
+    done = environment.run(request, on_data=lines.take).done
     metadata = {name: done[name] for name in ("total", "shown", "ignored", "partial")}
     return Outcome(lines.text() + "\n".join(_notes(arguments, done)), metadata, truncated=done["cut"])
 

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from contract.specs import ToolSpec
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.search_notes import FoundLines, build_common_notes, count, name_some
 from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, encode
 
@@ -81,10 +81,10 @@ _SPEC = ToolSpec(
 )
 
 
-def _grep(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _grep(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     encode(arguments["pattern"], "pattern")
-    lines = FoundLines(bench)
-    done = bench.run(_build_request(arguments, bench.context.timeout_s), on_data=lines.take).done
+    lines = FoundLines(environment)
+    done = environment.run(_build_request(arguments, environment.context.timeout_s), on_data=lines.take).done
     metadata: dict[str, JsonValue] = {name: done[name] for name in _TOLD}
     return Outcome(lines.text() + "\n".join(_notes(arguments, done)), metadata, truncated=done["cut"] or done["cut_lines"] > 0)
 

@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from contract.errors import ErrorCode, ToolFailure
 from workers.sandbox_client import GuestResponse
-from workers.tools.base import Outcome, Workbench
+from workers.tools.base import Outcome, ToolEnvironment
 from workers.tools.command_text import build_read_call, name_signal
 from workers.tools.text import MAX_OUTPUT_BYTES, encode, show_name, show_output
 
@@ -17,7 +17,7 @@ LOG_MIB = 4
 _LABEL_CHARS = 120
 
 
-def start_job(arguments: Mapping[str, Any], bench: Workbench) -> Outcome:
+def start_job(arguments: Mapping[str, Any], environment: ToolEnvironment) -> Outcome:
     """Start a command as a job: its id, its log, the first second of its output."""
     script, body = encode(arguments["command"], "command"), encode(arguments["stdin"], "stdin")
     label = arguments.get("description") or arguments["command"].strip()
@@ -30,69 +30,69 @@ def start_job(arguments: Mapping[str, Any], bench: Workbench) -> Outcome:
         "script_bytes": len(script),
         "cwd": arguments.get("cwd"),
         "label": show_name(label.partition("\n")[0])[:_LABEL_CHARS] or "job",
-        "wait_ms": min(FIRST_OUTPUT_MS, int(bench.context.timeout_s * 500)),
+        "wait_ms": min(FIRST_OUTPUT_MS, int(environment.context.timeout_s * 500)),
         "max_bytes": MAX_OUTPUT_BYTES,
-        "timeout_s": bench.context.timeout_s,
+        "timeout_s": environment.context.timeout_s,
     }
-    response = bench.run(request, script)
+    response = environment.run(request, script)
     job = response.done["job"]
     notes = [_state_note(job)]
     if body or arguments["close_stdin"]:
-        notes += _send_first(job, body, bench, close=arguments["close_stdin"])
+        notes += _send_first(job, body, environment, close=arguments["close_stdin"])
     if job["state"] == "running":
         return _show(response, "(no output yet)", [*notes, _way_note(job)])
     return _show(response, "(no output)", [*notes, *_log_notes(job)])
 
 
-def _send_first(job: Mapping[str, Any], data: bytes, bench: Workbench, *, close: bool) -> list[str]:
+def _send_first(job: Mapping[str, Any], data: bytes, environment: ToolEnvironment, *, close: bool) -> list[str]:
     """Send the input that came with a command. The job is there in any case: that it was not sent is a note."""
     if job["state"] != "running":
         return ["[it had ended before its stdin was sent]"]
     try:
-        bench.run(_about(job["job"], "job_input", bench, close=close), data)
+        environment.run(_about(job["job"], "job_input", environment, close=close), data)
     except ToolFailure as failure:
         return [f"[its stdin was not sent: {show_name(str(failure))}]"]
     return []
 
 
-def poll_job(job_id: str, bench: Workbench) -> Outcome:
+def poll_job(job_id: str, environment: ToolEnvironment) -> Outcome:
     """What a job has printed since it was last asked, and how it stands."""
-    response = bench.run(_about(job_id, "job_poll", bench, max_bytes=MAX_OUTPUT_BYTES))
+    response = environment.run(_about(job_id, "job_poll", environment, max_bytes=MAX_OUTPUT_BYTES))
     job = response.done["job"]
     return _show(response, "(no new output)", [_state_note(job), *_log_notes(job)])
 
 
-def kill_job(job_id: str, bench: Workbench) -> Outcome:
+def kill_job(job_id: str, environment: ToolEnvironment) -> Outcome:
     """End a job with all that it has started."""
-    response = bench.run(_about(job_id, "job_kill", bench, max_bytes=MAX_OUTPUT_BYTES))
+    response = environment.run(_about(job_id, "job_kill", environment, max_bytes=MAX_OUTPUT_BYTES))
     job, kill = response.done["job"], response.done.get("kill")
     done = f"[{job['job']} was killed: {kill['signalled']} processes]" if kill else f"[nothing was killed: {_state_note(job)[1:]}"
     return _show(response, "(no new output)", [done, *_log_notes(job)])
 
 
-def feed_job(job_id: str, text: str, bench: Workbench, *, close: bool) -> Outcome:
+def feed_job(job_id: str, text: str, environment: ToolEnvironment, *, close: bool) -> Outcome:
     """Text for a job's standard input, which ends there when `close`."""
     if not text and not close:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "action input needs text in 'stdin', or close_stdin=true")
     data = encode(text, "stdin")
-    done = bench.run(_about(job_id, "job_input", bench, close=close), data).done
+    done = environment.run(_about(job_id, "job_input", environment, close=close), data).done
     notes = [f"{len(data)} bytes sent to {done['job']['job']}{', its standard input is closed' if close else ''}"]
     if done["pending"]:
         notes.append(f"[it has yet to read {done['pending']} of them and what came before]")
     return Outcome("\n".join(notes), _metadata(done["job"]))
 
 
-def list_jobs(bench: Workbench) -> Outcome:
+def list_jobs(environment: ToolEnvironment) -> Outcome:
     """Every job of the session, the oldest first."""
-    jobs = bench.run({"op": "job_list", "timeout_s": bench.context.timeout_s}).done["jobs"]
+    jobs = environment.run({"op": "job_list", "timeout_s": environment.context.timeout_s}).done["jobs"]
     lines = [
         f"{job['job']}\t{_state(job)}\t{job['age_s']:.0f} s ago\t{show_name(job['label'])}\t{show_name(job.get('log', ''))}" for job in jobs
     ]
     return Outcome("\n".join(lines) or "(no jobs)", {"jobs": [_metadata(job) for job in jobs]})
 
 
-def _about(job_id: str, op: str, bench: Workbench, **fields: Any) -> dict[str, Any]:
-    return {"op": op, "job": job_id, "timeout_s": bench.context.timeout_s, **fields}
+def _about(job_id: str, op: str, environment: ToolEnvironment, **fields: Any) -> dict[str, Any]:
+    return {"op": op, "job": job_id, "timeout_s": environment.context.timeout_s, **fields}
 
 
 def _show(response: GuestResponse, silence: str, notes: list[str]) -> Outcome:

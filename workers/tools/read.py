@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.text import MAX_OUTPUT_BYTES, decode, show_name
 
 DEFAULT_LINES = 2000
@@ -59,11 +59,11 @@ _NEXT_MOVE = {
 }
 
 
-def _read(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _read(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     asked = {name: arguments[name] for name in ("offset", "limit", "column", "encoding")}
     request = {"op": "read_text", "path": arguments["file_path"], **asked, "max_bytes": MAX_OUTPUT_BYTES - FOOTER_BYTES}
     try:
-        response = bench.run({**request, "timeout_s": bench.context.timeout_s})
+        response = environment.run({**request, "timeout_s": environment.context.timeout_s})
     except ToolFailure as failure:
         if failure.code not in _NEXT_MOVE:
             raise

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workers.tools.base import Workbench
+from workers.tools.base import ToolEnvironment
 from workers.tools.text import MAX_OUTPUT_BYTES, decode
 
 
 class FoundLines:
     """Gathers the lines a search sends, and shows each as soon as it is whole to whoever watches. `take` returns late when they are slow."""
 
-    def __init__(self, bench: Workbench) -> None:
-        self._bench = bench
+    def __init__(self, environment: ToolEnvironment) -> None:
+        self._environment = environment
         self._data = bytearray()
         self._shown = 0
 
@@ -19,8 +19,8 @@ class FoundLines:
         # Who has taken the guest's place may send more than was asked for.
         self._data += data[: MAX_OUTPUT_BYTES - len(self._data)]
         whole = self._data.rfind(b"\n") + 1
-        if self._bench.is_watched and whole > self._shown:
-            self._bench.show("stdout", decode(bytes(self._data[self._shown : whole])))
+        if self._environment.is_watched and whole > self._shown:
+            self._environment.show("stdout", decode(bytes(self._data[self._shown : whole])))
             self._shown = whole
 
     def text(self) -> str:

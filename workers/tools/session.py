@@ -11,7 +11,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.specs import ToolSpec
 from workers.sandbox_client import PARCEL_TIMEOUT_S, GuestResponse
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.imports import KINDS, build_import, check_import
 from workers.tools.shown_output import LIVE_BYTES, ShownOutput
 from workers.tools.text import encode
@@ -39,42 +39,42 @@ def _spec(name: str, description: str, properties: dict[str, Any], required: lis
     return ToolSpec(name=f"session.{name}", description=description, parameters=parameters, audience="session", **flags)
 
 
-def _open(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    answer = bench.open_sandbox(
+def _open(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    answer = environment.open_sandbox(
         arguments.get("image"),
         arguments["ttl_s"],
         restore=arguments.get("restore"),
         network=arguments.get("network"),
         moved=arguments.get("moved"),
     )
-    return Outcome(metadata={**answer, **bench.host_facts()})
+    return Outcome(metadata={**answer, **environment.host_facts()})
 
 
-def _close(_: dict[str, Any], bench: Workbench) -> Outcome:
-    return Outcome(metadata={"closed": bench.close_sandbox()})
+def _close(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    return Outcome(metadata={"closed": environment.close_sandbox()})
 
 
-def _checkpoint(_: dict[str, Any], bench: Workbench) -> Outcome:
-    return Outcome(metadata=dict(bench.checkpoint()))
+def _checkpoint(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    return Outcome(metadata=dict(environment.checkpoint()))
 
 
-def _delete_checkpoint(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    return Outcome(metadata={"deleted": bench.delete_checkpoint(arguments["checkpoint"])})
+def _delete_checkpoint(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    return Outcome(metadata={"deleted": environment.delete_checkpoint(arguments["checkpoint"])})
 
 
-def _exec(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    request = _exec_request(arguments["argv"], bench, cwd=arguments.get("cwd"), env=arguments["env"])
+def _exec(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    request = _exec_request(arguments["argv"], environment, cwd=arguments.get("cwd"), env=arguments["env"])
     request["capture"] = {"stdout": EXEC_CAPTURE_BYTES, "stderr": EXEC_CAPTURE_BYTES}
-    body = bench.content
+    body = environment.content
     if len(json.dumps(arguments["argv"])) > MAX_HEADER_ARGV_BYTES:
         script, body = _build_large_exec(arguments["argv"], body)
         request |= {"argv": None, "script_bytes": len(script)}
         body = script + body
-    shown = ShownOutput(bench)
-    if bench.is_watched:
-        response = bench.run({**request, "live": True, "max_bytes": LIVE_BYTES}, body, on_data=shown.take)
+    shown = ShownOutput(environment)
+    if environment.is_watched:
+        response = environment.run({**request, "live": True, "max_bytes": LIVE_BYTES}, body, on_data=shown.take)
     else:
-        response = bench.run(request, body)
+        response = environment.run(request, body)
     done, streams = response.done, {**response.streams, **shown.streams}
     stdout, stderr = streams.get("stdout", b""), streams.get("stderr", b"")
     total = sum(int(counts["total"]) for counts in done["streams"].values())
@@ -97,31 +97,31 @@ def _build_large_exec(argv: list[str], stdin: bytes) -> tuple[bytes, bytes]:
     return script, b"".join(encode(part, "argv") + b"\0" for part in argv) + stdin
 
 
-def _write_file(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    request = {"op": "write_file", "path": arguments["path"], "mode": "overwrite", "timeout_s": bench.context.timeout_s}
-    done = bench.run(request, bench.content).done
+def _write_file(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    request = {"op": "write_file", "path": arguments["path"], "mode": "overwrite", "timeout_s": environment.context.timeout_s}
+    done = environment.run(request, environment.content).done
     return Outcome(metadata={"size_bytes": done["size"], "created": done["created"]})
 
 
-def _read_file(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    request = {"op": "read_file", "path": arguments["path"], "max_bytes": MAX_BLOB_BYTES, "timeout_s": bench.context.timeout_s}
-    response = bench.run(request)
+def _read_file(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    request = {"op": "read_file", "path": arguments["path"], "max_bytes": MAX_BLOB_BYTES, "timeout_s": environment.context.timeout_s}
+    response = environment.run(request)
     return Outcome(metadata={"size_bytes": response.done["size"]}, blob=response.streams.get("file", b""))
 
 
-def _import(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _import(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     kind = arguments["kind"]
-    response = _run(bench, build_import(kind, arguments["path"]), bench.content, {"stdout": 4096, "stderr": 16_384})
+    response = _run(environment, build_import(kind, arguments["path"]), environment.content, {"stdout": 4096, "stderr": 16_384})
     done = response.done
-    check_import(kind, done["exit_code"], _words(response), timed_out=done["timed_out"], timeout_s=bench.context.timeout_s)
+    check_import(kind, done["exit_code"], _words(response), timed_out=done["timed_out"], timeout_s=environment.context.timeout_s)
     return Outcome()
 
 
-def _export(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    response = _run(bench, ["tar", "-c", "-f", "-", "-C", arguments["path"], "."], b"", {"stream": MAX_BLOB_BYTES})
+def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    response = _run(environment, ["tar", "-c", "-f", "-", "-C", arguments["path"], "."], b"", {"stream": MAX_BLOB_BYTES})
     done, data = response.done, response.streams.get("stdout", b"")
     if done["timed_out"]:
-        raise ToolFailure(ErrorCode.TIMEOUT, f"copying did not end within {bench.context.timeout_s:g} s")
+        raise ToolFailure(ErrorCode.TIMEOUT, f"copying did not end within {environment.context.timeout_s:g} s")
     if done["exit_code"] != 0:
         raise ToolFailure(ErrorCode.INTERNAL, f"tar failed in the sandbox: {_words(response)[-500:] or done['exit_code']}")
     if int(done["streams"]["stdout"]["total"]) > len(data):
@@ -133,8 +133,8 @@ def _export(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     return Outcome(metadata={"size_bytes": len(data)}, blob=data)
 
 
-def _run(bench: Workbench, argv: list[str], body: bytes, capture: dict[str, int]) -> GuestResponse:
-    response = bench.run({**_exec_request(argv, bench), "capture": capture}, body)
+def _run(environment: ToolEnvironment, argv: list[str], body: bytes, capture: dict[str, int]) -> GuestResponse:
+    response = environment.run({**_exec_request(argv, environment), "capture": capture}, body)
     if response.done["cancelled"]:
         raise ToolFailure(ErrorCode.CANCELLED, "copying was cancelled; what was copied until then is there")
     return response
@@ -144,14 +144,16 @@ def _words(response: GuestResponse) -> str:
     return response.streams.get("stderr", b"").decode("utf-8", "replace").strip()
 
 
-def _exec_request(argv: list[str], bench: Workbench, *, cwd: str | None = None, env: dict[str, str] | None = None) -> dict[str, Any]:
+def _exec_request(
+    argv: list[str], environment: ToolEnvironment, *, cwd: str | None = None, env: dict[str, str] | None = None
+) -> dict[str, Any]:
     return {
         "op": "exec",
         "argv": argv,
         "script_bytes": 0,
-        "cwd": cwd or bench.context.cwd,
+        "cwd": cwd or environment.context.cwd,
         "env": env or {},
-        "timeout_s": bench.context.timeout_s,
+        "timeout_s": environment.context.timeout_s,
     }
 
 

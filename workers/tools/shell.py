@@ -10,7 +10,7 @@ from contract.shell.commands import SHELLS, Script, parse_commands
 from contract.shell.dangers import Level, classify
 from contract.specs import NO_NETWORK, ToolSpec
 from workers.sandbox_client import GuestResponse
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.command_text import build_outcome
 from workers.tools.jobs import feed_job, kill_job, list_jobs, poll_job, start_job
 from workers.tools.shown_output import LIVE_BYTES, ShownOutput
@@ -84,23 +84,23 @@ def _check_action(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _run(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _run(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     action = arguments["action"]
     if action == "run":
-        return _run_command(arguments, bench)
+        return _run_command(arguments, environment)
     if action == "list":
-        return list_jobs(bench)
+        return list_jobs(environment)
     if action == "input":
         _refuse_input(arguments["stdin"])
-        return feed_job(arguments["job_id"], arguments["stdin"], bench, close=arguments["close_stdin"])
-    return poll_job(arguments["job_id"], bench) if action == "poll" else kill_job(arguments["job_id"], bench)
+        return feed_job(arguments["job_id"], arguments["stdin"], environment, close=arguments["close_stdin"])
+    return poll_job(arguments["job_id"], environment) if action == "poll" else kill_job(arguments["job_id"], environment)
 
 
-def _run_command(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _run_command(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     command, stdin = arguments["command"], arguments["stdin"]
     _refuse_catastrophe(command, arguments.get("cwd"), stdin)
     if arguments["background"]:
-        return start_job(arguments, bench)
+        return start_job(arguments, environment)
     script, body = encode(command, "command"), encode(stdin, "stdin")
     request: dict[str, Any] = {
         "op": "exec",
@@ -109,21 +109,21 @@ def _run_command(arguments: dict[str, Any], bench: Workbench) -> Outcome:
         "cwd": arguments.get("cwd"),
         "env": {},
         "state": "fresh" if arguments["reset_state"] else "keep",
-        "timeout_s": bench.context.timeout_s,
+        "timeout_s": environment.context.timeout_s,
     }
-    return build_outcome(arguments, run_shown(request, script + body, bench), bench.context)
+    return build_outcome(arguments, run_shown(request, script + body, environment), environment.context)
 
 
-def run_shown(request: Mapping[str, Any], body: bytes, bench: Workbench) -> GuestResponse:
-    """An exec whose output is kept as a model is shown it, and shown meanwhile to whoever watches. Raises as `Workbench.run`."""
+def run_shown(request: Mapping[str, Any], body: bytes, environment: ToolEnvironment) -> GuestResponse:
+    """An exec whose output is kept as a model is shown it, and shown meanwhile to whoever watches. Raises as `ToolEnvironment.run`."""
     limits = {
         "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},
         "spill": {"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},
     }
-    if not bench.is_watched:
-        return bench.run({**request, **limits}, body)
-    shown = ShownOutput(bench)
-    response = bench.run({**request, **limits, "live": True, "max_bytes": LIVE_BYTES}, body, on_data=shown.take)
+    if not environment.is_watched:
+        return environment.run({**request, **limits}, body)
+    shown = ShownOutput(environment)
+    response = environment.run({**request, **limits, "live": True, "max_bytes": LIVE_BYTES}, body, on_data=shown.take)
     return GuestResponse(response.done, {**response.streams, **shown.streams})
 
 

@@ -2,7 +2,7 @@
 
 import codecs
 
-from workers.tools.base import Workbench
+from workers.tools.base import ToolEnvironment
 from workers.tools.text import fold
 
 LIVE_BYTES = 1024 * 1024
@@ -13,8 +13,8 @@ _SHOWN_AS = {"live": "stdout", "live_stderr": "stderr"}
 class ShownOutput:
     """Takes the streams of a request: shows those that are live, gathers the others."""
 
-    def __init__(self, bench: Workbench) -> None:
-        self._bench = bench
+    def __init__(self, environment: ToolEnvironment) -> None:
+        self._environment = environment
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in _SHOWN_AS}
         self._gathered: dict[str, bytearray] = {}
 
@@ -24,7 +24,7 @@ class ShownOutput:
             return
         text = self._decoders[stream].decode(data).replace("\0", "\ufffd")
         if text:
-            self._bench.show(_SHOWN_AS[stream], fold(text) if "\r" not in text else text)
+            self._environment.show(_SHOWN_AS[stream], fold(text) if "\r" not in text else text)
 
     @property
     def streams(self) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from contract.specs import NO_NETWORK, ToolSpec
 from workers.skills.loader import Skill, read_bundled
 from workers.skills.of_session import SessionSkills
 from workers.skills.runner import name_nearest, run_entrypoint, run_script
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.read import DEFAULT_LINES, FOOTER_BYTES, MAX_LINES
 from workers.tools.text import MAX_OUTPUT_BYTES, show_name
 
@@ -77,22 +77,22 @@ class _Roots:
     tenant: TenantSkills | None
     system: Mapping[str, Skill]
 
-    def find(self, name: str, bench: Workbench) -> Skill | None:
-        own = self.session.find(name, bench) if self.session is not None else None
-        return own or self.find_tool(name, bench)
+    def find(self, name: str, environment: ToolEnvironment) -> Skill | None:
+        own = self.session.find(name, environment) if self.session is not None else None
+        return own or self.find_tool(name, environment)
 
-    def find_tool(self, name: str, bench: Workbench) -> Skill | None:
+    def find_tool(self, name: str, environment: ToolEnvironment) -> Skill | None:
         """Not the session's: that was examined by nobody, and a model was told of another."""
-        own = self.tenant.find(bench.context.tenant, name) if self.tenant is not None else None
+        own = self.tenant.find(environment.context.tenant, name) if self.tenant is not None else None
         return own or self.system.get(name)
 
-    def all(self, bench: Workbench) -> dict[str, str]:
+    def all(self, environment: ToolEnvironment) -> dict[str, str]:
         """What every skill that there is for the call says of itself, by name."""
         found = {name: skill.summary.description for name, skill in self.system.items()}
         if self.tenant is not None:
-            found |= {name: record.skill.description for name, record in self.tenant.all(bench.context.tenant).items()}
+            found |= {name: record.skill.description for name, record in self.tenant.all(environment.context.tenant).items()}
         if self.session is not None:
-            found |= self.session.all(bench)
+            found |= self.session.all(environment)
         return dict(sorted(found.items()))
 
 
@@ -125,30 +125,30 @@ def _check_action(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _run(roots: _Roots, arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _run(roots: _Roots, arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     action, name = arguments["action"], arguments["name"]
     if action == "list":
-        return _list(roots.all(bench))
+        return _list(roots.all(environment))
     is_tool = action == "run" and "script" not in arguments
-    skill = (roots.find_tool(name, bench) if is_tool else None) or roots.find(name, bench)
+    skill = (roots.find_tool(name, environment) if is_tool else None) or roots.find(name, environment)
     if skill is None:
-        nearest = name_nearest(name, roots.all(bench), "there are no skills at all")
+        nearest = name_nearest(name, roots.all(environment), "there are no skills at all")
         raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"there is no skill {show_name(name)}; {nearest}")
     if is_tool:
-        return _run_tool(skill, arguments["args"], bench)
+        return _run_tool(skill, arguments["args"], environment)
     if action == "run":
-        return run_script(skill, arguments["script"], arguments["args"], arguments, bench)
+        return run_script(skill, arguments["script"], arguments["args"], arguments, environment)
     return _read(skill, arguments) if action == "read" else _load(skill)
 
 
-def _run_tool(skill: Skill, arguments: Mapping[str, JsonValue], bench: Workbench) -> Outcome:
+def _run_tool(skill: Skill, arguments: Mapping[str, JsonValue], environment: ToolEnvironment) -> Outcome:
     if skill.tool is None:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
             f"parameter 'script' is required: the skill {skill.name} is no tool itself; action load names its scripts",
         )
     prepared, _ = prepare_arguments(skill.tool.spec, arguments)
-    return run_entrypoint(skill, skill.tool.sidecar, prepared, bench)
+    return run_entrypoint(skill, skill.tool.sidecar, prepared, environment)
 
 
 def _list(skills: Mapping[str, str]) -> Outcome:

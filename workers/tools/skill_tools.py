@@ -9,7 +9,7 @@ import structlog
 from contract.names import BUILTIN_TOOLS
 from workers.skills.loader import Skill
 from workers.skills.runner import run_entrypoint
-from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
 
 log = structlog.get_logger(__name__)
 
@@ -25,6 +25,6 @@ def register_skill_tools(registry: WorkerRegistry, skills: Iterable[Skill]) -> N
         registry.register(WorkerTool(skill.tool.spec, partial(_run, skill)))
 
 
-def _run(skill: Skill, arguments: Mapping[str, Any], bench: Workbench) -> Outcome:
+def _run(skill: Skill, arguments: Mapping[str, Any], environment: ToolEnvironment) -> Outcome:
     assert skill.tool is not None
-    return run_entrypoint(skill, skill.tool.sidecar, arguments, bench)
+    return run_entrypoint(skill, skill.tool.sidecar, arguments, environment)

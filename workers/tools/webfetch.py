@@ -8,7 +8,7 @@ from pydantic import JsonValue
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from store.web_pages import Page
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.web.documents import Document, read_document
 from workers.web.fences import fence
 from workers.web.fetcher import Fetched, Fetcher
@@ -50,9 +50,9 @@ def build_webfetch(fetcher: Fetcher, extractor: Extractor | None = None) -> Work
     """The tool over one way to the web."""
     reader = extractor or Extractor()
 
-    def handler(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-        deadline = Deadline(min(arguments["timeout"], bench.context.timeout_s))
-        fetched = fetcher.fetch(bench.context.tenant, arguments["url"], deadline, reads_on=arguments["start"] > 0)
+    def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+        deadline = Deadline(min(arguments["timeout"], environment.context.timeout_s))
+        fetched = fetcher.fetch(environment.context.tenant, arguments["url"], deadline, reads_on=arguments["start"] > 0)
         document = read_document(fetched.page, arguments["format"], reader, deadline)
         if not 200 <= fetched.page.status < 300:
             return _build_error(fetched, document)

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.web.fences import fence, printable
 from workers.web.limits import Deadline
 from workers.web.providers.base import SearchProvider, SearchQuery, SearchResult
@@ -53,7 +53,7 @@ WEBSEARCH_SPEC = ToolSpec(
 def build_websearch(providers: Sequence[SearchProvider]) -> WorkerTool:
     """The tool over the configured providers, asked in this order; with none, every call says what to configure."""
 
-    def handler(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         if not providers:
             raise ToolFailure(ErrorCode.CONFIG_MISSING, NEEDS_CONFIGURATION)
         query = SearchQuery(
@@ -63,7 +63,7 @@ def build_websearch(providers: Sequence[SearchProvider]) -> WorkerTool:
             exclude_domains=_parse_domains(arguments["exclude_domains"]),
             time_range=arguments.get("time_range"),
         )
-        provider, found, failures = _search(providers, query, Deadline(bench.context.timeout_s))
+        provider, found, failures = _search(providers, query, Deadline(environment.context.timeout_s))
         return _build_outcome(provider, query, found, failures)
 
     return WorkerTool(WEBSEARCH_SPEC, handler)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from contract.specs import ToolSpec
-from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.read import PATH_ALIASES
 from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode, show_name
 
@@ -48,11 +48,11 @@ _WRITE = ToolSpec(
 )
 
 
-def _write(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+def _write(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     path, mode = arguments["file_path"], arguments["mode"]
     body = encode(arguments["content"], "content")
     request = {"op": "write_text", "path": path, "mode": mode, "encoding": arguments["encoding"], "max_bytes": MAX_OUTPUT_BYTES}
-    response = bench.run({**request, "timeout_s": bench.context.timeout_s}, body)
+    response = environment.run({**request, "timeout_s": environment.context.timeout_s}, body)
     done, told = response.done, decode(response.streams.get("file", b""))
     verb = "created" if done["created"] else {"append": "appended to"}.get(mode, "overwrote")
     head = f"{verb} {show_name(path)} ({done['written']} bytes, {done['lines']} lines)"

@@ -13,8 +13,8 @@ from contract.signing import ResultSeal
 from store.blobs import WorkerBlobs
 from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
-from workers import result_parcels
-from workers.result_parcels import RECORD_TTL_S, encode_parcel
+from workers.celery_edge import tasks
+from workers.celery_edge.tasks import RECORD_TTL_S, encode_result_message
 
 CALL, CONTEXT = build_call("echo"), build_context()
 SEAL = ResultSeal(KEY, CONTEXT.tenant)
@@ -42,18 +42,18 @@ class Failing:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_parcels, "PAUSE_S", 0.001)
+    monkeypatch.setattr(tasks, "PAUSE_S", 0.001)
 
 
 def test_a_small_result_leaves_nothing_behind() -> None:
     blobs = Failing(0, ValueError())
-    assert decode_result(encode_parcel(result("small"), CALL, CONTEXT, blobs, KEY), SEAL).output == "small"
+    assert decode_result(encode_result_message(result("small"), CALL, CONTEXT, blobs, KEY), SEAL).output == "small"
     assert blobs.kept == []
 
 
 def test_a_large_one_lies_under_a_key_of_the_tenants_for_longer_than_its_message(redis_server: RedisProcess) -> None:
     client: Any = redis.Redis.from_url(redis_server.url)
-    encoded = encode_parcel(result("x" * 256 * 1024), CALL, CONTEXT, WorkerBlobs(client, "d", "sandbox"), KEY)
+    encoded = encode_result_message(result("x" * 256 * 1024), CALL, CONTEXT, WorkerBlobs(client, "d", "sandbox"), KEY)
     key = kept_result_key(encoded)
     assert key is not None
     assert is_blob_of(key, "d", CONTEXT.tenant)
@@ -64,14 +64,14 @@ def test_a_large_one_lies_under_a_key_of_the_tenants_for_longer_than_its_message
 
 def test_a_result_waits_for_a_redis_that_is_away_for_a_moment() -> None:
     blobs = Failing(3, BrokerUnavailable("away"))
-    assert kept_result_key(encode_parcel(result("x" * 100_000), CALL, CONTEXT, blobs, KEY)) == "key"
+    assert kept_result_key(encode_result_message(result("x" * 100_000), CALL, CONTEXT, blobs, KEY)) == "key"
     assert len(blobs.kept) == 1
 
 
 @pytest.mark.parametrize("error", [BrokerUnavailable("Redis is away"), ToolFailure(ErrorCode.FILE_TOO_LARGE, "too many bytes")])
 def test_a_result_that_cannot_be_kept_says_that_the_call_has_run(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_parcels, "KEEP_PATIENCE_S", 0.01)
-    told = decode_result(encode_parcel(result("x" * 100_000), CALL, CONTEXT, Failing(1_000_000, error), KEY), SEAL)
+    monkeypatch.setattr(tasks, "KEEP_WAIT_S", 0.01)
+    told = decode_result(encode_result_message(result("x" * 100_000), CALL, CONTEXT, Failing(1_000_000, error), KEY), SEAL)
     assert (told.success, told.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
     assert "has run" in str(told.error)
     assert str(error) in str(told.error)
