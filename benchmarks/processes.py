@@ -99,8 +99,8 @@ def guest_on_pipes(prelude: str = "") -> Iterator["subprocess.Popen[bytes]"]:
     """
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
         boot = (
-            f"import sys; {prelude} sys.path.insert(0, sys.argv[1]); from guest.loop import main; from guest.options import Options; from guest.places import Places;"
-            "main(Options(), Places((sys.argv[2].encode(),), sys.argv[2].encode() + b'/output'))"
+            f"import sys; {prelude} sys.path.insert(0, sys.argv[1]); from guest.loop import main, Options; from guest.paths import GuestPaths;"
+            "main(Options(), GuestPaths((sys.argv[2].encode(),), sys.argv[2].encode() + b'/output'))"
         )
         (Path(name) / "output").mkdir()
         python = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable

@@ -29,10 +29,10 @@ if str(GUEST_PARENT) not in sys.path:
 _PYTHON = os.environ.get("TOOLCREW_GUEST_PYTHON") or ("/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable)
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]);"
-    "from guest import supervisors; from guest.loop import main; from guest.options import parse_options; from guest.places import Places;"
+    "from guest import supervisors; from guest.loop import main, parse_options; from guest.paths import GuestPaths;"
     "supervisors.IDLE_S = float(sys.argv[2]);"
     "paths = [path.encode() for path in sys.argv[3:6]];"
-    "main(parse_options(sys.argv[6:]), Places(tuple(paths[:-1]), paths[-1]))"
+    "main(parse_options(sys.argv[6:]), GuestPaths(tuple(paths[:-1]), paths[-1]))"
 )
 # A user of its own for each guest: limits of processes count by user, over the whole host.
 _FIRST_UID = 200_000

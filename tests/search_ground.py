@@ -11,7 +11,7 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 from guest.failures import Failure  # noqa: E402
-from guest.places import Places  # noqa: E402
+from guest.paths import GuestPaths  # noqa: E402
 from guest.search.glob_search import glob  # noqa: E402
 from guest.search.grep_search import grep  # noqa: E402
 from guest.search.requests import GlobRequest, GrepRequest  # noqa: E402
@@ -57,21 +57,21 @@ class Ground:
         os.utime(path, (self._turn, self._turn))
         return path
 
-    def places(self, **how: bool) -> Places:
-        return Places((bytes(self.workspace), bytes(self.tmp)), bytes(self.output), **how)
+    def paths(self, **how: bool) -> GuestPaths:
+        return GuestPaths((bytes(self.workspace), bytes(self.tmp)), bytes(self.output), **how)
 
     def glob(self, pattern: str, **fields: Any) -> Found:
         plain = {"pattern": pattern, "path": ".", "kind": "file", "limit": 100, "max_bytes": 32768, "timeout_s": 10}
-        return self._search(glob, GlobRequest, {**plain, **fields}, self.places())
+        return self._search(glob, GlobRequest, {**plain, **fields}, self.paths())
 
     def grep(self, pattern: str, *, use_ripgrep: bool = True, use_openat2: bool = True, **fields: Any) -> Found:
         plain = {"pattern": pattern, "path": ".", "mode": "content", "limit": 100, "max_bytes": 32768, "max_lines": 2000, "timeout_s": 10}
-        places = self.places(use_ripgrep=use_ripgrep, use_openat2=use_openat2)
-        return self._search(grep, GrepRequest, {**plain, **fields}, places)
+        paths = self.paths(use_ripgrep=use_ripgrep, use_openat2=use_openat2)
+        return self._search(grep, GrepRequest, {**plain, **fields}, paths)
 
     @staticmethod
-    def _search(serve: Any, request_class: Any, fields: dict[str, Any], places: Places) -> Found:
-        bench = _Bench(places)
+    def _search(serve: Any, request_class: Any, fields: dict[str, Any], paths: GuestPaths) -> Found:
+        bench = _Bench(paths)
         with _descriptors_closed():
             try:
                 done = serve(request_class(fields), bench)
@@ -83,8 +83,8 @@ class Ground:
 class _Bench:
     """A bench whose writer keeps what is sent, and whose watch never says stop."""
 
-    def __init__(self, places: Places) -> None:
-        self.places = places
+    def __init__(self, paths: GuestPaths) -> None:
+        self.paths = paths
         self.sent = b""
         self.watch = self
         self.writer = self

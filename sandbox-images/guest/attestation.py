@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-from guest.fields import check_fields
-from guest.places import PROGRAMS
-from guest.process_tree import read_processes
+from guest.failures import check_fields
+from guest.paths import PROGRAMS, GuestPaths
+from guest.processes import read_processes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Set
     from typing import Any
 
-    from guest.places import Places
 
 MOST_ENTRIES = 1000
 """A folder's entries are counted up to here."""
@@ -22,7 +21,7 @@ _MOUNTS = b"/proc/self/mounts"
 _SHARED_MEMORY = b"/dev/shm"
 
 
-def attest(header: dict[str, Any], places: Places, spared: Set[int], jobs: int) -> dict[str, object]:
+def attest(header: dict[str, Any], paths: GuestPaths, spared: Set[int], jobs: int) -> dict[str, object]:
     """The fields of the done event. `spared`: supervisors that wait for a call; `jobs`: how many run. Raises Failure and OSError."""
     check_fields(header)
     others = [process for process in read_processes().values() if process.pid != os.getpid() and process.pid not in spared]
@@ -31,12 +30,12 @@ def attest(header: dict[str, Any], places: Places, spared: Set[int], jobs: int) 
         "zombies": sum(not process.alive for process in others),
         "jobs": jobs,
         "entries": {
-            "workspace": _count_entries(places.workspace),
-            "tmp": _count_entries(places.roots[1]),
-            "output": _count_entries(places.output),
+            "workspace": _count_entries(paths.workspace),
+            "tmp": _count_entries(paths.roots[1]),
+            "output": _count_entries(paths.output),
             "shm": _count_entries(_SHARED_MEMORY),
         },
-        "workspace": _measure(places.workspace),
+        "workspace": _measure(paths.workspace),
         "python": list(sys.version_info[:3]),
         "programs": sorted(name for name, paths in PROGRAMS.items() if any(os.access(path, os.X_OK) for path in paths)),
     }

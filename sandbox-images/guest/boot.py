@@ -5,8 +5,7 @@ import sys
 if sys.version_info < (3, 9):  # noqa: UP036
     sys.exit("toolcrew guest: this image's python3 is %d.%d; Python 3.9 or later is needed" % sys.version_info[:2])  # noqa: UP031
 try:
-    from guest.loop import main
-    from guest.options import parse_options
+    from guest.loop import main, parse_options
 except ImportError as error:
     sys.exit("toolcrew guest: this image's python3 lacks a part of the standard library: %s" % error)  # noqa: UP031
 try:

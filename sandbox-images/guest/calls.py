@@ -1,23 +1,23 @@
-"""PID 1's record of a call: its body while it is gathered, then what its supervisor reports."""
+"""PID 1's record of a call: its body while it is gathered, its turn in a lane, and what its supervisor reports."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from collections import deque
 
-from guest import oom
 from guest.commands.exec_requests import ExecRequest
 from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, Failure
 from guest.frames import join_frame
-from guest.reports import DONE, DONE_AND_FREE, FACTS, STREAMS
+from guest.processes import KillReport, read_oom_kills
 from guest.requests import parse_body_bytes, parse_call
+from guest.supervisor_channel import DONE, DONE_AND_FREE, FACTS, STREAMS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from guest.process_tree import KillReport
     from guest.supervisors import SupervisorHandle
 
 OVERDUE_S = 1.0
@@ -84,7 +84,7 @@ class Call:
         self.request = parse_call(self.header)
         self.lane = getattr(self.request, "lane", None)
         self._is_exec = isinstance(self.request, ExecRequest)
-        self.oom_kills = oom.read_oom_kills() if self._is_exec else None
+        self.oom_kills = read_oom_kills() if self._is_exec else None
         self._started_at = time.monotonic()
         self.limit_at = self._started_at + self.request.timeout_s
         self._overdue_at = self.limit_at + OVERDUE_S
@@ -160,7 +160,7 @@ class Call:
             code = CANCELLED if self.cancelled else TIMEOUT
             return {"error": {"code": code, "message": "ended by PID 1: the request did not end by itself"}}
         streams = self._asked_streams()
-        oom_rose = oom.read_oom_kills() != self.oom_kills
+        oom_rose = read_oom_kills() != self.oom_kills
         return self._exec_end(time.monotonic() - self._started_at, streams, report, oom_rose)
 
     def _asked_streams(self) -> dict[str, dict[str, int]]:
@@ -188,3 +188,45 @@ class Call:
             header = json.dumps({"id": self.id, "ev": "data", "stream": STREAMS[kind]}).encode()
             self._data_headers[kind] = header
         return header
+
+
+class Lanes:
+    """Who runs in each lane, and who waits. A call without a lane never waits."""
+
+    __slots__ = ("_running", "_waiting")
+
+    def __init__(self) -> None:
+        self._running: dict[str, Call] = {}
+        self._waiting: dict[str, deque[Call]] = {}
+
+    @property
+    def waiting(self) -> list[Call]:
+        return [call for queue in self._waiting.values() for call in queue]
+
+    def enter(self, call: Call) -> bool:
+        """Whether the call may run now. Otherwise it waits, until `leave` of another gives it."""
+        lane = call.lane
+        if lane is None:
+            return True
+        if self._running.setdefault(lane, call) is call:
+            return True
+        self._waiting.setdefault(lane, deque()).append(call)
+        return False
+
+    def leave(self, call: Call) -> Call | None:
+        """The call has its answer, whether it ran or still waited; gives the one that may run now in its place."""
+        lane = call.lane
+        if lane is None:
+            return None
+        queue = self._waiting.get(lane)
+        if self._running.get(lane) is not call:
+            if queue is not None and call in queue:
+                queue.remove(call)
+            return None
+        del self._running[lane]
+        if not queue:
+            self._waiting.pop(lane, None)
+            return None
+        following = queue.popleft()
+        self._running[lane] = following
+        return following

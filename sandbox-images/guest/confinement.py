@@ -7,14 +7,14 @@ import errno
 import os
 import stat
 
-from guest.commands.session_folder import read_folder
+from guest.commands.shell_state import read_folder
 from guest.commands.spawn import encode_text
 from guest.failures import INVALID_ARGUMENTS, NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, Failure, describe_os_error, printable
 from guest.kernel import open_beneath
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.places import Places
+    from guest.paths import GuestPaths
 
 _MAX_LINKS = 40
 # Each is open while the next is looked for, and a process may open so many files only.
@@ -45,14 +45,14 @@ class Place:
         os.close(self.directory)
 
 
-def find_place(path: str, places: Places, make_parents: bool = False, to_read: bool = False) -> Place:
+def find_place(path: str, paths: GuestPaths, make_parents: bool = False, to_read: bool = False) -> Place:
     """Resolve a path to where its file is or would be; links are followed while they stay inside. Raises Failure.
 
     `to_read`: the folder of long outputs is inside, too.
     """
     raw = encode_text(path, "'path'")
     shown = printable(raw)
-    resolver = _Resolver(places, shown, make_parents, places.readable if to_read else places.roots)
+    resolver = _Resolver(paths, shown, make_parents, paths.readable if to_read else paths.roots)
     try:
         return resolver.resolve(raw)
     except OSError as error:
@@ -93,8 +93,8 @@ def open_pinned(pinned: int, flags: int) -> int:
 class _Resolver:
     """One resolution. Directories are opened one after the other and never left upwards beyond their root."""
 
-    def __init__(self, places: Places, shown: str, make_parents: bool, roots: tuple[bytes, ...]) -> None:
-        self._places = places
+    def __init__(self, paths: GuestPaths, shown: str, make_parents: bool, roots: tuple[bytes, ...]) -> None:
+        self._paths = paths
         self._shown = shown
         self._make_parents = make_parents
         self._roots = roots
@@ -103,12 +103,12 @@ class _Resolver:
         self._trail: list[int] = []
         # The parts the kernel resolved in one step: above the last directory of the trail lies then not its parent.
         self._skipped: list[bytes] = []
-        self._on_foot = not places.use_openat2
+        self._on_foot = not paths.use_openat2
         # Names of the last directories of the trail, as far as they are new.
         self._made: list[bytes] = []
 
     def resolve(self, path: bytes) -> Place:
-        parts = self._enter_root(os.path.join(read_folder(self._places), path))
+        parts = self._enter_root(os.path.join(read_folder(self._paths), path))
         while True:
             if len(parts) > 1:
                 parts = self._skip_parents(parts)

@@ -1,12 +1,16 @@
-"""The guest's codec of the guest protocol: bytes to frames and back, no I/O.
+"""The guest's side of the guest protocol: bytes to frames and back, and the queue of frames on their way to the host.
 
-The twin of workers/sandboxd/frames.py, which the guest may not import; tests/conformance/frames holds both to one corpus.
+The codec is the twin of workers/sandboxd/frames.py, which the guest may not import; tests/conformance/frames holds both to one corpus.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import select
 import struct
+import time
+from collections import deque
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,6 +25,7 @@ MAX_DEPTH = 32
 
 _LENGTHS = struct.Struct(">II")
 _LENGTH_BYTES = 4
+_LAST_FLUSH_S = 1.0
 
 
 class FrameError(ValueError):
@@ -168,3 +173,47 @@ def _check_depth(header: dict[str, Any]) -> None:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
+
+
+class HostGone(Exception):
+    """Nobody reads the guest's stdout any more."""
+
+
+class Outbox:
+    """A queue in front of a non-blocking descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.size = 0
+        self._frames: deque[memoryview] = deque()
+
+    def put(self, frame: bytes) -> None:
+        """Queue a frame and send what can be sent now. Raises HostGone."""
+        self._frames.append(memoryview(frame))
+        self.size += len(frame)
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._frames:
+                sent = os.write(self.fd, self._frames[0])
+                self.size -= sent
+                if sent == len(self._frames[0]):
+                    self._frames.popleft()
+                else:
+                    self._frames[0] = self._frames[0][sent:]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise HostGone from error
+
+    def flush_last(self) -> None:
+        """Before the end: give the host a moment, and no more, to take the rest."""
+        poller = select.poll()
+        poller.register(self.fd, select.POLLOUT)
+        give_up_at = time.monotonic() + _LAST_FLUSH_S
+        while self._frames and poller.poll(max(0, int((give_up_at - time.monotonic()) * 1000))):
+            self.flush()
+            if time.monotonic() >= give_up_at:
+                return

@@ -12,34 +12,27 @@ import sys
 import time
 
 from guest.attestation import attest
-from guest.calls import Call
-from guest.cleanup import Cleanup, kill_everything, merge_kills
+from guest.calls import Call, Lanes
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
-from guest.commands.jobs import Jobs
+from guest.commands.jobs import Job, Jobs
 from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
-from guest.frames import FrameDecoder, FrameError, encode_frame
+from guest.frames import Frame, FrameDecoder, FrameError, HostGone, Outbox, encode_frame
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag
-from guest.lanes import Lanes
-from guest.life import Life, LifeOver
-from guest.options import Options
-from guest.outbox import HostGone, Outbox
-from guest.places import Places
-from guest.process_tree import reap
-from guest.reports import FACTS
+from guest.paths import GuestPaths
+from guest.processes import Cleanup, KillReport, kill_everything, merge_kills, reap
 from guest.requests import CALL_OPS, is_request_id
-from guest.supervisors import Supervisors
+from guest.supervisor_channel import FACTS
+from guest.supervisors import SupervisorHandle, Supervisors
 from guest.tunnels.tunnels import NET_OPS, Tunnels
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import NoReturn
 
-    from guest.commands.jobs import Job
-    from guest.frames import Frame
-    from guest.process_tree import KillReport
-    from guest.supervisors import SupervisorHandle
 
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
+_LONGEST_LIFE_S = 1e9
 _READ_BYTES = 65_536
 # Reports wait in their pipes while the host has more than this to take.
 _OUTBOX_BYTES = 262_144
@@ -47,24 +40,95 @@ _TICK_MS = 1
 _LONGEST_WAIT_S = 3600.0
 
 
+class Options:
+    """`life_s`: seconds from the start after which the sandbox ends by itself; None: never. `proxy_port`: None without network."""
+
+    __slots__ = ("life_s", "proxy_port")
+
+    def __init__(self, life_s: float | None = None, proxy_port: int | None = None) -> None:
+        self.life_s = life_s
+        self.proxy_port = proxy_port
+
+
+def parse_options(arguments: Sequence[str]) -> Options:
+    """`--life SECONDS` above 0, `--proxy PORT`. Raises ValueError for anything else: a limit that was misread would be none."""
+    options = Options()
+    names = iter(arguments)
+    for name in names:
+        value = next(names, None)
+        if value is None:
+            raise ValueError(f"{name} without a value")
+        if name == "--life":
+            options.life_s = _parse_life(value)
+        elif name == "--proxy":
+            options.proxy_port = _parse_port(value)
+        else:
+            raise ValueError(f"unknown option {name}")
+    return options
+
+
+def _parse_life(value: str) -> float:
+    life_s = float(value)
+    # Also not "nan", which no clock ever passes, nor "inf".
+    if not 0 < life_s < _LONGEST_LIFE_S:
+        raise ValueError(f"--life {value} is no number of seconds")
+    return life_s
+
+
+def _parse_port(value: str) -> int:
+    port = int(value)
+    if not 0 < port < 65536:
+        raise ValueError(f"--proxy {value} is no port")
+    return port
+
+
+class LifeOver(Exception):
+    """The sandbox is as old as it may get."""
+
+
+class Life:
+    """Counts from its making, on the clock that also runs while the sandbox is frozen or the host sleeps. `life_s` None: no limit."""
+
+    __slots__ = ("_ends_at", "_life_s")
+
+    def __init__(self, life_s: float | None) -> None:
+        self._life_s = life_s
+        self._ends_at = None if life_s is None else _now() + life_s
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end, None without one."""
+        return None if self._ends_at is None else self._ends_at - _now()
+
+    def check(self) -> None:
+        """Raises LifeOver."""
+        left_s = self.left_s
+        if left_s is not None and left_s <= 0:
+            raise LifeOver(f"the sandbox reached its maximum life of {self._life_s:g} s")
+
+
+def _now() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class BrokenProtocol(Exception):
     """The host sent what the protocol does not know."""
 
 
 class Loop:
-    def __init__(self, places: Places, options: Options) -> None:
-        self._places = places
+    def __init__(self, paths: GuestPaths, options: Options) -> None:
+        self._paths = paths
         if options.proxy_port is not None:
-            places.offer_proxy(options.proxy_port)
+            paths.offer_proxy(options.proxy_port)
         self._life = Life(options.life_s)
         self._decoder = FrameDecoder()
         self._outbox = Outbox(_STDOUT)
         self._calls: dict[str, Call] = {}
-        self._supervisors = Supervisors(places)
+        self._supervisors = Supervisors(paths)
         self._cleanup = Cleanup()
         self._lanes = Lanes()
         self._jobs = Jobs()
-        self._tunnels = Tunnels(self._outbox, options.proxy_port)
+        self._tunnels = Tunnels(self._outbox, options.proxy_port) if options.proxy_port is not None else None
         # Calls that another's end has let through.
         self._let_through: list[Call] = []
         os.set_blocking(_STDIN, False)
@@ -101,7 +165,8 @@ class Loop:
         if self._outbox.size < _OUTBOX_BYTES:
             for fd in self._supervisors.by_reports:
                 poller.register(fd, select.POLLIN)
-        self._tunnels.register(poller)
+        if self._tunnels is not None:
+            self._tunnels.register(poller)
         for fd, events in poller.poll(self._wait_ms()):
             if fd == _STDIN:
                 self._read_requests()
@@ -109,7 +174,7 @@ class Loop:
                 self._outbox.flush()
             elif fd in self._supervisors.by_reports:
                 self._read_reports(self._supervisors.by_reports[fd])
-            else:
+            elif self._tunnels is not None:
                 self._tunnels.serve(fd, events)
 
     def _wait_ms(self) -> int | None:
@@ -121,7 +186,7 @@ class Loop:
         watched += [call.limit_at for call in self._lanes.waiting]
         if self._supervisors.idle_until is not None:
             watched.append(self._supervisors.idle_until)
-        tunnels_at = self._tunnels.find_wake_at()
+        tunnels_at = self._tunnels.find_wake_at() if self._tunnels is not None else None
         if tunnels_at is not None:
             watched.append(tunnels_at)
         now = time.monotonic()
@@ -146,6 +211,8 @@ class Loop:
         header = frame.header
         op, call_id = header.get("op"), header.get("id")
         if op in NET_OPS:
+            if self._tunnels is None:
+                raise BrokenProtocol("a frame about a connection, without network")
             self._tunnels.take(frame)
             return
         if not is_request_id(call_id):
@@ -167,7 +234,7 @@ class Loop:
 
     def _attest(self, header: dict[str, object]) -> None:
         try:
-            fields = attest(header, self._places, self._supervisors.idle_pids, self._jobs.running)
+            fields = attest(header, self._paths, self._supervisors.idle_pids, self._jobs.running)
         except (Failure, OSError) as error:
             fields = {"error": _as_failure(error).as_error()}
         self._send({"id": header["id"], "ev": "done", **fields})
@@ -270,7 +337,8 @@ class Loop:
 
     def _look_after_processes(self) -> None:
         supervisors = self._supervisors
-        self._tunnels.look_after()
+        if self._tunnels is not None:
+            self._tunnels.look_after()
         now = time.monotonic()
         for call in [call for call in self._lanes.waiting if now >= call.limit_at]:
             self._answer(call, call.overslept_end())
@@ -369,14 +437,14 @@ def _left_survivors(done: dict[str, object]) -> bool:
     return isinstance(kill, dict) and bool(kill["survivors"])
 
 
-def main(options: Options | None = None, places: Places | None = None) -> NoReturn:
+def main(options: Options | None = None, paths: GuestPaths | None = None) -> NoReturn:
     """Be PID 1."""
     if os.getpid() != 1:
         sys.exit("the guest runs as PID 1 of a sandbox and nowhere else")
     # Python's own handler would let any program of the sandbox interrupt PID 1; without one the kernel shields it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
-    loop = Loop(places or Places(), options or Options())
+    loop = Loop(paths or GuestPaths(), options or Options())
     gc.collect()
     gc.freeze()
     # Last, because what comes before may need /proc/self: from here on no program can read, stop or trace PID 1.

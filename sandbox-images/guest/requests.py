@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from guest.commands.exec_requests import ExecRequest
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
-from guest.fields import MAX_BODY, read_whole
-from guest.files.edit_requests import EditTextRequest, WriteTextRequest
-from guest.files.file_requests import ReadFileRequest, WriteFileRequest
-from guest.files.text_requests import ReadTextRequest
+from guest.failures import MAX_BODY, read_whole
+from guest.files.requests import EditTextRequest, ReadFileRequest, ReadTextRequest, WriteFileRequest, WriteTextRequest
 from guest.search.requests import GlobRequest, GrepRequest
 
 TYPE_CHECKING = False
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, TypeGuard
 
-    from guest.bench import Bench
+    from guest.supervisor_channel import RequestContext
 
     FileRequest = ReadTextRequest | ReadFileRequest | WriteFileRequest | WriteTextRequest | EditTextRequest
     JobRequest = JobStartRequest | JobPollRequest | JobInputRequest | JobListRequest
@@ -57,10 +55,10 @@ def parse_call(header: dict[str, Any]) -> CallRequest:
     return _REQUESTS[header["op"]](header)
 
 
-def load_server(request: object) -> Callable[[Any, Bench], dict[str, object]]:
-    """The function that serves a request: (request, bench) -> the fields of its done event. It raises Failure and OSError."""
+def load_server(request: object) -> Callable[[Any, RequestContext], dict[str, object]]:
+    """The function that serves a request: (request, context) -> the fields of its done event. It raises Failure and OSError."""
     module, function = _SERVERS[type(request)]
-    server: Callable[[Any, Bench], dict[str, object]] = getattr(__import__(module, fromlist=(function,)), function)
+    server: Callable[[Any, RequestContext], dict[str, object]] = getattr(__import__(module, fromlist=(function,)), function)
     return server
 
 

@@ -1,4 +1,4 @@
-"""PID 1's supervisors: those that serve a call, and at most one that waits for the next."""
+"""The supervisors: processes that PID 1 forks to serve calls, and PID 1's record of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,28 @@ import os
 import signal
 import time
 
-from guest.handover import Assignment, give, open_channel, say_cancel
-from guest.pipes import SupervisorEnds
-from guest.progress import Progress
-from guest.reports import DONE_AND_FREE, ReportReader, ReportWriter
-from guest.supervisor import Supervisor
+from guest.commands.exec_requests import ExecRequest
+from guest.commands.execution import Execution
+from guest.commands.job_requests import JobStartRequest
+from guest.failures import CANCELLED, INTERNAL, TIMEOUT, Failure, describe_os_error
+from guest.kernel import PR_SET_CHILD_SUBREAPER, set_process_flag
+from guest.processes import KillReport, kill_below, reap
+from guest.requests import load_server
+from guest.supervisor_channel import (
+    DONE_AND_FREE,
+    Assignment,
+    CallPipes,
+    Progress,
+    ReportReader,
+    ReportWriter,
+    RequestContext,
+    SupervisorEnds,
+    Watch,
+    give,
+    open_channel,
+    send_cancel,
+    take,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,13 +36,99 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from guest.calls import Call
-    from guest.places import Places
+    from guest.paths import GuestPaths
 
+_UNCLEAN_ENDS = (CANCELLED, INTERNAL, TIMEOUT)
 IDLE_S = 1.0
 """How long a supervisor waits for its next call: a sandbox at rest is PID 1 alone."""
 TAKE_S = 0.3
 """How long a supervisor that waited may take to take a call: longer than the scheduler of a busy host, and little of a limit."""
 _READ_BYTES = 65_536
+
+
+class Supervisor:
+    """One supervisor process. `serve` returns when it may serve no more."""
+
+    def __init__(self, ends: SupervisorEnds, paths: GuestPaths) -> None:
+        self._ends = ends
+        self._paths = paths
+
+    def serve(self, first: Assignment) -> None:
+        """Serve `first`, which was inherited, then what PID 1 hands over."""
+        self._leave_pid_1(first)
+        assignment: Assignment | None = first
+        while assignment is not None and self._serve_call(assignment):
+            self._leave_call()
+            assignment = take(self._ends.channel)
+
+    def _leave_pid_1(self, first: Assignment) -> None:
+        """Let go of what belongs to PID 1 and to other calls."""
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        for fd in (0, 1):
+            # The numbers stay taken, so that no pipe of a program lands on them.
+            os.dup2(null, fd, inheritable=False)
+        self._ends.close_all_others(first.body)
+        # Beyond the file size limit a write is to fail, not to end this process.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        set_process_flag(PR_SET_CHILD_SUBREAPER, 1)
+
+    def _leave_call(self) -> None:
+        """Let go of all that the call opened, whoever opened it, and of where it worked."""
+        self._ends.close_all_others()
+        os.chdir("/")
+
+    def _serve_call(self, assignment: Assignment) -> bool:
+        """Serve one call and report its end; says whether this process is as it was before."""
+        self._ends.progress.take()
+        if isinstance(assignment.request, JobStartRequest):
+            self._keep_job(assignment)
+            return False
+        pipes = CallPipes(self._ends, assignment.body)
+        fields = self._end_of(assignment, pipes)
+        is_clean = _is_clean(fields)
+        self._ends.writer.send_done(fields, is_clean)
+        return is_clean
+
+    def _keep_job(self, assignment: Assignment) -> None:
+        """Only who keeps a job loads what that needs."""
+        from guest.commands.job_keeper import keep
+
+        keep(assignment, self._ends, self._paths)
+
+    def _end_of(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
+        try:
+            return self._fulfil(assignment, pipes)
+        except Failure as failure:
+            return _end_failed(failure, pipes)
+        except OSError as error:
+            return _end_failed(describe_os_error(error, "the guest"), pipes)
+        # The edge of this process: a bug in it must still answer the call, and leave nothing running.
+        except Exception as error:  # noqa: BLE001
+            return _end_failed(Failure(INTERNAL, f"{type(error).__name__} in the guest"), pipes)
+
+    def _fulfil(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
+        request = assignment.request
+        if isinstance(request, ExecRequest):
+            return Execution(request, pipes, self._paths, assignment.oom_kills).run()
+        return load_server(request)(request, RequestContext(self._paths, pipes, Watch(pipes, request.timeout_s)))
+
+
+def _end_failed(failure: Failure, pipes: CallPipes) -> dict[str, object]:
+    fields: dict[str, object] = {"error": failure.as_error()}
+    if not reap():
+        report = KillReport()
+        kill_below(report)
+        fields["kill"] = report.as_field()
+    pipes.settle()
+    return fields
+
+
+def _is_clean(fields: dict[str, object]) -> bool:
+    """Whether a call ended by itself. Where nothing was killed, `reap` has said that no child is left."""
+    error = fields.get("error")
+    if fields.get("kill") or fields.get("timed_out") or fields.get("cancelled"):
+        return False
+    return not (isinstance(error, dict) and error["code"] in _UNCLEAN_ENDS)
 
 
 class SupervisorHandle:
@@ -55,7 +158,7 @@ class SupervisorHandle:
         return True
 
     def cancel(self) -> None:
-        say_cancel(self._channel)
+        send_cancel(self._channel)
 
     def read_reports(self) -> tuple[list[tuple[int, bytes]], bool]:
         """The records that are complete, and whether anything came: nothing at the end, or from a pipe that is empty."""
@@ -75,8 +178,8 @@ class SupervisorHandle:
 class Supervisors:
     """Every supervisor that was forked and is not reaped yet. The pid of each is PID 1's own child: a kill meets no other."""
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, paths: GuestPaths) -> None:
+        self._paths = paths
         self._by_pid: dict[int, SupervisorHandle] = {}
         self.by_reports: dict[int, SupervisorHandle] = {}
         # Those whose exit is to come soon.
@@ -186,7 +289,7 @@ class Supervisors:
 
     def _be_supervisor(self, ends: SupervisorEnds, call: Call) -> NoReturn:
         try:
-            Supervisor(ends, self._places).serve(Assignment(call.request, call.body.fd, call.oom_kills))
+            Supervisor(ends, self._paths).serve(Assignment(call.request, call.body.fd, call.oom_kills))
         finally:
             # Whatever happened, a supervisor never goes back into PID 1's loop.
             os._exit(0)

@@ -14,7 +14,7 @@ from workers.sandboxd.answers import build_done
 from workers.sandboxd.attestation import Attestation, find_dirt, parse_attestation
 
 assert GUEST_PARENT
-from guest.options import parse_options  # noqa: E402
+from guest.loop import parse_options  # noqa: E402
 
 
 @pytest.fixture(scope="module")

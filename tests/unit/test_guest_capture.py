@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
-from guest.commands.capture import Capture  # noqa: E402
-from guest.oom import read_oom_kills  # noqa: E402
+from guest.commands.outputs import Capture  # noqa: E402
+from guest.processes import read_oom_kills  # noqa: E402
 
 
 @given(cap=st.integers(0, 50), pieces=st.lists(st.binary(max_size=70), max_size=12))

@@ -15,13 +15,13 @@ from tests.guest_harness import GUEST_PARENT
 assert GUEST_PARENT
 from guest.confinement import find_place, open_pinned, pin_file  # noqa: E402
 from guest.failures import Failure, describe_os_error  # noqa: E402
-from guest.places import Places  # noqa: E402
+from guest.paths import GuestPaths  # noqa: E402
 
 _RACE_TRIES = 3000
 
 
 @pytest.fixture(params=[True, False], ids=["openat2", "walk"])
-def places(tmp_path: Path, request: pytest.FixtureRequest) -> Places:
+def paths(tmp_path: Path, request: pytest.FixtureRequest) -> GuestPaths:
     (tmp_path / "ws" / "sub" / "deep").mkdir(parents=True)
     (tmp_path / "tmp").mkdir()
     (tmp_path / "ws2").mkdir()
@@ -30,12 +30,12 @@ def places(tmp_path: Path, request: pytest.FixtureRequest) -> Places:
     (tmp_path / "tmp" / "t").write_text("in tmp")
     (tmp_path / "ws" / "f").write_text("in f")
     (tmp_path / "ws" / "sub" / "g").write_text("in g")
-    return Places((bytes(tmp_path / "ws"), bytes(tmp_path / "tmp")), use_openat2=request.param)
+    return GuestPaths((bytes(tmp_path / "ws"), bytes(tmp_path / "tmp")), use_openat2=request.param)
 
 
-def read(path: str, places: Places) -> str:
+def read(path: str, paths: GuestPaths) -> str:
     """The content at a path; raises Failure."""
-    place = find_place(path, places)
+    place = find_place(path, paths)
     try:
         pinned = pin_file(place)
     except OSError as error:
@@ -47,8 +47,8 @@ def read(path: str, places: Places) -> str:
         return file.read()
 
 
-def root(places: Places) -> Path:
-    return Path(os.fsdecode(places.workspace))
+def root(paths: GuestPaths) -> Path:
+    return Path(os.fsdecode(paths.workspace))
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def root(places: Places) -> Path:
         ("to-tmp", "in tmp"),
     ],
 )
-def test_a_path_that_ends_inside_is_followed(places: Places, path: str, content: str) -> None:
-    ws = root(places)
+def test_a_path_that_ends_inside_is_followed(paths: GuestPaths, path: str, content: str) -> None:
+    ws = root(paths)
     (ws / "link").symlink_to("f")
     (ws / "sub" / "up").symlink_to("../f")
     (ws / "dir").symlink_to("sub")
@@ -80,8 +80,8 @@ def test_a_path_that_ends_inside_is_followed(places: Places, path: str, content:
     (ws / "absolute").symlink_to(ws / "sub" / "g")
     (ws / "absdir").symlink_to(ws / "sub")
     (ws / "to-tmp").symlink_to(ws.parent / "tmp" / "t")
-    assert read(path, places) == content
-    assert read(str(ws / path), places) == content
+    assert read(path, paths) == content
+    assert read(str(ws / path), paths) == content
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_a_path_that_ends_inside_is_followed(places: Places, path: str, content:
         "loop",
     ],
 )
-def test_a_path_that_leads_out_is_not_allowed(places: Places, path: str) -> None:
-    ws = root(places)
+def test_a_path_that_leads_out_is_not_allowed(paths: GuestPaths, path: str) -> None:
+    ws = root(paths)
     (ws / "out").symlink_to("../outside")
     (ws / "absout").symlink_to("/etc/passwd")
     (ws / "dirout").symlink_to("..")
@@ -113,7 +113,7 @@ def test_a_path_that_leads_out_is_not_allowed(places: Places, path: str) -> None
     (ws / "proc").symlink_to("/proc")
     (ws / "loop").symlink_to("loop")
     with pytest.raises(Failure) as caught:
-        read(path.format(ws=ws), places)
+        read(path.format(ws=ws), paths)
     assert caught.value.code == "PATH_NOT_ALLOWED"
 
 
@@ -135,28 +135,28 @@ def test_a_path_that_leads_out_is_not_allowed(places: Places, path: str) -> None
         ("\ud800", "INVALID_ARGUMENTS"),
     ],
 )
-def test_what_is_no_file_has_its_code_and_is_never_opened(places: Places, path: str, code: str) -> None:
-    ws = root(places)
+def test_what_is_no_file_has_its_code_and_is_never_opened(paths: GuestPaths, path: str, code: str) -> None:
+    ws = root(paths)
     (ws / "dangling").symlink_to("absent")
     os.mkfifo(ws / "fifo")
     os.mknod(ws / "socket", 0o140600)
     with pytest.raises(Failure) as caught:
-        read(path, places)
+        read(path, paths)
     assert caught.value.code == code
 
 
-def test_no_descriptor_is_left_open(places: Places) -> None:
+def test_no_descriptor_is_left_open(paths: GuestPaths) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    read("sub/../sub/g", places)
+    read("sub/../sub/g", paths)
     for path in ("sub/absent", "sub/../..", "sub/deep"):
         with pytest.raises(Failure):
-            read(path, places)
+            read(path, paths)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_name_that_is_not_utf_8_can_be_named(places: Places) -> None:
-    (root(places) / os.fsdecode(b"\xff")).write_text("bytes")
-    assert read("\udcff", places) == "bytes"
+def test_a_name_that_is_not_utf_8_can_be_named(paths: GuestPaths) -> None:
+    (root(paths) / os.fsdecode(b"\xff")).write_text("bytes")
+    assert read("\udcff", paths) == "bytes"
 
 
 @contextmanager
@@ -178,8 +178,8 @@ def swapping(one: Path, other: Path) -> Iterator[None]:
             process.send_signal(signal.SIGKILL)
 
 
-def test_a_directory_swapped_with_a_link_never_leads_out(places: Places) -> None:
-    ws = root(places)
+def test_a_directory_swapped_with_a_link_never_leads_out(paths: GuestPaths) -> None:
+    ws = root(paths)
     (ws / "sub" / "passwd").write_text("inside")
     (ws.parent / "ws2" / "passwd").write_text("outside")
     (ws / "trap").symlink_to(ws.parent / "ws2")
@@ -187,7 +187,7 @@ def test_a_directory_swapped_with_a_link_never_leads_out(places: Places) -> None
     with swapping(ws / "sub", ws / "trap"):
         for _ in range(_RACE_TRIES):
             try:
-                outcomes.add(read("sub/passwd", places))
+                outcomes.add(read("sub/passwd", paths))
             except Failure as failure:
                 outcomes.add(failure.code)
     assert "outside" not in outcomes
@@ -195,36 +195,36 @@ def test_a_directory_swapped_with_a_link_never_leads_out(places: Places) -> None
     assert "inside" in outcomes
 
 
-def test_a_file_swapped_with_a_link_never_leads_out(places: Places) -> None:
-    ws = root(places)
+def test_a_file_swapped_with_a_link_never_leads_out(paths: GuestPaths) -> None:
+    ws = root(paths)
     (ws / "trap").symlink_to(ws.parent / "outside")
     outcomes = set()
     with swapping(ws / "f", ws / "trap"):
         for _ in range(_RACE_TRIES):
             try:
-                outcomes.add(read("f", places))
+                outcomes.add(read("f", paths))
             except Failure as failure:
                 outcomes.add(failure.code)
     assert outcomes <= {"in f", "PATH_NOT_ALLOWED"}
     assert "in f" in outcomes
 
 
-def test_folders_made_for_a_file_that_never_came_go_again(places: Places) -> None:
-    ws = root(places)
+def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> None:
+    ws = root(paths)
     before = len(os.listdir("/proc/self/fd"))
-    find_place("sub/a/b/c/f", places, make_parents=True).close()
+    find_place("sub/a/b/c/f", paths, make_parents=True).close()
     assert sorted(path.name for path in (ws / "sub").iterdir()) == ["deep", "g"]
     for path, code in (("new/a/" + "x" * 300 + "/f", "INVALID_ARGUMENTS"), ("new/../../f", "PATH_NOT_ALLOWED"), ("f/g", "NOT_A_DIRECTORY")):
         with pytest.raises(Failure) as caught:
-            find_place(path, places, make_parents=True)
+            find_place(path, paths, make_parents=True)
         assert caught.value.code == code
     assert sorted(path.name for path in ws.iterdir()) == ["f", "sub"]
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_folders_that_are_used_or_were_moved_meanwhile_stay(places: Places) -> None:
-    ws = root(places)
-    used, moved = (find_place(f"{name}/a/f", places, make_parents=True) for name in ("used", "moved"))
+def test_folders_that_are_used_or_were_moved_meanwhile_stay(paths: GuestPaths) -> None:
+    ws = root(paths)
+    used, moved = (find_place(f"{name}/a/f", paths, make_parents=True) for name in ("used", "moved"))
     (ws / "used" / "a" / "f").touch()
     (ws / "moved" / "a").rename(ws / "sub" / "b")
     (ws / "sub" / "a").mkdir()
@@ -235,15 +235,15 @@ def test_folders_that_are_used_or_were_moved_meanwhile_stay(places: Places) -> N
     assert (ws / "sub" / "b").exists()
 
 
-def test_a_way_over_what_is_made_and_left_leaves_nothing(places: Places) -> None:
-    place = find_place("new/deep/../../other/f", places, make_parents=True)
-    (root(places) / "other" / "f").touch()
+def test_a_way_over_what_is_made_and_left_leaves_nothing(paths: GuestPaths) -> None:
+    place = find_place("new/deep/../../other/f", paths, make_parents=True)
+    (root(paths) / "other" / "f").touch()
     place.close()
-    assert sorted(path.name for path in root(places).iterdir()) == ["f", "other", "sub"]
+    assert sorted(path.name for path in root(paths).iterdir()) == ["f", "other", "sub"]
 
 
-def test_a_path_of_too_many_folders_is_refused_and_leaves_none(places: Places) -> None:
+def test_a_path_of_too_many_folders_is_refused_and_leaves_none(paths: GuestPaths) -> None:
     with pytest.raises(Failure, match="more than 500 directories deep") as caught:
-        find_place("a/" * 1500 + "f", places, make_parents=True)
+        find_place("a/" * 1500 + "f", paths, make_parents=True)
     assert caught.value.code == "INVALID_ARGUMENTS"
-    assert sorted(path.name for path in root(places).iterdir()) == ["f", "sub"]
+    assert sorted(path.name for path in root(paths).iterdir()) == ["f", "sub"]

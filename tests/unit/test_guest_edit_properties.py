@@ -15,17 +15,17 @@ assert GUEST_PARENT
 
 from guest.failures import Failure  # noqa: E402
 from guest.files.edit_matching import Needle, fit_line_ends  # noqa: E402
-from guest.files.edit_requests import EditTextRequest  # noqa: E402
 from guest.files.edits import edit_text  # noqa: E402
 from guest.files.encodings import find_form  # noqa: E402
-from guest.places import Places  # noqa: E402
+from guest.files.requests import EditTextRequest  # noqa: E402
+from guest.paths import GuestPaths  # noqa: E402
 
 
-class Bench:
+class RequestContext:
     """What a supervisor gives a server, without one."""
 
     def __init__(self, root: Path, body: bytes) -> None:
-        self.places = Places((os.fsencode(root / "w"),), os.fsencode(root / "o"))
+        self.paths = GuestPaths((os.fsencode(root / "w"),), os.fsencode(root / "o"))
         self.body = os.memfd_create("body")
         os.write(self.body, body)
         self.watch = self
@@ -52,7 +52,7 @@ def edit(root: Path, data: bytes, edits: list[tuple[str, str, bool]]) -> bytes |
     file = root / "w" / "f"
     file.write_bytes(data)
     names = ("old_string", "new_string", "replace_all")
-    bench: Any = Bench(root, json.dumps([dict(zip(names, parts, strict=True)) for parts in edits]).encode())
+    bench: Any = RequestContext(root, json.dumps([dict(zip(names, parts, strict=True)) for parts in edits]).encode())
     try:
         edit_text(EditTextRequest({"path": "f", "max_bytes": 8192, "timeout_s": 5.0}), bench)
     except Failure as failure:

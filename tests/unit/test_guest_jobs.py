@@ -15,7 +15,7 @@ from tests.processes import read_proc
 assert GUEST_PARENT
 from guest.commands.job_log import JobLog  # noqa: E402
 from guest.commands.jobs import MAX_JOBS  # noqa: E402
-from guest.places import Places  # noqa: E402
+from guest.paths import GuestPaths  # noqa: E402
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_a_job_gives_its_programs_no_descriptor_of_ours(guest: Guest) -> None:
 @given(pieces=st.lists(st.binary(min_size=1, max_size=30), max_size=30), most=st.integers(4, 60))
 def test_a_log_keeps_its_end_and_counts_what_it_dropped(tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], most: int) -> None:
     output = tmp_path_factory.mktemp("output")
-    log = JobLog(Places((b"/nowhere",), str(output).encode()), "job-1", 100)
+    log = JobLog(GuestPaths((b"/nowhere",), str(output).encode()), "job-1", 100)
     whole = b"".join(pieces)
     for piece in pieces:
         log.add(piece)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
 
 assert GUEST_PARENT
-from guest.calls import Call  # noqa: E402
-from guest.lanes import Lanes  # noqa: E402
+from guest.calls import Call, Lanes  # noqa: E402
 
 
 @pytest.fixture

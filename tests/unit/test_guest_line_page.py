@@ -7,7 +7,7 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 from guest.files.line_page import LinePage  # noqa: E402
-from guest.files.text_requests import LINE_CHARS  # noqa: E402
+from guest.files.requests import LINE_CHARS  # noqa: E402
 
 PLENTY = 10**9
 

@@ -13,103 +13,103 @@ assert GUEST_PARENT
 from guest.files import snapshots  # noqa: E402
 from guest.files.sha256 import digest_of  # noqa: E402
 from guest.files.snapshots import forget, recall, remember  # noqa: E402
-from guest.places import Places  # noqa: E402
+from guest.paths import GuestPaths  # noqa: E402
 
 DATA = b"content\n"
 CHANGED_NS = 1_700_000_000_123_456_789
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places((os.fsencode(tmp_path),), os.fsencode(tmp_path))
+def paths(tmp_path: Path) -> GuestPaths:
+    return GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path))
 
 
-def folder(places: Places) -> Path:
-    return Path(os.fsdecode(places.state)) / "files"
+def folder(paths: GuestPaths) -> Path:
+    return Path(os.fsdecode(paths.state)) / "files"
 
 
-def keep(places: Places, path: bytes, data: bytes = DATA) -> bool:
-    return remember(places, path, digest_of(data), data, CHANGED_NS)
+def keep(paths: GuestPaths, path: bytes, data: bytes = DATA) -> bool:
+    return remember(paths, path, digest_of(data), data, CHANGED_NS)
 
 
-def test_what_was_remembered_last_is_recalled(places: Places) -> None:
-    assert recall(places, b"/w/a") is None
-    keep(places, b"/w/a")
-    keep(places, b"/w/a", b"new")
-    keep(places, b"/w/b\n\xff", b"")
-    found, other = recall(places, b"/w/a"), recall(places, b"/w/b\n\xff")
+def test_what_was_remembered_last_is_recalled(paths: GuestPaths) -> None:
+    assert recall(paths, b"/w/a") is None
+    keep(paths, b"/w/a")
+    keep(paths, b"/w/a", b"new")
+    keep(paths, b"/w/b\n\xff", b"")
+    found, other = recall(paths, b"/w/a"), recall(paths, b"/w/b\n\xff")
     assert found is not None
     assert other is not None
     assert (found.digest, found.data, other.data) == (digest_of(b"new"), b"new", b"")
     assert found.changed_ns == CHANGED_NS
-    forget(places, b"/w/a")
-    assert recall(places, b"/w/a") is None
+    forget(paths, b"/w/a")
+    assert recall(paths, b"/w/a") is None
 
 
-def test_of_a_large_file_only_the_digest_is_kept(places: Places) -> None:
+def test_of_a_large_file_only_the_digest_is_kept(paths: GuestPaths) -> None:
     data = bytes(snapshots.MAX_DATA_BYTES + 1)
-    keep(places, b"/w/a", data)
-    remember(places, b"/w/b", digest_of(DATA), None, CHANGED_NS)
-    large, digest_only = recall(places, b"/w/a"), recall(places, b"/w/b")
+    keep(paths, b"/w/a", data)
+    remember(paths, b"/w/b", digest_of(DATA), None, CHANGED_NS)
+    large, digest_only = recall(paths, b"/w/a"), recall(paths, b"/w/b")
     assert large is not None
     assert digest_only is not None
     assert (large.digest, large.data, digest_only.data) == (digest_of(data), None, None)
 
 
-def test_all_records_together_are_bounded_and_the_oldest_go_first(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_records_together_are_bounded_and_the_oldest_go_first(paths: GuestPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "_KEPT_BYTES", 300_000)
     monkeypatch.setattr(snapshots, "_SWEEP_PAGES", 20)
     for number in range(100):
-        keep(places, b"/w/%d" % number, bytes(10_000))
-    assert sum(path.stat().st_size for path in folder(places).iterdir()) < 400_000
-    assert recall(places, b"/w/0") is None
-    assert recall(places, b"/w/99") is not None
+        keep(paths, b"/w/%d" % number, bytes(10_000))
+    assert sum(path.stat().st_size for path in folder(paths).iterdir()) < 400_000
+    assert recall(paths, b"/w/0") is None
+    assert recall(paths, b"/w/99") is not None
 
 
-def test_forged_content_is_not_believed(places: Places) -> None:
-    keep(places, b"/w/a")
-    record = next(path for path in folder(places).iterdir() if path.name != "ledger")
+def test_forged_content_is_not_believed(paths: GuestPaths) -> None:
+    keep(paths, b"/w/a")
+    record = next(path for path in folder(paths).iterdir() if path.name != "ledger")
     record.write_bytes(record.read_bytes()[:-1] + b"X")
-    found = recall(places, b"/w/a")
+    found = recall(paths, b"/w/a")
     assert found is not None
     assert found.data is None
     record.write_bytes(b"short")
-    assert recall(places, b"/w/a") is None
+    assert recall(paths, b"/w/a") is None
 
 
-def test_a_record_that_cannot_be_replaced_is_dropped(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(places, b"/w/a")
+def test_a_record_that_cannot_be_replaced_is_dropped(paths: GuestPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(paths, b"/w/a")
 
     def refuse(*_: object) -> int:
         raise OSError("no space")
 
     monkeypatch.setattr(snapshots.os, "write", refuse)
-    assert keep(places, b"/w/a", b"other") is True
-    assert recall(places, b"/w/a") is None
-    assert [path.name for path in folder(places).iterdir()] == ["ledger"], "no half record stays"
+    assert keep(paths, b"/w/a", b"other") is True
+    assert recall(paths, b"/w/a") is None
+    assert [path.name for path in folder(paths).iterdir()] == ["ledger"], "no half record stays"
 
 
-def test_a_fifo_or_a_link_in_a_records_place_neither_waits_nor_leads_away(places: Places, tmp_path: Path) -> None:
-    keep(places, b"/w/a")
-    record = next(path for path in folder(places).iterdir() if path.name != "ledger")
+def test_a_fifo_or_a_link_in_a_records_place_neither_waits_nor_leads_away(paths: GuestPaths, tmp_path: Path) -> None:
+    keep(paths, b"/w/a")
+    record = next(path for path in folder(paths).iterdir() if path.name != "ledger")
     record.unlink()
     os.mkfifo(record)
-    assert recall(places, b"/w/a") is None
+    assert recall(paths, b"/w/a") is None
     record.unlink()
     target = tmp_path / "target"
     target.write_bytes(bytes(100))
     record.symlink_to(target)
-    assert recall(places, b"/w/a") is None
-    keep(places, b"/w/a")
+    assert recall(paths, b"/w/a") is None
+    keep(paths, b"/w/a")
     assert target.read_bytes() == bytes(100)
 
 
-def test_remembering_is_cheap(places: Places) -> None:
+def test_remembering_is_cheap(paths: GuestPaths) -> None:
     data = bytes(80_000)
     digest = digest_of(data)
     best = 1.0
     for _ in range(50):
         started = time.perf_counter()
-        remember(places, b"/w/a", digest, data, CHANGED_NS)
+        remember(paths, b"/w/a", digest, data, CHANGED_NS)
         best = min(best, time.perf_counter() - started)
     assert best < 0.001

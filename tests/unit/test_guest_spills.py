@@ -11,7 +11,7 @@ from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, runn
 assert GUEST_PARENT
 from guest.commands import spills  # noqa: E402
 from guest.commands.spills import Spill  # noqa: E402
-from guest.places import Places  # noqa: E402
+from guest.paths import GuestPaths  # noqa: E402
 
 LIMITS = {"bytes": 1000, "lines": 20}
 
@@ -27,7 +27,7 @@ def run(guest: Guest, script: str, **fields: object) -> Done:
 
 
 def build_spill(output: Path, limit: int = 10) -> Spill:
-    return Spill(Places((b"/nowhere",), str(output).encode()), limit, 1000)
+    return Spill(GuestPaths((b"/nowhere",), str(output).encode()), limit, 1000)
 
 
 @needs_namespace

@@ -11,8 +11,8 @@ from tests.guest_harness import GUEST_PARENT
 assert GUEST_PARENT
 from guest.commands.exec_requests import ExecRequest  # noqa: E402
 from guest.commands.outputs import DRAIN_WINDOW_S, Outputs  # noqa: E402
-from guest.places import Places  # noqa: E402
-from guest.reports import ReportReader, ReportWriter  # noqa: E402
+from guest.paths import GuestPaths  # noqa: E402
+from guest.supervisor_channel import ReportReader, ReportWriter  # noqa: E402
 
 _F_SETPIPE_SZ = 1031
 PIECE = 30_000
@@ -31,7 +31,7 @@ def test_what_lies_in_the_pipe_at_the_programs_end_is_sent_however_late_the_last
     fcntl.fcntl(write_fd, _F_SETPIPE_SZ, 4096)
     os.set_blocking(write_fd, False)
     writer = ReportWriter(write_fd)
-    outputs = Outputs(stream_request(), writer, Places())
+    outputs = Outputs(stream_request(), writer, GuestPaths())
     os.write(outputs.stdout, b"a" * PIECE)
     (fd,) = [fd for fd, name in outputs.open_fds.items() if name == "stdout"]
     outputs.read(fd)

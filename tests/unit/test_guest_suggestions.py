@@ -14,7 +14,7 @@ from tests.guest_harness import GUEST_PARENT
 assert GUEST_PARENT
 from guest.files import suggestions  # noqa: E402
 from guest.files.suggestions import Likeness, escaped, missing_file  # noqa: E402
-from guest.places import Places  # noqa: E402
+from guest.paths import GuestPaths  # noqa: E402
 
 
 class Tree:
@@ -24,7 +24,7 @@ class Tree:
         self.workspace, self.tmp, self.output = base / "ws", base / "tmp", base / "output"
         for folder in (self.workspace, self.tmp, self.output / ".state"):
             folder.mkdir(parents=True)
-        self.places = Places((bytes(self.workspace), bytes(self.tmp)), bytes(self.output))
+        self.paths = GuestPaths((bytes(self.workspace), bytes(self.tmp)), bytes(self.output))
 
     def make(self, *names: str) -> None:
         for name in names:
@@ -34,7 +34,7 @@ class Tree:
 
     def suggest(self, path: str) -> list[str]:
         """The paths that are suggested, in order."""
-        failure = missing_file(path, self.places)
+        failure = missing_file(path, self.paths)
         assert failure.code == "FILE_NOT_FOUND"
         words = failure.message.partition("; did you mean ")[2].partition("?")[0]
         return words.replace(" or ", ", ").split(", ") if words else []
@@ -64,7 +64,7 @@ def test_a_mistyped_directory_is_found_by_the_name_of_the_file(tree: Tree) -> No
 def test_the_path_tried_and_the_working_directory_are_named(tree: Tree) -> None:
     (tree.workspace / "sub").mkdir()
     (tree.output / ".state" / "folder").write_bytes(bytes(tree.workspace / "sub"))
-    words = missing_file("../a/./gone.txt", tree.places).message
+    words = missing_file("../a/./gone.txt", tree.paths).message
     assert words.startswith(f"{tree.workspace}/a/gone.txt: no such file or directory; the working directory is {tree.workspace}/sub;")
     assert "no name like it was found" in words
 
@@ -99,19 +99,19 @@ def test_names_that_no_line_could_show_are_escaped(tree: Tree) -> None:
     Path(os.fsdecode(bytes(tree.workspace) + b"/\xff/c\x1b.txt")).write_text("")
     assert tree.suggest("a\nb.txt") == ["dir/a\\nb.txt"]
     assert tree.suggest("c\x1b.txt") == ["\\xff/c\\x1b.txt"]
-    assert "\n" not in missing_file("x\ny", tree.places).message
+    assert "\n" not in missing_file("x\ny", tree.paths).message
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "d/" * 3000 + "x", "\udcff\udcfe", "-rf", " ", "/", "."])
 def test_no_path_is_too_odd_to_answer(tree: Tree, path: str) -> None:
     tree.make("a.txt")
-    assert len(missing_file(path, tree.places).message) < 2000
+    assert len(missing_file(path, tree.paths).message) < 2000
 
 
 def test_the_look_ends_after_so_many_entries_and_says_so(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggestions, "MAX_ENTRIES", 50)
     tree.make(*(f"d/{number}.bin" for number in range(100)))
-    assert "no name like it was found (among the first 50 entries)" in missing_file("gone.txt", tree.places).message
+    assert "no name like it was found (among the first 50 entries)" in missing_file("gone.txt", tree.paths).message
 
 
 def test_the_look_ends_after_its_time(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_deep_path_takes_no_longer_than_the_look_may(tree: Tree) -> None:
     deep = "d/" * 1000
     subprocess.run(["mkdir", "-p", tree.workspace / deep], check=True)
     started = time.monotonic()
-    assert "(among the first" in missing_file(deep + "f", tree.places).message
+    assert "(among the first" in missing_file(deep + "f", tree.paths).message
     assert time.monotonic() - started < suggestions.MAX_S + 1.0
     subprocess.run(["rm", "-rf", tree.workspace], check=True)
 

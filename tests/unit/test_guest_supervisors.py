@@ -14,8 +14,7 @@ from tests.processes import read_proc
 
 assert GUEST_PARENT
 from guest.calls import Call  # noqa: E402
-from guest.handover import open_channel  # noqa: E402
-from guest.progress import Progress  # noqa: E402
+from guest.supervisor_channel import Progress, open_channel  # noqa: E402
 from guest.supervisors import SupervisorHandle  # noqa: E402
 
 pytestmark = needs_namespace

@@ -17,10 +17,10 @@ from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, runn
 assert GUEST_PARENT
 from guest.failures import Failure  # noqa: E402
 from guest.files import text_reads  # noqa: E402
+from guest.files.requests import ReadTextRequest  # noqa: E402
 from guest.files.sha256 import new_digest  # noqa: E402
 from guest.files.snapshots import Snapshot, recall  # noqa: E402
-from guest.files.text_requests import ReadTextRequest  # noqa: E402
-from guest.places import Places  # noqa: E402
+from guest.paths import GuestPaths  # noqa: E402
 
 pytestmark = needs_namespace
 
@@ -52,7 +52,7 @@ def make(guest: Guest, name: str, content: bytes) -> Path:
 
 
 def recalled(guest: Guest, path: Path) -> Snapshot | None:
-    return recall(Places((bytes(guest.workspace), bytes(guest.tmp)), bytes(guest.output)), bytes(path))
+    return recall(GuestPaths((bytes(guest.workspace), bytes(guest.tmp)), bytes(guest.output)), bytes(path))
 
 
 class LocalBench:
@@ -61,7 +61,7 @@ class LocalBench:
     def __init__(self, base: Path) -> None:
         for name in ("ws", "tmp", "output"):
             (base / name).mkdir()
-        self.places = Places((bytes(base / "ws"), bytes(base / "tmp")), bytes(base / "output"))
+        self.paths = GuestPaths((bytes(base / "ws"), bytes(base / "tmp")), bytes(base / "output"))
 
     @property
     def watch(self) -> "LocalBench":

@@ -16,7 +16,7 @@ from guest.confinement import Place, find_place  # noqa: E402
 from guest.failures import Failure  # noqa: E402
 from guest.files import versions  # noqa: E402
 from guest.files.versions import BytesContent, Version, open_old  # noqa: E402
-from guest.places import Places  # noqa: E402
+from guest.paths import GuestPaths  # noqa: E402
 
 
 class Watch:
@@ -43,7 +43,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "named":
         monkeypatch.setattr(versions.os, "open", refuse)
     (tmp_path / "o").mkdir()
-    found = find_place("f", Places((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")))
+    found = find_place("f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")))
     yield found
     found.close()
 
@@ -94,7 +94,7 @@ def test_a_file_that_changed_since_it_was_opened_is_left(place: Place, tmp_path:
 
 
 def test_a_folder_that_was_removed_meanwhile_is_missing(place: Place, tmp_path: Path) -> None:
-    gone = find_place("gone/f", Places((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")), make_parents=True)
+    gone = find_place("gone/f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")), make_parents=True)
     (tmp_path / "gone").rmdir()
     for write in (version(gone, b"ours").create, lambda: version(gone, b"ours").replace(None)):
         with pytest.raises(Failure) as refused:

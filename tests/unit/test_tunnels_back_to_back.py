@@ -25,7 +25,7 @@ from workers.sandboxd.frames import MAX_DOWN, MAX_UP, FrameDecoder, encode_frame
 from workers.sandboxd.tunnels import Tunnels
 
 assert GUEST_PARENT
-from guest.outbox import Outbox  # noqa: E402
+from guest.frames import Outbox  # noqa: E402
 from guest.tunnels.tunnels import Tunnels as GuestTunnels  # noqa: E402
 
 pytestmark = needs_namespace

@@ -6,18 +6,26 @@ import os
 import select
 import time
 
-from guest import oom
-from guest.commands.endings import TERM_GRACE_S, ask_to_end
 from guest.commands.outputs import Outputs
-from guest.commands.shell_session import ShellSession
+from guest.commands.shell_state import ShellSession
 from guest.commands.spawn import build_argv, build_environment, enter_directory, spawn
-from guest.process_tree import KillReport, find_below, kill_below, read_processes, reap
+from guest.processes import (
+    TERM_GRACE_S,
+    KillReport,
+    ask_to_end,
+    find_below,
+    kill_below,
+    offer_to_oom_killer,
+    read_oom_kills,
+    read_processes,
+    reap,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from guest.commands.exec_requests import ExecRequest
-    from guest.pipes import CallPipes
-    from guest.places import Places
+    from guest.paths import GuestPaths
+    from guest.supervisor_channel import CallPipes
 
 LEFTOVER_GRACE_S = 0.02
 """What a program that ended left behind may take to end by itself: helpers that follow their parent do."""
@@ -37,10 +45,10 @@ class Execution:
     `run` returns the fields of its done event, once nothing of it lives and its output is sent.
     """
 
-    def __init__(self, request: ExecRequest, pipes: CallPipes, places: Places, oom_kills: int | None) -> None:
+    def __init__(self, request: ExecRequest, pipes: CallPipes, paths: GuestPaths, oom_kills: int | None) -> None:
         self._request = request
         self._pipes = pipes
-        self._places = places
+        self._paths = paths
         self._oom_kills = oom_kills
         self._status: int | None = None
         self._timed_out = False
@@ -64,7 +72,7 @@ class Execution:
             **self._state_fields(exit_fields["exit_code"] is not None),
             "timed_out": self._timed_out,
             "cancelled": self._cancelled,
-            "oom": oom.read_oom_kills() != self._oom_kills,
+            "oom": read_oom_kills() != self._oom_kills,
             "run_s": round(run_s, 6),
             "streams": self._outputs.sizes(),
             "kill": self._kill.as_field() if self._kill else None,
@@ -74,17 +82,17 @@ class Execution:
         script = self._pipes.read_body(self._request.script_bytes)
         further: list[int] = []
         if self._request.has_state:
-            self._session = ShellSession(self._request, self._places)
+            self._session = ShellSession(self._request, self._paths)
             argv, env, further = self._session.prepare(script)
         else:
-            argv, env = build_argv(self._request, script), build_environment(self._request, self._places)
-            enter_directory(str(self._request.cwd), self._places.workspace)
-        self._outputs = Outputs(self._request, self._pipes.writer, self._places)
+            argv, env = build_argv(self._request, script), build_environment(self._request, self._paths)
+            enter_directory(str(self._request.cwd), self._paths.workspace)
+        self._outputs = Outputs(self._request, self._pipes.writer, self._paths)
         stdin = self._pipes.open_stdin(self._request.script_bytes)
         self._started_at = time.monotonic()
         self._limit_at = self._started_at + self._request.timeout_s
         self._pid = spawn(argv, env, stdin, self._outputs.stdout, self._outputs.stderr, further)
-        oom.offer_to_oom_killer(self._pid)
+        offer_to_oom_killer(self._pid)
         self._outputs.close_write_ends()
 
     def _watch(self) -> None:

@@ -6,24 +6,18 @@ import os
 import select
 import time
 
-from guest import oom
-from guest.commands.endings import ask_to_end
 from guest.commands.job_log import JobLog
-from guest.commands.job_requests import JobInputRequest, JobKillRequest
+from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobStartRequest
 from guest.commands.jobs import EXITED, KILLED, RUNNING
-from guest.commands.shell_session import enter_session_folder
-from guest.commands.shell_state import load_state
-from guest.commands.spawn import build_shell, spawn
+from guest.commands.shell_state import build_shell, enter_session_folder, load_state
+from guest.commands.spawn import spawn
 from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
-from guest.handover import Assignment, hear
-from guest.pipes import CallPipes
-from guest.process_tree import KillReport, kill_below, reap
+from guest.processes import KillReport, ask_to_end, kill_below, offer_to_oom_killer, read_oom_kills, reap
+from guest.supervisor_channel import Assignment, CallPipes, SupervisorEnds, receive
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.commands.job_requests import JobStartRequest
-    from guest.pipes import SupervisorEnds
-    from guest.places import Places
+    from guest.paths import GuestPaths
 
 GRACE_S = 2.0
 """How long a job may take to end by itself when it is to be killed."""
@@ -38,18 +32,18 @@ _LAST_READS_S = 0.25
 class JobKeeper:
     """`serve` returns when there is nothing left to keep. While it lives the job's processes are below it, a child subreaper."""
 
-    def __init__(self, request: JobStartRequest, ends: SupervisorEnds, body: int | None, places: Places) -> None:
+    def __init__(self, request: JobStartRequest, ends: SupervisorEnds, body: int | None, paths: GuestPaths) -> None:
         self._request = request
         self._ends = ends
         self._pipes = CallPipes(ends, body)
-        self._places = places
+        self._paths = paths
         self._status: int | None = None
         self._state = RUNNING
         self._polled = 0
         self._input = bytearray()
         self._closes_input = False
         self._is_told = False
-        self._oom_kills = oom.read_oom_kills()
+        self._oom_kills = read_oom_kills()
 
     def serve(self) -> None:
         """Raises Failure and OSError when the job could not be started; nothing of it then runs."""
@@ -62,16 +56,16 @@ class JobKeeper:
 
     def _start(self) -> None:
         script = self._pipes.read_body(self._request.script_bytes)
-        argv, env, further = build_shell(script, load_state(self._places), self._places, token=None)
-        enter_session_folder(self._request.cwd, self._places)
-        self._log = JobLog(self._places, self._request.job)
+        argv, env, further = build_shell(script, load_state(self._paths), self._paths, token=None)
+        enter_session_folder(self._request.cwd, self._paths)
+        self._log = JobLog(self._paths, self._request.job)
         stdin, self._stdin = os.pipe()
         self._output, output = os.pipe()
         for fd in (self._stdin, self._output):
             os.set_blocking(fd, False)
         self._started_at = time.monotonic()
         self._pid = spawn(argv, env, stdin, output, output, further)
-        oom.offer_to_oom_killer(self._pid)
+        offer_to_oom_killer(self._pid)
         for fd in (stdin, output, *further):
             os.close(fd)
 
@@ -85,7 +79,7 @@ class JobKeeper:
                 return False
             pace_s = _REAP_PACE_S if self._state == RUNNING else LINGER_S
             if self._serve_events(min(pace_s, until - now) if until is not None else pace_s):
-                heard = hear(self._ends.channel)
+                heard = receive(self._ends.channel)
                 if heard is None:
                     return False
                 if isinstance(heard, Assignment):
@@ -185,7 +179,7 @@ class JobKeeper:
             "state": self._state,
             "exit_code": code if code is not None and code >= 0 else None,
             "signal": -code if code is not None and code < 0 else None,
-            "oom": oom.read_oom_kills() != self._oom_kills,
+            "oom": read_oom_kills() != self._oom_kills,
             "age_s": round(time.monotonic() - self._started_at, 3),
             "log": self._log.path,
             "unread": self._log.written - self._polled,
@@ -242,11 +236,11 @@ class JobKeeper:
         return report
 
 
-def keep(assignment: Assignment, ends: SupervisorEnds, places: Places) -> None:
+def keep(assignment: Assignment, ends: SupervisorEnds, paths: GuestPaths) -> None:
     """Serve a job from its start to its end. What fails before it runs is answered, and nothing is left."""
     request = assignment.request
     try:
-        JobKeeper(request, ends, assignment.body, places).serve()  # type: ignore[arg-type]
+        JobKeeper(request, ends, assignment.body, paths).serve()  # type: ignore[arg-type]
     except (Failure, OSError) as error:
         failure = error if isinstance(error, Failure) else describe_os_error(error, "the job")
         if not reap():

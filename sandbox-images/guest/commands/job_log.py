@@ -7,7 +7,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.places import Places
+    from guest.paths import GuestPaths
 
 LOG_BYTES = 4_194_304
 
@@ -18,8 +18,8 @@ class JobLog:
     `dropped` tells of both those and what found no room at all. Raises OSError from the constructor only.
     """
 
-    def __init__(self, places: Places, job: str, most_bytes: int = LOG_BYTES) -> None:
-        folder = places.output + b"/jobs"
+    def __init__(self, paths: GuestPaths, job: str, most_bytes: int = LOG_BYTES) -> None:
+        folder = paths.output + b"/jobs"
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
         self._directory = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

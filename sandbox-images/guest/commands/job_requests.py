@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from guest.failures import INVALID_ARGUMENTS, Failure
-from guest.fields import MAX_BODY, check_fields, read_text, read_timeout, read_whole
+from guest.failures import INVALID_ARGUMENTS, MAX_BODY, Failure, check_fields, read_text, read_timeout, read_whole
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

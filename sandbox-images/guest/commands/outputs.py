@@ -1,4 +1,4 @@
-"""The output pipes of one program: read, counted, kept up to the caps or sent on as they come."""
+"""The output pipes of one program: read, counted, kept up to the caps, or sent on while the program runs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import os
 import time
 
-from guest.commands.capture import Capture
-from guest.commands.live import LiveFeed
 from guest.commands.spills import Spill
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from guest.commands.exec_requests import ExecRequest
-    from guest.places import Places
-    from guest.reports import ReportWriter
+    from guest.paths import GuestPaths
+    from guest.supervisor_channel import ReportWriter
 
+PACE_S = 0.05
+"""Pieces that come closer together than this are sent as one: each costs a frame."""
+PIECE_BYTES = 32_768
+_FRAME_BYTES = 64
+_STREAMS = {"stdout": "live", "stderr": "live_stderr", "merged": "live"}
 READ_BYTES = 65_536
 MANY_BYTES = 1_048_576
 """The most the kernel gives an unprivileged pipe, and what is read of it at once."""
@@ -25,16 +28,115 @@ _LITTLE_BYTES = MANY_BYTES // 4
 DRAIN_WINDOW_S = 0.25
 
 
+class Capture:
+    """The first quarter of `cap` bytes and the last three quarters; what lies between is counted and dropped.
+
+    A stream of at most `cap` bytes is kept whole, as head and tail that join.
+    """
+
+    __slots__ = ("_end", "_head", "_head_cap", "_tail", "_tail_cap", "total")
+
+    def __init__(self, cap: int) -> None:
+        self._head_cap = cap // 4
+        self._tail_cap = cap - self._head_cap
+        self._head = bytearray()
+        # A ring: once it is full, `_end` is where the oldest byte is overwritten.
+        self._tail = bytearray()
+        self._end = 0
+        self.total = 0
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self._head_cap - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if data and self._tail_cap:
+            self._add_to_tail(data[-self._tail_cap :])
+
+    def _add_to_tail(self, data: bytes) -> None:
+        room = self._tail_cap - len(self._tail)
+        if room > 0:
+            self._tail += data[:room]
+            data = data[room:]
+        first = min(len(data), self._tail_cap - self._end)
+        self._tail[self._end : self._end + first] = data[:first]
+        rest = len(data) - first
+        self._tail[:rest] = data[first:]
+        self._end = rest if rest else (self._end + first) % self._tail_cap
+
+    def head(self) -> bytes:
+        return bytes(self._head)
+
+    def tail(self) -> bytes:
+        return bytes(self._tail[self._end :] + self._tail[: self._end])
+
+    def sizes(self) -> dict[str, int]:
+        """The entry of `done`'s streams."""
+        return {"total": self.total, "head": len(self._head), "tail": len(self._tail)}
+
+
+class LiveFeed:
+    """`most_bytes` are what may be sent, frames included. What does not fit, or comes while PID 1 is busy, is counted and dropped."""
+
+    __slots__ = ("_buffers", "_left", "_writer", "dropped", "due_at", "sent")
+
+    def __init__(self, writer: ReportWriter, most_bytes: int) -> None:
+        self._writer = writer
+        self._left = most_bytes
+        self._buffers: dict[str, bytearray] = {}
+        self.due_at: float | None = None
+        self.sent = 0
+        self.dropped = 0
+
+    def add(self, name: str, data: bytes, now: float) -> None:
+        if self.due_at is None:
+            self.due_at = now + PACE_S
+        buffer = self._buffers.setdefault(_STREAMS[name], bytearray())
+        room = PIECE_BYTES - len(buffer)
+        self.dropped += max(0, len(data) - room)
+        if room > 0:
+            buffer += data[:room]
+
+    def flush(self, now: float, is_last: bool = False) -> None:
+        """Send what is due. `is_last`: all of it, waiting where it must: the program has ended."""
+        if self.due_at is None or (now < self.due_at and not is_last):
+            return
+        for stream, buffer in list(self._buffers.items()):
+            if self._writer.is_full and not is_last:
+                self.due_at = now + PACE_S
+                return
+            self._send(stream, bytes(buffer), is_last)
+            del self._buffers[stream]
+        self.due_at = None
+
+    def sizes(self) -> dict[str, int]:
+        """`live` of the done event."""
+        return {"sent": self.sent, "dropped": self.dropped}
+
+    def _send(self, stream: str, data: bytes, is_last: bool) -> None:
+        part = data[: max(0, self._left - _FRAME_BYTES)]
+        self.dropped += len(data) - len(part)
+        if not part:
+            return
+        self._left -= len(part) + _FRAME_BYTES
+        self.sent += len(part)
+        if is_last:
+            self._writer.send(stream, part)
+        else:
+            self._writer.offer(stream, part)
+
+
 class Outputs:
     """Who asks for `merged` alone gets one pipe for stdout and stderr, which keeps the order of the program's own writes.
 
     Otherwise there are two, and `merged` has their pieces in the order of arrival.
     """
 
-    def __init__(self, request: ExecRequest, writer: ReportWriter, places: Places) -> None:
+    def __init__(self, request: ExecRequest, writer: ReportWriter, paths: GuestPaths) -> None:
         self._writer = writer
         self._live = LiveFeed(writer, request.live_bytes) if request.live_bytes else None
-        self._spill = Spill(places, *request.spill) if request.spill is not None else None
+        self._spill = Spill(paths, *request.spill) if request.spill is not None else None
         # Bytes read of each pipe until it was enlarged.
         self._counts: dict[int, int] = {}
         self._large: set[int] = set()

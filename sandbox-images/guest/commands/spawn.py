@@ -5,24 +5,20 @@ from __future__ import annotations
 import errno
 import os
 
-from guest.commands.shell_state import PREAMBLE_FD, build_preamble, open_in_memory
 from guest.failures import INVALID_ARGUMENTS, SPAWN_FAILED, Failure, describe_os_error, printable
-from guest.places import PROGRAMS
+from guest.paths import PROGRAMS, GuestPaths
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from guest.commands.exec_requests import ExecRequest
-    from guest.commands.shell_state import ShellState
-    from guest.places import Places
 
 MAX_ARGUMENT_BYTES = 131_071
 """What the kernel takes as one argument, without its NUL."""
-_BASH = (*PROGRAMS["bash"], b"--noprofile", b"--norc", b"-c")
+BASH = (*PROGRAMS["bash"], b"--noprofile", b"--norc", b"-c")
 # Above all that a supervisor has open.
 _SPARE_FD = 200
-_RUN_LONG = b'eval "$BASH_EXECUTION_STRING"'
 
 # SIGKILL and SIGSTOP cannot be set; 32 and 33 are the C library's own.
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
@@ -56,24 +52,12 @@ def build_bash_argv(script: bytes) -> list[bytes]:
     if b"\0" in script:
         raise Failure(INVALID_ARGUMENTS, "the script has a NUL byte")
     # The last is the script's own name, $0, in front of what bash complains about.
-    return [*_BASH, script, b"bash"]
+    return [*BASH, script, b"bash"]
 
 
-def build_environment(request: ExecRequest, places: Places) -> dict[bytes, bytes]:
-    merged = {**places.environment, **request.env}
+def build_environment(request: ExecRequest, paths: GuestPaths) -> dict[bytes, bytes]:
+    merged = {**paths.environment, **request.env}
     return {encode_text(name, "env"): encode_text(value, "env") for name, value in merged.items()}
-
-
-def build_shell(script: bytes, state: ShellState, places: Places, token: bytes | None) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:
-    """A shell of the session: its arguments, its environment, and what its descriptors from 3 on are to be. Raises Failure, OSError."""
-    argv = build_bash_argv(script)
-    is_long = len(script) > MAX_ARGUMENT_BYTES
-    further = [open_in_memory(build_preamble(state, places, token, is_long))]
-    if is_long:
-        argv[len(_BASH)] = _RUN_LONG
-        further.append(open_in_memory(script))
-        os.lseek(further[1], 0, os.SEEK_SET)
-    return argv, {**state.environment, b"BASH_ENV": f"/proc/self/fd/{PREAMBLE_FD}".encode()}, further
 
 
 def enter_directory(path: str, workspace: bytes) -> None:
@@ -102,7 +86,7 @@ def spawn(argv: list[bytes], env: dict[bytes, bytes], stdin: int, stdout: int, s
     except OSError as error:
         if error.errno == errno.E2BIG:
             raise Failure(INVALID_ARGUMENTS, "arguments and environment are too large together") from None
-        if program == _BASH[0] and error.errno == errno.ENOENT:
+        if program == BASH[0] and error.errno == errno.ENOENT:
             # The same path for every shell of the session: when it is not there, the image has none.
             message = "the image of this sandbox has no /bin/bash, so no command can run; the file and search tools work without it"
             raise Failure(SPAWN_FAILED, message) from None

@@ -8,7 +8,7 @@ import stat
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.places import Places
+    from guest.paths import GuestPaths
 
 QUOTA_BYTES = 67_108_864
 """Of all spill files of a session together, and so of one."""
@@ -25,8 +25,8 @@ class Spill:
 
     __slots__ = ("_fd", "_limit_bytes", "_limit_lines", "_output", "_pending", "_room", "is_whole", "lines", "name", "written")
 
-    def __init__(self, places: Places, limit_bytes: int, limit_lines: int) -> None:
-        self._output = places.output
+    def __init__(self, paths: GuestPaths, limit_bytes: int, limit_lines: int) -> None:
+        self._output = paths.output
         self._limit_bytes = limit_bytes
         self._limit_lines = limit_lines
         self._pending: list[bytes] | None = []

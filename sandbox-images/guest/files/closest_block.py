@@ -41,16 +41,16 @@ def find_closest(lines: list[str], wanted: list[str], until: float) -> tuple[int
 def _starts(lines: list[str], wanted: list[str], until: float) -> list[int]:
     """Where a block like `wanted` may begin, likeliest first."""
     votes: Counter[int] = Counter()
-    places: dict[str, list[int]] = {}
+    paths: dict[str, list[int]] = {}
     for offset, line in enumerate(wanted):
         if len(line.strip()) > 2:
-            places.setdefault(line.strip(), []).append(offset)
+            paths.setdefault(line.strip(), []).append(offset)
     twins: Counter[str] = Counter()
     for number, line in enumerate(lines):
         key = line.strip()
-        if key in places and twins[key] < _MAX_TWINS:
+        if key in paths and twins[key] < _MAX_TWINS:
             twins[key] += 1
-            votes.update(number - offset for offset in places[key][:4])
+            votes.update(number - offset for offset in paths[key][:4])
     found = [start for start, _ in votes.most_common(_CANDIDATES)]
     longest = max((line.strip() for line in wanted), key=len)
     # Where the line that tells most is there as it is, the votes have it.

@@ -6,14 +6,14 @@ from array import array
 from bisect import bisect_right
 
 from guest.failures import FILE_TOO_LARGE, Failure
-from guest.files.edit_matching import fit_line_ends
+from guest.files.edit_matching import Needle, fit_line_ends
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from guest.files.edit_matching import Needle, Span
-    from guest.pipes import Watch
+    from guest.files.edit_matching import Span
+    from guest.supervisor_channel import Watch
 
 _KEPT_PLACES = 20
 """Of further ones only their number is known."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 import time
+from collections import Counter
 
-from guest.confinement import find_place
+from guest.confinement import Place, find_place
 from guest.failures import AMBIGUOUS_MATCH, FILE_NOT_FOUND, INVALID_ARGUMENTS, NO_CHANGE, NO_MATCH, Failure, describe_os_error
 from guest.files.edit_matching import Needle, fit_line_ends
 from guest.files.edit_views import show_places
@@ -16,18 +18,23 @@ from guest.files.file_states import FileState, read_whole, shorten
 from guest.files.file_texts import FileText
 from guest.files.placeholders import find_placeholder
 from guest.files.sha256 import RunningDigest
-from guest.files.syntax_notes import describe_syntax
-from guest.files.versions import BodyContent, BytesContent, Version, open_old
+from guest.files.versions import BodyContent, BytesContent, OldFile, Version, open_old
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
-    from guest.bench import Bench
-    from guest.confinement import Place
-    from guest.files.edit_requests import EditTextRequest
-    from guest.files.versions import OldFile
+    from guest.files.edit_matching import Span
+    from guest.files.requests import EditTextRequest
+    from guest.supervisor_channel import RequestContext
 
+_BLANKS = b" \t\r"
+_MAX_BYTES = 262_144
+_ONLY_PARSE = 0x0400
+"""`ast.PyCF_ONLY_AST`; loading ast takes longer than to parse."""
+_MESSAGE_CHARS = 200
+_NAMES = {b".py": "Python", b".pyi": "Python", b".json": "JSON", b".toml": "TOML"}
 _MAX_EDITS = 100
 _LISTED_LINES = 10
 _FOOTER_BYTES = 1024
@@ -36,6 +43,98 @@ _NOTES_CUT = "\n[notes cut; read the file with read_tool]"
 _DIAGNOSIS_S = 1.0
 _DIAGNOSIS_SHARE = 0.2
 _KEYS = {"old_string", "new_string", "replace_all"}
+
+
+def find_unindented(body: bytes, old: bytes) -> Span | None:
+    """The whole lines that equal those of `old` once each is stripped; None when there are none, or more than one such place.
+
+    The span leaves out the line end of the last line unless `old` has it.
+    """
+    wanted = [line.strip(_BLANKS) for line in old.split(b"\n")]
+    has_end = not wanted[-1] and len(wanted) > 1
+    if has_end:
+        wanted.pop()
+    if not any(wanted):
+        return None
+    lines = body.split(b"\n")
+    stripped = [line.strip(_BLANKS) for line in lines]
+    at = _find_only(stripped, wanted)
+    if at is None or (has_end and at + len(wanted) == len(lines)):
+        return None
+    start = sum(map(len, lines[:at])) + at
+    end = start + sum(map(len, lines[at : at + len(wanted)])) + len(wanted)
+    if has_end:
+        return start, end
+    # CR belongs to the line end.
+    return start, end - 1 - lines[at + len(wanted) - 1].endswith(b"\r")
+
+
+def _find_only(lines: list[bytes], wanted: list[bytes]) -> int | None:
+    """Where the run of lines stands that is the only one like `wanted`. The rarest line is looked for, as blank ones are many."""
+    counts = Counter(lines)
+    anchor = min(range(len(wanted)), key=lambda number: counts[wanted[number]] if wanted[number] else len(lines) + 1)
+    found = None
+    at = -1
+    while True:
+        try:
+            at = lines.index(wanted[anchor], at + 1)
+        except ValueError:
+            return found
+        start = at - anchor
+        if start >= 0 and lines[start : start + len(wanted)] == wanted:
+            if found is not None:
+                return None
+            found = start
+
+
+def describe_syntax(name: bytes, before: bytes, parts: tuple[bytes | memoryview, ...]) -> str | None:
+    """A note when the new content, in parts, is no valid Python, JSON or TOML; None when it is, or cannot be judged."""
+    kind = name[name.rfind(b".") :]
+    parse = _PARSERS.get(kind)
+    if parse is None or max(len(before), sum(map(len, parts))) > _MAX_BYTES:
+        return None
+    complaint = _complain(parse, b"".join(parts))
+    if complaint is None:
+        return None
+    since = "" if not before else " any more" if _complain(parse, before) is None else ", as before"
+    return f"[note: the file is no valid {_NAMES[kind]}{since}: {complaint}]"
+
+
+def _complain(parse: Callable[[bytes], object], data: bytes) -> str | None:
+    try:
+        parse(data)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}"[:_MESSAGE_CHARS]
+    except ValueError as error:
+        return str(error)[:_MESSAGE_CHARS]
+    except (RecursionError, MemoryError):
+        return None
+    return None
+
+
+def _parse_toml(data: bytes) -> object:
+    """Where Python has no parser for it, any file passes."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+
+        return tomllib.loads(data.decode())
+    return None
+
+
+def _parse_python(data: bytes) -> object:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compile(data, "file", "exec", _ONLY_PARSE, dont_inherit=True)
+
+
+_PARSERS: dict[bytes, Callable[[bytes], object]] = {
+    b".py": _parse_python,
+    b".pyi": _parse_python,
+    b".json": json.loads,
+    b".toml": _parse_toml,
+}
 
 
 class Edit:
@@ -55,35 +154,35 @@ class Edit:
         self.replace_all = replace_all
 
 
-def edit_text(request: EditTextRequest, bench: Bench) -> dict[str, object]:
+def edit_text(request: EditTextRequest, context: RequestContext) -> dict[str, object]:
     """Make the edits of the body. Raises Failure; then the file is as it was."""
-    edits = _read_edits(bench)
+    edits = _read_edits(context)
     creates = not edits[0].old
     try:
-        place = find_place(request.path, bench.places, make_parents=creates)
+        place = find_place(request.path, context.paths, make_parents=creates)
     except Failure as failure:
-        raise _missing(request.path, bench) if failure.code == FILE_NOT_FOUND else failure from None
+        raise _missing(request.path, context) if failure.code == FILE_NOT_FOUND else failure from None
     try:
         old = open_old(place, os.O_RDWR)
         if old is None and not creates:
-            raise _missing(request.path, bench)
-        return _FileEdit(request, edits, place, bench).run(old)
+            raise _missing(request.path, context)
+        return _FileEdit(request, edits, place, context).run(old)
     except OSError as error:
         raise describe_os_error(error, place.shown) from None
     finally:
         place.close()
 
 
-def _missing(path: str, bench: Bench) -> Failure:
+def _missing(path: str, context: RequestContext) -> Failure:
     # Loaded only for this: it takes longer than an edit.
     from guest.files.suggestions import missing_file
 
-    return missing_file(path, bench.places)
+    return missing_file(path, context.paths)
 
 
-def _read_edits(bench: Bench) -> list[Edit]:
+def _read_edits(context: RequestContext) -> list[Edit]:
     try:
-        listed = json.loads(b"".join(BodyContent(bench.body).blocks()))
+        listed = json.loads(b"".join(BodyContent(context.body).blocks()))
     except (ValueError, RecursionError):
         raise Failure(INVALID_ARGUMENTS, "the body is no JSON") from None
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MAX_EDITS:
@@ -92,20 +191,20 @@ def _read_edits(bench: Bench) -> list[Edit]:
 
 
 class _FileEdit:
-    def __init__(self, request: EditTextRequest, edits: list[Edit], place: Place, bench: Bench) -> None:
+    def __init__(self, request: EditTextRequest, edits: list[Edit], place: Place, context: RequestContext) -> None:
         self._request = request
         self._edits = edits
         self._place = place
-        self._bench = bench
-        self._state = FileState(place, bench.places)
+        self._context = context
+        self._state = FileState(place, context.paths)
         self._notes: list[str] = []
 
     def run(self, old: OldFile | None) -> dict[str, object]:
-        data = read_whole(old.fd, self._place.shown, self._bench.watch) if old is not None else b""
+        data = read_whole(old.fd, self._place.shown, self._context.watch) if old is not None else b""
         text = FileText(data, self._place.shown)
         edited = EditedText(text.body)
         for edit in self._edits:
-            self._bench.watch.check()
+            self._context.watch.check()
             self._make(edit, text, edited, data)
         if old is not None and edited.equals(text.body):
             raise Failure(NO_CHANGE, f"{self._place.shown}: the edits leave the file as it was; nothing was written")
@@ -114,11 +213,11 @@ class _FileEdit:
         self._note_others_change(data, old)
         digest = RunningDigest(pieces)
         try:
-            status = Version(self._place, BytesContent(*pieces), self._bench.watch).replace(old, is_known=True)
+            status = Version(self._place, BytesContent(*pieces), self._context.watch).replace(old, is_known=True)
         finally:
             digest.result()
         self._state.note_pieces(pieces, digest.result(), status)
-        self._bench.writer.send("file", self._view(text, edited))
+        self._context.writer.send("file", self._view(text, edited))
         return {
             "created": old is None,
             "replaced": edited.count,
@@ -151,7 +250,7 @@ class _FileEdit:
         expected = self._request.expected_count
         if edit.replace_all or expected is not None:
             self._check_count(edit, needle, edited, expected)
-            edited.replace_all(needle, new, self._bench.watch)
+            edited.replace_all(needle, new, self._context.watch)
         elif needle.find_next(first[0] + 1) is not None:
             raise self._ambiguous(edit, needle, edited, None)
         else:
@@ -177,7 +276,7 @@ class _FileEdit:
 
     def _replace_unindented(self, edit: Edit, old: bytes, new: bytes, edited: EditedText) -> bool:
         # Loaded only for this: a setting asks for it.
-        from guest.files.edit_tolerance import find_unindented
+        from guest.files.edits import find_unindented
 
         span = find_unindented(edited.body, old)
         if span is None:
@@ -188,11 +287,11 @@ class _FileEdit:
 
     def _check_count(self, edit: Edit, needle: Needle, edited: EditedText, expected: int | None) -> None:
         """A count that is expected also says that all of them are to be replaced."""
-        if expected is not None and edited.count_matches(needle, self._bench.watch) != expected:
+        if expected is not None and edited.count_matches(needle, self._context.watch) != expected:
             raise self._ambiguous(edit, needle, edited, expected)
 
     def _ambiguous(self, edit: Edit, needle: Needle, edited: EditedText, expected: int | None) -> Failure:
-        count = edited.count_matches(needle, self._bench.watch)
+        count = edited.count_matches(needle, self._context.watch)
         lines: list[str] = []
         at = needle.find_next(0)
         while at is not None and len(lines) < _LISTED_LINES:

@@ -11,31 +11,30 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from guest.bench import Bench
-    from guest.files.file_requests import ReadFileRequest
-    from guest.pipes import Watch
-    from guest.places import Places
+    from guest.files.requests import ReadFileRequest
+    from guest.paths import GuestPaths
+    from guest.supervisor_channel import RequestContext, Watch
 
 _BLOCK = 262_144
 
 
-def read_file(request: ReadFileRequest, bench: Bench) -> dict[str, object]:
+def read_file(request: ReadFileRequest, context: RequestContext) -> dict[str, object]:
     """Send a whole file. Raises Failure; FILE_TOO_LARGE before anything is sent, unless the file grows meanwhile."""
-    fd, shown = _open_file(request.path, bench.places)
+    fd, shown = _open_file(request.path, context.paths)
     declared = os.fstat(fd).st_size
     if declared > request.max_bytes:
         raise _too_large(shown, declared, request.max_bytes)
     size = 0
-    for block in _blocks(fd, shown, bench.watch):
+    for block in _blocks(fd, shown, context.watch):
         size += len(block)
         if size > request.max_bytes:
             raise _too_large(shown, size, request.max_bytes)
-        bench.writer.send("file", block)
+        context.writer.send("file", block)
     return {"size": size}
 
 
-def _open_file(path: str, places: Places) -> tuple[int, str]:
-    place = find_place(path, places, to_read=True)
+def _open_file(path: str, paths: GuestPaths) -> tuple[int, str]:
+    place = find_place(path, paths, to_read=True)
     try:
         return open_pinned(pin_file(place), os.O_RDONLY), place.shown
     except OSError as error:

@@ -7,14 +7,13 @@ import os
 from guest.failures import FILE_TOO_LARGE, STALE_FILE, Failure
 from guest.files.file_texts import FileText
 from guest.files.sha256 import digest_of
-from guest.files.snapshots import MAX_DATA_BYTES, forget, key_of, recall, remember
+from guest.files.snapshots import MAX_DATA_BYTES, Snapshot, forget, key_of, recall, remember
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from guest.confinement import Place
-    from guest.files.snapshots import Snapshot
-    from guest.pipes import Watch
-    from guest.places import Places
+    from guest.paths import GuestPaths
+    from guest.supervisor_channel import Watch
 
 MAX_BYTES = 33_554_432
 """A larger file is neither compared nor noted."""
@@ -42,12 +41,12 @@ def read_whole(fd: int, shown: str, watch: Watch) -> bytes:
 class FileState:
     """What this session remembers of the file at a place."""
 
-    __slots__ = ("_known", "_path", "_places")
+    __slots__ = ("_known", "_path", "_paths")
 
-    def __init__(self, place: Place, places: Places) -> None:
-        self._places = places
+    def __init__(self, place: Place, paths: GuestPaths) -> None:
+        self._paths = paths
         self._path = key_of(place)
-        self._known: Snapshot | None = recall(places, self._path)
+        self._known: Snapshot | None = recall(paths, self._path)
 
     @property
     def is_known(self) -> bool:
@@ -82,12 +81,12 @@ class FileState:
         size = sum(map(len, pieces))
         if size <= MAX_BYTES:
             data = b"".join(pieces) if size <= MAX_DATA_BYTES else None
-            return remember(self._places, self._path, digest, data, status.st_ctime_ns)
+            return remember(self._paths, self._path, digest, data, status.st_ctime_ns)
         self.forget()
         return True
 
     def forget(self) -> None:
-        forget(self._places, self._path)
+        forget(self._paths, self._path)
 
 
 def describe_stale(shown: str, known: bytes | None, data: bytes) -> Failure:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, Failure
-from guest.files.encodings import find_form
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from guest.files.encodings import TextForm
+from guest.files.encodings import TextForm, find_form
 
 _WIDE = ("utf-16", "utf-32")
 _BOM = "\ufeff"

@@ -5,33 +5,31 @@ from __future__ import annotations
 import os
 import stat
 
-from guest.confinement import find_place
+from guest.confinement import Place, find_place
 from guest.failures import FILE_EXISTS, Failure, describe_os_error
 from guest.files.file_states import MAX_BYTES, FileState
-from guest.files.versions import BodyContent, Version, open_old
+from guest.files.versions import BodyContent, OldFile, Version, open_old
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.bench import Bench
-    from guest.confinement import Place
-    from guest.files.file_requests import WriteFileRequest
-    from guest.files.versions import OldFile
+    from guest.files.requests import WriteFileRequest
+    from guest.supervisor_channel import RequestContext
 
 
-def write_file(request: WriteFileRequest, bench: Bench) -> dict[str, object]:
+def write_file(request: WriteFileRequest, context: RequestContext) -> dict[str, object]:
     """Write the body to a file. Raises Failure; then the old content is intact and no temporary file is left."""
-    place = find_place(request.path, bench.places, make_parents=True)
+    place = find_place(request.path, context.paths, make_parents=True)
     try:
-        return _write(str(request.mode), place, bench)
+        return _write(str(request.mode), place, context)
     except OSError as error:
         raise describe_os_error(error, place.shown) from None
     finally:
         place.close()
 
 
-def _write(mode: str, place: Place, bench: Bench) -> dict[str, object]:
-    content = BodyContent(bench.body)
-    version = Version(place, content, bench.watch)
+def _write(mode: str, place: Place, context: RequestContext) -> dict[str, object]:
+    content = BodyContent(context.body)
+    version = Version(place, content, context.watch)
     old = open_old(place, os.O_WRONLY | (os.O_APPEND if mode == "append" else 0))
     if mode == "create":
         if old is not None:
@@ -41,7 +39,7 @@ def _write(mode: str, place: Place, bench: Bench) -> dict[str, object]:
         status = version.append(old)
     else:
         status = version.replace(old)
-    _note(FileState(place, bench.places), old if mode == "append" else None, content, status)
+    _note(FileState(place, context.paths), old if mode == "append" else None, content, status)
     return {"created": old is None, "size": status.st_size, "mode_bits": stat.S_IMODE(status.st_mode)}
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from itertools import accumulate, chain, repeat
 from operator import add
 
-from guest.files.text_requests import LINE_CHARS
+from guest.files.requests import LINE_CHARS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

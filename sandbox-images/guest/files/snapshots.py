@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from guest.confinement import Place
-    from guest.places import Places
+    from guest.paths import GuestPaths
 
 MAX_DATA_BYTES = 1_048_576
 """Content of a larger file is not kept, only its digest."""
@@ -57,7 +57,7 @@ def key_of(place: Place) -> bytes:
     return os.readlink(f"/proc/self/fd/{place.directory}".encode()) + b"/" + place.name
 
 
-def remember(places: Places, path: bytes, digest: bytes, data: bytes | None, changed_ns: int) -> bool:
+def remember(paths: GuestPaths, path: bytes, digest: bytes, data: bytes | None, changed_ns: int) -> bool:
     """Keep what a file is that was last changed (its ctime) at `changed_ns`. Where that fails what was known before is dropped, and nothing is known.
 
     False when even that fails: what was known before is still held against the file, and always would be.
@@ -65,19 +65,19 @@ def remember(places: Places, path: bytes, digest: bytes, data: bytes | None, cha
     kept = data if data is not None and len(data) <= MAX_DATA_BYTES else None
     record = digest + (_HAS_DATA + kept if kept is not None else b"")
     try:
-        with _open_folder(places) as folder:
+        with _open_folder(paths) as folder:
             _put(folder, _name_of(path), record, changed_ns)
             _count(folder, len(record))
     except OSError:
-        forget(places, path)
-        return recall(places, path) is None
+        forget(paths, path)
+        return recall(paths, path) is None
     return True
 
 
-def recall(places: Places, path: bytes) -> Snapshot | None:
+def recall(paths: GuestPaths, path: bytes) -> Snapshot | None:
     """What `remember` kept of a file; None when there is nothing that can be believed."""
     try:
-        with _open_folder(places) as folder:
+        with _open_folder(paths) as folder:
             record, changed_ns = _get(folder, _name_of(path))
     except OSError:
         return None
@@ -87,16 +87,16 @@ def recall(places: Places, path: bytes) -> Snapshot | None:
     return Snapshot(digest, data if mark == _HAS_DATA else None, changed_ns)
 
 
-def forget(places: Places, path: bytes) -> None:
+def forget(paths: GuestPaths, path: bytes) -> None:
     """Know nothing of a file any more, as far as the folder lets go."""
-    with contextlib.suppress(OSError), _open_folder(places) as folder:
+    with contextlib.suppress(OSError), _open_folder(paths) as folder:
         os.unlink(_name_of(path), dir_fd=folder)
 
 
 @contextlib.contextmanager
-def _open_folder(places: Places) -> Iterator[int]:
+def _open_folder(paths: GuestPaths) -> Iterator[int]:
     """The folder of the records, made when it is missing."""
-    state = _enter(places.state, None)
+    state = _enter(paths.state, None)
     try:
         folder = _enter(b"files", state)
     finally:

@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 
-from guest.commands.session_folder import read_folder
+from guest.commands.shell_state import read_folder
 from guest.commands.spawn import encode_text
 from guest.failures import FILE_NOT_FOUND, Failure, printable
 
@@ -15,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from guest.places import Places
+    from guest.paths import GuestPaths
 
 MAX_SUGGESTIONS = 5
 MAX_ENTRIES = 20_000
@@ -27,11 +27,11 @@ _MAX_SHOWN = 240
 _STRIDE = 128
 
 
-def missing_file(path: str, places: Places) -> Failure:
+def missing_file(path: str, paths: GuestPaths) -> Failure:
     """The failure for a path that was looked for and is not there: the path tried, the session's folder, and up to five paths like it."""
-    cwd = read_folder(places)
+    cwd = read_folder(paths)
     tried = os.path.normpath(os.path.join(cwd, encode_text(path, "'path'")))
-    search = _Search(tried, places)
+    search = _Search(tried, paths)
     similar = [_shown_from(cwd, found) for found in search.run()]
     words = f"{_shorten(escaped(tried))}: no such file or directory; the working directory is {_shorten(escaped(cwd))}"
     words += f"; did you mean {_join(similar)}?" if similar else "; no name like it was found"
@@ -51,8 +51,8 @@ def escaped(name: bytes) -> str:
 class _Search:
     """One look for names like the last one of `tried`, its own directory first, then each root from the top down."""
 
-    def __init__(self, tried: bytes, places: Places) -> None:
-        self._places = places
+    def __init__(self, tried: bytes, paths: GuestPaths) -> None:
+        self._paths = paths
         self._parts = [part for part in tried.split(b"/") if part]
         self._likeness = Likeness(_text(self._parts[-1]) if self._parts else "")
         self._give_up_at = time.monotonic() + MAX_S
@@ -72,7 +72,7 @@ class _Search:
 
     def _ordered_roots(self) -> list[bytes]:
         tried = b"/" + b"/".join(self._parts)
-        return sorted(self._places.readable, key=lambda root: not (tried + b"/").startswith(root + b"/"))
+        return sorted(self._paths.readable, key=lambda root: not (tried + b"/").startswith(root + b"/"))
 
     def _walk(self, root: bytes) -> Iterator[tuple[list[bytes], bytes, bool]]:
         """(directories below the root, name, whether it is a directory), breadth first and never over a link."""
@@ -83,7 +83,7 @@ class _Search:
         while waiting and self.is_complete:
             parent = waiting.popleft()
             for name, is_folder in self._list(root, parent):
-                if is_folder and name not in _NOT_ENTERED and b"/".join((root, *parent, name)) != self._places.state:
+                if is_folder and name not in _NOT_ENTERED and b"/".join((root, *parent, name)) != self._paths.state:
                     waiting.append([*parent, name])
                 yield parent, name, is_folder
 

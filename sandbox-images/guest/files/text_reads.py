@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import codecs
+import heapq
 import os
 
-from guest.confinement import find_place, open_pinned, pin_file
+from guest.confinement import Place, find_place, open_pinned, pin_file
 from guest.failures import BINARY_FILE, FILE_NOT_FOUND, FILE_TOO_LARGE, INVALID_ARGUMENTS, OFFSET_OUT_OF_RANGE, Failure, describe_os_error
 from guest.files.encodings import TextForm, check_codec, find_sure_form, guess_form, guess_window
 from guest.files.file_types import HEAD_BYTES, find_type
 from guest.files.line_page import LinePage
+from guest.files.requests import EMPTY_ANSWER, ReadTextRequest
 from guest.files.sha256 import new_digest
 from guest.files.snapshots import MAX_DATA_BYTES, forget, key_of, remember
-from guest.files.text_requests import EMPTY_ANSWER
+from guest.files.suggestions import escaped, missing_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.bench import Bench
-    from guest.confinement import Place
-    from guest.files.text_requests import ReadTextRequest
+    from collections.abc import Iterator
 
+    from guest.supervisor_channel import RequestContext
+
+MAX_NAMES = 100
+_STRIDE = 1024
 SEEK_BYTES = 1_073_741_824
 """How far into a file a page is looked for."""
 COUNT_BYTES = 67_108_864
@@ -29,20 +33,57 @@ DIGEST_BYTES = 33_554_432
 _BLOCK = 262_144
 
 
-def read_text(request: ReadTextRequest, bench: Bench) -> dict[str, object]:
+def list_folder(place: Place, max_bytes: int, context: RequestContext) -> dict[str, object]:
+    """Send the first names in order, one a line, a slash behind directories: at most MAX_NAMES, and `max_bytes`. Raises OSError."""
+    fd = os.open(place.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory)
+    seen = _Seen(context)
+    with os.scandir(fd) as entries:
+        hidden = os.path.relpath(context.paths.state, os.readlink(f"/proc/self/fd/{fd}".encode()))
+        names = heapq.nsmallest(MAX_NAMES, seen.pass_on(entry for entry in entries if os.fsencode(entry.name) != hidden), key=_order)
+    lines: list[bytes] = []
+    for entry in names:
+        line = escaped(os.fsencode(entry.name)).encode() + (b"/" if entry.is_dir(follow_symlinks=False) else b"") + b"\n"
+        max_bytes -= len(line)
+        if max_bytes < 0:
+            break
+        lines.append(line)
+    context.writer.send("file", b"".join(lines))
+    return {**EMPTY_ANSWER, "kind": "directory", "count": len(lines), "entries": seen.count}
+
+
+class _Seen:
+    """Counts the entries that go by, and asks for the limit now and then."""
+
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+        self.count = 0
+
+    def pass_on(self, entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+        for entry in entries:
+            self.count += 1
+            if self.count % _STRIDE == 0:
+                self._context.watch.check()
+            yield entry
+
+
+def _order(entry: os.DirEntry[str]) -> bytes:
+    return os.fsencode(entry.name)
+
+
+def read_text(request: ReadTextRequest, context: RequestContext) -> dict[str, object]:
     """Send a page of a text file, or the names in a directory; tell what a picture or document is. Raises Failure."""
     if request.encoding != "auto":
         check_codec(request.encoding)
     try:
-        place = find_place(request.path, bench.places, to_read=True)
+        place = find_place(request.path, context.paths, to_read=True)
     except Failure as failure:
-        raise _missing(request, bench) if failure.code == FILE_NOT_FOUND else failure from None
+        raise _missing(request, context) if failure.code == FILE_NOT_FOUND else failure from None
     try:
-        return _TextRead(request, bench, place, open_pinned(pin_file(place), os.O_RDONLY)).run()
+        return _TextRead(request, context, place, open_pinned(pin_file(place), os.O_RDONLY)).run()
     except FileNotFoundError:
-        raise _missing(request, bench) from None
+        raise _missing(request, context) from None
     except IsADirectoryError:
-        return _list_folder(place, request, bench)
+        return _list_folder(place, request, context)
     except OSError as error:
         raise describe_os_error(error, place.shown) from None
     finally:
@@ -52,16 +93,15 @@ def read_text(request: ReadTextRequest, bench: Bench) -> dict[str, object]:
 # A supervisor lives for one call or a few: what only a slip needs is loaded when there is one.
 
 
-def _missing(request: ReadTextRequest, bench: Bench) -> Failure:
-    from guest.files.suggestions import missing_file
+def _missing(request: ReadTextRequest, context: RequestContext) -> Failure:
 
-    return missing_file(request.path, bench.places)
+    return missing_file(request.path, context.paths)
 
 
-def _list_folder(place: Place, request: ReadTextRequest, bench: Bench) -> dict[str, object]:
-    from guest.files.folder_listing import list_folder
+def _list_folder(place: Place, request: ReadTextRequest, context: RequestContext) -> dict[str, object]:
+    from guest.files.text_reads import list_folder
 
-    return list_folder(place, request.max_bytes, bench)
+    return list_folder(place, request.max_bytes, context)
 
 
 class _WrongUtf8(Exception):
@@ -73,9 +113,9 @@ class _WrongUtf8(Exception):
 
 
 class _TextRead:
-    def __init__(self, request: ReadTextRequest, bench: Bench, place: Place, fd: int) -> None:
+    def __init__(self, request: ReadTextRequest, context: RequestContext, place: Place, fd: int) -> None:
         self._request = request
-        self._bench = bench
+        self._context = context
         self._place = place
         self._fd = fd
         status = os.fstat(fd)
@@ -83,7 +123,7 @@ class _TextRead:
         self._changed_ns = status.st_ctime_ns
         self._key = key_of(place)
         # What a command printed is text to whoever was shown the rest of it, and reads as that did.
-        self._is_output = self._key.startswith(bench.places.output + b"/")
+        self._is_output = self._key.startswith(context.paths.output + b"/")
 
     def run(self) -> dict[str, object]:
         head = os.pread(self._fd, HEAD_BYTES, 0)
@@ -131,15 +171,15 @@ class _TextRead:
         """For the check whether somebody else has changed the file since. What is too large to keep is not checked."""
         digest = scan.memory.digest() if scan.has_ended else None
         if digest is None:
-            forget(self._bench.places, self._key)
+            forget(self._context.paths, self._key)
         else:
-            remember(self._bench.places, self._key, digest, scan.memory.data, self._changed_ns)
+            remember(self._context.paths, self._key, digest, scan.memory.data, self._changed_ns)
 
     def _scan(self, form: TextForm) -> _Scan:
         scan = _Scan(self._request, form, self._size)
         os.lseek(self._fd, 0, os.SEEK_SET)
         while not scan.is_over:
-            self._bench.watch.check()
+            self._context.watch.check()
             block = os.read(self._fd, _BLOCK)
             try:
                 scan.take(block)
@@ -169,7 +209,7 @@ class _TextRead:
     def _answer(self, form: TextForm, scan: _Scan) -> dict[str, object]:
         page = scan.page
         text = "\n".join([*page.shown, ""])
-        self._bench.writer.send("file", text.encode("utf-8", "replace"))
+        self._context.writer.send("file", text.encode("utf-8", "replace"))
         return {
             **EMPTY_ANSWER,
             "size": self._size,

@@ -5,43 +5,41 @@ from __future__ import annotations
 import os
 import stat
 
-from guest.confinement import find_place
+from guest.confinement import Place, find_place
 from guest.failures import BINARY_FILE, FILE_EXISTS, INVALID_ARGUMENTS, Failure, describe_os_error
 from guest.files.diffs import build_diff
 from guest.files.encodings import TextForm, check_codec, find_form
 from guest.files.file_states import MAX_BYTES, FileState, describe_stale, read_whole
 from guest.files.file_texts import FileText, strip_mark
 from guest.files.placeholders import find_placeholder
-from guest.files.versions import BodyContent, BytesContent, Version, open_old
+from guest.files.versions import BodyContent, BytesContent, OldFile, Version, open_old
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.bench import Bench
-    from guest.confinement import Place
-    from guest.files.edit_requests import WriteTextRequest
-    from guest.files.versions import OldFile
+    from guest.files.requests import WriteTextRequest
+    from guest.supervisor_channel import RequestContext
 
 _SAMPLE_BYTES = 65_536
 _NOTES_BYTES = 4096
 _UTF8 = "utf-8"
 
 
-def write_text(request: WriteTextRequest, bench: Bench) -> dict[str, object]:
+def write_text(request: WriteTextRequest, context: RequestContext) -> dict[str, object]:
     """Write the body, UTF-8 text, to a file. Raises Failure; then the old content is intact and no temporary file is left."""
-    text = _read_body(bench)
+    text = _read_body(context)
     if request.encoding != "auto":
         check_codec(request.encoding)
-    place = find_place(request.path, bench.places, make_parents=True)
+    place = find_place(request.path, context.paths, make_parents=True)
     try:
-        return _TextWrite(request, text, place, bench).run()
+        return _TextWrite(request, text, place, context).run()
     except OSError as error:
         raise describe_os_error(error, place.shown) from None
     finally:
         place.close()
 
 
-def _read_body(bench: Bench) -> str:
-    data = b"".join(BodyContent(bench.body).blocks())
+def _read_body(context: RequestContext) -> str:
+    data = b"".join(BodyContent(context.body).blocks())
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -49,12 +47,12 @@ def _read_body(bench: Bench) -> str:
 
 
 class _TextWrite:
-    def __init__(self, request: WriteTextRequest, text: str, place: Place, bench: Bench) -> None:
+    def __init__(self, request: WriteTextRequest, text: str, place: Place, context: RequestContext) -> None:
         self._request = request
         self._text = text
         self._place = place
-        self._bench = bench
-        self._state = FileState(place, bench.places)
+        self._context = context
+        self._state = FileState(place, context.paths)
         self._notes: list[str] = []
         self._diff = ""
         self._old = b""
@@ -71,7 +69,7 @@ class _TextWrite:
         else:
             status, form, written = self._overwrite(old)
         self._warn_of_placeholder()
-        self._bench.writer.send("file", "\n".join([*([self._diff] if self._diff else []), *self._notes]).encode("utf-8", "replace"))
+        self._context.writer.send("file", "\n".join([*([self._diff] if self._diff else []), *self._notes]).encode("utf-8", "replace"))
         return {
             "created": old is None,
             "size": status.st_size,
@@ -84,31 +82,31 @@ class _TextWrite:
     def _make(self, mode: str) -> tuple[os.stat_result, TextForm, int]:
         form = find_form(b"", self._request.encoding)
         pieces = (form.bom, self._encode(form, self._without_mark(form)))
-        version = Version(self._place, BytesContent(*pieces), self._bench.watch)
+        version = Version(self._place, BytesContent(*pieces), self._context.watch)
         status = version.create() if mode == "create" else version.replace(None, is_known=True)
         self._state.note(b"".join(pieces), status)
         return status, form, status.st_size
 
     def _overwrite(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
-        data = read_whole(old.fd, self._place.shown, self._bench.watch) if old.status.st_size <= MAX_BYTES else None
+        data = read_whole(old.fd, self._place.shown, self._context.watch) if old.status.st_size <= MAX_BYTES else None
         form = self._choose_form(data if data is not None else os.pread(old.fd, _SAMPLE_BYTES, 0), data is not None)
         content = form.bom + self._encode(form, self._without_mark(form))
         if data is None:
             self._notes.append(f"[the old content, {old.status.st_size} bytes, was too large to compare]")
         else:
             self._compare(data, content, old.status)
-        version = Version(self._place, BytesContent(content), self._bench.watch)
+        version = Version(self._place, BytesContent(content), self._context.watch)
         status = version.replace(old, is_known=data is not None)
         self._state.note(content, status)
         return status, form, status.st_size
 
     def _append(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
         size = old.status.st_size
-        data = read_whole(old.fd, self._place.shown, self._bench.watch) if size <= MAX_BYTES else None
+        data = read_whole(old.fd, self._place.shown, self._context.watch) if size <= MAX_BYTES else None
         form = self._choose_form_to_append(data if data is not None else os.pread(old.fd, _SAMPLE_BYTES, 0), data is not None)
         content = self._encode(form, self._without_mark(form)) if size else form.bom + self._encode(form, self._without_mark(form))
         is_stale = data is not None and self._state.is_stale(data)
-        status = Version(self._place, BytesContent(content), self._bench.watch).append(old)
+        status = Version(self._place, BytesContent(content), self._context.watch).append(old)
         if not form.codec.startswith(("utf-16", "utf-32")):
             self._note_line_ends(os.pread(old.fd, min(size, _SAMPLE_BYTES), 0))
         last = "\n".encode(form.codec)

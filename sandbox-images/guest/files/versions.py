@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 
-from guest.confinement import open_pinned, pin_file
+from guest.confinement import Place, open_pinned, pin_file
 from guest.failures import FILE_EXISTS, NO_SPACE, PERMISSION_DENIED, STALE_FILE, Failure, describe_os_error
 
 TYPE_CHECKING = False
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Protocol
 
-    from guest.confinement import Place
-    from guest.pipes import Watch
+    from guest.supervisor_channel import Watch
 
     class Content(Protocol):
         """What is to be written. `blocks` gives it in pieces, from its beginning each time."""

@@ -6,7 +6,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.pipes import Watch
+    from guest.supervisor_channel import Watch
 
 SEARCH_S = 20.0
 ENTRIES_A_CHECK = 512

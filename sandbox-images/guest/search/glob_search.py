@@ -17,28 +17,27 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from guest.bench import Bench
-    from guest.places import Places
-    from guest.reports import ReportWriter
+    from guest.paths import GuestPaths
     from guest.search.glob_patterns import Match
     from guest.search.requests import GlobRequest
+    from guest.supervisor_channel import ReportWriter, RequestContext
 
 
-def glob(request: GlobRequest, bench: Bench) -> dict[str, object]:
+def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
     """Send the paths, one a line. Raises Failure for a pattern that is none, and for a path that is not there or not allowed."""
-    clock = Clock(bench.watch, request.timeout_s)
+    clock = Clock(context.watch, request.timeout_s)
     pattern = GlobPattern(request.pattern, request.kind, request.path)
     finder = _Finder(request, pattern, clock)
-    above = open_folder(pattern.path, bench.places)
-    literal, name = pattern.open_literal(above, bench.places)
+    above = open_folder(pattern.path, context.paths)
+    literal, name = pattern.open_literal(above, context.paths)
     if literal is not None:
-        finder.add_literal(literal, name, bench.places)
-    start = pattern.open_start(above, bench.places)
+        finder.add_literal(literal, name, context.paths)
+    start = pattern.open_start(above, context.paths)
     if pattern.failure is not None and not finder.has_literal:
         raise pattern.failure
     if start is not None and pattern.failure is None:
-        finder.walk(start, bench.places)
-    return finder.send(request.limit, request.max_bytes, bench.writer)
+        finder.walk(start, context.paths)
+    return finder.send(request.limit, request.max_bytes, context.writer)
 
 
 # Links count as files, wherever they lead: they are listed and not followed.
@@ -85,14 +84,14 @@ class GlobPattern:
             prefix.append(parts[0])
         return prefix
 
-    def open_start(self, above: Start, places: Places) -> Start | None:
+    def open_start(self, above: Start, paths: GuestPaths) -> Start | None:
         """The directory to walk; None when the pattern begins with parts that are not there. Raises Failure."""
-        return above if self.is_absolute else _open_below(self.path, self._prefix, above, places)
+        return above if self.is_absolute else _open_below(self.path, self._prefix, above, paths)
 
-    def open_literal(self, above: Start, places: Places) -> tuple[Start | None, str]:
+    def open_literal(self, above: Start, paths: GuestPaths) -> tuple[Start | None, str]:
         """The directory of what has the pattern's text as its path, None when that is not there, and its name there. Raises Failure."""
         *parts, name = self.text.split("/")
-        return _open_below(self.path, parts[len(self._prefix) :] if self.is_absolute else parts, above, places), name
+        return _open_below(self.path, parts[len(self._prefix) :] if self.is_absolute else parts, above, paths), name
 
     def matchers(self) -> tuple[Match | None, Match | None]:
         """What tells whether a name, and whether a path below the start, matches; None where no alternative is about it. Raises Failure."""
@@ -102,12 +101,12 @@ class GlobPattern:
         return compile_any(by_name, "the pattern"), compile_any(by_path, "the pattern")
 
 
-def _open_below(path: str, parts: list[str], above: Start, places: Places) -> Start | None:
+def _open_below(path: str, parts: list[str], above: Start, paths: GuestPaths) -> Start | None:
     """The directory `parts` below `path`, which is open as `above`; None when it is not there. Raises Failure."""
     if not parts:
         return above
     try:
-        return open_folder("/".join((path.rstrip("/"), *parts)), places, may_miss=True)
+        return open_folder("/".join((path.rstrip("/"), *parts)), paths, may_miss=True)
     except Failure as failure:
         if failure.code in (FILE_NOT_FOUND, NOT_A_DIRECTORY, INVALID_ARGUMENTS):
             return None
@@ -130,13 +129,13 @@ class _Finder:
         self._bad_rules: list[str] = []
         self._is_partial = False
 
-    def add_literal(self, folder: Start, name: str, places: Places) -> None:
+    def add_literal(self, folder: Start, name: str, paths: GuestPaths) -> None:
         """What has the very name of the pattern matches it, whatever its characters stand for, and though a rule ignores it."""
         try:
             status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
         except OSError:
             return
-        if os.path.join(folder.real, os.fsencode(name)) == os.path.realpath(places.state):
+        if os.path.join(folder.real, os.fsencode(name)) == os.path.realpath(paths.state):
             return
         if self._kind == "any" or stat.S_IFMT(status.st_mode) in _MODES[self._kind]:
             self._literal = folder.shown + os.fsencode(name)
@@ -146,8 +145,8 @@ class _Finder:
     def has_literal(self) -> bool:
         return self._literal is not None
 
-    def walk(self, start: Start, places: Places) -> None:
-        walk = Walk(start, places, self._use_rules)
+    def walk(self, start: Start, paths: GuestPaths) -> None:
+        walk = Walk(start, paths, self._use_rules)
         for folder in walk.folders():
             self._look_at(folder, start.shown + os.fsencode(folder.prefix))
             if self._clock.is_over:

@@ -9,9 +9,9 @@ import select
 import signal
 import time
 
-from guest import oom
 from guest.failures import Failure
-from guest.places import ENVIRONMENT
+from guest.paths import ENVIRONMENT
+from guest.processes import offer_to_oom_killer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Child:
         finally:
             os.close(out)
             os.close(errors)
-        oom.offer_to_oom_killer(self._pid)
+        offer_to_oom_killer(self._pid)
         self._complaints = bytearray()
         self.status: int | None = None
 

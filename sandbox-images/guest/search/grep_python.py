@@ -10,7 +10,7 @@ import os
 import re
 
 from guest.failures import INVALID_PATTERN, Failure
-from guest.search.grep_children import start_function, write_all
+from guest.search.grep_children import Child, start_function, write_all
 from guest.search.grep_files import open_file, read_text
 from guest.search.grep_records import read_counts, read_names
 
@@ -18,7 +18,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from guest.search.grep_children import Child
     from guest.search.grep_patterns import GrepPattern
 
 

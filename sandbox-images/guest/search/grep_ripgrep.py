@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from guest.places import PROGRAMS
-from guest.search.grep_children import start_program
+from guest.paths import PROGRAMS
+from guest.search.grep_children import Child, start_program
 from guest.search.grep_files import MAX_FOUND_BYTES
 from guest.search.grep_records import SEPARATOR, count_marks, read_counts, read_names
 from guest.search.walk import MAX_DEPTH, VCS_NAMES
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from guest.failures import Failure
     from guest.search.filter import NameFilter
-    from guest.search.grep_children import Child
     from guest.search.grep_patterns import GrepPattern
 
 # No file of the sandbox configures it, all files are text to it, a line ends before its \r\n, too, and a file that is cut short

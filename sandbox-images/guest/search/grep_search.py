@@ -17,35 +17,34 @@ from guest.search.grep_python import PythonEngine
 from guest.search.grep_records import group_marks
 from guest.search.grep_ripgrep import Ripgrep, find_ripgrep
 from guest.search.names import build_names
-from guest.search.start import open_start
+from guest.search.start import Start, open_start
 from guest.search.walk import Walk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from guest.bench import Bench
-    from guest.places import Places
+    from guest.paths import GuestPaths
     from guest.search.requests import GrepRequest
-    from guest.search.start import Start
+    from guest.supervisor_channel import RequestContext
 
 _REST_S = 0.001
 _FIRST_BATCH = 4
 _LAST_BATCH = 64
 
 
-def grep(request: GrepRequest, bench: Bench) -> dict[str, object]:
+def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
     """Send the lines. Raises Failure for a pattern that is none, a path that is not there or not allowed, and when nothing was found in time."""
-    clock = Clock(bench.watch, request.timeout_s)
+    clock = Clock(context.watch, request.timeout_s)
     pattern = GrepPattern(request.pattern, request.fixed_strings, request.ignore_case, request.multiline)
     names = NameFilter(request.include, request.exclude, request.type)
-    start = open_start(request.path, bench.places)
+    start = open_start(request.path, context.paths)
     # The engine works from here, and so do the names it tells.
     try:
         os.fchdir(start.fd)
     except OSError as error:
         raise describe_os_error(error, start.show(b"")) from None
-    search = _Search(request, pattern, start, bench, clock)
+    search = _Search(request, pattern, start, context, clock)
     if start.file is None:
         search.find_files(names)
     else:
@@ -78,12 +77,12 @@ class _Survey:
 class _Search:
     """One request."""
 
-    def __init__(self, request: GrepRequest, pattern: GrepPattern, start: Start, bench: Bench, clock: Clock) -> None:
+    def __init__(self, request: GrepRequest, pattern: GrepPattern, start: Start, context: RequestContext, clock: Clock) -> None:
         self._request = request
         self._pattern = pattern
         self._start = start
-        self._bench = bench
-        self._places: Places = bench.places
+        self._context = context
+        self._paths: GuestPaths = context.paths
         self._clock = clock
         self._survey = _Survey()
         self._page = Page(request.max_lines, request.max_bytes)
@@ -95,19 +94,19 @@ class _Search:
         self._bad_rules: list[str] = []
         self._is_partial = False
         self._shown = self._shown_files = 0
-        program = find_ripgrep() if self._places.use_ripgrep and not pattern.needs_python else None
+        program = find_ripgrep() if self._paths.use_ripgrep and not pattern.needs_python else None
         self._engine: Ripgrep | PythonEngine = Ripgrep(program, pattern) if program is not None else PythonEngine(pattern)
 
     # --- which files ------------------------------------------------------------------------------------------------------
 
     def find_files(self, names: NameFilter) -> None:
         """Of all that is below the start. Raises Failure."""
-        walk = Walk(self._start, self._places, not self._request.include_ignored, names.excludes)
+        walk = Walk(self._start, self._paths, not self._request.include_ignored, names.excludes)
         self._survey_tree(walk, names)
         if walk.has_odd_rules and isinstance(self._engine, Ripgrep):
             # It would wait for a pipe that has the name of a rule file, and apply rules that the walk does not.
             self._engine = PythonEngine(self._pattern)
-            walk = Walk(self._start, self._places, True, names.excludes)
+            walk = Walk(self._start, self._paths, True, names.excludes)
             self._survey_tree(walk, names)
         self._unreadable.update(os.fsencode(name).rstrip(b"/") for name in walk.unreadable)
         self._bad_rules = walk.bad_rules
@@ -118,7 +117,7 @@ class _Search:
         """Of the one file that was named: no filter, no rule and a larger limit apply to it. Raises Failure."""
         shown = self._start.show(name)
         try:
-            fd = open_file(self._start.fd, name, self._places.use_openat2)
+            fd = open_file(self._start.fd, name, self._paths.use_openat2)
         except OSError as error:
             raise describe_os_error(error, shown) from None
         status = os.fstat(fd)
@@ -166,7 +165,7 @@ class _Search:
 
     def _start_counting(self, walk: Walk, names: NameFilter) -> Callable[[int, int], int]:
         if isinstance(self._engine, PythonEngine):
-            return self._engine.start_counting(self._names_only, self._start.fd, list(self._survey.files), self._places.use_openat2)
+            return self._engine.start_counting(self._names_only, self._start.fd, list(self._survey.files), self._paths.use_openat2)
         rules = not self._request.include_ignored
         return self._engine.start_counting(
             self._names_only, names, rules, not walk.is_start_ignored, walk.kept_out, bool(self._survey.large)
@@ -228,7 +227,7 @@ class _Search:
                 break
             self._shown += match.count
             self._shown_files += 1
-        self._bench.writer.send("lines", self._page.take())
+        self._context.writer.send("lines", self._page.take())
 
     def _send_lines(self) -> None:
         left, batch = self._request.limit, _FIRST_BATCH
@@ -254,7 +253,7 @@ class _Search:
             by_name: dict[bytes, tuple[_Match, int]] = {}
             for match in matches:
                 try:
-                    fd = open_file(self._start.fd, match.path, self._places.use_openat2)
+                    fd = open_file(self._start.fd, match.path, self._paths.use_openat2)
                 except OSError:
                     self._unreadable.add(match.path)
                     continue
@@ -278,7 +277,7 @@ class _Search:
     def _send_file(self, match: _Match, fd: int, marks: Iterable[Mark]) -> int:
         printer = FilePrinter(self._page, self._start.show(match.path), read_text(fd), self._request.before, self._request.after)
         printer.print_marks(marks)
-        self._bench.writer.send("lines", self._page.take())
+        self._context.writer.send("lines", self._page.take())
         self._shown += printer.matches
         self._shown_files += printer.matches > 0
         return printer.matches

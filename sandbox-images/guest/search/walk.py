@@ -10,7 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from guest.places import Places
+    from guest.paths import GuestPaths
     from guest.search.start import Start
 
 VCS_NAMES = frozenset((".git", ".hg", ".svn"))
@@ -51,13 +51,13 @@ class Walk:
     `is_start_ignored`: a rule above hides the directory it starts from. Who names it wants it searched, so those rules are left out.
     """
 
-    def __init__(self, start: Start, places: Places, use_rules: bool, is_pruned: Callable[[str, str], bool] | None = None) -> None:
+    def __init__(self, start: Start, paths: GuestPaths, use_rules: bool, is_pruned: Callable[[str, str], bool] | None = None) -> None:
         """`is_pruned` is asked (prefix, name) of each directory whether to leave it out, as if it were not there."""
         self._start = start
         self._use_rules = use_rules
         self._is_pruned = is_pruned
         # What the guest keeps for itself, as a name in the start.
-        self.kept_out = os.fsdecode(os.path.relpath(places.state, places.output)) if start.real == os.path.realpath(places.output) else ""
+        self.kept_out = os.fsdecode(os.path.relpath(paths.state, paths.output)) if start.real == os.path.realpath(paths.output) else ""
         self.unreadable: list[str] = []
         self.bad_rules: list[str] = []
         self.is_start_ignored = False

@@ -7,11 +7,10 @@ import _socket
 import select
 import struct
 
-from guest.frames import FrameError, encode_frame, join_frame
+from guest.frames import FrameError, Outbox, encode_frame, join_frame
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.outbox import Outbox
     from guest.tunnels.orphans import Ends
 
 WINDOW = 65_536

@@ -1,4 +1,4 @@
-"""The proxy port of a sandbox: PID 1 listens there, and relays each connection to the host."""
+"""The proxy port of a sandbox: PID 1 listens there, and relays each connection to the host, at a bounded rate."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ import select
 import struct
 import time
 
-from guest.frames import FrameError
+from guest.frames import Frame, FrameError, Outbox
 from guest.tunnels.orphans import find_left
-from guest.tunnels.pace import Pace
 from guest.tunnels.tunnel import WINDOW, Tunnel
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from guest.frames import Frame
-    from guest.outbox import Outbox
 
 NET_OPS = frozenset(("net_data", "net_room", "net_end", "net_close"))
 MAX_TUNNELS = 64
@@ -29,12 +23,34 @@ _LOOK_S = 1.0
 _RESET = struct.pack("ii", 1, 0)
 
 
-class Tunnels:
-    """Every connection that is not over on both sides. Without a port there is no listener, and no frame of it is known."""
+class Pace:
+    """A store of tokens that fills with time, up to one second's worth."""
 
-    def __init__(self, outbox: Outbox, port: int | None) -> None:
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self._tokens = per_s
+        self._counted_at = time.monotonic()
+
+    def has(self, tokens: float) -> bool:
+        now = time.monotonic()
+        self._tokens = min(self._per_s, self._tokens + (now - self._counted_at) * self._per_s)
+        self._counted_at = now
+        return self._tokens >= tokens
+
+    def take(self, tokens: float) -> None:
+        self._tokens -= tokens
+
+    def ready_at(self, tokens: float) -> float:
+        """When there will be as many, on the clock of time.monotonic()."""
+        return self._counted_at + max(tokens - self._tokens, 0.0) / self._per_s
+
+
+class Tunnels:
+    """The listener, and every connection that is not over on both sides."""
+
+    def __init__(self, outbox: Outbox, port: int) -> None:
         self._outbox = outbox
-        self._listener = _listen(port) if port is not None else None
+        self._listener = _listen(port)
         self._by_number: dict[int, Tunnel] = {}
         # The open ones; those that had their turn last are last.
         self._by_fd: dict[int, Tunnel] = {}
@@ -43,8 +59,6 @@ class Tunnels:
         self._look_at: float | None = None
 
     def register(self, poller: select.poll) -> None:
-        if self._listener is None:
-            return
         may_read = self._may_read()
         for fd, tunnel in self._by_fd.items():
             events = tunnel.interest(may_read)
@@ -56,7 +70,7 @@ class Tunnels:
 
     def serve(self, fd: int, events: int) -> None:
         """One event of the poller, of whatever descriptor."""
-        if self._listener is not None and fd == self._listener.fileno():
+        if fd == self._listener.fileno():
             self._accept()
             return
         tunnel = self._by_fd.get(fd)
@@ -85,8 +99,6 @@ class Tunnels:
 
     def find_wake_at(self) -> float | None:
         """When to look after the connections, should nothing happen until then."""
-        if self._listener is None:
-            return None
         times = [] if self._look_at is None else [self._look_at]
         if not self._pace.has(_OPEN_COST):
             times.append(self._pace.ready_at(_OPEN_COST))
@@ -108,7 +120,6 @@ class Tunnels:
         return self._outbox.size < _OUTBOX_BYTES and self._pace.has(1.0)
 
     def _accept(self) -> None:
-        assert self._listener is not None
         # Also when it fails, or a want of descriptors would keep PID 1 busy.
         self._pace.take(_OPEN_COST)
         try:

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Places:
+class GuestPaths:
     """Where file requests may go: the `roots` to read and write, `output` to read only. Relative paths start at the session's folder.
 
     `output` keeps what is too long for a result. Below it, in `state`, lies what the guest remembers of the session; no walk shows it.

@@ -1,0 +1,127 @@
+"""The requests that read, write and edit files."""
+
+from __future__ import annotations
+
+from guest.failures import INVALID_ARGUMENTS, Failure, check_fields, read_text, read_timeout, read_whole
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+LINE_CHARS = 2000
+"""Of a longer line so many characters are sent; `column` names the first of them."""
+MIN_BYTES = 8192
+"""What one such line fits into, whatever its characters are."""
+MAX_BYTES = 1_048_576
+"""A page is in memory before it is sent."""
+MAX_LINES = 1_000_000
+EMPTY_ANSWER: dict[str, object] = {
+    "kind": "text",
+    "size": 0,
+    "lines": 0,
+    "is_counted": True,
+    "count": 0,
+    "is_out_of_room": False,
+    "cuts": [],
+    "encoding": "utf-8",
+    "has_bom": False,
+    "is_guess": False,
+    "is_damaged": False,
+    "newline": "none",
+    "final_newline": True,
+    "type": "",
+    "width": 0,
+    "height": 0,
+    "entries": 0,
+}
+"""The done fields of the request; every answer has all of them."""
+MIN_ANSWER_BYTES = 8192
+_MODES = ("overwrite", "append", "create")
+_TOLERANCES = ("none", "whitespace")
+
+
+class ReadFileRequest:
+    """A whole file of at most `max_bytes`."""
+
+    __slots__ = ("max_bytes", "path", "timeout_s")
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        check_fields(header, "path", "max_bytes")
+        self.timeout_s = read_timeout(header)
+        self.path = read_text(header, "path")
+        self.max_bytes = read_whole(header, "max_bytes", 0, None)
+
+
+class WriteFileRequest:
+    """The body becomes a file's content, or its end."""
+
+    __slots__ = ("mode", "path", "timeout_s")
+    lane = "files"
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        check_fields(header, "path", "mode")
+        self.timeout_s = read_timeout(header)
+        self.path = read_text(header, "path")
+        self.mode = header.get("mode")
+        if self.mode not in ("overwrite", "append", "create"):
+            raise Failure(INVALID_ARGUMENTS, "'mode' must be 'overwrite', 'append' or 'create'")
+
+
+class ReadTextRequest:
+    """Lines `offset` to `offset + limit - 1` of a text file, the first one from `column` on, as far as `max_bytes` of UTF-8 go.
+
+    `encoding` is "auto" or the codec to read with.
+    """
+
+    __slots__ = ("column", "encoding", "limit", "max_bytes", "offset", "path", "timeout_s")
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        check_fields(header, "path", "offset", "limit", "column", "encoding", "max_bytes")
+        self.timeout_s = read_timeout(header)
+        self.path = read_text(header, "path")
+        self.offset = read_whole(header, "offset", 1, None)
+        self.limit = read_whole(header, "limit", 1, MAX_LINES)
+        self.column = read_whole(header, "column", 1, None, 1)
+        self.encoding = str(header.get("encoding", "auto"))
+        self.max_bytes = read_whole(header, "max_bytes", MIN_BYTES, MAX_BYTES)
+        if not self.encoding.isascii():
+            raise Failure(INVALID_ARGUMENTS, "'encoding' must be auto or the name of a codec")
+
+
+class WriteTextRequest:
+    """The body, UTF-8, becomes a file's text or its end; at most `max_bytes` tell what changed."""
+
+    __slots__ = ("encoding", "max_bytes", "mode", "path", "timeout_s")
+    lane = "files"
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        check_fields(header, "path", "mode", "encoding", "max_bytes")
+        self.timeout_s = read_timeout(header)
+        self.path = read_text(header, "path")
+        self.mode = _read_choice(header, "mode", _MODES, "overwrite")
+        self.encoding = read_text({"encoding": "auto", **header}, "encoding")
+        self.max_bytes = read_whole(header, "max_bytes", MIN_ANSWER_BYTES, None)
+
+
+class EditTextRequest:
+    """The edits of the body, made one after the other, all or none; at most `max_bytes` show the new text."""
+
+    __slots__ = ("expected_count", "max_bytes", "path", "timeout_s", "tolerance")
+    lane = "files"
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        check_fields(header, "path", "expected_count", "tolerance", "max_bytes")
+        self.timeout_s = read_timeout(header)
+        self.path = read_text(header, "path")
+        self.expected_count: int | None = None
+        if header.get("expected_count") is not None:
+            self.expected_count = read_whole(header, "expected_count", 1, None)
+        self.tolerance = _read_choice(header, "tolerance", _TOLERANCES, "none")
+        self.max_bytes = read_whole(header, "max_bytes", MIN_ANSWER_BYTES, None)
+
+
+def _read_choice(header: dict[str, Any], name: str, choices: tuple[str, ...], default: str) -> str:
+    value = header.get(name, default)
+    if value not in choices:
+        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be one of {', '.join(choices)}")
+    return str(value)
