@@ -4,14 +4,15 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from contract.log_exceptions import describe_exception, find_exception
 from contract.masking import MARK, SECRET_NAME, Masker
 
 LogFormat = Literal["json", "console", "logfmt"]
@@ -26,6 +27,10 @@ MAX_LINE_BYTES = 4000
 """A line is written at once, beside those of other processes: longer ones a pipe may tear apart."""
 MAX_VALUE_CHARS = 2000
 MAX_LISTED = 64
+MAX_CHAIN = 8
+MAX_FRAMES = 16
+"""Of one exception; those nearest to the fault."""
+_SAID_CHARS = 500
 _SHRUNK = (MAX_VALUE_CHARS, 500, 100)
 _LAST_RESORT = 40
 _MOST_READ = 64 * 1024
@@ -47,7 +52,7 @@ class LogLines:
     def build(self, level: str, event: str, at: float, fields: Mapping[str, Any]) -> str:
         """The line, without its end. `at`: seconds since the epoch; `exc_info` among the fields: as logging has it."""
         told = {**self._fixed, **fields}
-        error = find_exception(told.pop("exc_info", None))
+        error = _find_exception(told.pop("exc_info", None))
         known = {name: told.pop(name, None) for name in FIELDS}
         ordered = {name: value for name, value in known.items() if value is not None} | told
         if error is not None:
@@ -62,7 +67,7 @@ class LogLines:
     def text(self, event: str, fields: Mapping[str, Any]) -> str:
         """Event and fields as key=value, for a program that says when and how urgent by itself."""
         told = dict(fields)
-        error = find_exception(told.pop("exc_info", None))
+        error = _find_exception(told.pop("exc_info", None))
         if error is not None:
             told["exception"], told["traceback"] = describe_exception(error)
         return _to_logfmt({"event": escape_line(event)} | self._clean_all(told, MAX_VALUE_CHARS))
@@ -180,3 +185,54 @@ def _quote(value: object) -> str:
 
 def _plain(values: Iterable[object]) -> Iterable[str]:
     return (str(value) for value in values)
+
+
+def _find_exception(exc_info: object) -> BaseException | None:
+    """The exception that `exc_info` names, as logging has it: the exception, its triple, or true for the one being handled."""
+    if isinstance(exc_info, BaseException):
+        return exc_info
+    if isinstance(exc_info, tuple):
+        return exc_info[1] if len(exc_info) == 3 and isinstance(exc_info[1], BaseException) else None
+    return sys.exc_info()[1] if exc_info else None
+
+
+def describe_exception(error: BaseException) -> tuple[str, str]:
+    """What was raised, and where: `ValueError: x; caused by KeyError: 'y'` and `workers/a.py:12 run > workers/b.py:3 read; ...`."""
+    chain = list(_exception_chain(error))
+    return "; ".join(f"{link}{_exception_text(one)}" for link, one in chain), "; ".join(
+        f"{link}{_exception_place(one)}" for link, one in chain
+    )
+
+
+def _exception_chain(error: BaseException) -> Iterator[tuple[str, BaseException]]:
+    """The exception and what led to it, nearest first."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, BaseException]] = [("", error)]
+    while waiting and len(seen) < MAX_CHAIN:
+        link, one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield link, one
+        if isinstance(one, BaseExceptionGroup):
+            waiting += [("of which ", inner) for inner in one.exceptions]
+        if one.__cause__ is not None:
+            waiting.append(("caused by ", one.__cause__))
+        elif one.__context__ is not None and not one.__suppress_context__:
+            waiting.append(("while handling ", one.__context__))
+
+
+def _exception_text(error: BaseException) -> str:
+    name = type(error).__name__
+    try:
+        words = str(error)
+    except Exception:  # noqa: BLE001  # of whatever kind: a line about a failure must not be the next one
+        words = "it cannot be shown"
+    words = words if len(words) <= _SAID_CHARS else f"{words[:_SAID_CHARS]}... ({len(words)} characters)"
+    return f"{name}: {words}" if words else name
+
+
+def _exception_place(error: BaseException) -> str:
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)]
+    shown = " > ".join(f"{'/'.join(file.split('/')[-3:])}:{line} {name}" for file, line, name in frames[-MAX_FRAMES:])
+    return f"... > {shown}" if len(frames) > MAX_FRAMES else shown or "nowhere"

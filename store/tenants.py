@@ -3,6 +3,7 @@
 import copy
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
@@ -13,13 +14,13 @@ from redis.exceptions import RedisError
 
 from contract.calls import Identifier
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.known_tenants import KnownTenants
 from contract.names import api_keys_key, audit_key, installed_skills_key, skill_bundle_key, switches_key, tenants_key
 from contract.signing import SigningKeys
 from contract.tenancy import (
     DEFAULT_TENANT,
     MAX_PAUSE_REASON_CHARS,
     MAX_POLICY_BYTES,
+    POLICY_FRESH_S,
     REGISTERED_LUA,
     VERSION_FIELD,
     TenantLook,
@@ -33,6 +34,8 @@ from store.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
 from store.connection import SyncRedis, broker_errors
 from store.tasks import SharedReads
 
+MAX_CACHED_POLICIES = 4096
+"""Policies that are remembered; of more the one learned first is forgotten, and read again when it is needed."""
 MAX_CHANGES = 20
 """How often a change is tried when others change the same tenant meanwhile."""
 _NAME: TypeAdapter[str] = TypeAdapter(Identifier)
@@ -71,6 +74,68 @@ return revoked
 )
 
 
+class PolicyCache:
+    """The policies that a process has read, and whether they are fresh enough. Safe between threads.
+
+    Its user reads Redis and says when it asked: an answer that was overtaken by a later one changes nothing.
+    """
+
+    def __init__(self, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keys = keys
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._policies: dict[str, TenantPolicy] = {}
+        self._version: bytes | None = None
+        self._asked_at = float("-inf")
+        self._had_tenants = False
+
+    def is_stale(self) -> bool:
+        """Whether the version has to be asked for before anything is believed."""
+        return self.clock() - self._asked_at >= POLICY_FRESH_S
+
+    def find(self, tenant: str) -> TenantPolicy | None:
+        """The policy as far as it is known; None: look."""
+        return self._policies.get(tenant)
+
+    def confirm(self, version: bytes | None, asked_at: float) -> None:
+        """This is the version now. Without one nothing says whether anything has changed, and all is looked at again."""
+        with self._lock:
+            if asked_at >= self._asked_at:
+                self._turn_to(version, is_known_same=version is not None)
+                self._asked_at = asked_at
+
+    def learn(self, tenant: str, look: TenantLook, asked_at: float) -> TenantPolicy:
+        """The tenant's policy, from a look into the hash. Raises as TenantLook.policy does, and ConfigError when Redis has lost
+        the tenants that this process has seen: it serves no name with the default policy then."""
+        if look.is_open and self._had_tenants:
+            raise ConfigError(
+                "Redis has lost the registered tenants, so nothing is served: restore its data, or register the tenants again "
+                "(toolcrew tenants add NAME)"
+            )
+        self._had_tenants = self._had_tenants or not look.is_open
+        with self._lock:
+            if asked_at >= self._asked_at:
+                self._turn_to(look.version, is_known_same=True)
+        policy = look.policy(tenant, self._keys)
+        with self._lock:
+            if look.version == self._version:
+                while len(self._policies) >= MAX_CACHED_POLICIES:
+                    del self._policies[next(iter(self._policies))]
+                self._policies[tenant] = policy
+        return policy
+
+    def forget(self) -> None:
+        """Believe nothing any more: this process has changed something."""
+        with self._lock:
+            self._policies.clear()
+            self._asked_at = float("-inf")
+
+    def _turn_to(self, version: bytes | None, *, is_known_same: bool) -> None:
+        if version != self._version or not is_known_same:
+            self._policies.clear()
+        self._version = version
+
+
 class TenantSource(Protocol):
     """Where policies come from."""
 
@@ -94,7 +159,7 @@ class RedisTenants:
         self._client, self._deployment, self._signing = client, deployment, keys
         self._keys = [tenants_key(deployment), api_keys_key(deployment), switches_key(deployment), audit_key(deployment)]
         self._actor: Actor | None = None
-        self._known = KnownTenants(keys)
+        self._known = PolicyCache(keys)
         self._checks, self._looks = SharedReads[None](), SharedReads[TenantPolicy]()
         self._change_script = client.register_script(_CHANGE)
         self._remove_script = client.register_script(_REMOVE)
@@ -309,7 +374,7 @@ class WorkerTenants:
     def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._key = tenants_key(deployment)
-        self._known = KnownTenants(keys, clock)
+        self._known = PolicyCache(keys, clock)
 
     def policy(self, tenant: str) -> TenantPolicy:
         """What the tenant may have now.

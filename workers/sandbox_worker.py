@@ -69,7 +69,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
         partial(_build_executor, settings, registry, life, clock, HeldCalls(), tracer, node),
         refusals.count,
         settings.deployment,
-        shelf.look,
+        shelf.look if sources else None,
     )
 
     def build_catalogs() -> dict[str, Catalog]:

@@ -62,7 +62,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     refusals = RefusalCounter(connect_once(broker), settings.deployment)
     app = build_app(broker, refusals.count)
     executor = partial(_build_executor, settings, registry, worker, board, clock, tracer, node)
-    register_tasks(app, registry, key, executor, refusals.count, settings.deployment, shelf.look)
+    register_tasks(app, registry, key, executor, refusals.count, settings.deployment, shelf.look if servers else None)
     publisher = CatalogPublisher(connect(broker), settings.deployment, key, build_catalogs(registry))
     shelf.on_change = lambda: publisher.replace(build_catalogs(registry))
     ledger = WorkerCallStore(connect(broker), settings.deployment, clock)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.log_exceptions import describe_exception
-from contract.log_lines import FIELDS, MAX_LINE_BYTES, LogFormat, LogLines, escape_line, find_last_words
+from contract.log_lines import FIELDS, MAX_LINE_BYTES, LogFormat, LogLines, describe_exception, escape_line, find_last_words
 from contract.log_records import RecordLines, Said
 from contract.masking import Masker
 

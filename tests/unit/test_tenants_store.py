@@ -12,7 +12,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.known_tenants import MAX_KNOWN, KnownTenants
 from contract.names import tenants_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
@@ -20,7 +19,7 @@ from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, Co
 from store.api_keys import ApiKeys
 from store.connection import open_redis
 from store.tasks import SharedReads
-from store.tenants import OpenTenants, RedisTenants, WorkerTenants
+from store.tenants import MAX_CACHED_POLICIES, OpenTenants, PolicyCache, RedisTenants, WorkerTenants
 from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
 
@@ -277,7 +276,7 @@ def seen(version: bytes, weight: int, tenant: str = "acme") -> TenantLook:
 
 
 def test_an_answer_that_was_overtaken_is_not_remembered() -> None:
-    known = KnownTenants(KEYS, Clock())
+    known = PolicyCache(KEYS, Clock())
     known.confirm(b"new", asked_at=101)
     known.learn("acme", seen(b"new", 2), asked_at=101)
     assert known.learn("acme", seen(b"old", 1), asked_at=100).weight == 1
@@ -288,8 +287,8 @@ def test_an_answer_that_was_overtaken_is_not_remembered() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    known = KnownTenants(KEYS, Clock())
-    for number in range(MAX_KNOWN + 10):
+    known = PolicyCache(KEYS, Clock())
+    for number in range(MAX_CACHED_POLICIES + 10):
         known.learn(f"t{number}", seen(b"v", 2, f"t{number}"), asked_at=100)
     assert (known.find("t9"), known.find("t10") is None) == (None, False)
 

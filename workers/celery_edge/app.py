@@ -1,23 +1,24 @@
 """The Celery app of a worker: the settings that a measured outage table asks for, and one task name per tool."""
 
 import hashlib
+import logging
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import structlog
 from celery import Celery
 from celery.apps import worker as program
 from celery.signals import setup_logging, worker_process_shutdown, worker_ready, worker_shutdown
+from celery.worker.control import Panel
 
 from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
 from workers.celery_edge.broker_transport import INTAKE, Intake, register_transport
 from workers.celery_edge.consumer import LiveTasks
-from workers.celery_edge.log_filter import hide_bodies
-from workers.celery_edge.remote_control import restrict_remote_control
 from workers.celery_edge.result_backend import BACKENDS
 
 log = structlog.get_logger(__name__)
@@ -31,6 +32,15 @@ MAX_NAMESAKES = 100
 """Workers of one name on one machine."""
 _held_nodes: list[socket.socket] = []
 """Open as long as this process: they hold its names."""
+
+_LOGGERS = ("celery.worker.consumer.consumer", "kombu.transport.redis")
+_FUNCTIONS = frozenset({"on_unknown_message", "on_unknown_task", "on_invalid_task", "on_decode_error", "_do_restore_message"})
+"""The hooks of Celery's consumer, and the function of kombu's channel, that log a whole message. It may be a tenant's call."""
+ANSWERED_COMMANDS = frozenset(
+    {"active", "active_queues", "conf", "enable_events", "heartbeat", "ping", "registered", "reserved", "revoked", "scheduled", "stats"}
+)
+"""What Flower's pages and a health check ask on Celery's control channel. Flower sends enable_events and heartbeat; our events are always on."""
+_BROKER_FACTS = frozenset({"hostname", "port", "transport", "userid", "virtual_host"})
 
 Pool = Literal["threads", "prefork"]
 
@@ -146,8 +156,8 @@ def run_worker(
 ) -> None:
     """Run a worker on these queues until it is told to stop, as the Celery node `node` (`claim_node`). `on_ready` once it consumes,
     `on_stop` at its end, `on_process_stop` at the end of each process of a pool of processes. Ends the process when Celery asks for an exit code other than 0."""
-    restrict_remote_control()
-    hide_bodies()
+    _restrict_remote_control()
+    _hide_bodies()
     speak_as_we_do()
     worker_ready.connect(lambda **_: on_ready(), weak=False)
     worker_shutdown.connect(lambda **_: on_stop(), weak=False)
@@ -178,3 +188,44 @@ def speak_as_we_do() -> None:
         log.info("signal_heard", message=str(message))
 
     setattr(program, "safe_say", say)  # noqa: B010  # no part of Celery's types
+
+
+class BodyFilter(logging.Filter):
+    """Replaces the line of such a function by the function's name and the error."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.funcName in _FUNCTIONS:
+            error = record.exc_info[1] if record.exc_info else None
+            reason = f"{type(error).__name__}: {error}"[:200] if error is not None else "its body is not shown"
+            record.msg, record.args, record.exc_info = "a message was refused by %s (%s)", (record.funcName, reason), None
+        return True
+
+
+def _hide_bodies() -> None:
+    """Install the filter for the whole process."""
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(BodyFilter())
+
+
+def _restrict_remote_control() -> None:
+    """Have this process refuse, and log, every Celery control command that changes a worker.
+
+    Redis 6.2 cannot tell who may listen on a channel from who may publish there, so every worker and Flower can broadcast. Draining, and ending a
+    call, have signed orders of their own (workers/control.py).
+    """
+    stats = Panel.data["stats"]
+    for name in Panel.data.keys() - ANSWERED_COMMANDS:
+        Panel.data[name] = partial(_refuse_command, name)
+    Panel.data["stats"] = partial(_build_stats, stats)
+
+
+def _refuse_command(name: str, state: Any, **_: Any) -> Mapping[str, str]:
+    log.warning("remote_control_refused", command=name)
+    return {"error": f"{name} is not served here: use `toolcrew worker drain HOST`, or cancel the call"}
+
+
+def _build_stats(stats: Any, state: Any, **arguments: Any) -> Mapping[str, Any]:
+    """Return Celery's statistics without what bears passwords behind sentinels: the list of addresses, and the options of the transport."""
+    fields = dict(stats(state, **arguments))
+    broker = fields.get("broker") or {}
+    return {**fields, "broker": {name: value for name, value in broker.items() if name in _BROKER_FACTS}}

@@ -43,11 +43,11 @@ def register_tasks(
     build_executor: ExecutorFactory,
     on_refused: OnRefused,
     deployment: str,
-    look: Callable[[], None] = lambda: None,
+    look: Callable[[], None] | None = None,
 ) -> None:
     """Give `app` a task for every tool of `registry`, also for those that come later. Executors are made lazily: after the fork, one a thread.
 
-    `on_refused` is told why a message was not run, each time. `look`: called before each, brings the registry up to date.
+    `on_refused` is told why a message was not run, each time. `look`: called before each call, brings the registry up to date; None: it does not change.
     """
     edge = _Edge(key, _PerThread(build_executor), on_refused, deployment, look)
 
@@ -59,7 +59,8 @@ def register_tasks(
         register(edge.body(name))
 
     def find(name: str) -> None:
-        look()
+        if look is not None:
+            look()
         for state in registry.describe():
             if task_name(state.name) == name:
                 add(state.spec)
@@ -101,7 +102,9 @@ class _PerThread:
 class _Edge:
     """What the tasks of a worker do."""
 
-    def __init__(self, key: SigningKeys, executors: _PerThread, on_refused: OnRefused, deployment: str, look: Callable[[], None]) -> None:
+    def __init__(
+        self, key: SigningKeys, executors: _PerThread, on_refused: OnRefused, deployment: str, look: Callable[[], None] | None
+    ) -> None:
         self._key = key
         self._look = look
         self._executors = executors
@@ -128,7 +131,8 @@ class _Edge:
             log.error("envelope_refused", task=name, reason=error.reason, error=str(error))
             self._on_refused(error.reason)
             raise
-        self._look()
+        if self._look is not None:
+            self._look()
         with bound_to_call(call, context):
             try:
                 return self._answer(call, context)
