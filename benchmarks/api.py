@@ -29,9 +29,9 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import load_settings
 from store.api_keys import ApiKeys
-from store.batch_items import RunBody
+from store.batches import RunBody
 from store.connection import open_redis
-from store.run_keys import run_events_key
+from store.run_events import run_events_key
 from store.tenants import RedisTenants
 
 ROUNDS, WARM_UP = size((200, 20), (2, 1))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import child_process
-from orchestrator.batches.happening_files import read_happenings
-from store.happenings import Happening, ItemDone, ItemRetried, ItemStarted
+from orchestrator.batches.event_files import read_batch_events
+from store.batches import BatchEvent, ItemDone, ItemRetried, ItemStarted
 from tests.model_server.running import ModelServer
 
 LOOK_S = 0.2
@@ -61,7 +61,7 @@ class BatchShell:
                 await asyncio.sleep(LOOK_S)
         if child.returncode not in (0, 1):
             raise RuntimeError(f"the batch {name} was not worked to its end: {log.read_text(errors='replace')[-2000:]}")
-        seconds, retried, most = _told(list(read_happenings(out.with_name(f"{out.stem}.events.jsonl"))))
+        seconds, retried, most = _told(list(read_batch_events(out.with_name(f"{out.stem}.events.jsonl"))))
         failures = [json.dumps(row["error"]) for row in _rows(out.with_name(f"{out.stem}.errors.jsonl"))]
         answers = {row["custom_id"]: _answer(row) for row in _rows(out)}
         return Worked(seconds, cpu_s, peak, answers, failures, retried, most)
@@ -83,15 +83,15 @@ def _answer(row: dict[str, Any]) -> str:
     return str(body["answer"] if "answer" in body else body["choices"][0]["message"]["content"])
 
 
-def _told(happenings: Sequence[Happening]) -> tuple[float, int, int]:
+def _told(batch_events: Sequence[BatchEvent]) -> tuple[float, int, int]:
     """Seconds from the first beginning to the last end; how often an item was begun anew; and how many were worked at once, at most."""
     ends = (ItemDone, ItemRetried)
-    changes = sorted((one.at, 1 if isinstance(one, ItemStarted) else -1) for one in happenings if isinstance(one, (ItemStarted, *ends)))
+    changes = sorted((one.at, 1 if isinstance(one, ItemStarted) else -1) for one in batch_events if isinstance(one, (ItemStarted, *ends)))
     now = most = 0
     for _, change in changes:
         now += change
         most = max(most, now)
-    return changes[-1][0] - changes[0][0], sum(isinstance(one, ItemRetried) for one in happenings), most
+    return changes[-1][0] - changes[0][0], sum(isinstance(one, ItemRetried) for one in batch_events), most
 
 
 def _cpu_s(pid: int) -> float:

@@ -24,12 +24,22 @@ from orchestrator.runs.follower import Follower
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.places import Places
 from orchestrator.runs.runner import Runner
-from store.batch_events import HappeningReader, HappeningWriter
-from store.batch_items import BatchItem, Outcome, RunBody
+from store.batches import (
+    BatchDefaults,
+    BatchEvent,
+    BatchEventReader,
+    BatchEventWriter,
+    BatchItem,
+    BatchRecord,
+    BatchState,
+    CallDone,
+    ItemReady,
+    Outcome,
+    RunBody,
+    StepDone,
+)
 from store.connection import open_redis
-from store.happenings import CallDone, Happening, ItemReady, StepDone
-from store.run_queue import Claim, RunQueue
-from store.run_records import BatchDefaults, BatchRecord, BatchState
+from store.runs import Claim, RunQueue
 
 QUEUED = size((10, 1000, 10_000), (10, 20))
 ROUNDS = size(3, 1)
@@ -144,7 +154,7 @@ class _PlayedWork:
         self.ended = 0
         self.drain: Callable[[], None] = lambda: None
 
-    async def work(self, claim: Claim, journal: Journal, _: BatchDefaults, tell: Callable[[Happening], None]) -> Outcome:
+    async def work(self, claim: Claim, journal: Journal, _: BatchDefaults, tell: Callable[[BatchEvent], None]) -> Outcome:
         told: dict[str, Any] = {"item": claim.record.item.custom_id, "run": claim.run}
         tell(ItemReady(at=time.time(), **told))
         journal.begin()
@@ -162,11 +172,11 @@ class _PlayedWork:
 
 
 async def _worked(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
-    work, writer, progress = _PlayedWork(), HappeningWriter(client, DEPLOYMENT), Progress(RUNS)
+    work, writer, progress = _PlayedWork(), BatchEventWriter(client, DEPLOYMENT), Progress(RUNS)
     played: Any = work
     runner = Runner(client, DEPLOYMENT, queue, played, writer, 16, (TENANT, batch))
     work.drain = runner.drain
-    reader, spent = HappeningReader(client, DEPLOYMENT, TENANT, batch), _Spent(client)
+    reader, spent = BatchEventReader(client, DEPLOYMENT, TENANT, batch), _Spent(client)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="toolcrew-bench-")))
         rows = stack.enter_context(RowFiles.open(folder / "out.jsonl", folder / "errors.jsonl", lambda *_: True))

@@ -16,7 +16,7 @@ from orchestrator.api.service import ApiService
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
-from store.batch_items import RunBody
+from store.batches import RunBody
 from store.connection import open_redis
 from store.tenants import RedisTenants
 

@@ -135,6 +135,12 @@ def refusals_key(deployment: str) -> str:
     return deployment_key(deployment, "refusals")
 
 
+def runs_prefix(deployment: str) -> str:
+    """Return the prefix of the keys of the queue of runs (store/runs.py): `leases` (sorted set, by when they end), `delayed` (by when they are due),
+    `batches` (those that have work, by when one was last claimed from), `cancels`."""
+    return deployment_key(deployment, "runs:")
+
+
 def admission_prefix(deployment: str) -> str:
     """What the keys of admission begin with."""
     return deployment_key(deployment, "admission:")

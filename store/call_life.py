@@ -21,7 +21,7 @@ from contract.names import admission_prefix, call_key, host_key, host_of, is_blo
 from contract.session_locations import SessionLocation
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
-from store.run_keys import run_key
+from store.run_log import run_key
 from store.sessions import parse_session_location
 
 MAX_LOOKED_AT = 200_000

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 from contract.hosts import HOST_TTL_S
 from contract.metrics import BUCKET, COUNT, METRICS, SERIES_MARK, SUM, Metric, clean_label, encode_series, spare_series
-from contract.names import admission_prefix, deployment_key, hosts_key, refusals_key, seen_tenants_key, slots_key, tenants_key
+from contract.names import admission_prefix, deployment_key, hosts_key, refusals_key, runs_prefix, seen_tenants_key, slots_key, tenants_key
 from contract.tenancy import DEFAULT_TENANT
 from store.connection import RedisClient, SyncRedis, broker_errors
-from store.run_keys import runs_prefix
 
 COUNTED_TTL_S = 7 * 24 * 3600
 """How long Redis remembers the totals of a source that sends nothing."""

@@ -13,12 +13,11 @@ from contract.calls import Record
 from contract.clock import format_instant
 from contract.errors import ConfigError
 from contract.hosts import HostReport
-from contract.names import POOL_QUEUES, admission_prefix, deployment_key, slots_key
+from contract.names import POOL_QUEUES, admission_prefix, deployment_key, runs_prefix, slots_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from store.connection import RedisClient, broker_errors, read_clock
 from store.hosts import HostStore
-from store.run_keys import runs_prefix
 from store.slots import count_slots_in_use
 from store.tenants import RedisTenants
 

@@ -1,17 +1,31 @@
-"""The events of a program's run in a stream of Redis: added by whoever works the run, read a page at a time."""
+"""The events of hosted runs, one stream of Redis each, and the one task per process that follows them."""
 
+import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from store.hosted_records import STANDING
-from store.run_keys import RUN_TTL_S, run_events_key, run_key
+from contract.names import tenant_key
+from store.batches import HOSTED_BATCH, RUN_TTL_S
+from store.connection import broker_errors
+from store.run_log import run_key
+from store.tasks import begin_shared, cancel_all, check_cancelled
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+
+def run_events_key(deployment: str, tenant: str, run: str) -> str:
+    """Return the key of the stream of a hosted run's events."""
+    return tenant_key(deployment, tenant, f"run.{run}:events")
+
 
 MAX_EVENTS, MAX_STREAM_BYTES = 5000, 2 * 1024 * 1024
 """What a run's stream holds; of more the oldest go."""
@@ -20,10 +34,9 @@ PAGE = 16
 START = "0-0"
 _ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 _STEPS_OF_CUT = (4000, 1000, 200, 40)
-
 # KEYS: run, events. ARGV: claim, number of the first, last step that is told whole ('' when no more is), how many questions are open, time to live, how
 # many events are kept, how many bytes of them, then the events. Gives `told`, or `taken`: another process has the run, or it has ended.
-_TELL = """
+_APPEND = """
 local told = redis.call('HMGET', KEYS[1], 'claim', 'told', 'event_bytes')
 if told[1] ~= ARGV[1] then return 'taken' end
 local first, bytes = tonumber(ARGV[2]), tonumber(told[3] or '0')
@@ -56,13 +69,12 @@ redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
 return 'told'
 """
-
-Entry = tuple[str, str]
+StoredEvent = tuple[str, str]
 """An event's id, and its JSON."""
 
 
 @dataclass(frozen=True)
-class Telling:
+class EventBatch:
     """Some events of one run. `first`: how many its holder has told before; `told_step`: the last step that is told whole by then; None: no other."""
 
     tenant: str
@@ -78,81 +90,74 @@ class Telling:
 class EventPage:
     """Events in order. `tip`: the id of the last one that the stream has; `is_over`: there are none after these, and none will come."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[StoredEvent, ...]
     tip: str
     is_over: bool
 
 
-class ToldEvents:
+class RunEventStore:
     """Every method raises BrokerUnavailable when Redis does not answer."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client = client
         self._deployment = deployment
-        self._tell = client.register_script(_TELL)
+        self._append = client.register_script(_APPEND)
 
     def key(self, tenant: str, run: str) -> str:
         return run_events_key(self._deployment, tenant, run)
 
-    async def begun(self, tenant: str, run: str) -> tuple[int, bool]:
-        """The last step that is told whole, 0 for none; and whether anything is told."""
-        try:
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.hget(run_key(self._deployment, tenant, run), "told_step")
-                pipe.exists(self.key(tenant, run))
-                step, has_any = await pipe.execute()
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis does not say what is told of the run ({error})") from error
+    async def progress(self, tenant: str, run: str) -> tuple[int, bool]:
+        """Return the last step whose events are all there, 0 for none; and whether there are any events."""
+        pipe = self._client.pipeline(transaction=False)
+        pipe.hget(run_key(self._deployment, tenant, run), "told_step")
+        pipe.exists(self.key(tenant, run))
+        step, has_any = await self._ask(pipe.execute())
         return int(step or 0), bool(has_any)
 
-    async def tell(self, tellings: Sequence[Telling]) -> list[bool]:
-        """Add events; of each run whether it is still its teller's. Said again after an answer that was lost it adds nothing twice."""
-        try:
-            async with self._client.pipeline(transaction=False) as pipe:
-                for one in tellings:
-                    keys = [run_key(self._deployment, one.tenant, one.run), self.key(one.tenant, one.run)]
-                    step = "" if one.told_step is None else one.told_step
-                    told = [one.claim, one.first, step, one.asking, RUN_TTL_S, MAX_EVENTS, MAX_STREAM_BYTES, *one.events]
-                    await self._tell(keys=keys, args=told, client=pipe)
-                return [answer == b"told" for answer in await pipe.execute()]
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis does not take the events of runs ({error})") from error
+    async def append(self, batches: Sequence[EventBatch]) -> list[bool]:
+        """Add events; return for each run whether it still belongs to that holder. Repeating it after a lost reply adds nothing twice."""
+        pipe = self._client.pipeline(transaction=False)
+        for one in batches:
+            keys = [run_key(self._deployment, one.tenant, one.run), self.key(one.tenant, one.run)]
+            step = "" if one.told_step is None else one.told_step
+            args = [one.claim, one.first, step, one.asking, RUN_TTL_S, MAX_EVENTS, MAX_STREAM_BYTES, *one.events]
+            await self._append(keys=keys, args=args, client=pipe)
+        return [reply == b"told" for reply in await self._ask(pipe.execute())]
 
     async def read(self, tenant: str, run: str, after: str) -> EventPage:
         """The next events after an id. What is not kept any more is told by one event. Raises ToolFailure(FILE_NOT_FOUND)."""
-        key = self.key(tenant, run)
-        try:
-            async with self._client.pipeline(transaction=True) as pipe:
-                pipe.xrange(key, min=f"({after}", count=PAGE)
-                pipe.xrevrange(key, count=1)
-                pipe.hmget(run_key(self._deployment, tenant, run), "batch", "state", "trimmed", "last_event", "end")
-                found, last, fields = await pipe.execute()
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis does not tell the events of the run ({error})") from error
+        key, pipe = self.key(tenant, run), self._client.pipeline(transaction=True)
+        pipe.xrange(key, min=f"({after}", count=PAGE)
+        pipe.xrevrange(key, count=1)
+        pipe.hmget(run_key(self._deployment, tenant, run), "batch", "state", "trimmed", "last_event", "end")
+        found, last, fields = await self._ask(pipe.execute())
         tip = last[0][0].decode() if last else START
         entries = [(id_.decode(), entry[b"e"].decode()) for id_, entry in found]
         if fields[0] is None and last:
             # Redis has lost the record, and has told that in the last event.
             return EventPage(tuple(entries), tip, is_over=not entries or entries[-1][0] == tip)
-        if fields[0] != STANDING.encode():
+        if fields[0] != HOSTED_BATCH.encode():
             raise not_found(run)
-        told = dict(zip(("state", "trimmed", "last_event", "end"), (value.decode() if value else "" for value in fields[1:]), strict=True))
-        return _page(run, after, entries, tip, told)
+        values = dict(
+            zip(("state", "trimmed", "last_event", "end"), (value.decode() if value else "" for value in fields[1:]), strict=True)
+        )
+        return _page(run, after, entries, tip, values)
 
     async def last(self, tenant: str, run: str) -> str:
-        """The JSON of the last event that is kept of a tenant's run; "" for none."""
-        try:
-            found: Any = await self._client.xrevrange(self.key(tenant, run), count=1)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis does not tell the events of the run ({error})") from error
+        """Return the JSON of the last event that is kept of a tenant's run; "" for none."""
+        found = await self._ask(self._client.xrevrange(self.key(tenant, run), count=1))
         return found[0][1][b"e"].decode() if found else ""
 
+    async def _ask(self, command: Awaitable[Any]) -> Any:
+        with broker_errors("the events of the run were not read or written"):
+            return await command
 
-def _page(run: str, after: str, found: list[Entry], tip: str, told: Mapping[str, str]) -> EventPage:
-    trimmed, last = told["trimmed"], told["last_event"]
+
+def _page(run: str, after: str, found: list[StoredEvent], tip: str, values: Mapping[str, str]) -> EventPage:
+    trimmed, last = values["trimmed"], values["last_event"]
     entries = [(trimmed, _missed(run))] if trimmed and is_before(after, trimmed) else []
     entries += found
-    if told["state"] != "ended":
+    if values["state"] != "ended":
         return EventPage(tuple(entries), tip, is_over=False)
     if not last or not is_before(after, last):
         return EventPage(tuple(entries), tip, is_over=not found)
@@ -160,7 +165,7 @@ def _page(run: str, after: str, found: list[Entry], tip: str, told: Mapping[str,
         # The stream has gone, a day after the end or with what Redis lost: how the run ended is in its record.
         place = _id_before(last)
         entries = [(place, _missed(run))] if is_before(after, place) else []
-        entries.append((last, told["end"]))
+        entries.append((last, values["end"]))
     return EventPage(tuple(entries), tip, is_over=entries[-1][0] == last)
 
 
@@ -228,3 +233,163 @@ def _shorten(value: Any, limit: int) -> Any:
             return [_shorten(inner, limit) for inner in value]
         case _:
             return value
+
+
+BLOCK_MS = 200
+PAUSE_S = 0.05
+"""After each read, so that what comes meanwhile is one more read, not many."""
+AGAIN_S = 0.5
+LOOK_S = 15.0
+"""So long without an event a follower looks by himself whether the run is still there."""
+READ_COUNT = 64
+RING_EVENTS, RING_BYTES = 128, 64 * 1024
+"""Of each run that is followed: whoever is further behind reads for himself."""
+
+
+@dataclass
+class _Stream:
+    """One run's events as they come. `last`: the id up to which they are known here; None until somebody has read as far. `floor`: the id after which
+    `ring` has all of them."""
+
+    key: str
+    readers: int = 0
+    last: str | None = None
+    floor: str = ""
+    ring: "deque[StoredEvent]" = field(default_factory=deque)
+    bytes: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin(self, tip: str) -> None:
+        """Somebody has read up to there."""
+        if self.last is None:
+            self.last = self.floor = tip
+
+    def take(self, entries: list[StoredEvent]) -> None:
+        """The next ones."""
+        for entry in entries:
+            self.ring.append(entry)
+            self.bytes += len(entry[1])
+            self.last = entry[0]
+        while len(self.ring) > RING_EVENTS or self.bytes > RING_BYTES:
+            self.floor, text = self.ring.popleft()
+            self.bytes -= len(text)
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def has_all_after(self, event: str) -> bool:
+        return self.last is not None and not is_before(event, self.floor)
+
+    def after(self, event: str) -> list[StoredEvent]:
+        return [entry for entry in self.ring if is_before(event, entry[0])]
+
+
+class RunEventHub:
+    """Nobody is held up by anybody: each follower takes what is new at his own pace, and reads for himself what has gone by."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+        self._client = client
+        self._store = RunEventStore(client, deployment)
+        self._streams: dict[str, _Stream] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    async def follow(self, tenant: str, run: str, after: str = "") -> AsyncIterator[StoredEvent]:
+        """As `HostedRuns.follow`. Raises BrokerUnavailable only before the first event; later it waits until Redis is back."""
+        event = parse_id(after)
+        page = await self.read(tenant, run, event)
+        stream = self._join(self._store.key(tenant, run))
+        try:
+            while True:
+                for entry in page.entries:
+                    event = entry[0]
+                    yield entry
+                if page.is_over:
+                    return
+                page = await self._next(stream, tenant, run, event)
+        finally:
+            await self._leave(stream)
+
+    async def read(self, tenant: str, run: str, after: str = "") -> EventPage:
+        """The next events that there are. Raises as `follow`."""
+        return await self._store.read(tenant, run, parse_id(after))
+
+    async def close(self) -> None:
+        """Stop reading; whoever still follows waits in vain."""
+        if self._reading is not None:
+            await cancel_all((self._reading,))
+
+    async def _next(self, stream: _Stream, tenant: str, run: str, event: str) -> EventPage:
+        """What follows an event, as soon as there is something."""
+        while True:
+            if stream.has_all_after(event):
+                changed = stream.changed
+                if entries := stream.after(event):
+                    return EventPage(tuple(entries), entries[-1][0], is_over=_is_end(entries[-1]))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await changed.wait()
+                        continue
+            page = await self._read(tenant, run, event)
+            if page.entries or page.is_over:
+                return page
+            stream.begin(page.tip)
+
+    async def _read(self, tenant: str, run: str, event: str) -> EventPage:
+        while True:
+            try:
+                return await self._store.read(tenant, run, event)
+            except BrokerUnavailable as error:
+                log.warning("run_not_followed", run=run, error=str(error))
+                await asyncio.sleep(AGAIN_S)
+
+    def _join(self, key: str) -> _Stream:
+        stream = self._streams.setdefault(key, _Stream(key))
+        stream.readers += 1
+        if self._reading is None or self._reading.done():
+            self._reading = begin_shared(self._read_all(), "follow-runs")
+        return stream
+
+    async def _leave(self, stream: _Stream) -> None:
+        stream.readers -= 1
+        if not stream.readers:
+            self._streams.pop(stream.key, None)
+        if not self._streams and self._reading is not None:
+            reading, self._reading = self._reading, None
+            await cancel_all((reading,))
+
+    async def _read_all(self) -> None:
+        while True:
+            check_cancelled()
+            known = {stream.key: stream.last for stream in self._streams.values() if stream.last is not None}
+            if known:
+                await self._read_new(known)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _read_new(self, known: dict[str, str]) -> None:
+        try:
+            streams: Any = dict(known)
+            with broker_errors("the runs are not followed"):
+                reply: Any = await self._client.xread(streams, count=READ_COUNT, block=BLOCK_MS)
+        except BrokerUnavailable as error:
+            log.warning("runs_not_followed", runs=len(known), error=str(error))
+            await asyncio.sleep(AGAIN_S)
+            return
+        for key, entries in _streams_of(reply):
+            stream = self._streams.get(key)
+            # One that was left and joined again meanwhile has begun anew.
+            if stream is not None and stream.last == known[key]:
+                stream.take(entries)
+
+
+def _is_end(entry: StoredEvent) -> bool:
+    # Only few are parsed: an event may hold the word without being it.
+    return '"RunEnded"' in entry[1] and json.loads(entry[1])["type"] == "RunEnded"
+
+
+def _streams_of(reply: Any) -> list[tuple[str, list[StoredEvent]]]:
+    """In either shape that the client gives: pairs of key and entries, or a dict whose entries may lie in a list of their own."""
+    found = []
+    for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
+        if entries and isinstance(entries[0], list) and (not entries[0] or isinstance(entries[0][0], list | tuple)):
+            entries = entries[0]
+        found.append((key.decode(), [(event.decode(), fields[b"e"].decode()) for event, fields in entries]))
+    return found

@@ -6,25 +6,106 @@ believe that one ran. A process without the secret can only remove entries, or p
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
 
 import redis.asyncio
-from pydantic import ValidationError
-from redis.exceptions import RedisError
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
+from contract.calls import Record, ToolCall, ToolResult
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
+from contract.names import tenant_key
 from contract.signing import SigningKeys
-from store.run_entries import Entry, SessionOpening, parse_entry
-from store.run_keys import RUN_TTL_S, run_key, run_log_key, run_parts_key
+from store.batches import RUN_TTL_S
+from store.connection import broker_errors
+from store.sessions import SessionStore
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+
+def run_key(deployment: str, tenant: str, run: str) -> str:
+    """Return the key of the hash of a run (store/runs.py)."""
+    return tenant_key(deployment, tenant, f"run.{run}")
+
+
+def run_log_key(deployment: str, tenant: str, run: str) -> str:
+    """Return the key of the list of a run's entries."""
+    return tenant_key(deployment, tenant, f"run.{run}:log")
+
+
+def run_parts_key(deployment: str, tenant: str, run: str) -> str:
+    """Return the key of the hash of entries that are too large for the list, by their positions."""
+    return tenant_key(deployment, tenant, f"run.{run}:parts")
+
+
+class _Entry(Record):
+    """`at`: Unix seconds. `wall_s`: how long the run had worked by then, without set-up and without the time when it had no holder."""
+
+    at: float
+    wall_s: float = 0.0
+
+
+class SessionOpening(_Entry):
+    """A session of that name is about to be opened."""
+
+    type: Literal["session_opening"] = "session_opening"
+    session: str
+
+
+class SessionOpened(_Entry):
+    """The session is open and has the item's workspace. `info`: the fields of SessionInfo."""
+
+    type: Literal["session_opened"] = "session_opened"
+    session: str
+    info: dict[str, JsonValue]
+
+
+class Replied(_Entry):
+    """A whole reply of the model, before any of its calls runs. `chunks` in the OpenAI wire shape, neighbours joined."""
+
+    type: Literal["replied"] = "replied"
+    chunks: tuple[dict[str, Any], ...]
+
+
+class Reviewed(_Entry):
+    """The decision of an approver: the call as it may run, or the result that refuses it."""
+
+    type: Literal["reviewed"] = "reviewed"
+    call: str
+    approved: ToolCall | None = None
+    refused: ToolResult | None = None
+
+
+class Resulted(_Entry):
+    """The one result of a call."""
+
+    type: Literal["resulted"] = "resulted"
+    call: str
+    result: ToolResult
+
+
+class Exported(_Entry):
+    """The item's artifacts were copied, and their session is no longer needed. `missing`: sentences about artifacts that were not found."""
+
+    type: Literal["exported"] = "exported"
+    paths: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+
+Entry = Annotated[SessionOpening | SessionOpened | Replied | Reviewed | Resulted | Exported, Field(discriminator="type")]
+_ANY: TypeAdapter[Entry] = TypeAdapter(Entry)
+
+
+def parse_entry(text: str | bytes) -> Entry:
+    """Raises ValidationError for what another release wrote."""
+    return _ANY.validate_json(text)
+
+
 INLINE_BYTES = 64 * 1024
 """A larger entry lies beside the log."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-
 # KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live, '1' when the run has come further by it. Gives added; there (said before, its answer was lost); taken (another
 # process has the run); or how many entries there are, when Redis has lost its last ones.
 _APPEND = """
@@ -45,7 +126,7 @@ return 'added'
 
 
 class RunTaken(Exception):
-    """Another process has the run by now: whoever held it must not go on."""
+    """Another process has the run now: the former holder must stop."""
 
 
 class RunLog:
@@ -78,15 +159,14 @@ class RunLog:
     ) -> "RunLog":
         """Load the log of that attempt of a run, which `claim` holds. Raises BrokerUnavailable; ConfigError if it cannot be verified or read."""
         clock = SharedClock()
-        try:
+        with broker_errors("the run's log was not read"):
             seconds, micros = await client.time()
             clock.learn(seconds + micros / 1e6)
             items: Any = await client.lrange(run_log_key(deployment, tenant, run), 0, -1)
             texts = [await _whole(client, deployment, tenant, run, index, item) for index, item in enumerate(items)]
+        try:
             opened = [keys.unseal(entry_purpose(tenant, run, attempt, index), text) for index, text in enumerate(texts)]
             entries = [parse_entry(text) for text in opened]
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis did not give the run's log ({error})") from error
         except EnvelopeRefused as error:
             raise RecordRefused(f"the log of run {run} cannot be verified, so the run is not continued: retry the item. {error}") from error
         except ValidationError as error:
@@ -94,22 +174,23 @@ class RunLog:
         return cls(client, deployment, keys, tenant, run, claim, attempt, entries, clock)
 
     async def append(self, entry: Entry) -> None:
-        """Returns when the entry is in, however long Redis is away. Raises RunTaken when the run is another process's."""
+        """Append an entry. Waits while Redis does not answer. Raises RunTaken when another process has the run."""
         async with self._one_at_a_time:
             self.entries.append(entry)
             index, attempt = len(self.entries) - 1, 0
             while index < len(self.entries):
                 try:
-                    told = await self._add(index)
-                except (RedisError, OSError) as error:
-                    log.warning("run_log_unanswered", run=self._run, error=str(error) or type(error).__name__)
+                    with broker_errors("the entry was not added"):
+                        reply = await self._add(index)
+                except BrokerUnavailable as error:
+                    log.warning("run_log_unanswered", run=self._run, error=str(error))
                     await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                     attempt += 1
                     continue
-                if told == "taken":
+                if reply == "taken":
                     raise RunTaken(self._run)
-                # What Redis has lost it is told again.
-                index = index + 1 if told in ("added", "there") else int(told)
+                # Entries that Redis has lost are added again.
+                index = index + 1 if reply in ("added", "there") else int(reply)
 
     async def _add(self, index: int) -> str:
         purpose = entry_purpose(self._tenant, self._run, self._attempt, index)
@@ -120,12 +201,12 @@ class RunLog:
         names = (self._deployment, self._tenant, self._run)
         # Whoever comes next opens a session anew: a run that kills each of its holders there would come no further.
         is_further = not isinstance(self.entries[index], SessionOpening)
-        told = await self._append(
+        reply = await self._append(
             keys=[run_key(*names), run_log_key(*names), run_parts_key(*names)],
             args=[self._claim, index, item, part, RUN_TTL_S, "1" if is_further else "0"],
         )
         self.has_grown = self.has_grown or is_further
-        return told.decode() if isinstance(told, bytes) else str(told)
+        return reply.decode() if isinstance(reply, bytes) else str(reply)
 
 
 def entry_purpose(tenant: str, run: str, attempt: int, index: int) -> str:
@@ -134,10 +215,69 @@ def entry_purpose(tenant: str, run: str, attempt: int, index: int) -> str:
 
 
 async def _whole(client: "redis.asyncio.Redis", deployment: str, tenant: str, run: str, index: int, item: bytes) -> bytes:
-    """The text of an entry, wherever it lies."""
+    """Return the text of an entry, which may be stored apart."""
     if not item.startswith(b'{"part"'):
         return item
     text: Any = await client.hget(run_parts_key(deployment, tenant, run), str(index))
     if not isinstance(text, bytes):
-        raise ConfigError(f"a part of the log of run {run} is gone from Redis: see that it evicts nothing, and retry the item")
+        raise ConfigError(f"a part of the log of run {run} is missing in Redis: see that it evicts nothing, and retry the item")
     return text
+
+
+AT_ONCE = 100
+PAGE = 16
+"""Entries of a log that are read at a time: those of its session come first, and there are two, unless processes died while they opened it."""
+
+
+async def close_left_sessions(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Iterable[str]) -> int:
+    """Close the sessions of these runs; return how many their logs name. Their hosts remove the sandboxes. Raises BrokerUnavailable."""
+    names, places = list(runs), SessionStore(client, deployment)
+    count = 0
+    for at in range(0, len(names), AT_ONCE):
+        for session in await _find_sessions(client, deployment, keys, tenant, names[at : at + AT_ONCE]):
+            await places.close(tenant, session)
+            count += 1
+    return count
+
+
+async def _find_sessions(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Sequence[str]) -> list[str]:
+    """Return all sessions that were opened, or were about to be opened."""
+    found: list[str] = []
+    first = 0
+    while runs:
+        pages = await _read(client, deployment, tenant, runs, first)
+        sessions = [
+            [_session_of(keys, tenant, run, attempt, first + at, item) for at, item in enumerate(items)]
+            for run, (attempt, items) in zip(runs, pages, strict=True)
+        ]
+        found += [session for page in sessions for session in page if session is not None]
+        # A page of nothing but sessions may be followed by more of them.
+        runs = [run for run, page in zip(runs, sessions, strict=True) if len(page) == PAGE and None not in page]
+        first += PAGE
+    return list(dict.fromkeys(found))
+
+
+async def _read(
+    client: "redis.asyncio.Redis", deployment: str, tenant: str, runs: Sequence[str], first: int
+) -> list[tuple[int, list[bytes]]]:
+    """Return a page of each run's log, with the run's attempt."""
+    pipe = client.pipeline(transaction=False)
+    for run in runs:
+        pipe.hget(run_key(deployment, tenant, run), "attempt")
+        pipe.lrange(run_log_key(deployment, tenant, run), first, first + PAGE - 1)
+    with broker_errors("the sessions of runs were not read"):
+        replies: list[Any] = await pipe.execute()
+    return [(int(attempt or 1), items) for attempt, items in zip(replies[::2], replies[1::2], strict=True)]
+
+
+def _session_of(keys: SigningKeys, tenant: str, run: str, attempt: int, index: int, item: bytes) -> str | None:
+    """Return the session that an entry of a log is about. An entry that this process cannot verify closes no session."""
+    try:
+        entry: Any = json.loads(keys.unseal(entry_purpose(tenant, run, attempt, index), item))
+    except EnvelopeRefused as error:
+        if not item.startswith(b'{"part"'):
+            log.error("run_log_entry_refused", tenant=tenant, run=run, error=str(error))
+        return None
+    is_of_session = isinstance(entry, dict) and str(entry.get("type")) in ("session_opening", "session_opened")
+    session = entry.get("session") if is_of_session else None
+    return session if isinstance(session, str) else None

@@ -3,14 +3,21 @@
 import asyncio
 import contextvars
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
+
+from contract.errors import BrokerUnavailable
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 T = TypeVar("T")
 
 AGAIN_S = 0.1
 LONGEST_PAUSE_S = 2.0
+OUTAGE_S = 120.0
+"""How long work that is not urgent waits for Redis before it fails."""
 
 
 def is_being_cancelled() -> bool:
@@ -79,3 +86,15 @@ class Backoff:
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2 or 0.05)
         return True
+
+
+async def retry_until_available(work: Callable[[], Awaitable[T]], limit_s: float = OUTAGE_S) -> T:
+    """Return what `work` returns; it is repeated as long as Redis does not answer it. Raises BrokerUnavailable after `limit_s`."""
+    backoff = Backoff(limit_s)
+    while True:
+        try:
+            return await work()
+        except BrokerUnavailable as error:
+            log.warning("redis_awaited", error=str(error))
+            if not await backoff.wait():
+                raise

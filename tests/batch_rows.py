@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrator.batches.rows import build_row, build_row_line, parse_row
-from store.batch_items import Failure, FailureKind, Outcome
+from store.batches import Failure, FailureKind, Outcome
 
 
 def any_row(custom_id: str, run: str) -> bool:

@@ -1,11 +1,10 @@
-"""Batches made up for tests of progress, displays and reports: every happening that a real one would have told."""
+"""Batches made up for tests of progress, displays and reports: every batch_event that a real one would have told."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from contract.calls import Clocks
-from store.batch_items import FailureKind
-from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
+from store.batches import BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
 
 BEGAN = 1_700_000_000.0
 
@@ -28,7 +27,7 @@ class Attempt:
     tool: str = "bash_tool"
 
 
-def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[Happening]:
+def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[BatchEvent]:
     """What is told of one item; `at`: when its first attempt was queued."""
     for number, attempt in enumerate(attempts, 1):
         run, at = f"run-{item}", at + attempt.waited_s
@@ -79,12 +78,12 @@ def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[Happ
         )
 
 
-def tell_batch(*items: tuple[Attempt, ...], every_s: float = 0.1, total: int | None = None) -> list[Happening]:
+def tell_batch(*items: tuple[Attempt, ...], every_s: float = 0.1, total: int | None = None) -> list[BatchEvent]:
     """A whole batch, by time; item `i-0` first."""
-    told: list[Happening] = [BatchNoted(at=BEGAN, message="submitted", total=len(items) if total is None else total)]
+    told: list[BatchEvent] = [BatchNotice(at=BEGAN, message="submitted", total=len(items) if total is None else total)]
     for number, attempts in enumerate(items):
         told += tell_item(f"i-{number}", *attempts, at=BEGAN + number * every_s)
-    return sorted(told, key=lambda happening: happening.at)
+    return sorted(told, key=lambda batch_event: batch_event.at)
 
 
 def failed(

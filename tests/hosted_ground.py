@@ -13,10 +13,8 @@ from orchestrator.runs.event_teller import EventTellers
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.run_service import ServiceWork
 from orchestrator.runs.runner import Runner
-from store.batch_events import HappeningWriter
-from store.batch_items import Ground, RunBody
-from store.hosted_records import HostedRun
-from store.run_queue import Claim
+from store.batches import BatchEventWriter, Ground, RunBody
+from store.runs import Claim, HostedRun
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemorySessionStore
@@ -38,7 +36,7 @@ class HostedGround(ItemGround):
         self.runs = HostedRuns(self.client, "d", KEY, self.pool.tenants)
 
     def runner(self, **options: Any) -> Runner:
-        return Runner(self.client, "d", self.queue, self.work, HappeningWriter(self.client, "d"), 8, None, **options)
+        return Runner(self.client, "d", self.queue, self.work, BatchEventWriter(self.client, "d"), 8, None, **options)
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[Runner]:

@@ -26,12 +26,10 @@ from orchestrator.runs.journal import Journal
 from orchestrator.runs.models import Models
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.settings import OrchestratorSettings
-from store.batch_items import BatchItem, CallBody, Outcome, RunBody
+from store.batches import BatchDefaults, BatchEvent, BatchItem, CallBody, Outcome, RunBody
 from store.calls import CallStore
-from store.happenings import Happening
 from store.run_log import RunLog
-from store.run_queue import Claim
-from store.run_records import BatchDefaults
+from store.runs import Claim
 from store.skills import InstalledSkills
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
@@ -65,7 +63,7 @@ def failed(code: Any, message: str = "no") -> Answer:
 
 
 class ItemGround(RunGround):
-    """One process with its pool. `answers`: by verb or tool, instead of a success. `happenings`: what was told. `places`: shared by processes of one pool."""
+    """One process with its pool. `answers`: by verb or tool, instead of a success. `batch_events`: what was told. `places`: shared by processes of one pool."""
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class ItemGround(RunGround):
         super().__init__(client)
         self.model = turns if not isinstance(turns, Sequence) else ScriptedModel(turns)
         self.answers: dict[str, Answer] = dict(answers or {})
-        self.happenings: list[Happening] = []
+        self.batch_events: list[BatchEvent] = []
         self.places = places or MemorySessionStore()
         self.transport = AnsweringTransport(self._answer)
         self.blobs = MemoryAsyncBlobs()
@@ -137,11 +135,11 @@ class ItemGround(RunGround):
         """As its holder has it; whoever works by it is cancelled when it is taken."""
         task = asyncio.current_task()
         assert task is not None
-        return Journal(await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.word, claim.record.attempt), task.cancel)
+        return Journal(await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.token, claim.record.attempt), task.cancel)
 
     async def worked(self, claim: Claim, defaults: BatchDefaults | None = None) -> Outcome:
         """How the item ends."""
-        return await self.work.work(claim, await self.journal(claim), defaults or BatchDefaults(), self.happenings.append)
+        return await self.work.work(claim, await self.journal(claim), defaults or BatchDefaults(), self.batch_events.append)
 
     async def _answer(self, call: ToolCall, context: ToolContext) -> ToolResult:
         name = call.name.removeprefix("session.")

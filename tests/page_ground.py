@@ -24,10 +24,8 @@ from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings
 from store.actors import Actor
 from store.api_keys import ApiKeys, NewKey
-from store.batch_events import HappeningWriter
-from store.batch_items import BatchItem, FailureKind, Outcome, RunBody
-from store.run_queue import RunQueue
-from store.run_records import BatchDefaults, BatchRecord, BatchState
+from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecord, BatchState, FailureKind, Outcome, RunBody
+from store.runs import RunQueue
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.api_ground import ApiGround
@@ -151,10 +149,10 @@ class World:
             for line, (item, _) in enumerate(stories, 1)
         ]
         await self.runs.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
-        writer = HappeningWriter(self.redis, DEPLOYMENT)
+        writer = BatchEventWriter(self.redis, DEPLOYMENT)
         for item, attempt in stories:
-            for happening in tell_item(item, attempt, at=time.time() - 60):
-                writer.tell(tenant, batch, happening)
+            for batch_event in tell_item(item, attempt, at=time.time() - 60):
+                writer.tell(tenant, batch, batch_event)
         await writer.flush()
 
     async def ask(self, command: str, *, tenant: str = "acme", number: int = 1, **fields: Any) -> Question:
@@ -172,7 +170,7 @@ class World:
         """A run while it is worked by hand; left, it has ended."""
         run = await self.hosted.start(tenant, RunBody(instruction=instruction))
         claim = next(claim for claim in await self.runs.claim(100) if claim.run == run.id)
-        async with EventTellers(self.redis, DEPLOYMENT).open(tenant, run.id, claim.word, 1) as teller:
+        async with EventTellers(self.redis, DEPLOYMENT).open(tenant, run.id, claim.token, 1) as teller:
             yield Worked(run.id, teller)
         body = {
             "answer": f"There are three. {WRITABLE}",

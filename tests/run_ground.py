@@ -5,9 +5,8 @@ from typing import Any
 
 import redis.asyncio
 
-from store.batch_items import BatchItem, Failure, FailureKind, Outcome, RunBody
-from store.run_queue import Claim, RunQueue
-from store.run_records import BatchDefaults, BatchRecord, BatchState
+from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, Failure, FailureKind, Outcome, RunBody
+from store.runs import Claim, RunQueue
 from tests.builders import KEY
 
 

@@ -15,18 +15,25 @@ from orchestrator.runs.brake import Brake
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.places import Places
 from orchestrator.runs.runner import Runner
-from store.batch_events import HappeningWriter
-from store.batch_items import Failure, FailureKind, Outcome
-from store.happenings import Happening, ItemDone, parse_happening
-from store.run_queue import Claim, RunQueue
-from store.run_records import BatchDefaults, BatchState
+from store.batches import (
+    BatchDefaults,
+    BatchEvent,
+    BatchEventWriter,
+    BatchState,
+    Failure,
+    FailureKind,
+    ItemDone,
+    Outcome,
+    parse_batch_event,
+)
+from store.runs import Claim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
 
 SOON_S = 20.0
 BATCH = ("acme", "b")
-Work = Callable[[Claim, Journal, Callable[[Happening], None]], Awaitable[Outcome]]
+Work = Callable[[Claim, Journal, Callable[[BatchEvent], None]], Awaitable[Outcome]]
 
 
 def outcome_of(claim: Claim, kind: FailureKind | None = None, body: dict[str, Any] | None = None) -> Outcome:
@@ -46,7 +53,7 @@ class Worker:
         self.may_end = asyncio.Event()
         self._work = work
 
-    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[Happening], None]) -> Outcome:
+    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]) -> Outcome:
         self.begun.append((claim.run, claim.record.attempt))
         self.has_begun.set()
         if self._work is not None:
@@ -66,7 +73,7 @@ class House(RunGround):
 
     def runner(self, worker: Worker, queue: RunQueue | None = None, *, concurrency: int = 4) -> Runner:
         work: Any = worker
-        return Runner(self.client, "d", queue or self.queue, work, HappeningWriter(self.client, "d"), concurrency, BATCH)
+        return Runner(self.client, "d", queue or self.queue, work, BatchEventWriter(self.client, "d"), concurrency, BATCH)
 
     @asynccontextmanager
     async def working(self, *runners: Runner) -> AsyncIterator[list["asyncio.Task[None]"]]:
@@ -85,12 +92,12 @@ class House(RunGround):
         while (await self.queue.batch(*BATCH)).state is not state:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    async def happenings(self) -> list[Happening]:
+    async def batch_events(self) -> list[BatchEvent]:
         told = await self.client.xrange("toolcrew:d:t:acme:batch.b:events")
-        return [parse_happening(fields[b"h"]) for _, fields in told]
+        return [parse_batch_event(fields[b"h"]) for _, fields in told]
 
     async def ends(self) -> list[ItemDone]:
-        return [told for told in await self.happenings() if isinstance(told, ItemDone)]
+        return [told for told in await self.batch_events() if isinstance(told, ItemDone)]
 
 
 class WatchedQueue(RunQueue):

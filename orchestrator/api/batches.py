@@ -20,9 +20,8 @@ from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.batch_status import build_status
 from store.audit import entry_text
-from store.batch_items import FailureKind, RunLimits
+from store.batches import BatchDefaults, BatchRecord, FailureKind, RunLimits
 from store.idempotency import KEPT_S
-from store.run_records import BatchDefaults, BatchRecord
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 
@@ -131,10 +130,10 @@ async def submit_batch(
 async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[BatchView]:
     """The tenant's batches, the newest first. They are remembered for 30 days. A page may have fewer than `limit`, and be followed by more all the same."""
     runs = _runs(caller)
-    known = await runs.queue.known(runs.tenant, decode_cursor(cursor) or "", limit)
+    known = await runs.queue.list_batches(runs.tenant, decode_cursor(cursor) or "", limit)
     counts = await asyncio.gather(*(runs.queue.counts(runs.tenant, batch) for batch in known.batches))
     views = [_view_of(batch, record, some) for (batch, record), some in zip(known.batches.items(), counts, strict=True)]
-    return Page(data=views, next_cursor=encode_cursor(known.place) if known.place is not None else None)
+    return Page(data=views, next_cursor=encode_cursor(known.cursor) if known.cursor is not None else None)
 
 
 @router.get("/{batch_id}", responses=responses(404))

@@ -18,7 +18,7 @@ from orchestrator.api.house import House
 from orchestrator.api.limits import JSON_BYTES, find_header
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
 from store.idempotency import PENDING_S, Claim, OnceSlots
-from store.outages import outlast
+from store.tasks import retry_until_available
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -92,7 +92,7 @@ class Idempotency:
 async def _patiently(settle: Callable[[], Awaitable[None]]) -> None:
     """As soon as Redis does it."""
     try:
-        await outlast(settle, PENDING_S)
+        await retry_until_available(settle, PENDING_S)
     except BrokerUnavailable as error:
         log.warning("answer_not_kept", error=str(error))
 

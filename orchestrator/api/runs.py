@@ -18,9 +18,9 @@ from orchestrator.api.problems import ApiCode, ApiProblem, responses
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.batches.strict_json import MAX_DEPTH
 from orchestrator.runs.hosted import HostedRuns
-from store.batch_items import Failure, Ground, RunBody, RunLimits
-from store.hosted_records import HostedRun, HostedState
+from store.batches import Failure, Ground, RunBody, RunLimits
 from store.run_events import parse_id
+from store.runs import HostedRun, HostedState
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, Complaint
-from store.batch_items import BatchItem
+from store.batches import BatchItem
 
 WORKSPACE = "its workspace is a path of the submitter's machine, which a service does not read: begin with a checkpoint (`restore`), or leave out --detach"
 ARTIFACTS = (

@@ -10,7 +10,7 @@ from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.snapshot import Snapshot
 from orchestrator.batches.summary import Summary, build_summary
-from store.happenings import Happening
+from store.batches import BatchEvent
 
 
 class Display(Protocol):
@@ -20,7 +20,7 @@ class Display(Protocol):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
-    def show(self, happening: Happening) -> None:
+    def show(self, batch_event: BatchEvent) -> None:
         """Count one more, and show what is to be shown of it."""
 
     def tick(self) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from orchestrator.batches.snapshot import FailureGroup
-from store.batch_items import FailureKind
+from store.batches import FailureKind
 
 MAX_GROUPS = 200
 MAX_EXAMPLES = 3

@@ -8,7 +8,7 @@ from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError
 from orchestrator.batches.artifacts import MAX_PATTERNS, Pattern
 from orchestrator.dispatch.workspace_sources import find_kind, load_source
-from store.batch_items import Ground
+from store.batches import Ground
 
 _HEAD_BYTES = 1024 * 1024
 """Of an archive that is larger, as much is looked at: by then any packer has given out its first file's name."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from store.batch_items import BatchItem
+from store.batches import BatchItem
 
 MANY_VALUES = 64
 """Lists, objects and what they hold: as records these take ten times their text and more, so items with more of them are kept as text."""

@@ -1,4 +1,4 @@
-"""A batch for a program: every happening as one line of JSON, as it is, then one summary."""
+"""A batch for a program: every batch_event as one line of JSON, as it is, then one summary."""
 
 import json
 from types import TracebackType
@@ -6,7 +6,7 @@ from typing import IO
 
 from contract.calls import Record
 from orchestrator.batches.displays import Watched
-from store.happenings import Happening
+from store.batches import BatchEvent
 
 
 class JsonLines:
@@ -23,10 +23,10 @@ class JsonLines:
         if not isinstance(error, BrokenPipeError):
             self._write(self._watched.summary())
 
-    def show(self, happening: Happening) -> None:
+    def show(self, batch_event: BatchEvent) -> None:
         """Write it; flushed, so that a reader has it at once."""
-        self._watched.progress.add(happening)
-        self._write(happening)
+        self._watched.progress.add(batch_event)
+        self._write(batch_event)
 
     def tick(self) -> None:
         """Nothing is shown for time alone."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from contract.calls import MAX_NAME_CHARS, MAX_TIMEOUT_S
-from store.batch_items import CALLS_URL, CHAT_URL, MAX_ID_CHARS, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
+from store.batches import CALLS_URL, CHAT_URL, MAX_ID_CHARS, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
 
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]

@@ -18,7 +18,7 @@ from orchestrator.batches.grounds import Grounds
 from orchestrator.batches.item_list import ItemList
 from orchestrator.batches.line_shapes import BODIES, LIMIT_NAMES, Fields, OpenAILine, Shape, ShortCall, ShortRun, Unfit, build_item
 from orchestrator.batches.strict_json import NotStrict, find_columns, parse_object
-from store.batch_items import CALLS_URL, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
+from store.batches import CALLS_URL, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_LINE_VALUES = 20_000

@@ -12,7 +12,7 @@ from orchestrator.batches.json_lines import JsonLines
 from orchestrator.batches.live_screen import build_screen
 from orchestrator.batches.plain_lines import PlainLines
 from orchestrator.batches.summary import build_summary_lines
-from store.happenings import Happening
+from store.batches import BatchEvent
 
 EVERY_S = 0.25
 _FREE_CELLS = 3
@@ -41,9 +41,9 @@ class LiveDisplay:
         for line in build_summary_lines(self._watched.summary()):
             self._console.print(Text(line), soft_wrap=True)
 
-    def show(self, happening: Happening) -> None:
+    def show(self, batch_event: BatchEvent) -> None:
         """Count it, and draw when that is due."""
-        self._watched.progress.add(happening)
+        self._watched.progress.add(batch_event)
         self.tick()
 
     def tick(self) -> None:

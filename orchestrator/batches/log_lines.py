@@ -6,7 +6,7 @@ from typing import IO
 from orchestrator.batches.displays import Watched
 from orchestrator.batches.figures import MAX_NOTE_CHARS, format_seconds, format_time, one_line
 from orchestrator.batches.summary import build_summary_lines
-from store.happenings import BatchNoted, Happening, ItemDone, ItemRetried, ItemStarted
+from store.batches import BatchEvent, BatchNotice, ItemDone, ItemRetried, ItemStarted
 
 
 class LogLines:
@@ -26,31 +26,39 @@ class LogLines:
             self._out.write(f"{line}\n")
         self._out.flush()
 
-    def show(self, happening: Happening) -> None:
+    def show(self, batch_event: BatchEvent) -> None:
         """Tell it, if it is worth a line."""
-        line = _line(happening) if self._watched.progress.add(happening) else ""
+        line = _line(batch_event) if self._watched.progress.add(batch_event) else ""
         if line:
-            self._out.write(f"{format_time(happening.at)}  {line}\n")
+            self._out.write(f"{format_time(batch_event.at)}  {line}\n")
 
     def tick(self) -> None:
         """Nothing is shown for time alone."""
 
 
-def _line(happening: Happening) -> str:
-    name = one_line(happening.item, 80)
-    match happening:
+def _line(batch_event: BatchEvent) -> str:
+    name = one_line(batch_event.item, 80)
+    match batch_event:
         case ItemStarted():
-            again = "gone on with" if happening.is_resumed else "begun" if happening.attempt == 1 else f"begun, attempt {happening.attempt}"
+            again = (
+                "gone on with"
+                if batch_event.is_resumed
+                else "begun"
+                if batch_event.attempt == 1
+                else f"begun, attempt {batch_event.attempt}"
+            )
             return f"{name} {again}"
         case ItemDone(failure=None, seconds=0.0):
             # Nobody told of its end when it came; its row did.
             return f"{name} done"
         case ItemDone(failure=None):
-            return f"{name} done in {format_seconds(happening.seconds)}; steps {happening.steps:,}, calls {happening.calls:,}"
+            return f"{name} done in {format_seconds(batch_event.seconds)}; steps {batch_event.steps:,}, calls {batch_event.calls:,}"
         case ItemDone():
-            return f"{name} failed ({happening.failure} {one_line(happening.code, 64)}): {one_line(happening.message) or 'no message'}"
+            return (
+                f"{name} failed ({batch_event.failure} {one_line(batch_event.code, 64)}): {one_line(batch_event.message) or 'no message'}"
+            )
         case ItemRetried():
-            return f"{name} queued again after a failure ({happening.failure} {one_line(happening.code, 64)})"
-        case BatchNoted():
-            return one_line(happening.message, MAX_NOTE_CHARS)
+            return f"{name} queued again after a failure ({batch_event.failure} {one_line(batch_event.code, 64)})"
+        case BatchNotice():
+            return one_line(batch_event.message, MAX_NOTE_CHARS)
     return ""

@@ -7,7 +7,7 @@ from orchestrator.batches.displays import Watched
 from orchestrator.batches.figures import MAX_NOTE_CHARS, format_cost, format_count, format_eta, format_rate, one_line
 from orchestrator.batches.snapshot import Snapshot
 from orchestrator.batches.summary import build_summary_lines
-from store.happenings import BatchNoted, Happening, ItemDone, ItemRetried
+from store.batches import BatchEvent, BatchNotice, ItemDone, ItemRetried
 
 EVERY_S = 5.0
 MAX_TOLD = 5
@@ -35,16 +35,16 @@ class PlainLines:
         for line in build_summary_lines(self._watched.summary()):
             self._write(line)
 
-    def show(self, happening: Happening) -> None:
+    def show(self, batch_event: BatchEvent) -> None:
         """Tell a failure or a note; then how all stands, when that is due."""
-        is_new = self._watched.progress.add(happening)
-        match happening:
-            case ItemDone() if is_new and happening.failure is not None:
-                self._tell(f"failed {_what(happening)}: {one_line(happening.message) or 'no message'}", is_failure=True)
+        is_new = self._watched.progress.add(batch_event)
+        match batch_event:
+            case ItemDone() if is_new and batch_event.failure is not None:
+                self._tell(f"failed {_what(batch_event)}: {one_line(batch_event.message) or 'no message'}", is_failure=True)
             case ItemRetried() if is_new:
-                self._tell(f"tried again {_what(happening)}", is_failure=True)
-            case BatchNoted() if is_new and happening.message:
-                self._tell(one_line(happening.message, MAX_NOTE_CHARS), is_failure=False)
+                self._tell(f"tried again {_what(batch_event)}", is_failure=True)
+            case BatchNotice() if is_new and batch_event.message:
+                self._tell(one_line(batch_event.message, MAX_NOTE_CHARS), is_failure=False)
         self.tick()
 
     def tick(self) -> None:
@@ -98,6 +98,6 @@ def build_standing(snapshot: Snapshot) -> str:
     )
 
 
-def _what(happening: ItemDone | ItemRetried) -> str:
-    kind = happening.failure or "unknown"
-    return f"{one_line(happening.item, 80)} ({kind} {one_line(happening.code, 64)})"
+def _what(batch_event: ItemDone | ItemRetried) -> str:
+    kind = batch_event.failure or "unknown"
+    return f"{one_line(batch_event.item, 80)} ({kind} {one_line(batch_event.code, 64)})"

@@ -1,4 +1,4 @@
-"""Happenings folded into what is known of a batch. They may come twice and in any order: the same set gives the same totals."""
+"""Batch events folded into what is known of a batch. They may come twice and in any order: the same set gives the same totals."""
 
 import heapq
 from collections import Counter
@@ -10,8 +10,7 @@ from orchestrator.batches.progress_items import Heard, Item, Spent, Stage, Worki
 from orchestrator.batches.settled_items import SettledItems
 from orchestrator.batches.snapshot import EndedItem, Note, RunningItem, Snapshot, Spread
 from orchestrator.batches.tool_times import ToolTable
-from store.batch_items import MAX_ITEMS, FailureKind
-from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
+from store.batches import MAX_ITEMS, BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
 
 MAX_SLOWEST = 20
 MAX_NOTES = 20
@@ -26,7 +25,7 @@ _OfItem = ItemStarted | ItemReady | StepDone | CallDone | ItemDone | ItemRetried
 class Progress:
     """Add what happens, ask how it stands. Reads no clock; keeps a few bytes of an item of which nothing more is to come.
 
-    `total`: how many items there are, as far as a BatchNoted does not say more. `max_failed_rows`: so many failed items can be listed.
+    `total`: how many items there are, as far as a BatchNotice does not say more. `max_failed_rows`: so many failed items can be listed.
     """
 
     def __init__(self, total: int = 0, *, max_failed_rows: int = 0) -> None:
@@ -50,22 +49,22 @@ class Progress:
         self.last_at = 0.0
         """When the last thing happened."""
 
-    def add(self, happening: Happening) -> bool:
+    def add(self, batch_event: BatchEvent) -> bool:
         """Count it; False: it has been counted before, or says nothing new."""
-        self.last_at = happening.at if self._first_at is None else max(happening.at, self.last_at)
-        self._first_at = happening.at if self._first_at is None else min(happening.at, self._first_at)
-        if isinstance(happening, BatchNoted):
-            return self._add_note(happening)
-        item = self._open.get(happening.item) or self._find(happening.item)
-        if item.is_settled and happening.attempt == 1 and not isinstance(happening, ItemStarted | ItemReady):
+        self.last_at = batch_event.at if self._first_at is None else max(batch_event.at, self.last_at)
+        self._first_at = batch_event.at if self._first_at is None else min(batch_event.at, self._first_at)
+        if isinstance(batch_event, BatchNotice):
+            return self._add_note(batch_event)
+        item = self._open.get(batch_event.item) or self._find(batch_event.item)
+        if item.is_settled and batch_event.attempt == 1 and not isinstance(batch_event, ItemStarted | ItemReady):
             return False
-        is_new = self._count(item, happening)
+        is_new = self._count(item, batch_event)
         state = item.settled_state()
         if state is None:
-            self._open[happening.item] = item
+            self._open[batch_event.item] = item
         else:
-            self._settled.put(happening.item, state)
-            self._open.pop(happening.item, None)
+            self._settled.put(batch_event.item, state)
+            self._open.pop(batch_event.item, None)
         return is_new
 
     def has_end(self, name: str, attempt: int) -> bool:
@@ -140,7 +139,7 @@ class Progress:
         self._known += 1
         return Item()
 
-    def _add_note(self, note: BatchNoted) -> bool:
+    def _add_note(self, note: BatchNotice) -> bool:
         self._total = max(self._total, note.total or 0)
         if note.is_warning:
             return self._add_warning(note.message[:MAX_MESSAGE_CHARS])
@@ -156,31 +155,31 @@ class Progress:
         is_new, self._warnings = kept != self._warnings, kept
         return is_new
 
-    def _count(self, item: Item, happening: _OfItem) -> bool:
-        attempt = happening.attempt
-        if not isinstance(happening, ItemDone | ItemRetried):
-            self._advance(item, happening, Stage.RUNNING)
+    def _count(self, item: Item, batch_event: _OfItem) -> bool:
+        attempt = batch_event.attempt
+        if not isinstance(batch_event, ItemDone | ItemRetried):
+            self._advance(item, batch_event, Stage.RUNNING)
             if item.working is not None and attempt == item.attempt:
-                _watch(item.working, happening)
-        match happening:
+                _watch(item.working, batch_event)
+        match batch_event:
             case ItemStarted():
-                return self._count_start(item, happening)
+                return self._count_start(item, batch_event)
             case ItemReady():
                 is_new = item.hears_first(Heard.READY) if attempt == 1 else item.is_first(("ready", attempt))
                 if is_new:
-                    self._setups.add(happening.setup_s)
+                    self._setups.add(batch_event.setup_s)
                 return is_new
             case StepDone():
-                return item.is_first(("step", attempt, happening.step)) and self._count_step(item.of_attempt(attempt), happening)
+                return item.is_first(("step", attempt, batch_event.step)) and self._count_step(item.of_attempt(attempt), batch_event)
             case CallDone():
-                return item.is_first(("call", attempt, happening.call)) and self._count_call(item.of_attempt(attempt), happening)
+                return item.is_first(("call", attempt, batch_event.call)) and self._count_call(item.of_attempt(attempt), batch_event)
             case ItemRetried():
-                self._advance(item, happening, Stage.QUEUED)
+                self._advance(item, batch_event, Stage.QUEUED)
                 return item.is_first(("retried", attempt))
             case ItemDone():
-                is_new = self._count_end(item.of_attempt(attempt), happening)
+                is_new = self._count_end(item.of_attempt(attempt), batch_event)
                 if is_new:
-                    self._advance(item, happening, Stage.ENDED)
+                    self._advance(item, batch_event, Stage.ENDED)
                 return is_new
 
     def _count_start(self, item: Item, start: ItemStarted) -> bool:
@@ -235,11 +234,11 @@ class Progress:
         a, b, c, d = self._spent
         self._spent = a + after[0] - before[0], b + after[1] - before[1], c + after[2] - before[2], d + after[3] - before[3]
 
-    def _advance(self, item: Item, happening: _OfItem, stage: Stage) -> None:
+    def _advance(self, item: Item, batch_event: _OfItem, stage: Stage) -> None:
         """Items go upwards only: what an earlier attempt or stage tells late moves nothing."""
-        if (happening.attempt, stage) <= (item.attempt, item.stage):
+        if (batch_event.attempt, stage) <= (item.attempt, item.stage):
             return
-        name = happening.item
+        name = batch_event.item
         if item.stage == Stage.RUNNING:
             del self._running[name]
             item.working = None
@@ -248,13 +247,13 @@ class Progress:
             self._failed -= item.reason > 0
             if item.reason:
                 self._groups.leave(item.reason, name)
-        self._retried += happening.attempt - item.attempt
-        item.attempt, item.stage, item.reason = happening.attempt, stage, 0
+        self._retried += batch_event.attempt - item.attempt
+        item.attempt, item.stage, item.reason = batch_event.attempt, stage, 0
         if stage == Stage.RUNNING:
-            item.working = Working(happening.at, happening.run)
+            item.working = Working(batch_event.at, batch_event.run)
             self._running[name] = item
-        elif isinstance(happening, ItemDone):
-            self._end(item, happening)
+        elif isinstance(batch_event, ItemDone):
+            self._end(item, batch_event)
 
     def _end(self, item: Item, end: ItemDone) -> None:
         if end.failure is None:
@@ -267,18 +266,18 @@ class Progress:
         self._groups.enter(item.reason, failed)
 
 
-def _watch(working: Working, happening: _OfItem) -> None:
-    working.first_at = min(working.first_at, happening.at)
-    working.run = working.run or happening.run
-    match happening:
+def _watch(working: Working, batch_event: _OfItem) -> None:
+    working.first_at = min(working.first_at, batch_event.at)
+    working.run = working.run or batch_event.run
+    match batch_event:
         case ItemStarted():
-            working.begun_at = happening.at if working.begun_at is None else max(working.begun_at, happening.at)
+            working.begun_at = batch_event.at if working.begun_at is None else max(working.begun_at, batch_event.at)
         case ItemReady():
             working.is_ready = True
         case StepDone():
-            working.step = max(working.step, happening.step)
+            working.step = max(working.step, batch_event.step)
         case CallDone():
-            working.last_call = max(working.last_call, (happening.at, happening.tool))
+            working.last_call = max(working.last_call, (batch_event.at, batch_event.tool))
 
 
 def _keep_largest(heap: list, value: object, most: int) -> None:  # type: ignore[type-arg]

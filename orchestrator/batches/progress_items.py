@@ -1,4 +1,4 @@
-"""What is remembered of an item that is not settled: where it stands, what its attempts spent, and which of its happenings have been counted."""
+"""What is remembered of an item that is not settled: where it stands, what its attempts spent, and which of its batch_events have been counted."""
 
 import math
 from array import array
@@ -11,7 +11,7 @@ _MAX_LISTED = 256
 
 
 class Stage(IntEnum):
-    """Of one attempt; with the attempt before it, an order that an item goes through only upwards, however its happenings arrive."""
+    """Of one attempt; with the attempt before it, an order that an item goes through only upwards, however its batch_events arrive."""
 
     QUEUED = 0
     RUNNING = 1

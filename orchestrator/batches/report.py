@@ -11,7 +11,7 @@ from orchestrator.batches.report_plots import Line, plot_bars, plot_lines, plot_
 from orchestrator.batches.report_series import DONE, FAILED, RETRIED, RUNNING, Spans, TimeSeries, within_time
 from orchestrator.batches.snapshot import Snapshot, Spread
 from orchestrator.batches.summary import Summary, build_summary
-from store.happenings import Happening, ItemDone, ItemRetried, ItemStarted, StepDone
+from store.batches import BatchEvent, ItemDone, ItemRetried, ItemStarted, StepDone
 
 MAX_FAILED_ROWS = 500
 MAX_TOOLS = 15
@@ -20,26 +20,26 @@ MAX_CELL_CHARS = 240
 _NANO = 10**9
 
 
-def build_report(happenings: Iterable[Happening], *, title: str, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0) -> str:
-    """The page, below 2 MB for the largest batch. Reads `happenings` once, in any order, also with repetitions; the same ones give the same page.
+def build_report(events: Iterable[BatchEvent], *, title: str, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0) -> str:
+    """The page, below 2 MB for the largest batch. Reads `events` once, in any order, also with repetitions; the same ones give the same page.
 
-    `batch`: its id and `tenant`: whose it is, for the commands that the page names. `total`: how many items there are, where no happening tells it.
+    `batch`: its id and `tenant`: whose it is, for the commands that the page names. `total`: how many items there are, where no event tells it.
     """
-    return build_page(title, build_sections(happenings, batch=batch, tenant=tenant, total=total))
+    return build_page(title, build_sections(events, batch=batch, tenant=tenant, total=total))
 
 
 def build_sections(
-    happenings: Iterable[Happening], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
+    batch_events: Iterable[BatchEvent], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> list[tuple[str, str, Markup]]:
     """What stands on that page, for others to hold it: (id, heading, content) each, in the classes of its style sheet."""
     story = _Story(total)
-    for happening in happenings:
-        story.add(happening)
+    for batch_event in batch_events:
+        story.add(batch_event)
     return story.sections(batch, tenant)
 
 
 class _Story:
-    """What is kept of the happenings: some MB for the largest batch."""
+    """What is kept of the batch_events: some MB for the largest batch."""
 
     def __init__(self, total: int) -> None:
         self._progress = Progress(total, max_failed_rows=MAX_FAILED_ROWS)
@@ -49,23 +49,23 @@ class _Story:
         """Attempts of which no end has been heard."""
         self._low: float | None = None
 
-    def add(self, happening: Happening) -> None:
-        at = within_time(happening.at)
+    def add(self, batch_event: BatchEvent) -> None:
+        at = within_time(batch_event.at)
         self._low = at if self._low is None else min(at, self._low)
-        if not self._progress.add(happening):
+        if not self._progress.add(batch_event):
             return
-        match happening:
-            case ItemStarted() if not happening.is_resumed:
-                self._begun[happening.item, happening.attempt] = at
+        match batch_event:
+            case ItemStarted() if not batch_event.is_resumed:
+                self._begun[batch_event.item, batch_event.attempt] = at
             case StepDone():
-                self._series.add("in", at, happening.prompt_tokens)
-                self._series.add("out", at, happening.completion_tokens)
+                self._series.add("in", at, batch_event.prompt_tokens)
+                self._series.add("out", at, batch_event.completion_tokens)
             case ItemRetried():
-                begin = self._begun.pop((happening.item, happening.attempt - 1), None)
+                begin = self._begun.pop((batch_event.item, batch_event.attempt - 1), None)
                 if begin is not None:
-                    self._spans.add(begin, at, RETRIED, happening.item)
+                    self._spans.add(begin, at, RETRIED, batch_event.item)
             case ItemDone():
-                self._end(happening)
+                self._end(batch_event)
 
     def _end(self, end: ItemDone) -> None:
         at = within_time(end.at)

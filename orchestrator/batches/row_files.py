@@ -13,7 +13,7 @@ from pathlib import Path
 from contract.errors import ConfigError, ErrorCode, OperatorError
 from orchestrator.batches.row_scan import Belongs, Scan, read_rows, scan_rows
 from orchestrator.batches.rows import Row, build_row, build_row_line, parse_outcome, parse_row
-from store.batch_items import Failure, FailureKind, Outcome
+from store.batches import Failure, FailureKind, Outcome
 
 MAX_HELD_BYTES = 64 * 1024 * 1024
 """Of newer failures, which take the place of older ones when the files are settled; with more, that is done at once."""

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from contract.calls import ToolResult
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
-from store.batch_items import CHAT_URL, MAX_ID_CHARS, Failure, FailureKind, Outcome
+from store.batches import CHAT_URL, MAX_ID_CHARS, Failure, FailureKind, Outcome
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
 

@@ -2,7 +2,7 @@
 
 from contract.calls import Record
 from orchestrator.batches.histogram import LogHistogram
-from store.batch_items import FailureKind
+from store.batches import FailureKind
 
 
 class Spread(Record):

@@ -8,7 +8,7 @@ from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.figures import MAX_NOTE_CHARS, format_cost, format_count, format_rate, format_seconds, one_line
 from orchestrator.batches.snapshot import FailureGroup, Snapshot
 from orchestrator.terminal.commands import build_command, build_resubmission
-from store.batch_items import FailureKind
+from store.batches import FailureKind
 
 MAX_SHOWN_GROUPS = 10
 MAX_SHOWN_SLOWEST = 5

@@ -8,7 +8,7 @@ from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, Complaint
 from orchestrator.terminal.commands import build_command
-from store.batch_items import BatchItem, CallBody
+from store.batches import BatchItem, CallBody
 
 NOT_CHECKED = "no worker publishes its tools now, so the names and arguments of tools were not checked"
 MIN_LIKENESS = 0.6

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from contract.calls import MAX_NAME_CHARS
 from orchestrator.batches.histogram import LogHistogram
 from orchestrator.batches.snapshot import Spread, ToolTimes
-from store.happenings import CallDone
+from store.batches import CallDone
 
 MAX_TOOLS = 200
 """A model can ask for tools that do not exist, by any name."""

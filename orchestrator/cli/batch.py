@@ -34,8 +34,7 @@ from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 from orchestrator.terminal.commands import build_command, build_resubmission
 from orchestrator.terminal.output import escape_controls
-from store.batch_items import FailureKind
-from store.run_records import BatchDefaults
+from store.batches import BatchDefaults, FailureKind
 
 batch_app = typer.Typer(no_args_is_help=True, help="Files of many instructions, worked to a row each.")
 

@@ -12,8 +12,7 @@ from contract.errors import ConfigError
 from orchestrator.batches.lines import BatchFile
 from orchestrator.models.choice import FALLBACK_WARNING, find_shipped
 from orchestrator.settings import OrchestratorSettings
-from store.batch_items import BatchItem, FailureKind, RunBody, RunLimits
-from store.run_records import BatchDefaults
+from store.batches import BatchDefaults, BatchItem, FailureKind, RunBody, RunLimits
 
 DIALECTS = tuple(name for kind in get_args(RunBody.model_fields["dialect"].annotation) for name in get_args(kind))
 

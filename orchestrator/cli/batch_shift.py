@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.console import Console
 
 from contract.errors import ConfigError
-from orchestrator.batches.happening_files import HappeningFile
+from orchestrator.batches.event_files import BatchEventFile
 from orchestrator.batches.live_display import open_display
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.cli.runner import EXIT_INTERRUPTED
 from orchestrator.runs.batch_runs import BatchRuns, RowPaths, Shift
-from store.run_records import BatchState, RowPlace
+from store.batches import BatchState, RowPlace
 
 EXIT_FAILED = 1
 _DRAIN, _STOP, _BREAK_OFF = 1, 2, 3
@@ -98,7 +98,7 @@ async def work_batch(
     runs: BatchRuns, batch: str, paths: RowPaths, rows: RowFiles, interrupts: Interrupts, console: Console, *, is_kept: bool, as_json: bool
 ) -> int:
     """Work a batch to its end, or until interrupted; gives the exit code. `is_kept`: its Redis outlives the command."""
-    with HappeningFile(paths.happenings) as kept:
+    with BatchEventFile(paths.batch_events) as kept:
         record, summary = await runs.work(
             batch,
             lambda watched: open_display(replace(watched, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json),

@@ -13,7 +13,7 @@ from rich.console import Console
 from contract.errors import ConfigError
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.displays import Display, Watched
-from orchestrator.batches.happening_files import read_happenings
+from orchestrator.batches.event_files import read_batch_events
 from orchestrator.batches.live_display import open_display
 from orchestrator.batches.log_lines import LogLines
 from orchestrator.batches.report import build_report
@@ -24,7 +24,7 @@ from orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from orchestrator.runs.batch_status import build_status
 from orchestrator.sdk.client import ToolClient
 from orchestrator.terminal.output import escape_controls, table_rows
-from store.happenings import Happening
+from store.batches import BatchEvent
 
 BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `ls` shows it.")]
 Errors = Annotated[
@@ -41,7 +41,7 @@ def batch_ls(tenant: OnlyTenant = None, as_json: Json = False) -> None:
         async with open_pool_client(tenant) as client:
             queue, found = client.batch_runs().queue, list[dict[str, Any]]()
             for name in await _listed_tenants(client, tenant):
-                for batch, record in (await queue.known(name)).batches.items():
+                for batch, record in (await queue.list_batches(name)).batches.items():
                     found.append({"tenant": name, **build_status(batch, record, await queue.counts(name, batch))})
             return sorted(found, key=lambda one: str(one["created_at"]), reverse=True)
 
@@ -142,12 +142,12 @@ def batch_report(
 
     async def work() -> None:
         if events is not None:
-            await asyncio.to_thread(_write_page, page, batch, tenant or DEFAULT_TENANT, read_happenings(events))
+            await asyncio.to_thread(_write_page, page, batch, tenant or DEFAULT_TENANT, read_batch_events(events))
             return
         async with open_pool_client(tenant) as client:
             runs = client.batch_runs()
             total = (await runs.batches.status(batch)).total
-            await asyncio.to_thread(_write_page, page, batch, runs.tenant, await runs.happenings(batch), total)
+            await asyncio.to_thread(_write_page, page, batch, runs.tenant, await runs.batch_events(batch), total)
 
     run_work(work(), as_json)
     typer.echo(json.dumps({"batch": batch, "page": str(page)}) if as_json else str(page))
@@ -159,8 +159,8 @@ def _open_log(watched: Watched, follow: bool, as_json: bool) -> Display:
     return LogLines(watched, sys.stdout)
 
 
-def _write_page(page: Path, batch: str, tenant: str, happenings: Iterable[Happening], total: int = 0) -> None:
-    text = build_report(happenings, title=f"Batch {batch}", batch=batch, tenant=tenant, total=total)
+def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[BatchEvent], total: int = 0) -> None:
+    text = build_report(batch_events, title=f"Batch {batch}", batch=batch, tenant=tenant, total=total)
     try:
         page.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -11,7 +11,7 @@ from orchestrator.cli.calls import open_running
 from orchestrator.cli.runner import Json, Tenant, run_work
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
-from store.hosted_records import HostedRun, HostedState, RunPage
+from store.runs import HostedRun, HostedState, RunPage
 
 runs_app = typer.Typer(no_args_is_help=True, help="Runs that programs have started: listed, shown, followed, cancelled.")
 RunName = Annotated[str, typer.Argument(help="The run, as whoever started it was told, and `ls` shows it.")]

@@ -11,7 +11,7 @@ from typing import Any
 
 from contract.errors import ConfigError
 from orchestrator.batches.displays import Display, Watched
-from orchestrator.batches.happening_files import HappeningFile
+from orchestrator.batches.event_files import BatchEventFile
 from orchestrator.batches.lines import BatchFile
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.row_files import RowFiles
@@ -28,12 +28,9 @@ from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batch_events import HappeningReader, HappeningWriter
-from store.batch_items import Outcome
-from store.happenings import Happening, build_recalled
-from store.outages import outlast
-from store.run_queue import RunQueue
-from store.run_records import BatchRecord
+from store.batches import BatchEvent, BatchEventReader, BatchEventWriter, BatchRecord, Outcome, build_recalled_end
+from store.runs import RunQueue
+from store.tasks import retry_until_available
 
 OpenDisplay = Callable[[Watched], Display]
 
@@ -51,7 +48,7 @@ class RowPaths:
         return self.errors or self._beside("errors")
 
     @property
-    def happenings(self) -> Path:
+    def batch_events(self) -> Path:
         """Where it is kept what happened, for a report."""
         return self._beside("events")
 
@@ -92,7 +89,7 @@ class BatchRuns:
         """`traces` None: none are written."""
         self._settings, self._pool, self._parts, self.tenant, self._traces = settings, pool, parts, tenant, traces
         self.queue = RunQueue(pool.redis, settings.deployment, pool.keys)
-        self._writer = HappeningWriter(pool.redis, settings.deployment)
+        self._writer = BatchEventWriter(pool.redis, settings.deployment)
         self.batches = Batches(self.queue, self._writer, tenant)
 
     async def check_tools(self, file: BatchFile, name: str) -> list[str]:
@@ -137,7 +134,7 @@ class BatchRuns:
             settled = await self.queue.settle(self.tenant, batch, fit)
             for outcome in fit:
                 if outcome.run in settled:
-                    self._writer.tell(self.tenant, batch, build_recalled(outcome, time.time()))
+                    self._writer.tell(self.tenant, batch, build_recalled_end(outcome, time.time()))
             await self._writer.flush()
             recalled += len(settled)
         return recalled
@@ -147,7 +144,7 @@ class BatchRuns:
         anew."""
         after = 0
         while True:
-            after, outcomes = await outlast(partial(self._outcomes_after, batch, after))
+            after, outcomes = await retry_until_available(partial(self._outcomes_after, batch, after))
             if not after:
                 return
             for outcome in outcomes:
@@ -168,10 +165,10 @@ class BatchRuns:
         await asyncio.to_thread(rows.settle)
         return count
 
-    async def happenings(self, batch: str) -> list[Happening]:
+    async def batch_events(self, batch: str) -> list[BatchEvent]:
         """What has happened of late, as far as Redis keeps it."""
-        reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
-        told: list[Happening] = []
+        reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
+        told: list[BatchEvent] = []
         while some := await reader.read(0.0):
             told += some
         return told
@@ -179,15 +176,15 @@ class BatchRuns:
     async def tell(self, batch: str, open_display: OpenDisplay, *, follow: bool) -> None:
         """Show what has happened of late; and, if it is followed, what happens until the batch has ended."""
         record = await self.batches.status(batch)
-        reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
+        reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
         watched = Watched(batch, Progress(record.total), tenant=self.tenant)
         with open_display(watched) as display:
             if follow:
                 await Follower(self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick).run()
                 await self._show_untold(batch, watched.progress, display.show)
                 return
-            for happening in await self.happenings(batch):
-                display.show(happening)
+            for batch_event in await self.batch_events(batch):
+                display.show(batch_event)
             await self._show_untold(batch, watched.progress, display.show)
 
     async def work(
@@ -196,7 +193,7 @@ class BatchRuns:
         open_display: OpenDisplay,
         *,
         rows: RowFiles | None = None,
-        kept: HappeningFile | None = None,
+        kept: BatchEventFile | None = None,
         concurrency: int | None = None,
         model: Model | ChosenModel | None = None,
         on_shift: Callable[[Shift], None] = lambda _: None,
@@ -215,12 +212,12 @@ class BatchRuns:
             on_shift(shift)
             with open_display(watched) as display:
 
-                def show(happening: Happening) -> None:
+                def show(batch_event: BatchEvent) -> None:
                     if kept is not None:
-                        kept.add(happening)
-                    display.show(happening)
+                        kept.add(batch_event)
+                    display.show(batch_event)
 
-                reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
+                reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
                 follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=show, tick=display.tick)
                 try:
                     await until_first(follower.run(), runner.run(), shift.until_stopped())
@@ -229,15 +226,15 @@ class BatchRuns:
                 await self._show_untold(batch, watched.progress, show)
             return await self.batches.status(batch), watched.summary()
 
-    async def _show_untold(self, batch: str, progress: Progress, show: Callable[[Happening], object]) -> None:
+    async def _show_untold(self, batch: str, progress: Progress, show: Callable[[BatchEvent], object]) -> None:
         """Show the ends that nobody told, so that what is shown is what there is: of items that were cancelled before they had begun, and of those whose
-        happenings are no longer kept."""
+        batch_events are no longer kept."""
         record, stands = await self.batches.status(batch), progress.snapshot(time.time())
         if (stands.done, stands.failed) == (record.succeeded, sum(record.failed.values())):
             return
         async for outcome in self.outcomes(batch):
             if not progress.has_end(outcome.custom_id, outcome.attempt):
-                show(build_recalled(outcome, record.ended_at or time.time()))
+                show(build_recalled_end(outcome, record.ended_at or time.time()))
 
 
 async def until_first(*works: Coroutine[Any, Any, object]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contract.clock import format_instant
-from store.run_records import BatchRecord
+from store.batches import BatchRecord
 
 
 def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dict[str, Any]:

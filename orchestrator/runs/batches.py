@@ -10,11 +10,8 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile
 from orchestrator.terminal.commands import build_resubmission
-from store.batch_events import HappeningWriter
-from store.batch_items import BatchItem, FailureKind
-from store.happenings import BatchNoted
-from store.run_queue import AT_ONCE, BatchCancelled, RunQueue
-from store.run_records import BatchDefaults, BatchRecord, BatchState
+from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchNotice, BatchRecord, BatchState, FailureKind
+from store.runs import AT_ONCE, BatchCancelled, RunQueue
 
 DEFAULT_CONCURRENCY = 16
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -38,7 +35,7 @@ def check_batch_id(batch: str) -> None:
 class Batches:
     """Raises BrokerUnavailable when Redis does not answer, ToolFailure(INVALID_ARGUMENTS) for what cannot be done, with what to do."""
 
-    def __init__(self, queue: RunQueue, writer: HappeningWriter, tenant: str) -> None:
+    def __init__(self, queue: RunQueue, writer: BatchEventWriter, tenant: str) -> None:
         self._queue = queue
         self._writer = writer
         self.tenant = tenant
@@ -165,5 +162,5 @@ class Batches:
         await self._queue.change(self.tenant, batch, concurrency=limit, defaults=told, is_detached=is_detached)
 
     async def _note(self, batch: str, message: str, total: int | None = None) -> None:
-        self._writer.tell(self.tenant, batch, BatchNoted(at=time.time(), message=message, total=total))
+        self._writer.tell(self.tenant, batch, BatchNotice(at=time.time(), message=message, total=total))
         await self._writer.flush()

@@ -18,9 +18,8 @@ from orchestrator.loop.events import (
     TextArrived,
 )
 from store.connection import RedisClient
-from store.outages import outlast
-from store.run_events import Telling, ToldEvents, build_event
-from store.tasks import begin_shared, check_cancelled
+from store.run_events import EventBatch, RunEventStore, build_event
+from store.tasks import begin_shared, check_cancelled, retry_until_available
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -130,7 +129,7 @@ class RunTeller:
         some = self._untold[:AT_ONCE]
         steps = [told["step"] for told in some if told["type"] == StepFinished.__name__]
         events = [build_event(told) for told in some]
-        telling = Telling(self.tenant, self.run, self.claim, self._first, events, max(steps, default=None), len(self._asking))
+        telling = EventBatch(self.tenant, self.run, self.claim, self._first, events, max(steps, default=None), len(self._asking))
         return Taken(telling, len(some))
 
     def note_told(self, taken: "Taken", *, is_ours: bool) -> None:
@@ -146,7 +145,7 @@ class RunTeller:
 class Taken:
     """What is being told of a run. `count`: so many of its events."""
 
-    telling: Telling
+    telling: EventBatch
     count: int
 
 
@@ -154,7 +153,7 @@ class EventTellers:
     """Those of one process. A run is never held up by its events; at its end they are told, however long Redis is away."""
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
-        self._told = ToldEvents(client, deployment)
+        self._told = RunEventStore(client, deployment)
         self._tellers: list[RunTeller] = []
         self._telling: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -162,7 +161,7 @@ class EventTellers:
     @asynccontextmanager
     async def open(self, tenant: str, run: str, claim: str, attempt: int) -> AsyncIterator[RunTeller]:
         """Around the work on a run that was claimed under that word. Raises BrokerUnavailable when Redis is away for long."""
-        step, has_any = await outlast(lambda: self._told.begun(tenant, run))
+        step, has_any = await retry_until_available(lambda: self._told.progress(tenant, run))
         teller = RunTeller(tenant, run, claim, attempt, told_step=step)
         if has_any:
             teller.resume()
@@ -203,7 +202,7 @@ class EventTellers:
         async with self._one_at_a_time:
             some = [(teller, taken) for teller in self._tellers if (taken := teller.take()) is not None]
             try:
-                answers = await self._told.tell([taken.telling for _, taken in some]) if some else []
+                answers = await self._told.append([taken.telling for _, taken in some]) if some else []
             except BrokerUnavailable as error:
                 log.warning("events_not_told", runs=len(some), error=str(error))
                 return

@@ -8,11 +8,8 @@ from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFai
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from orchestrator.batches.settled_items import SettledItems
 from orchestrator.terminal.commands import build_resubmission
-from store.batch_events import HappeningReader
-from store.batch_items import Outcome
-from store.happenings import BatchNoted, Happening
-from store.run_queue import RunQueue
-from store.run_records import BatchRecord, BatchState
+from store.batches import BatchEvent, BatchEventReader, BatchNotice, BatchRecord, BatchState, Outcome
+from store.runs import RunQueue
 from store.tasks import check_cancelled
 from telemetry.logs import get_logger
 
@@ -32,17 +29,17 @@ class BatchForgotten(OperatorError):
 
 
 class Follower:
-    """`show`: gets every happening; `tick`: called a few times a second. `rows` None: outcomes stay where they are."""
+    """`show`: gets every batch_event; `tick`: called a few times a second. `rows` None: outcomes stay where they are."""
 
     def __init__(
         self,
         queue: RunQueue,
-        reader: HappeningReader,
+        reader: BatchEventReader,
         tenant: str,
         batch: str,
         *,
         rows: RowFiles | None,
-        show: Callable[[Happening], object],
+        show: Callable[[BatchEvent], object],
         tick: Callable[[], None],
     ) -> None:
         self._queue, self._reader, self._tenant, self._batch = queue, reader, tenant, batch
@@ -136,7 +133,7 @@ class Follower:
         self._gone |= gone
         told = f"{len(self._gone)} items are gone from Redis and have no row: see that it evicts nothing, then submit the same file again"
         self._show(
-            BatchNoted(at=time.time(), message=f"{told} with `{build_resubmission(self._batch, self._tenant)}` and the same --output")
+            BatchNotice(at=time.time(), message=f"{told} with `{build_resubmission(self._batch, self._tenant)}` and the same --output")
         )
 
     async def _append(self, outcomes: list[Outcome]) -> bool:
@@ -161,8 +158,8 @@ class Follower:
 
     def _cannot_write(self, error: RowsNotWritten) -> None:
         self._write_after = time.monotonic() + WRITE_AGAIN_S
-        self._show(BatchNoted(at=time.time(), message=f"{error}; it is tried again every {WRITE_AGAIN_S:g} s"))
+        self._show(BatchNotice(at=time.time(), message=f"{error}; it is tried again every {WRITE_AGAIN_S:g} s"))
 
     async def _hear(self) -> None:
-        for happening in await self._reader.read(LOOK_S):
-            self._show(happening)
+        for batch_event in await self._reader.read(LOOK_S):
+            self._show(batch_event)

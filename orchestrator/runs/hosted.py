@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.names import audit_key
 from contract.signing import SigningKeys
 from orchestrator.batches.detached import find_paths
 from orchestrator.dispatch.pool_connection import PoolConnection
@@ -18,10 +17,10 @@ from orchestrator.models.choice import LOCAL
 from orchestrator.runs.transcripts import build_transcript
 from store.actors import Actor
 from store.audit import build_entry, entry_text
-from store.batch_items import RUNS_URL, BatchItem, Ground, RunBody
-from store.connection import RedisClient, broker_errors
-from store.hosted_records import (
-    LISTED,
+from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, Ground, RunBody
+from store.connection import RedisClient
+from store.run_events import RunEventHub, not_found
+from store.runs import (
     MAX_BODY_BYTES,
     MAX_KEPT,
     MAX_METADATA,
@@ -29,29 +28,16 @@ from store.hosted_records import (
     MAX_METADATA_TEXT,
     MAX_PENDING,
     SHOWN_INSTRUCTION,
-    STANDING,
     About,
     HostedRun,
     HostedState,
     RunPage,
-    build_end,
-    parse_hosted,
-    standing_defaults,
-    unpack_transcript,
+    RunQueue,
 )
-from store.run_event_hub import RunEventHub
-from store.run_events import not_found
-from store.run_keys import RUN_TTL_S, run_key, run_transcript_key
-from store.run_log import RunLog
-from store.run_queue import RunQueue
-from store.run_records import open_outcome, parse_run, readable, seal_defaults, seal_item
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
 
 MAX_PAGE = 200
-LOOKS = 2000
-"""Runs that one step looks at for those of a state: so long Redis does nothing else."""
-MAX_STEPS = 10
 _NOWHERE = Ground()
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -74,8 +60,6 @@ class HostedRuns:
         max_kept: int = MAX_KEPT,
     ) -> None:
         """`max_pending`: runs of a tenant that may wait; `max_kept`: those that are listed."""
-        self._client = client
-        self._deployment, self._keys = deployment, keys
         self._tenants = tenants
         self._places = SessionStore(client, deployment)
         self._queue = RunQueue(client, deployment, keys)
@@ -111,65 +95,35 @@ class HostedRuns:
             await self._check_session(tenant, ground.session)
         text = item.model_dump_json()
         digest = hashlib.sha256(f"{text}\0{json.dumps(dict(metadata or {}), sort_keys=True)}".encode()).hexdigest()
-        told = await self._queue.step(
-            "start_run", tenant, run, seal_item(self._keys, tenant, run, STANDING, item), digest, about, priority, ground.session or "",
-            seal_defaults(self._keys, tenant, STANDING, standing_defaults()), *self._limits, RUN_TTL_S,
-        )  # fmt: skip
-        self._check_started(tenant, [word.decode() for word in told])
+        self._check_started(tenant, await self._queue.start_hosted(tenant, run, item, digest, about, self._limits))
         return await self.get(tenant, run)
 
     async def get(self, tenant: str, run: str) -> HostedRun:
-        """How a run stands, its answer whole."""
-        fields = await self._fields(tenant, _checked(run), *LISTED, "outcome")
-        found = _parsed(tenant, run, fields)
-        if found is None:
-            raise not_found(run)
-        sealed = fields["outcome"]
-        if found.end is None or not sealed:
-            return found
-        # The shortened end is for lists and is not signed; the outcome is.
-        return found.model_copy(update={"end": build_end(open_outcome(self._keys, tenant, run, sealed))})
+        """Return a run with its whole answer."""
+        return await self._queue.hosted(tenant, _checked(run))
 
     async def list(self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None) -> RunPage:
-        """Some of them, the newest first. A page may have fewer than `limit` and be followed by more all the same: go by `next_cursor`, which stays good
-        while runs are started and forgotten. Raises ToolFailure(INVALID_ARGUMENTS) for a cursor that is none, or a limit beyond 1 to 200."""
+        """Return some of them, the newest first. A page may have fewer than `limit` and still be followed by more: go by `next_cursor`, which stays valid
+        while runs are started and removed. Raises ToolFailure(INVALID_ARGUMENTS) for an invalid cursor, or a limit beyond 1 to 200."""
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{limit} runs cannot be listed at once: give 1 to {MAX_PAGE}")
-        before, runs = _parse_cursor(cursor), list[HostedRun]()
-        for _ in range(MAX_STEPS):
-            wanted, looks = state.value if state is not None else "", LOOKS if state is not None and not state.is_final else limit
-            told, names = await self._queue.step("list_runs", tenant, before, limit - len(runs), wanted, looks)
-            before = int(told)
-            runs += await self._listed(tenant, [name.decode() for name in names])
-            if not before or len(runs) >= limit:
-                break
+        runs, before = await self._queue.list_hosted(tenant, _parse_cursor(cursor), limit, state)
         return RunPage(runs=tuple(runs), next_cursor=str(before) if before else None)
 
     async def cancel(self, tenant: str, run: str, *, actor: Actor | None = None) -> HostedRun:
-        """End a run: at once when it waits, else within 2 s. One that has ended stays as it is. `actor`: who does it; what an operator ends is in the
-        audit, what a tenant ends is its own."""
+        """End a run: at once when it waits, else within 2 s. One that has ended does not change. `actor`: who does it; the audit has what an operator ends,
+        but not what a tenant ends of its own."""
         entry = ""
         if actor is not None and actor.role != "tenant":
             entry = entry_text(build_entry(actor, "run.cancel", _checked(run), tenant=tenant))
-        told = (await self._queue.step("cancel_run", tenant, _checked(run), audit_key(self._deployment), entry)).decode()
-        if told == "unknown":
-            raise not_found(run)
-        if told == "cancelled":
-            # Given back, or left by the dead, it may have one.
-            await self._queue.close_sessions(tenant, [run])
+        await self._queue.cancel_hosted(tenant, _checked(run), entry)
         return await self.get(tenant, run)
 
     async def transcript(self, tenant: str, run: str) -> Sequence[dict[str, Any]]:
-        """Its messages in the OpenAI wire shape: all when it has ended; until then, and for a run that broke off, those so far, without the system prompt."""
-        packed: Any = await self._asked(self._client.get(run_transcript_key(self._deployment, tenant, _checked(run))))
-        if packed is not None:
-            return unpack_transcript(packed)
-        fields: Any = await self._asked(self._client.hgetall(run_key(self._deployment, tenant, run)))
-        if fields.get(b"batch") != STANDING.encode():
-            raise not_found(run)
-        record = parse_run(self._keys, tenant, run, fields)
-        log = await RunLog.load(self._client, self._deployment, self._keys, tenant, run, "", record.attempt)
-        return build_transcript(run, record, log.entries)
+        """Return its messages in the OpenAI wire shape: all when it has ended; until then, and for a run that broke off, those so far, without the system
+        prompt."""
+        messages = await self._queue.transcript(tenant, _checked(run))
+        return messages if messages is not None else build_transcript(run, *await self._queue.hosted_log(tenant, run))
 
     async def told(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
         """As `follow`, of what there is now."""
@@ -190,19 +144,6 @@ class HostedRuns:
                 ErrorCode.SESSION_NOT_FOUND, "there is no such session open: open one, or leave the session out for one of the run's own"
             )
 
-    async def _listed(self, tenant: str, names: Sequence[str]) -> Sequence[HostedRun]:
-        """Without those that are gone, or are of another release."""
-        async with self._client.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.hmget(run_key(self._deployment, tenant, name), *LISTED)
-            answers = await self._asked(pipe.execute()) if names else []
-        found = [_parsed(tenant, name, dict(zip(LISTED, values, strict=True))) for name, values in zip(names, answers, strict=True)]
-        return [run for run in found if run is not None]
-
-    async def _fields(self, tenant: str, run: str, *names: str) -> dict[str, bytes | None]:
-        values: Any = await self._asked(self._client.hmget(run_key(self._deployment, tenant, run), list(names)))
-        return dict(zip(names, values, strict=True))
-
     def _check_started(self, tenant: str, told: Sequence[str]) -> None:
         match told:
             case ["started" | "known"]:
@@ -217,15 +158,6 @@ class HostedRuns:
             case _:
                 message = "another run was started with that word: give the same request again, or another word"
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)
-
-    async def _asked(self, asked: Any) -> Any:
-        with broker_errors("the runs were not read or changed"):
-            return await asked
-
-
-def _parsed(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:
-    with readable(f"run {run} of tenant {tenant}"):
-        return parse_hosted(tenant, run, fields)
 
 
 def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> BatchItem:
@@ -284,7 +216,7 @@ def _build_about(body: RunBody, ground: Ground, metadata: Mapping[str, str]) -> 
 def _run_of_word(tenant: str, word: str) -> str:
     if not 1 <= len(word) <= 256:
         raise _refused("the word under which a run is started once must have 1 to 256 characters: give a shorter one")
-    return hashlib.sha256(f"{tenant}\0{STANDING}\0{word}".encode(errors="replace")).hexdigest()[:24]
+    return hashlib.sha256(f"{tenant}\0{HOSTED_BATCH}\0{word}".encode(errors="replace")).hexdigest()[:24]
 
 
 def _parse_cursor(cursor: str | None) -> int:

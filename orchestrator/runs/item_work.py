@@ -37,19 +37,31 @@ from orchestrator.runs.run_spans import RunSpans
 from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.traces.opening import Traces
 from orchestrator.tracing import current_run, within_run
-from store.batch_items import CHAT_URL, BatchItem, CallBody, Failure, Ground, Outcome, RunBody, RunLimits
-from store.happenings import BatchNoted, CallDone, Happening, ItemReady, StepDone
-from store.hosted_records import STANDING
-from store.outages import outlast
-from store.run_entries import Exported
-from store.run_queue import Claim
-from store.run_records import BatchDefaults
-from store.tasks import is_being_cancelled
+from store.batches import (
+    CHAT_URL,
+    HOSTED_BATCH,
+    BatchDefaults,
+    BatchEvent,
+    BatchItem,
+    BatchNotice,
+    CallBody,
+    CallDone,
+    Failure,
+    Ground,
+    ItemReady,
+    Outcome,
+    RunBody,
+    RunLimits,
+    StepDone,
+)
+from store.run_log import Exported
+from store.runs import Claim
+from store.tasks import is_being_cancelled, retry_until_available
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-Tell = Callable[[Happening], None]
+Tell = Callable[[BatchEvent], None]
 LEAST_WALL_S = 1.0
 """For a run that is gone on with when its time is up: what its log has is worked through again, so that its end tells of all of it."""
 _INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
@@ -118,8 +130,8 @@ class ItemWork:
         try:
             self.brake.check_model(own_model)
             # A tenant that may do nothing has no chats either.
-            await outlast(lambda: self._pool.tenants.policy(claim.tenant))
-            session = await outlast(lambda: self._session(claim, journal)) if _needs_session(item) else None
+            await retry_until_available(lambda: self._pool.tenants.policy(claim.tenant))
+            session = await retry_until_available(lambda: self._session(claim, journal)) if _needs_session(item) else None
             tell(
                 ItemReady(
                     at=time.time(), item=item.custom_id, run=claim.run, attempt=claim.record.attempt, setup_s=time.monotonic() - began
@@ -223,22 +235,22 @@ class ItemWork:
                 is_chat=item.url == CHAT_URL,
             )
             with self.brake.asking(claim.run):
-                agent = await outlast(lambda: self._parts.build_agent(session, chosen, wanted))
+                agent = await retry_until_available(lambda: self._parts.build_agent(session, chosen, wanted))
             agent = replace(agent, run_call=place.around(agent.run_call))
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
             if run.stop_reason is StopReason.MAX_WALL:
                 held.check_heard()
         artifacts = await self._artifacts(item, journal, defaults, session, tell) if session is not None else _CopiedOut()
-        name, began_at, is_standing = chosen.model.name, claim.record.started_at, claim.record.batch == STANDING
+        name, began_at, is_standing = chosen.model.name, claim.record.started_at, claim.record.batch == HOSTED_BATCH
         body = build_answer_body(item.url, run, model=name, created=began_at, has_transcript=is_standing, **artifacts)
         return body, judge_run(run)
 
     def _warn_once(self, claim: Claim, message: str, tell: Tell) -> None:
         """Add a warning to the item's batch, once for all its items."""
         batch = claim.tenant, claim.record.batch
-        if batch not in self._warned and claim.record.batch != STANDING:
+        if batch not in self._warned and claim.record.batch != HOSTED_BATCH:
             self._warned.add(batch)
-            tell(BatchNoted(at=time.time(), message=message, is_warning=True))
+            tell(BatchNotice(at=time.time(), message=message, is_warning=True))
 
     def _approver(self, defaults: BatchDefaults, place: RunPlace) -> Approver:
         approver = self._parts.people if defaults.asks_people else self._parts.approver
@@ -276,7 +288,7 @@ class ItemWork:
             return {}
         exported = journal.artifacts or await self._export(item, journal, defaults.artifacts, session)
         for sentence in exported.missing:
-            tell(BatchNoted(at=time.time(), message=f"{item.custom_id}: {sentence}"))
+            tell(BatchNotice(at=time.time(), message=f"{item.custom_id}: {sentence}"))
         return {"artifacts": exported.paths, "missing": exported.missing}
 
     async def _export(self, item: BatchItem, journal: Journal, folder_of_all: str, session: Session) -> Exported:
@@ -293,7 +305,7 @@ class ItemWork:
     async def _close(self, tenant: str, session: Session) -> None:
         """An item whose sandbox cannot be removed now has its outcome all the same: its host hears later that it is to go."""
         try:
-            await outlast(session.close)
+            await retry_until_available(session.close)
         except (OperatorError, ToolFailure) as error:
             log.warning("session_not_closed", session=session.id, error=str(error))
             await self._abandon(tenant, session.id)
@@ -302,7 +314,7 @@ class ItemWork:
     async def _abandon(self, tenant: str, session: str) -> None:
         """When Redis is away for long, or the tenant is none any more, the sandbox goes when its time is up."""
         with suppress(OperatorError, ToolFailure):
-            await outlast(lambda: self._pool.dispatcher.abandon_session(tenant, session))
+            await retry_until_available(lambda: self._pool.dispatcher.abandon_session(tenant, session))
 
 
 class _CopiedOut(TypedDict, total=False):
@@ -313,7 +325,7 @@ class _CopiedOut(TypedDict, total=False):
 
 
 class _Telling:
-    """Makes happenings of the events of one run."""
+    """Makes batch_events of the events of one run."""
 
     def __init__(self, claim: Claim, tell: Tell) -> None:
         self._item, self._run, self._attempt = claim.record.item.custom_id, claim.run, claim.record.attempt

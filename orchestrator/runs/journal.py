@@ -11,8 +11,7 @@ from contract.errors import ErrorCode, SandboxUnavailable
 from orchestrator.models.base import Chunk, Model, ModelRequest
 from orchestrator.runs.chunks import join_chunks
 from orchestrator.runs.live_text import LiveText
-from store.run_entries import Entry, Exported, Replied, Resulted, Reviewed, SessionOpened, SessionOpening
-from store.run_log import RunLog, RunTaken
+from store.run_log import Entry, Exported, Replied, Resulted, Reviewed, RunLog, RunTaken, SessionOpened, SessionOpening
 
 AnyEntry = TypeVar("AnyEntry", SessionOpening, SessionOpened, Reviewed, Resulted)
 

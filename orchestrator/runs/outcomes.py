@@ -18,8 +18,8 @@ from contract.errors import (
 )
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
-from store.batch_items import Failure, FailureKind, Outcome
-from store.run_queue import Claim
+from store.batches import Failure, FailureKind, Outcome
+from store.runs import Claim
 
 _INPUT_CODES = frozenset(
     {

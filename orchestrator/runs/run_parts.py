@@ -38,8 +38,8 @@ from orchestrator.runs.active_skills import ActiveSkills
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.skill_disclosure import disclose
 from orchestrator.settings import OrchestratorSettings
-from store.outages import outlast
 from store.skill_uses import SkillUses
+from store.tasks import retry_until_available
 
 Published = TypeVar("Published")
 
@@ -257,7 +257,7 @@ class _Calls:
         if known is not None:
             return known
         try:
-            result = await outlast(self._tries(call, book.now))
+            result = await retry_until_available(self._tries(call, book.now))
         except BrokerUnavailable as error:
             result = ToolResult.failed(call, error.code, str(error))
         await book.note_result(call.id, result)

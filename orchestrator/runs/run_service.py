@@ -28,12 +28,8 @@ from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batch_events import HappeningWriter
-from store.batch_items import Failure, FailureKind, Outcome, RunBody
-from store.happenings import CallDone, Happening
-from store.hosted_records import STANDING
-from store.run_queue import Claim, RunQueue
-from store.run_records import BatchDefaults
+from store.batches import HOSTED_BATCH, BatchDefaults, BatchEvent, BatchEventWriter, CallDone, Failure, FailureKind, Outcome, RunBody
+from store.runs import Claim, RunQueue
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -51,7 +47,7 @@ async def open_runner(
     # Nobody sits at a service: what would have to be asked about is refused, or allowed by a rule, where it is not asked by the queue.
     approver = choose_pool_approver(settings, pool, is_interactive=False)
     policy = load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
-    queue, writer = RunQueue(pool.redis, settings.deployment, pool.keys), HappeningWriter(pool.redis, settings.deployment)
+    queue, writer = RunQueue(pool.redis, settings.deployment, pool.keys), BatchEventWriter(pool.redis, settings.deployment)
     async with Models(settings) as models:
         parts, traces = RunParts(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
         work = ServiceWork(pool, parts, models, traces, EventTellers(pool.redis, settings.deployment))
@@ -159,9 +155,9 @@ class ServiceWork(ItemWork):
         """As `ItemWork.work`, ended when the tenant is served no more: its model would be asked again and again what to do about that."""
         unserved = asyncio.Event()
 
-        def heed(happening: Happening) -> None:
-            tell(happening)
-            if isinstance(happening, CallDone) and happening.error_code == ErrorCode.UNKNOWN_TENANT.value:
+        def heed(batch_event: BatchEvent) -> None:
+            tell(batch_event)
+            if isinstance(batch_event, CallDone) and batch_event.error_code == ErrorCode.UNKNOWN_TENANT.value:
                 unserved.set()
 
         working = asyncio.ensure_future(super().work(claim, journal, defaults, heed))
@@ -196,10 +192,10 @@ class ServiceWork(ItemWork):
 
     @asynccontextmanager
     async def _heard(self, claim: Claim, tell: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
-        if claim.record.batch != STANDING or self._tellers is None:
+        if claim.record.batch != HOSTED_BATCH or self._tellers is None:
             yield tell, None
             return
-        async with self._tellers.open(claim.tenant, claim.run, claim.word, claim.record.attempt) as teller:
+        async with self._tellers.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as teller:
             live, sent = LiveText(claim.run, teller.on_event), set[str]()
 
             def tell_all(event: RunEvent) -> None:

@@ -15,14 +15,24 @@ from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
 from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
-from store.batch_events import HappeningWriter
-from store.batch_items import Failure, FailureKind, Outcome
+from store.batches import (
+    HOSTED_BATCH,
+    BatchDefaults,
+    BatchEvent,
+    BatchEventWriter,
+    BatchNotice,
+    CallDone,
+    Failure,
+    FailureKind,
+    ItemDone,
+    ItemRetried,
+    ItemStarted,
+    Outcome,
+    StepDone,
+)
 from store.connection import RedisClient
-from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
-from store.hosted_records import STANDING, standing_defaults
 from store.run_log import RunLog
-from store.run_queue import LEASE_S, BatchCancelled, Claim, RunQueue
-from store.run_records import BatchDefaults
+from store.runs import HOSTED_DEFAULTS, LEASE_S, BatchCancelled, Claim, RunQueue
 from store.tasks import cancel_all, check_cancelled
 from telemetry.logs import bound, get_logger
 
@@ -69,12 +79,12 @@ class _Working:
         has_grown = self.journal is not None and self.journal.has_grown
         return self.is_tried and not has_grown and time.monotonic() - self.began < TRIAL_S
 
-    def count(self, happening: Happening) -> None:
+    def count(self, batch_event: BatchEvent) -> None:
         """Note what its end has to tell the number of."""
-        if isinstance(happening, StepDone):
-            self.steps.add(happening.step)
-        elif isinstance(happening, CallDone):
-            self.calls.add(happening.call)
+        if isinstance(batch_event, StepDone):
+            self.steps.add(batch_event.step)
+        elif isinstance(batch_event, CallDone):
+            self.calls.add(batch_event.call)
 
     def cost(self, body: Mapping[str, Any], usage: Usage) -> float | None:
         """What its row says, or what its tokens cost where rows have no place for that."""
@@ -93,7 +103,7 @@ class Runner:
     deployment: str
     queue: RunQueue
     work: ItemWork
-    writer: HappeningWriter
+    writer: BatchEventWriter
     concurrency: int
     only: tuple[str, str] | None
     tenants: tuple[str, ...] = ()
@@ -118,7 +128,7 @@ class Runner:
         self.work.places.serve(self.concurrency, self._working)
         renewing = asyncio.create_task(self._renew_regularly(), name="renew-runs")
         heeding = asyncio.create_task(self._heed_cancels(), name="heed-cancels")
-        writing = asyncio.create_task(self.writer.run(), name="write-happenings")
+        writing = asyncio.create_task(self.writer.run(), name="write-batch_events")
         try:
             await self._until_drained()
         finally:
@@ -203,9 +213,9 @@ class Runner:
         working.journal = Journal(run_log, lambda: self._lose(working))
         working.prices = prices_of(defaults)
 
-        def tell(happening: Happening) -> None:
-            working.count(happening)
-            self.writer.tell(claim.tenant, record.batch, happening)
+        def tell(batch_event: BatchEvent) -> None:
+            working.count(batch_event)
+            self.writer.tell(claim.tenant, record.batch, batch_event)
 
         try:
             outcome = await self.work.work(claim, working.journal, defaults, tell)
@@ -229,7 +239,7 @@ class Runner:
         while True:
             try:
                 run_log = await RunLog.load(
-                    self.client, self.deployment, self.queue.keys, claim.tenant, claim.run, claim.word, claim.record.attempt
+                    self.client, self.deployment, self.queue.keys, claim.tenant, claim.run, claim.token, claim.record.attempt
                 )
                 return run_log, await self._defaults_of(claim)
             except BrokerUnavailable as error:
@@ -261,7 +271,7 @@ class Runner:
             self._held.clear()
 
     def _note(self, batch: tuple[str, str], message: str) -> None:
-        self.writer.tell(*batch, BatchNoted(at=time.time(), message=message))
+        self.writer.tell(*batch, BatchNotice(at=time.time(), message=message))
 
     async def _ended(self, claim: Claim, working: _Working, outcome: Outcome, defaults: BatchDefaults) -> None:
         """Note the outcome, or have the item begun anew. However long Redis is away: what a run came to is not lost for that."""
@@ -330,7 +340,7 @@ class Runner:
             await self.work.abandon(claim, working.journal)
         else:
             await self.queue.close_sessions(claim.tenant, [claim.run])
-        told = "the run was cancelled" if claim.record.batch == STANDING else "the batch was cancelled while this item ran"
+        told = "the run was cancelled" if claim.record.batch == HOSTED_BATCH else "the batch was cancelled while this item ran"
         failure = Failure(kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message=told)
         outcome = build_outcome(claim, failure)
         if await self.queue.finish(claim, outcome):
@@ -361,7 +371,7 @@ class Runner:
         while True:
             check_cancelled()
             await asyncio.sleep(CANCELS_S)
-            if any(one.claim.record.batch == STANDING for one in self._working.values()):
+            if any(one.claim.record.batch == HOSTED_BATCH for one in self._working.values()):
                 with suppress(BrokerUnavailable):
                     self._end_cancelled(await self.queue.cancels())
 
@@ -378,8 +388,8 @@ class Runner:
     async def _defaults_of(self, claim: Claim) -> BatchDefaults:
         """Of the claim's batch. They may change when it is submitted again."""
         key, now = (claim.tenant, claim.record.batch), time.monotonic()
-        if claim.record.batch == STANDING:
-            return standing_defaults()
+        if claim.record.batch == HOSTED_BATCH:
+            return HOSTED_DEFAULTS
         self._defaults = {of: known for of, known in self._defaults.items() if now - known[0] < DEFAULTS_FRESH_S}
         if key not in self._defaults:
             self._defaults[key] = now, (await self.queue.batch(*key)).defaults

@@ -7,9 +7,9 @@ from contract.calls import ToolResult
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.observations import build_tool_messages
-from store.batch_items import RunBody
-from store.run_entries import Entry, Replied, Resulted
-from store.run_records import RunRecord
+from store.batches import RunBody
+from store.run_log import Entry, Replied, Resulted
+from store.runs import RunRecord
 
 
 def build_transcript(run: str, record: RunRecord, entries: Sequence[Entry]) -> list[dict[str, Any]]:

@@ -5,8 +5,8 @@ from typing import Any
 
 from orchestrator.runs.hosted import HostedRuns
 from store.actors import Actor
-from store.batch_items import Ground, RunBody
-from store.hosted_records import HostedRun, HostedState, RunPage
+from store.batches import Ground, RunBody
+from store.runs import HostedRun, HostedState, RunPage
 
 
 class ClientRuns:

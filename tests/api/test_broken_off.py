@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from contract.names import call_key
-from store.run_queue import RunQueue
+from store.runs import RunQueue
 from tests.api_ground import READY_S, ApiGround
 from tests.conftest import RedisProcess
 from tests.outage_requests import Asked, send, send_again

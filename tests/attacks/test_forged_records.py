@@ -16,14 +16,12 @@ from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.api.pages.logins import Logins
 from store.api_keys import ApiKeys, Identity
-from store.batch_items import RunBody
+from store.batches import BatchDefaults, RowPlace, RunBody, batch_key, seal_defaults
 from store.catalog import RedisCatalog
 from store.connection import open_redis
 from store.idempotency import OnceSlots
-from store.run_entries import Replied, Resulted
-from store.run_keys import batch_key, run_key, run_log_key
-from store.run_log import RunLog
-from store.run_records import BatchDefaults, RowPlace, seal_defaults, seal_item
+from store.run_log import Replied, Resulted, RunLog, run_key, run_log_key
+from store.runs import seal_item
 from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants, WorkerTenants
 from tests.builders import KEY, build_spec
@@ -225,7 +223,7 @@ async def write_log(ground: RunGround) -> list[bytes]:
     """The entries of b-1 and then of b-2, a reply and a result each, as they are in Redis."""
     await ground.submit(2)
     for claim in await ground.queue.claim(2):
-        run_log = await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.word, 1)
+        run_log = await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.token, 1)
         for entry in (REPLY, RESULT):
             await run_log.append(entry)
     return [

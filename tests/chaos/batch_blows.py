@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from contract.tenancy import DEFAULT_TENANT
-from store.run_keys import batch_key
+from store.batches import batch_key
 from tests.chaos.batch_load import BatchLoad
 from tests.host_ground import Ground
 from tests.stack import UP_S, wait_until

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from contract.names import runs_prefix
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.runs.batches import run_id
-from store.run_keys import batch_key, run_key, runs_prefix
+from store.batches import batch_key
+from store.run_log import run_key
 from tests.chaos.batch_blows import KILLS, PAUSE_S, BatchBlow, Blow, strike
 from tests.chaos.batch_load import BatchLoad, build_script
 from tests.chaos.batch_verdict import BatchVerdict, Evidence, judge_batch, read_tally

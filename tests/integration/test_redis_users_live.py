@@ -30,9 +30,9 @@ from orchestrator.operations.drains import find_workers, follow_drain, order_dra
 from orchestrator.runs.batch_service import BatchService
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
+from store.batches import BatchState
 from store.connection import open_redis
 from store.hosts import HostStore
-from store.run_records import BatchState
 from store.tenants import RedisTenants
 from tests.host_ground import Ground, GroundProcess
 from tests.redis_ground import SECRET, Server, open_server

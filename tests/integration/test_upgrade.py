@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from store.run_keys import batch_key
+from store.batches import batch_key
 from tests.earlier_release import COMMIT, unpack_release
 from tests.host_ground import Ground, open_ground
 from tests.stack import ROOT, TOOLCREW, UP_S, end_process, eventually, wait_until

@@ -15,7 +15,7 @@ from contract.errors import ConfigError
 from contract.names import hosts_key, refusals_key
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from store.run_keys import batch_key
+from store.batches import batch_key
 from tests.earlier_release import INCOMPATIBLE_COMMIT, unpack_release
 from tests.host_ground import Ground, open_ground
 from tests.queue_by_hand import make_envelope, publish, stored_state

@@ -10,8 +10,7 @@ from contract.names import control_queue
 from orchestrator.approvals.questions import AlreadyAnswered, Question
 from store.actors import LOCAL, Actor
 from store.audit import Audit
-from store.batch_items import RunBody
-from store.run_records import BatchState
+from store.batches import BatchState, RunBody
 from tests.batch_story import Attempt
 from tests.page_ground import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.batches.artifacts import ArtifactsNotWritten, Pattern, artifact_folder, build_folder_name, choose_paths, copy_artifacts
-from store.batch_items import MAX_ID_CHARS
+from store.batches import MAX_ID_CHARS
 
 calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 IDS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=MAX_ID_CHARS) | st.text(

@@ -21,8 +21,7 @@ from orchestrator.batches.log_lines import LogLines
 from orchestrator.batches.plain_lines import MAX_TOLD, PlainLines
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.summary import build_summary, build_summary_lines
-from store.batch_items import FailureKind
-from store.happenings import BatchNoted, Happening, ItemDone, parse_happening
+from store.batches import BatchEvent, BatchNotice, FailureKind, ItemDone, parse_batch_event
 from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e\ud800\r\nnext: `rm -rf /`"
@@ -62,11 +61,11 @@ def stage(request: pytest.FixtureRequest) -> Stage:
     return Stage(request.param)
 
 
-def play(stage: Stage, told: list[Happening], every_s: float = 0.05) -> str:
+def play(stage: Stage, told: list[BatchEvent], every_s: float = 0.05) -> str:
     with stage.open() as display:
-        for happening in told:
+        for batch_event in told:
             stage.now += every_s
-            display.show(happening)
+            display.show(batch_event)
             display.tick()
     return stage.text()
 
@@ -86,8 +85,8 @@ def test_every_display_ends_cleanly_when_it_is_interrupted_and_says_how_to_go_on
 
     def watch() -> None:
         with stage.open() as display:
-            for happening in told:
-                display.show(happening)
+            for batch_event in told:
+                display.show(batch_event)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -105,7 +104,7 @@ def test_every_display_leaves_a_reader_that_is_gone_alone(stage: Stage) -> None:
 
 
 def test_no_display_is_driven_by_an_attacker_who_chooses_ids_codes_messages_and_tools(stage: Stage) -> None:
-    told = [BatchNoted(at=BEGAN, message=HOSTILE, total=3), *tell_item(HOSTILE, failed(code=HOSTILE, message=HOSTILE))]
+    told = [BatchNotice(at=BEGAN, message=HOSTILE, total=3), *tell_item(HOSTILE, failed(code=HOSTILE, message=HOSTILE))]
     told += tell_item(f"{HOSTILE}2", Attempt(is_cut=True, tool=HOSTILE))
     shown = play(stage, told, every_s=1)
     assert not DANGEROUS.search(shown.replace("\n", ""))
@@ -114,8 +113,8 @@ def test_no_display_is_driven_by_an_attacker_who_chooses_ids_codes_messages_and_
 
 def test_no_display_is_driven_by_the_id_of_its_batch(stage: Stage) -> None:
     with stage.open(HOSTILE) as display:
-        for happening in tell_batch((failed(),), total=2):
-            display.show(happening)
+        for batch_event in tell_batch((failed(),), total=2):
+            display.show(batch_event)
     assert "toolcrew batch resume" in stage.text()
     assert not DANGEROUS.search(stage.text().replace("\n", ""))
 
@@ -133,10 +132,10 @@ def test_a_terminal_is_drawn_at_most_four_times_a_second_and_not_at_all_when_not
     stage = Stage("live")
     drawn = []
     with stage.open() as display:
-        for happening in tell_batch(*[(Attempt(),)] * 20):
+        for batch_event in tell_batch(*[(Attempt(),)] * 20):
             stage.now += 0.01
             before = len(stage.out.getvalue())
-            display.show(happening)
+            display.show(batch_event)
             drawn.append(len(stage.out.getvalue()) > before)
         assert sum(drawn) <= 0.01 * len(drawn) / 0.25 + 1
         stage.now += 1
@@ -168,7 +167,9 @@ def test_a_terminal_that_changes_its_size_is_drawn_anew() -> None:
 def test_what_a_batch_waits_for_is_read_to_its_end_on_a_narrow_terminal() -> None:
     progress = Progress(1)
     progress.add(
-        BatchNoted(at=BEGAN, message="the batch waits for its model, and no item fails for it: the model at http://10.1.2.3/v1 answers 503")
+        BatchNotice(
+            at=BEGAN, message="the batch waits for its model, and no item fails for it: the model at http://10.1.2.3/v1 answers 503"
+        )
     )
     lines = [line.plain for line in build_screen(progress.snapshot(BEGAN), "b", 40, 20)]
     assert lines[-1].endswith("answers 503")
@@ -204,8 +205,8 @@ STORIES = tell_batch(
 @given(width=st.integers(1, 250), height=st.integers(1, 80), word=st.text(max_size=60), count=st.integers(0, len(STORIES)))
 def test_the_screen_fits_every_terminal(width: int, height: int, word: str, count: int) -> None:
     progress = Progress(1000)
-    for happening in [*STORIES[:count], *tell_item(word, Attempt(tool=word, is_cut=True)), BatchNoted(at=BEGAN, message=word)]:
-        progress.add(happening)
+    for batch_event in [*STORIES[:count], *tell_item(word, Attempt(tool=word, is_cut=True)), BatchNotice(at=BEGAN, message=word)]:
+        progress.add(batch_event)
     lines = build_screen(progress.snapshot(BEGAN + 500), word, width, height)
     assert 1 <= len(lines) <= height
     assert max(cell_len(line.plain) for line in lines) <= width
@@ -215,8 +216,8 @@ def test_the_screen_fits_every_terminal(width: int, height: int, word: str, coun
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_the_screen_shows_the_bar_the_counts_the_rates_the_slowest_and_the_tools(width: int) -> None:
     progress = Progress(100)
-    for happening in [*STORIES, *tell_item("日本語のとても長い名前のアイテム", Attempt(is_cut=True), at=BEGAN - 60)]:
-        progress.add(happening)
+    for batch_event in [*STORIES, *tell_item("日本語のとても長い名前のアイテム", Attempt(is_cut=True), at=BEGAN - 60)]:
+        progress.add(batch_event)
     lines = [line.plain for line in build_screen(progress.snapshot(BEGAN + 5), "b-1", width, 60)]
     shown = "\n".join(lines)
     for words in (
@@ -257,9 +258,9 @@ def test_lines_come_every_five_seconds_at_most_and_only_when_something_has_chang
             stage.now += 0.1
             display.tick()
         assert stage.text().count("queued;") == 1
-        for happening in tell_item("a", Attempt(steps=50)):
+        for batch_event in tell_item("a", Attempt(steps=50)):
             stage.now += 0.1
-            display.show(happening)
+            display.show(batch_event)
     assert 3 <= stage.text().count("queued;") <= 5
 
 
@@ -278,7 +279,7 @@ def test_failures_are_told_one_a_line_and_a_flood_of_them_is_counted() -> None:
 
 def test_failures_that_nobody_was_told_of_are_counted_at_the_end() -> None:
     stage = Stage("plain")
-    told: list[Happening] = [ItemDone(at=BEGAN, item=f"i{number}", failure=FailureKind.MODEL) for number in range(7)]
+    told: list[BatchEvent] = [ItemDone(at=BEGAN, item=f"i{number}", failure=FailureKind.MODEL) for number in range(7)]
     assert "and 2 more failures" in play(stage, told, every_s=0)
 
 
@@ -295,7 +296,7 @@ def test_notes_and_repeated_attempts_are_told_once() -> None:
 def test_a_program_reads_every_happening_as_it_is_and_then_one_summary() -> None:
     told = tell_batch((Attempt(),), (failed(),))
     *lines, last = play(Stage("json"), [*told, told[0]]).splitlines()
-    assert [parse_happening(line) for line in lines] == [*told, told[0]]
+    assert [parse_batch_event(line) for line in lines] == [*told, told[0]]
     summary = json.loads(last)
     assert (summary["type"], summary["batch"], summary["done"], summary["failures"]) == ("summary", "b-1", 1, {"infrastructure": 1})
 

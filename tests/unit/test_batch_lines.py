@@ -18,7 +18,7 @@ from contract.calls import MAX_BLOB_BYTES
 from orchestrator.batches import lines as lines_module
 from orchestrator.batches.lines import BadBatch, BatchFile, load_lines, read_lines
 from orchestrator.batches.rows import parse_row
-from store.batch_items import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
+from store.batches import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
 
 calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40)

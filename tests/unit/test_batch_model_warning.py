@@ -20,7 +20,7 @@ from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from orchestrator.models.scripted import EVERYTHING
 from orchestrator.runs.models import Models
 from orchestrator.settings import OrchestratorSettings
-from store.happenings import BatchNoted, Happening
+from store.batches import BatchEvent, BatchNotice
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.item_ground import Made, build_run, echo_then, open_maker
@@ -32,8 +32,8 @@ async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
         yield made
 
 
-def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNoted:
-    return BatchNoted(at=at, message=message, is_warning=True)
+def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNotice:
+    return BatchNotice(at=at, message=message, is_warning=True)
 
 
 async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_batch(make: Made) -> None:
@@ -43,14 +43,14 @@ async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_
     await ground.submit(2, work=build_run().work)
     for claim in await ground.queue.claim(2, ("acme", "b")):
         await ground.worked(claim)
-    notes = [told for told in ground.happenings if isinstance(told, BatchNoted)]
+    notes = [told for told in ground.batch_events if isinstance(told, BatchNotice)]
     assert [(note.message, note.is_warning) for note in notes] == [(FALLBACK_WARNING, True)]
 
 
 async def test_a_named_model_warns_of_nothing(make: Made) -> None:
     ground = make(echo_then("one"))
     await ground.worked(await ground.put(build_run()))
-    assert [told for told in ground.happenings if isinstance(told, BatchNoted)] == []
+    assert [told for told in ground.batch_events if isinstance(told, BatchNotice)] == []
 
 
 def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
@@ -63,8 +63,8 @@ def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
 
 
 def test_the_report_begins_with_the_warning() -> None:
-    happenings: list[Happening] = [BatchNoted(at=1.0, message="submitted", total=1), warning()]
-    page = build_report(happenings, title="Batch b")
+    batch_events: list[BatchEvent] = [BatchNotice(at=1.0, message="submitted", total=1), warning()]
+    page = build_report(batch_events, title="Batch b")
     assert page.index("Warning: no model is named") < page.index("Totals")
 
 

@@ -1,4 +1,4 @@
-"""Progress of a batch: the same set of happenings gives the same totals, however it arrives, and every item stands somewhere."""
+"""Progress of a batch: the same set of batch_events gives the same totals, however it arrives, and every item stands somewhere."""
 
 import tracemalloc
 
@@ -8,18 +8,17 @@ from hypothesis import strategies as st
 from orchestrator.batches.progress import MAX_NOTES, Progress
 from orchestrator.batches.snapshot import Snapshot
 from orchestrator.batches.tool_times import MAX_TOOLS
-from store.batch_items import FailureKind
-from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
+from store.batches import BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemRetried, ItemStarted, StepDone
 from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
 
 RETRIED = Attempt(is_retried=True, code="HOST_LOST")
 NOW = BEGAN + 1000
 
 
-def stand(told: list[Happening], now: float = NOW, total: int = 0) -> Snapshot:
+def stand(told: list[BatchEvent], now: float = NOW, total: int = 0) -> Snapshot:
     progress = Progress(total)
-    for happening in told:
-        progress.add(happening)
+    for batch_event in told:
+        progress.add(batch_event)
     return progress.snapshot(now)
 
 
@@ -68,7 +67,7 @@ def test_items_are_in_the_count_before_the_total_is_told() -> None:
 
 
 def test_a_resumed_item_has_the_age_that_it_has_since_somebody_works_it() -> None:
-    told: list[Happening] = [ItemStarted(at=BEGAN, item="a"), ItemStarted(at=BEGAN + 900, item="a", is_resumed=True)]
+    told: list[BatchEvent] = [ItemStarted(at=BEGAN, item="a"), ItemStarted(at=BEGAN + 900, item="a", is_resumed=True)]
     for order in (told, told[::-1]):
         snapshot = stand(order, BEGAN + 910)
         assert (snapshot.slowest_running[0].age_s, snapshot.resumed) == (10, 1)
@@ -78,18 +77,18 @@ def test_ends_without_a_time_count_and_say_nothing_of_how_long_items_take() -> N
     told = [ItemDone(at=BEGAN + 100, item=f"i{number}", run="r", steps=3) for number in range(40)]
     worked = [ItemStarted(at=BEGAN, item="w", run="r"), ItemDone(at=BEGAN + 60, item="w", run="r", seconds=60.0, steps=3)]
     snapshot = stand(
-        [BatchNoted(at=BEGAN, message="m", total=100), *told, *worked, ItemStarted(at=BEGAN + 60, item="v", run="r")], BEGAN + 101
+        [BatchNotice(at=BEGAN, message="m", total=100), *told, *worked, ItemStarted(at=BEGAN + 60, item="v", run="r")], BEGAN + 101
     )
     assert (snapshot.done, snapshot.steps, [one.item for one in snapshot.slowest], snapshot.eta_s) == (41, 123, ["w"], None)
 
 
 def test_which_ends_have_been_heard_of_is_known_by_attempt() -> None:
     progress = Progress()
-    for happening in tell_batch(
+    for batch_event in tell_batch(
         (Attempt(),), (Attempt(is_retried=True, failure=FailureKind.TOOL), Attempt(is_cut=True)), (Attempt(is_cut=True),)
     ):
-        progress.add(happening)
-    known = [happening.item for happening in tell_batch((Attempt(),), (Attempt(),), (Attempt(),)) if isinstance(happening, ItemDone)]
+        progress.add(batch_event)
+    known = [batch_event.item for batch_event in tell_batch((Attempt(),), (Attempt(),), (Attempt(),)) if isinstance(batch_event, ItemDone)]
     assert [(progress.has_end(name, 1), progress.has_end(name, 2)) for name in known] == [(True, False), (True, False), (False, False)]
     assert not progress.has_end("nobody", 1)
 
@@ -106,7 +105,7 @@ def test_a_clock_that_is_ahead_makes_no_age_and_no_time_negative() -> None:
 
 
 def test_calls_a_second_are_those_of_the_last_ten_seconds() -> None:
-    calls: list[Happening] = [CallDone(at=BEGAN + number / 2, item="a", call=str(number), tool="t", seconds=0.1) for number in range(200)]
+    calls: list[BatchEvent] = [CallDone(at=BEGAN + number / 2, item="a", call=str(number), tool="t", seconds=0.1) for number in range(200)]
     for order in (calls, calls[::-1]):
         assert stand(order, BEGAN + 99.5).calls_per_s == 2
         assert stand(order, BEGAN + 200).calls_per_s == 0
@@ -123,7 +122,7 @@ def test_times_of_a_tool_are_told_with_its_errors_and_waits() -> None:
 
 
 def test_tools_that_a_model_makes_up_cost_no_more_than_a_table() -> None:
-    calls: list[Happening] = [CallDone(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)]
+    calls: list[BatchEvent] = [CallDone(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)]
     tools = stand(calls).tools
     assert (len(tools), sum(tool.calls for tool in tools)) == (MAX_TOOLS + 1, 1000)
     assert max(len(tool.tool) for tool in tools) == 128
@@ -138,21 +137,21 @@ def test_codes_without_end_are_counted_and_told_together() -> None:
 
 def test_an_example_is_never_an_item_that_has_been_tried_again() -> None:
     first, *others = (list(tell_item(name, failed())) for name in ("a", "b", "c", "d", "e"))
-    told = [*first, *(happening for other in others for happening in other)]
+    told = [*first, *(batch_event for other in others for batch_event in other)]
     assert stand(told).groups[0].item == "a"
     assert stand([*told, ItemRetried(at=NOW, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE)]).groups[0].item == "b"
 
 
 def test_notes_are_told_once_and_the_newest_are_kept() -> None:
     progress = Progress()
-    notes = [BatchNoted(at=BEGAN + number, message=f"note {number}") for number in range(50)]
+    notes = [BatchNotice(at=BEGAN + number, message=f"note {number}") for number in range(50)]
     assert [progress.add(note) for note in notes] == [True] * 50
     assert not progress.add(notes[-1])
     assert [note.message for note in progress.snapshot(NOW).notes] == [f"note {number}" for number in range(50 - MAX_NOTES, 50)]
 
 
 def test_a_late_word_of_an_earlier_attempt_moves_nothing() -> None:
-    told: list[Happening] = [ItemDone(at=BEGAN, item="a", attempt=2), ItemDone(at=BEGAN + 9, item="a", failure=FailureKind.MODEL)]
+    told: list[BatchEvent] = [ItemDone(at=BEGAN, item="a", attempt=2), ItemDone(at=BEGAN + 9, item="a", failure=FailureKind.MODEL)]
     assert (stand(told).done, stand(told).failed) == (1, 0)
 
 
@@ -174,7 +173,7 @@ batches = st.lists(st.lists(attempts, min_size=1, max_size=3).map(tuple), max_si
 
 @settings(max_examples=80, deadline=None)
 @given(told=batches, shuffle=st.randoms(use_true_random=False))
-def test_any_order_and_any_repetition_give_the_same_totals(told: list[Happening], shuffle: object) -> None:
+def test_any_order_and_any_repetition_give_the_same_totals(told: list[BatchEvent], shuffle: object) -> None:
     again = [*told, *shuffle.choices(told, k=len(told))]  # type: ignore[attr-defined]
     shuffle.shuffle(again)  # type: ignore[attr-defined]
     assert without_examples(stand(again)) == without_examples(stand(told))
@@ -182,12 +181,12 @@ def test_any_order_and_any_repetition_give_the_same_totals(told: list[Happening]
 
 @settings(max_examples=60, deadline=None)
 @given(told=batches, shuffle=st.randoms(use_true_random=False), total=st.integers(0, 8))
-def test_every_item_stands_somewhere_at_every_moment(told: list[Happening], shuffle: object, total: int) -> None:
+def test_every_item_stands_somewhere_at_every_moment(told: list[BatchEvent], shuffle: object, total: int) -> None:
     shuffle.shuffle(told)  # type: ignore[attr-defined]
     progress = Progress(total)
-    for happening in told:
-        progress.add(happening)
-        snapshot = progress.snapshot(happening.at)
+    for batch_event in told:
+        progress.add(batch_event)
+        snapshot = progress.snapshot(batch_event.at)
         assert snapshot.done + snapshot.failed + snapshot.running + snapshot.queued == snapshot.total
         assert min(snapshot.done, snapshot.failed, snapshot.running, snapshot.queued) >= 0
         assert snapshot.failed == sum(snapshot.failures.values()) == sum(group.count for group in snapshot.groups)
@@ -196,17 +195,17 @@ def test_every_item_stands_somewhere_at_every_moment(told: list[Happening], shuf
 
 @settings(max_examples=60, deadline=None)
 @given(told=batches, shuffle=st.randoms(use_true_random=False))
-def test_what_is_told_again_is_not_new(told: list[Happening], shuffle: object) -> None:
+def test_what_is_told_again_is_not_new(told: list[BatchEvent], shuffle: object) -> None:
     shuffle.shuffle(told)  # type: ignore[attr-defined]
     progress = Progress()
-    for happening in told:
-        progress.add(happening)
-    assert not any(progress.add(happening) for happening in told)
+    for batch_event in told:
+        progress.add(batch_event)
+    assert not any(progress.add(batch_event) for batch_event in told)
 
 
 def test_a_long_item_has_each_of_its_many_calls_counted_once() -> None:
-    calls: list[Happening] = [CallDone(at=BEGAN, item="a", call=str(n), tool="t", seconds=0.1) for n in range(3000)]
-    steps: list[Happening] = [StepDone(at=BEGAN, item="a", step=n) for n in range(3000)]
+    calls: list[BatchEvent] = [CallDone(at=BEGAN, item="a", call=str(n), tool="t", seconds=0.1) for n in range(3000)]
+    steps: list[BatchEvent] = [StepDone(at=BEGAN, item="a", step=n) for n in range(3000)]
     snapshot = stand([*calls, *steps, *calls[::-1], *steps])
     assert (snapshot.calls, snapshot.steps, snapshot.tools[0].calls) == (3000, 3000, 3000)
 
@@ -216,9 +215,9 @@ def test_items_that_have_ended_cost_nearly_no_memory() -> None:
     told = [list(tell_item(f"item-{number:032}", Attempt(steps=2, calls_a_step=2))) for number in range(1000)]
     progress = Progress(1000)
     tracemalloc.start()
-    for happenings in told:
-        for happening in happenings:
-            progress.add(happening)
+    for batch_events in told:
+        for batch_event in batch_events:
+            progress.add(batch_event)
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert progress.snapshot(NOW).done == 1000

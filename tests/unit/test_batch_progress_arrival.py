@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orchestrator.batches.arrival import LifeTable, estimate_arrival
 from orchestrator.batches.histogram import LogHistogram, bucket_of, middle_of, start_of
 from orchestrator.batches.progress import Progress
-from store.happenings import Happening, ItemDone, ItemStarted
+from store.batches import BatchEvent, ItemDone, ItemStarted
 from tests.batch_story import BEGAN
 
 
@@ -21,15 +21,15 @@ def histogram(*seconds: float) -> LogHistogram:
     return made
 
 
-def play(lengths: list[float], workers: int) -> tuple[list[Happening], float]:
+def play(lengths: list[float], workers: int) -> tuple[list[BatchEvent], float]:
     """Items worked in their order by so many at once; and when the last ends."""
-    free, told = [BEGAN] * workers, list[Happening]()
+    free, told = [BEGAN] * workers, list[BatchEvent]()
     for number, length in enumerate(lengths):
         begin = min(free)
         free[free.index(begin)] = begin + length
         told.append(ItemStarted(at=begin, item=str(number)))
         told.append(ItemDone(at=begin + length, item=str(number), seconds=length))
-    return sorted(told, key=lambda happening: happening.at), max(free)
+    return sorted(told, key=lambda batch_event: batch_event.at), max(free)
 
 
 def etas(lengths: list[float], workers: int, *shares: float) -> list[tuple[float | None, float]]:
@@ -39,9 +39,9 @@ def etas(lengths: list[float], workers: int, *shares: float) -> list[tuple[float
     for share in shares:
         now = BEGAN + (end - BEGAN) * share
         progress = Progress(len(lengths))
-        for happening in told:
-            if happening.at <= now:
-                progress.add(happening)
+        for batch_event in told:
+            if batch_event.at <= now:
+                progress.add(batch_event)
         found.append((progress.snapshot(now).eta_s, end - now))
     return found
 
@@ -49,8 +49,8 @@ def etas(lengths: list[float], workers: int, *shares: float) -> list[tuple[float
 def test_nothing_is_promised_until_some_have_ended() -> None:
     told, _ = play([60.0] * 100, 10)
     progress = Progress(100)
-    for happening in told[:10]:
-        progress.add(happening)
+    for batch_event in told[:10]:
+        progress.add(batch_event)
     assert progress.snapshot(BEGAN + 30).eta_s is None
     progress.add(ItemDone(at=BEGAN + 30, item="0", seconds=30))
     assert progress.snapshot(BEGAN + 30).eta_s is None
@@ -85,8 +85,8 @@ def test_a_few_long_items_among_quick_ones_are_not_forgotten() -> None:
 def test_silence_makes_it_longer() -> None:
     told, _ = play([1.0] * 100, 10)
     progress = Progress(200)
-    for happening in told:
-        progress.add(happening)
+    for batch_event in told:
+        progress.add(batch_event)
     progress.add(ItemStarted(at=BEGAN + 10, item="x"))
     known = [progress.snapshot(BEGAN + 10 + quiet).eta_s for quiet in (0, 60, 120)]
     assert None not in known
@@ -96,8 +96,8 @@ def test_silence_makes_it_longer() -> None:
 def test_nothing_is_promised_when_nobody_works_it() -> None:
     told, _ = play([1.0] * 100, 10)
     progress = Progress(200)
-    for happening in told:
-        progress.add(happening)
+    for batch_event in told:
+        progress.add(batch_event)
     assert progress.snapshot(BEGAN + 11).eta_s is not None
     assert progress.snapshot(BEGAN + 100).eta_s is None
 
@@ -105,8 +105,8 @@ def test_nothing_is_promised_when_nobody_works_it() -> None:
 def test_a_pause_of_a_night_does_not_count_once_it_goes_on() -> None:
     told, _ = play([1.0] * 100, 10)
     progress = Progress(200)
-    for happening in told:
-        progress.add(happening)
+    for batch_event in told:
+        progress.add(batch_event)
     for number in range(10):
         progress.add(ItemStarted(at=BEGAN + 40_000, item=f"x{number}"))
     eta = progress.snapshot(BEGAN + 40_000.5).eta_s

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from orchestrator.batches.markup import Markup, element, text
 from orchestrator.batches.report import MAX_FAILED_ROWS, build_report
 from orchestrator.batches.report_series import MAX_BUCKETS, Spans, TimeSeries
-from store.batch_items import FailureKind
-from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
+from store.batches import BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemRetried, ItemStarted, StepDone
 from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
 
 HOSTILE = [
@@ -70,8 +69,8 @@ class Page(HTMLParser):
 KNOWN = Page(build_report(tell_batch((Attempt(),), (failed(),), (Attempt(is_retried=True), Attempt()), (Attempt(is_cut=True),)), title="t"))
 
 
-def hostile_batch(word: str) -> Iterator[Happening]:
-    yield BatchNoted(at=BEGAN, message=word, total=4)
+def hostile_batch(word: str) -> Iterator[BatchEvent]:
+    yield BatchNotice(at=BEGAN, message=word, total=4)
     yield from tell_item(word, Attempt(tool=word))
     yield from tell_item(f"{word}2", failed(code=word, message=word))
     yield from tell_item(f"{word}3", Attempt(is_cut=True, tool=word))
@@ -148,7 +147,7 @@ def test_nothing_makes_a_page_too() -> None:
 
 
 def test_failures_beyond_the_first_are_counted_and_the_page_says_so() -> None:
-    told = [happening for n in range(MAX_FAILED_ROWS + 20) for happening in tell_item(f"i{n}", failed(steps=0), at=BEGAN + n)]
+    told = [batch_event for n in range(MAX_FAILED_ROWS + 20) for batch_event in tell_item(f"i{n}", failed(steps=0), at=BEGAN + n)]
     page = Page(build_report(told, title="t"))
     assert "20 more failed items are not listed here; the batch's error file has them all." in page.texts
     assert (f"i{MAX_FAILED_ROWS - 1}" in page.texts, f"i{MAX_FAILED_ROWS}" in page.texts) == (True, False)
@@ -177,7 +176,7 @@ def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_bel
 
 
 def test_many_items_are_drawn_together_so_that_the_page_stays_small() -> None:
-    def told() -> Iterator[Happening]:
+    def told() -> Iterator[BatchEvent]:
         for number in range(5000):
             at = BEGAN + number
             yield ItemDone(at=at + 40, item=str(number), seconds=40, failure=FailureKind.TOOL if number % 9 == 0 else None, code="TIMEOUT")
@@ -240,7 +239,7 @@ def test_an_element_cannot_be_given_a_name_that_is_none() -> None:
 
 
 def test_what_is_retried_is_a_span_of_its_own() -> None:
-    told: list[Happening] = [
+    told: list[BatchEvent] = [
         ItemStarted(at=BEGAN, item="a"),
         ItemRetried(at=BEGAN + 5, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE),
     ]

@@ -24,7 +24,7 @@ from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
 from orchestrator.models.base import Usage
-from store.batch_items import CHAT_URL, RUNS_URL, Failure, FailureKind, Outcome
+from store.batches import CHAT_URL, RUNS_URL, Failure, FailureKind, Outcome
 
 calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)

@@ -24,12 +24,9 @@ from orchestrator.runs.models import Models
 from orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
-from store.batch_events import HappeningWriter
-from store.batch_items import FailureKind, Ground, Outcome
-from store.happenings import CallDone, Happening
+from store.batches import BatchDefaults, BatchEvent, BatchEventWriter, CallDone, FailureKind, Ground, Outcome
 from store.run_log import RunLog
-from store.run_queue import Claim
-from store.run_records import BatchDefaults
+from store.runs import Claim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
@@ -69,7 +66,7 @@ def test_lines_that_name_paths_are_told_when_they_are_handed_over(tmp_path: Path
 
 
 async def test_the_sdk_cannot_hand_over_paths_either(ground: RunGround, tmp_path: Path) -> None:
-    batches = Batches(ground.queue, HappeningWriter(ground.client, "d"), "acme")
+    batches = Batches(ground.queue, BatchEventWriter(ground.client, "d"), "acme")
     file = load_lines(write(tmp_path, '{"id": "b", "instruction": "x", "workspace": "."}'))
     with pytest.raises(BadBatch, match=r"line 1: its workspace is a path"):
         await batches.submit(file, batch="b", is_detached=True)
@@ -86,7 +83,7 @@ async def test_only_what_is_handed_over_is_taken_and_only_of_the_tenants_that_ar
 
 
 async def test_who_submits_a_batch_again_decides_again_who_works_it(ground: RunGround, tmp_path: Path) -> None:
-    batches = Batches(ground.queue, HappeningWriter(ground.client, "d"), "acme")
+    batches = Batches(ground.queue, BatchEventWriter(ground.client, "d"), "acme")
     file = load_lines(write(tmp_path, '{"id": "a", "instruction": "x"}'))
     await batches.submit(file, batch="b", is_detached=True)
     await batches.submit(file, batch="b")
@@ -156,7 +153,7 @@ class FakePool:
 async def take(ground: RunGround, /, **fields: Any) -> tuple[Claim, Journal]:
     await ground.submit(1, **fields)
     (claim,) = await ground.queue.claim(1)
-    run_log = await RunLog.load(ground.client, "d", KEY, claim.tenant, claim.run, claim.word, claim.record.attempt)
+    run_log = await RunLog.load(ground.client, "d", KEY, claim.tenant, claim.run, claim.token, claim.record.attempt)
     return claim, Journal(run_log, lambda: None)
 
 
@@ -203,7 +200,7 @@ class UnservedService(ServiceWork, Unserved):
 async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_next_steps(ground: RunGround) -> None:
     claim, journal = await take(ground)
     await journal.note_opening("s1")
-    pool, told = FakePool(Tenants("acme")), list[Happening]()
+    pool, told = FakePool(Tenants("acme")), list[BatchEvent]()
     service = UnservedService(cast(Any, pool), cast(Any, None), cast(Any, None), None)
     async with asyncio.timeout(30):
         outcome = await service.work(claim, journal, BatchDefaults(), told.append)
@@ -321,7 +318,7 @@ class EndlessService(BatchService):
 
     @asynccontextmanager
     async def _runner(self, pool: Any) -> AsyncIterator[Runner]:
-        writer = HappeningWriter(self.ground.client, "d")
+        writer = BatchEventWriter(self.ground.client, "d")
         yield Runner(self.ground.client, "d", self.ground.queue, self.work, writer, self.concurrency, None, self.tenants)
 
 

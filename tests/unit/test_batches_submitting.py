@@ -9,10 +9,8 @@ import redis.asyncio
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.batches.lines import BatchFile
 from orchestrator.runs.batches import Batches, run_id
-from store.batch_events import HappeningWriter
-from store.batch_items import BatchItem, FailureKind
-from store.run_queue import AT_ONCE, RunQueue
-from store.run_records import BatchDefaults, BatchState
+from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchState, FailureKind
+from store.runs import AT_ONCE, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
@@ -23,7 +21,7 @@ KINDS = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
 class Ground(RunGround):
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         super().__init__(client)
-        self.batches = Batches(self.queue, HappeningWriter(client, "d"), "acme")
+        self.batches = Batches(self.queue, BatchEventWriter(client, "d"), "acme")
 
     async def end(self, *kinds: FailureKind | None) -> list[str]:
         """Work what waits, so; gives the items."""
@@ -163,7 +161,7 @@ async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_told_and_ad
             await self.cancel(tenant, batch)
             return first + await super().add(tenant, batch, all_of_them)
 
-    batches = Batches(Interrupted(ground.client, "d", KEY), HappeningWriter(ground.client, "d"), "acme")
+    batches = Batches(Interrupted(ground.client, "d", KEY), BatchEventWriter(ground.client, "d"), "acme")
     with pytest.raises(ToolFailure, match="submit the same file again with `--id b --tenant acme`") as told:
         await batches.submit(file, batch="b")
     assert told.value.code is ErrorCode.CANCELLED

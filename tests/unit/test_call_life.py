@@ -17,7 +17,7 @@ from orchestrator.admission import SharedAdmission
 from orchestrator.dispatch.task_messages import build_message
 from orchestrator.dispatch.transport import Delivery
 from store.call_life import CallLives, parse_task_id
-from store.run_keys import run_key
+from store.run_log import run_key
 from store.sessions import SessionStore
 from store.slots import SlotRequest, enqueue, load_script, script_arguments
 from tests.builders import KEY

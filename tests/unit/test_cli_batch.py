@@ -13,7 +13,7 @@ from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
 from orchestrator.cli.main import app
 from orchestrator.runs.batches import run_id
-from store.run_keys import batch_key
+from store.batches import batch_key
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 

@@ -14,7 +14,7 @@ from orchestrator.cli.batch_shift import Interrupts, find_rows
 from orchestrator.cli.traced import Leaving
 from orchestrator.runs.batch_runs import Shift
 from orchestrator.traces.attempts import find_attempts
-from store.run_records import RowPlace
+from store.batches import RowPlace
 
 
 @dataclass

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from contract import names
 from orchestrator.operations.redis_users import ROLES
-from store import run_keys
+from store import batches, run_events, run_log
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_hub_hears_its_own_results_and_those_of_few_others() -> None:
 
 BUILDERS = [
     one
-    for module in (names, run_keys)
+    for module in (names, batches, run_log, run_events)
     for one in vars(module).values()
     if inspect.isfunction(one)
     and one.__module__ == module.__name__

@@ -16,9 +16,9 @@ from contract.errors import BrokerUnavailable, ErrorCode, ModelInterrupted
 from orchestrator.loop.events import ApprovalAsked, ApprovalDecided, CallFinished, OutputArrived, StepFinished, StepStarted, TextArrived
 from orchestrator.models.base import Usage
 from orchestrator.runs.event_teller import MAX_OUTPUT_CHARS, MAX_UNTOLD_CHARS, RunTeller
-from store import run_events as told_events
-from store.hosted_records import HostedState
-from store.run_events import MAX_EVENT_BYTES, ToldEvents, build_event, is_before
+from store import run_events
+from store.run_events import MAX_EVENT_BYTES, RunEventStore, build_event, is_before
+from store.runs import HostedState
 from tests.conftest import RedisProcess
 from tests.hosted_ground import SOON_S, HostedGround, MadeHosted, open_hosted, types
 from tests.item_ground import echo_then
@@ -139,29 +139,29 @@ def test_an_event_is_bounded_whatever_is_in_it(hostile: str) -> None:
 
 async def tell(ground: HostedGround, run: str, claim: str, *words: str, first: int = 0, told_step: int | None = None) -> bool:
     events = [json.dumps({"type": "TextArrived", "text": word}) for word in words]
-    telling = told_events.Telling("acme", run, claim, first, events, told_step)
-    return (await ToldEvents(ground.client, "d").tell([telling]))[0]
+    telling = run_events.EventBatch("acme", run, claim, first, events, told_step)
+    return (await RunEventStore(ground.client, "d").append([telling]))[0]
 
 
 async def test_what_is_said_twice_is_told_once_and_only_by_the_holder(ground: HostedGround) -> None:
     run = await ground.start()
     claim = await ground.claimed()
-    assert await tell(ground, run, claim.word, "a", "b")
-    assert await tell(ground, run, claim.word, "a", "b", "c")
+    assert await tell(ground, run, claim.token, "a", "b")
+    assert await tell(ground, run, claim.token, "a", "b", "c")
     assert not await tell(ground, run, "other", "x")
     await ground.queue.finish(claim, build_outcome(claim))
-    assert not await tell(ground, run, claim.word, "late", first=3)
+    assert not await tell(ground, run, claim.token, "late", first=3)
     assert [event.get("text") for event in await ground.told(run)] == ["a", "b", "c", None]
 
 
 async def test_a_stream_is_bounded_and_whoever_comes_too_late_is_told(ground: HostedGround, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told_events, "MAX_EVENTS", 10)
+    monkeypatch.setattr(run_events, "MAX_EVENTS", 10)
     run = await ground.start()
     claim = await ground.claimed()
     for number in range(50):
-        await tell(ground, run, claim.word, f"{number}", first=number)
-    monkeypatch.setattr(told_events, "MAX_STREAM_BYTES", 200)
-    await tell(ground, run, claim.word, "last", first=50)
+        await tell(ground, run, claim.token, f"{number}", first=number)
+    monkeypatch.setattr(run_events, "MAX_STREAM_BYTES", 200)
+    await tell(ground, run, claim.token, "last", first=50)
     assert len(await ground.told(run)) <= 5
     await ground.queue.finish(claim, build_outcome(claim))
     events = await ground.events(run)
@@ -242,7 +242,7 @@ async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(made: MadeH
     ground = made(["done"])
     run = await ground.start()
     claim = await ground.claimed()
-    async with ground.tellers.open("acme", run, claim.word, 1) as one:
+    async with ground.tellers.open("acme", run, claim.token, 1) as one:
         one.on_event(step(1))
     await ground.queue.give_back(claim, anew=True)
     async with ground.working():
@@ -258,7 +258,7 @@ async def test_a_redis_that_was_away_loses_nothing_that_was_told_meanwhile(redis
         run = await ground.start()
         claim = await ground.claimed()
         following = asyncio.create_task(ground.events(run))
-        async with ground.tellers.open("acme", run, claim.word, 1) as one:
+        async with ground.tellers.open("acme", run, claim.token, 1) as one:
             one.on_event(text("before"))
             while not await ground.told(run):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

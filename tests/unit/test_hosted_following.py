@@ -8,11 +8,9 @@ import pytest
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from store import run_event_hub as event_hub
-from store import run_events as told_events
-from store.batch_items import FailureKind
-from store.run_event_hub import RunEventHub
-from store.run_events import ToldEvents, parse_id
+from store import run_events
+from store.batches import FailureKind
+from store.run_events import RunEventHub, RunEventStore, parse_id
 from tests.conftest import RedisProcess
 from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted, types
 from tests.item_ground import echo_then
@@ -32,8 +30,8 @@ def ground(made: MadeHosted) -> HostedGround:
 
 async def tell(ground: HostedGround, run: str, claim: str, *words: str, first: int = 0, told_step: int | None = None) -> bool:
     events = [json.dumps({"type": "TextArrived", "text": word}) for word in words]
-    telling = told_events.Telling("acme", run, claim, first, events, told_step)
-    return (await ToldEvents(ground.client, "d").tell([telling]))[0]
+    telling = run_events.EventBatch("acme", run, claim, first, events, told_step)
+    return (await RunEventStore(ground.client, "d").append([telling]))[0]
 
 
 # Whoever follows
@@ -49,16 +47,16 @@ async def test_whoever_stopped_goes_on_after_the_last_event_that_he_had(made: Ma
 
 
 async def test_a_slow_follower_holds_nobody_up_and_misses_nothing(made: MadeHosted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_hub, "RING_EVENTS", 4)
+    monkeypatch.setattr(run_events, "RING_EVENTS", 4)
     ground = made()
     run = await ground.start()
     claim = await ground.claimed()
-    await tell(ground, run, claim.word, "0")
+    await tell(ground, run, claim.token, "0")
     slow = ground.runs.follow("acme", run)
     seen = [await anext(slow)]
     quick = asyncio.create_task(ground.events(run))
     for number in range(1, 100):
-        await tell(ground, run, claim.word, f"{number}", first=number)
+        await tell(ground, run, claim.token, f"{number}", first=number)
     await ground.queue.finish(claim, build_outcome(claim, FailureKind.TOOL))
     events = await quick
     assert len(events) == 101
@@ -88,8 +86,8 @@ async def test_a_word_in_an_event_ends_nobodys_following(ground: HostedGround) -
     run = await ground.start()
     claim = await ground.claimed()
     hub, following = RunEventHub(ground.client, "d"), asyncio.create_task(ground.events(run))
-    await tell(ground, run, claim.word, 'x", "type": "RunEnded"', "RunEnded")
-    await tell(ground, run, claim.word, "y", first=2)
+    await tell(ground, run, claim.token, 'x", "type": "RunEnded"', "RunEnded")
+    await tell(ground, run, claim.token, "y", first=2)
     await ground.queue.finish(claim, build_outcome(claim))
     assert len(await following) == 4
     await hub.close()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.runs.hosted import HostedRuns
-from store.batch_items import FailureKind, RunBody
-from store.hosted_records import HostedState
+from store.batches import FailureKind, RunBody
+from store.runs import HostedState
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted
@@ -122,7 +122,7 @@ async def test_runs_are_found_by_their_state(made: MadeHosted, state: HostedStat
     await ground.runs.cancel("acme", cancelled)
     lost = await ground.start(RunBody(instruction="x", tools=("echo",), dialect="native", model="nosuch"))
     claim = await ground.claimed()
-    async with ground.tellers.open("acme", lost, claim.word, 1):
+    async with ground.tellers.open("acme", lost, claim.token, 1):
         pass
     asking, running, queued = [await ground.start() for _ in range(3)]
     for _ in range(2):

@@ -14,11 +14,8 @@ from orchestrator.runs.batches import Batches
 from orchestrator.runs.hosted import HostedRuns
 from store.actors import Actor
 from store.audit import Audit
-from store.batch_events import HappeningWriter
-from store.batch_items import BatchItem, Ground, RunBody
-from store.hosted_records import STANDING, HostedState
-from store.run_queue import BatchCancelled
-from store.run_records import parse_run
+from store.batches import HOSTED_BATCH, BatchEventWriter, BatchItem, Ground, RunBody
+from store.runs import BatchCancelled, HostedState, parse_run
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -279,12 +276,12 @@ async def test_a_run_of_another_tenant_and_an_item_of_a_batch_are_none(ground: H
 
 async def test_the_standing_batch_is_nobodys_to_touch(ground: HostedGround) -> None:
     await ground.start()
-    batches = Batches(ground.queue, HappeningWriter(ground.client, "d"), "acme")
+    batches = Batches(ground.queue, BatchEventWriter(ground.client, "d"), "acme")
     for asked in (batches.cancel, batches.resume, batches.status, batches.custom_ids):
-        assert (await refused(asked(STANDING))).code is ErrorCode.INVALID_ARGUMENTS
+        assert (await refused(asked(HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
     file = BatchFile((), "0" * 64, 0, "/v1/agent/runs")
-    assert (await refused(batches.submit(file, batch=STANDING))).code is ErrorCode.INVALID_ARGUMENTS
-    assert (await ground.queue.known("acme")).batches == {}
+    assert (await refused(batches.submit(file, batch=HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
+    assert (await ground.queue.list_batches("acme")).batches == {}
 
 
 # Beside batches

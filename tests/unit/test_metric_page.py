@@ -21,14 +21,15 @@ from contract.names import (
     host_key,
     hosts_key,
     refusals_key,
+    runs_prefix,
     tenants_key,
 )
 from contract.tenancy import TenantPolicy
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.samples import choose_format
+from store.batches import batch_key
 from store.metrics import ABSORB_LUA, LOOK_AT_ONCE, Counts, counted_key, host_gauges_key, metrics_key
 from store.pressure import Pressure
-from store.run_keys import batch_key, runs_prefix
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report

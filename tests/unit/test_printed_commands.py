@@ -26,8 +26,7 @@ from orchestrator.batches.progress import Progress
 from orchestrator.batches.report import build_report
 from orchestrator.cli.main import app
 from orchestrator.terminal.commands import build_command
-from store.batch_items import FailureKind
-from store.happenings import BatchNoted, ItemDone
+from store.batches import BatchNotice, FailureKind, ItemDone
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.builders import build_spec
@@ -213,12 +212,12 @@ def test_the_hints_of_a_batch_with_an_unknown_tool_name_the_tenant(redis_server:
 def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
     progress = Progress(4)
     kinds = (FailureKind.INFRASTRUCTURE, FailureKind.MODEL, FailureKind.CANCELLED)
-    happenings = [BatchNoted(at=1.0, message="submitted", total=4)]
+    batch_events = [BatchNotice(at=1.0, message="submitted", total=4)]
     ends = [ItemDone(at=2.0, item=f"i{at}", run=f"run{at}", failure=kind, code="X") for at, kind in enumerate(kinds)]
-    for happening in (*happenings, *ends):
-        progress.add(happening)
+    for batch_event in (*batch_events, *ends):
+        progress.add(batch_event)
     summary = Watched("t2", progress, tenant="acme").summary()
-    page = build_report([*happenings, *ends], title="Batch t2", batch="t2", tenant="acme")
+    page = build_report([*batch_events, *ends], title="Batch t2", batch="t2", tenant="acme")
     for text in ("\n".join(summary.next), page):
         hints = find_commands(text)
         assert {hint.split()[2] for hint in hints} == {"resume", "retry", "show", "results"}

@@ -6,10 +6,8 @@ import pytest
 import redis.asyncio
 
 from orchestrator.runs.follower import Follower
-from store.batch_events import HappeningReader
-from store.batch_items import FailureKind
-from store.run_queue import BatchCancelled
-from store.run_records import BatchState
+from store.batches import BatchEventReader, BatchState, FailureKind
+from store.runs import BatchCancelled
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
 
@@ -63,6 +61,6 @@ async def test_who_follows_a_cancelled_batch_sees_its_end_though_its_worker_died
     (claim,) = await ground.queue.claim(1)
     await ground.queue.cancel(*BATCH)
     await ground.die(claim)
-    reader = HappeningReader(ground.client, "d", *BATCH)
+    reader = BatchEventReader(ground.client, "d", *BATCH)
     follower = Follower(ground.queue, reader, *BATCH, rows=None, show=lambda _: None, tick=lambda: None)
     assert (await follower.run()).state is BatchState.CANCELLED

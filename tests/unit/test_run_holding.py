@@ -14,11 +14,8 @@ from orchestrator.runs.brake import Brake, NotNow
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.places import Places
 from orchestrator.runs.runner import Runner
-from store.batch_events import HappeningWriter
-from store.batch_items import Outcome
-from store.happenings import BatchNoted, Happening, ItemRetried, parse_happening
-from store.run_queue import Claim
-from store.run_records import BatchDefaults, BatchState
+from store.batches import BatchDefaults, BatchEvent, BatchEventWriter, BatchNotice, BatchState, ItemRetried, Outcome, parse_batch_event
+from store.runs import Claim
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
 
@@ -35,7 +32,7 @@ class Troubled:
         self.abandoned: list[str] = []
         self._troubles = list(troubles)
 
-    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[Happening], None]) -> Outcome:
+    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]) -> Outcome:
         self.begun.append((claim.run, claim.record.attempt, claim.is_resumed))
         if not journal.is_resumed:
             await journal.note_opening("s")
@@ -67,7 +64,7 @@ async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) ->
 async def work(ground: RunGround, troubled: Troubled, *, only: tuple[str, str] | None = BATCH) -> None:
     """Until the batch is done. Raises what the runner raises."""
     stand_in: Any = troubled
-    runner = Runner(ground.client, "d", ground.queue, stand_in, HappeningWriter(ground.client, "d"), 4, only)
+    runner = Runner(ground.client, "d", ground.queue, stand_in, BatchEventWriter(ground.client, "d"), 4, only)
     running = asyncio.create_task(runner.run())
     try:
         async with asyncio.timeout(SOON_S):
@@ -79,13 +76,13 @@ async def work(ground: RunGround, troubled: Troubled, *, only: tuple[str, str] |
         await running
 
 
-async def told(ground: RunGround) -> list[Happening]:
+async def told(ground: RunGround) -> list[BatchEvent]:
     entries: Any = await ground.client.xrange("toolcrew:d:t:acme:batch.b:events")
-    return [parse_happening(fields[b"h"]) for _, fields in entries]
+    return [parse_batch_event(fields[b"h"]) for _, fields in entries]
 
 
 async def notes(ground: RunGround) -> list[str]:
-    return [one.message for one in await told(ground) if isinstance(one, BatchNoted)]
+    return [one.message for one in await told(ground) if isinstance(one, BatchNotice)]
 
 
 @pytest.mark.parametrize("cause", ["endpoint", "request", "quota"])

@@ -13,8 +13,7 @@ from orchestrator.approvals.questions import Question
 from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.models.scripted import Calls
 from orchestrator.runs.run_parts import RunParts
-from store.batch_items import Outcome
-from store.run_records import BatchDefaults, parse_batch, seal_defaults
+from store.batches import BatchDefaults, Outcome, parse_batch, seal_defaults
 from tests.approval_ground import ADMIN, SOON_S, Desk
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess

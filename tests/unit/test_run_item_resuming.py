@@ -14,9 +14,7 @@ from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.runs import item_work
-from store.batch_items import FailureKind, RunLimits
-from store.happenings import CallDone, ItemReady, StepDone
-from store.run_records import BatchDefaults
+from store.batches import BatchDefaults, CallDone, FailureKind, ItemReady, RunLimits, StepDone
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
 from tests.item_ground import ItemGround, Made, archive_of, build_run, build_tool_call, echo_then, failed, open_maker, with_ground
@@ -79,7 +77,7 @@ async def test_a_run_that_had_answered_is_neither_asked_nor_run_again(make: Made
     assert after.body is not None
     assert (after.body["answer"], after.body["usage"]) == (before.body["answer"], before.body["usage"])
     assert (second.asked(), second.sent()) == (0, ["close"] if "close" in second.sent() else [])
-    assert [type(told) for told in second.happenings] == [ItemReady, CallDone, StepDone, StepDone]
+    assert [type(told) for told in second.batch_events] == [ItemReady, CallDone, StepDone, StepDone]
 
 
 async def test_a_call_out_of_the_log_is_told_with_the_time_that_it_took(make: Made) -> None:
@@ -93,7 +91,7 @@ async def test_a_call_out_of_the_log_is_told_with_the_time_that_it_took(make: Ma
         claim = await first.put(item)
         await first.worked(claim)
         await second.worked(await second.taken_over(claim))
-        (told,) = [told for told in second.happenings if isinstance(told, CallDone)]
+        (told,) = [told for told in second.batch_events if isinstance(told, CallDone)]
         assert told.seconds >= 0.05
 
 
@@ -161,7 +159,7 @@ async def test_a_run_whose_time_was_used_up_ends_so_with_all_that_its_log_has(ma
     claim = await second.taken_over(claim)
     journal = await second.journal(claim)
     journal.spent_wall_s = 60.0
-    outcome = await second.work.work(claim, journal, BatchDefaults(), second.happenings.append)
+    outcome = await second.work.work(claim, journal, BatchDefaults(), second.batch_events.append)
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.MODEL, "max_wall")
     assert outcome.body is not None

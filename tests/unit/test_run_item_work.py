@@ -11,8 +11,7 @@ from contract.errors import ContextWindowExceeded, ErrorCode, ModelRefused
 from contract.tenancy import TenantPolicy
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
-from store.batch_items import FailureKind, RunLimits
-from store.happenings import CallDone, ItemReady, StepDone
+from store.batches import CallDone, FailureKind, ItemReady, RunLimits, StepDone
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -43,7 +42,7 @@ async def test_a_run_that_answers_is_a_success_and_its_session_is_closed(make: M
 async def test_what_happens_is_told(make: Made) -> None:
     ground = make(echo_then("two", "a", "b"))
     await ground.worked(await ground.put(build_run()))
-    assert [type(told) for told in ground.happenings] == [ItemReady, CallDone, StepDone, CallDone, StepDone, StepDone]
+    assert [type(told) for told in ground.batch_events] == [ItemReady, CallDone, StepDone, CallDone, StepDone, StepDone]
 
 
 async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None:

@@ -14,7 +14,7 @@ from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.runs.journal import Journal, LoggedModel
 from store.run_log import RunLog
-from store.run_queue import Claim
+from store.runs import Claim
 from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
@@ -38,7 +38,7 @@ async def claimed(ground: RunGround) -> Claim:
 
 async def journal_of(ground: RunGround, claim: Claim, on_taken: Any = lambda: None) -> Journal:
     return Journal(
-        await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.word, claim.record.attempt), on_taken, clock=lambda: 1.0
+        await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.token, claim.record.attempt), on_taken, clock=lambda: 1.0
     )
 
 
@@ -213,7 +213,7 @@ async def test_entries_have_the_time_of_redis(ground: RunGround, monkeypatch: py
 
     monkeypatch.setattr(ground.client, "time", now)
     claim = await claimed(ground)
-    run_log = await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.word, claim.record.attempt)
+    run_log = await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.token, claim.record.attempt)
     journal = Journal(run_log, lambda: None)
     await journal.note_result("c1", done("c1"))
     assert run_log.entries[-1].at - time.time() == pytest.approx(5 * 3600, abs=60)

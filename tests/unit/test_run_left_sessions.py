@@ -9,13 +9,10 @@ from structlog.testing import capture_logs
 
 from contract.names import place_key
 from orchestrator.runs import runner as runner_module
-from store import left_sessions
-from store.left_sessions import close_left_sessions
-from store.run_entries import Replied, SessionOpened, SessionOpening
-from store.run_keys import run_key, run_log_key
-from store.run_log import RunLog, entry_purpose
-from store.run_queue import Claim
-from store.run_records import BatchState
+from store import run_log
+from store.batches import BatchState
+from store.run_log import Replied, RunLog, SessionOpened, SessionOpening, close_left_sessions, entry_purpose, run_key, run_log_key
+from store.runs import Claim
 from store.sessions import SessionStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -31,7 +28,7 @@ class Ground(House):
 
     async def open(self, claim: Claim, *sessions: str) -> None:
         """As a process does that works the run and dies while it opens each but the last."""
-        run_log = await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.word, claim.record.attempt)
+        run_log = await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.token, claim.record.attempt)
         for session in sessions:
             await run_log.append(SessionOpening(at=1.0, session=session))
             await self.places.open(claim.tenant, session, "host.a.b1", start="{}", ttl_s=60.0, limit=100)
@@ -73,7 +70,7 @@ async def test_what_a_process_had_that_died_keeps_no_sandbox_when_it_is_cancelle
 async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_begun(ground: Ground) -> None:
     await ground.submit(2)
     first, other = await ground.queue.claim(2)
-    names = [f"s{number}" for number in range(2 * left_sessions.PAGE)]
+    names = [f"s{number}" for number in range(2 * run_log.PAGE)]
     await ground.open(first, *names)
     await ground.open(other, "other")
     assert await close_left_sessions(ground.client, "d", KEY, "acme", [first.run, other.run, "never-begun"]) == len(names) + 1

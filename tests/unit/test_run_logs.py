@@ -13,8 +13,7 @@ from contract.calls import ToolResult
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 from orchestrator.runs.chunks import join_chunks
 from store import run_log
-from store.run_entries import Replied, Resulted, SessionOpening
-from store.run_log import INLINE_BYTES, RunLog, RunTaken
+from store.run_log import INLINE_BYTES, Replied, Resulted, RunLog, RunTaken, SessionOpening
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
@@ -32,7 +31,7 @@ async def claimed(ground: RunGround) -> RunLog:
     """The log of a run that has just been claimed."""
     await ground.submit(1)
     (claim,) = await ground.queue.claim(1)
-    return await load(ground, claim.word)
+    return await load(ground, claim.token)
 
 
 async def load(ground: RunGround, word: str) -> RunLog:

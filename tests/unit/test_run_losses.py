@@ -12,11 +12,9 @@ from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import ORCHESTRATOR_LOST
 from orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
-from store.batch_items import FailureKind, Outcome
-from store.run_entries import Replied, SessionOpening
-from store.run_log import RunLog
-from store.run_queue import Claim
-from store.run_records import BatchState
+from store.batches import BatchState, FailureKind, Outcome
+from store.run_log import Replied, RunLog, SessionOpening
+from store.runs import Claim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, Worker, outcome_of
@@ -76,7 +74,7 @@ async def test_a_run_that_comes_further_starts_counting_again(house: House, entr
     await house.submit(1)
     (claim,) = await claimed_and_lost(house, 2)
     assert (claim.record.losses, await losses(house)) == (2, 2)
-    run_log = await RunLog.load(house.client, "d", KEY, "acme", "b-1", claim.word, claim.record.attempt)
+    run_log = await RunLog.load(house.client, "d", KEY, "acme", "b-1", claim.token, claim.record.attempt)
     await run_log.append(entry)
     assert (await losses(house), run_log.has_grown) == (left, left == 0)
 

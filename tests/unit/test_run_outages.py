@@ -12,11 +12,10 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.follower import BatchForgotten, Follower
-from store.batch_events import HappeningReader
-from store.outages import outlast
-from store.run_keys import batch_key, run_key
-from store.run_queue import Claim
-from store.run_records import BatchState
+from store.batches import BatchEventReader, BatchState, batch_key
+from store.run_log import run_key
+from store.runs import Claim
+from store.tasks import retry_until_available
 from tests.batch_rows import any_row, ids_of
 from tests.conftest import RedisProcess
 from tests.item_ground import ItemGround, build_run, echo_then
@@ -52,7 +51,7 @@ class Away:
 async def test_work_is_done_again_until_redis_answers_it() -> None:
     away = Away(3)
 
-    assert await outlast(away.ask) == "there"
+    assert await retry_until_available(away.ask) == "there"
     assert away.asked == 4
 
 
@@ -60,7 +59,7 @@ async def test_an_outage_that_lasts_too_long_is_told() -> None:
     away = Away(1000)
 
     with pytest.raises(BrokerUnavailable, match="away"):
-        await outlast(away.ask, limit_s=0.2)
+        await retry_until_available(away.ask, limit_s=0.2)
     assert away.asked > 1
 
 
@@ -122,7 +121,7 @@ class Followed(RunGround):
         super().__init__(client)
         self.output = folder / "out.jsonl"
         self.rows = RowFiles.open(self.output, folder / "errors.jsonl", any_row)
-        reader = HappeningReader(client, "d", "acme", "b")
+        reader = BatchEventReader(client, "d", "acme", "b")
         self.follower = Follower(self.queue, reader, "acme", "b", rows=self.rows, show=lambda _: None, tick=lambda: None)
 
     async def end(self, claim: Claim) -> None:
@@ -133,7 +132,7 @@ class Followed(RunGround):
         key = batch_key("d", "acme", "b")
         await self.client.zrem(f"{key}:ended", claim.run)
         await self.client.hset(key, mapping={"ends": 0, "succeeded": 0})
-        await self.client.hset(run_key("d", "acme", claim.run), mapping={"state": "running", "claim": claim.word, "outcome": ""})
+        await self.client.hset(run_key("d", "acme", claim.run), mapping={"state": "running", "claim": claim.token, "outcome": ""})
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
 from orchestrator.models.base import Usage
 from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, status_of
-from store.batch_items import FailureKind
+from store.batches import FailureKind
 from tests.builders import build_call
 
 ERRORS: list[tuple[Exception, FailureKind]] = [

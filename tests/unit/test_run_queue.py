@@ -6,9 +6,8 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ToolFailure
-from store.batch_items import FailureKind
-from store.run_queue import AT_ONCE
-from store.run_records import BatchState, RunState
+from store.batches import BatchState, FailureKind
+from store.runs import AT_ONCE, RunState
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
 
@@ -73,7 +72,7 @@ async def test_the_run_of_a_process_that_died_goes_to_another_which_goes_on_with
     (dead,) = await ground.queue.claim(1)
     await ground.die(dead)
     (claim,) = await ground.other.claim(1)
-    assert (claim.run, claim.is_resumed, claim.word != dead.word) == ("b-1", True, True)
+    assert (claim.run, claim.is_resumed, claim.token != dead.token) == ("b-1", True, True)
     assert claim.record.started_at == dead.record.started_at
     assert await ground.queue.renew([dead]) == ({("acme", "b-1")}, set())
     assert not await ground.queue.finish(dead, build_outcome(dead))

@@ -10,12 +10,8 @@ import redis.asyncio
 from contract.errors import ConfigError, ToolFailure
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.follower import Follower
-from store.batch_events import HappeningReader
-from store.batch_items import FailureKind
-from store.happenings import BatchNoted, Happening
-from store.run_keys import RUN_TTL_S
-from store.run_queue import AT_ONCE, BatchCancelled, RunQueue
-from store.run_records import BatchState
+from store.batches import RUN_TTL_S, BatchEvent, BatchEventReader, BatchNotice, BatchState, FailureKind
+from store.runs import AT_ONCE, BatchCancelled, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
@@ -70,13 +66,13 @@ async def test_who_watches_a_batch_is_told_once_of_items_that_can_have_no_row(gr
     await lose(ground, "b-1", "b-2")
     (claim,) = await ground.queue.claim(9)
     await ground.queue.finish(claim, build_outcome(claim))
-    shown: list[Happening] = []
-    reader = HappeningReader(ground.client, "d", "acme", "b")
+    shown: list[BatchEvent] = []
+    reader = BatchEventReader(ground.client, "d", "acme", "b")
     with RowFiles.open(tmp_path / "o.jsonl", tmp_path / "e.jsonl", lambda _, run, /: run == "b-3") as rows:
         await Follower(ground.queue, reader, "acme", "b", rows=rows, show=shown.append, tick=lambda: None).run()
         assert list(rows.succeeded) == ["item-3"]
     (told,) = shown
-    assert isinstance(told, BatchNoted)
+    assert isinstance(told, BatchNotice)
     assert "2 items are gone from Redis and have no row" in told.message
 
 
@@ -141,7 +137,7 @@ async def test_a_record_of_another_release_is_said_to_be_one_when_its_batch_is_c
 async def test_a_tenant_that_is_called_as_the_queue_is_reads_and_breaks_nothing_of_it(ground: RunGround) -> None:
     await ground.submit(1)
     await ground.submit(1, tenant="runs", batch="mine")
-    assert list((await ground.queue.known("runs")).batches) == ["mine"]
+    assert list((await ground.queue.list_batches("runs")).batches) == ["mine"]
     assert {claim.run for claim in await ground.queue.claim(9)} == {"b-1", "mine-1"}
 
 
@@ -170,18 +166,18 @@ async def test_batches_are_listed_in_pages_that_stay_good_while_batches_come_and
     for number in range(7):
         await ground.submit(1, batch=f"b{number}")
         await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number // 2})  # some in the same instant
-    first = await ground.queue.known("acme", most=3)
+    first = await ground.queue.list_batches("acme", most=3)
     assert (list(first.batches), first.older) == (["b6", "b5", "b4"], 4)
     await ground.submit(1, batch="newer")
     await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {"newer": 2000})
-    second = await ground.queue.known("acme", str(first.place), most=2)
+    second = await ground.queue.list_batches("acme", str(first.cursor), most=2)
     assert (list(second.batches), second.older) == (["b3", "b2"], 2)
     await ground.client.delete("toolcrew:d:t:acme:batch.b1")
-    third = await ground.queue.known("acme", str(second.place), most=1)
+    third = await ground.queue.list_batches("acme", str(second.cursor), most=1)
     assert (list(third.batches), third.older) == ([], 1), "it is forgotten, and what follows is not lost"
-    last = await ground.queue.known("acme", str(third.place), most=5)
-    assert (list(last.batches), last.place) == (["b0"], None)
-    assert len((await ground.queue.known("acme")).batches) == 7, "b1 is gone, newer has come"
+    last = await ground.queue.list_batches("acme", str(third.cursor), most=5)
+    assert (list(last.batches), last.cursor) == (["b0"], None)
+    assert len((await ground.queue.list_batches("acme")).batches) == 7, "b1 is gone, newer has come"
 
 
 class Forgetful(redis.asyncio.Redis):
@@ -201,17 +197,17 @@ async def test_a_batch_that_is_forgotten_while_a_page_is_read_hides_no_other_one
     for number in range(5):
         await ground.submit(1, batch=f"b{number}")
         await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number})
-    first = await ground.queue.known("acme", most=2)
+    first = await ground.queue.list_batches("acme", most=2)
     assert list(first.batches) == ["b4", "b3"]
     async with Forgetful.from_url(redis_server.url, socket_timeout=5) as client:
         queue = RunQueue(client, "d", KEY)
-        await queue.known("acme", most=1)  # Redis knows the script from now
+        await queue.list_batches("acme", most=1)  # Redis knows the script from now
         client.forgets = ("b4", "b0")
-        second = await queue.known("acme", str(first.place), most=2)
+        second = await queue.list_batches("acme", str(first.cursor), most=2)
     assert (list(second.batches), second.older) == (["b2", "b1"], 1)
 
 
 @pytest.mark.parametrize("place", ["7", "1000/", "x/b1", "1000/b 1", "1e999/b1", "-1/b1"])
 async def test_a_place_of_another_list_is_refused(ground: RunGround, place: str) -> None:
     with pytest.raises(ToolFailure, match="cursor of another list"):
-        await ground.queue.known("acme", place, most=1)
+        await ground.queue.list_batches("acme", place, most=1)

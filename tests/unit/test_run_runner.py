@@ -9,11 +9,9 @@ import pytest
 from contract.errors import BrokerUnavailable
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
-from store.batch_items import FailureKind, Outcome
-from store.happenings import CallDone, ItemDone, ItemRetried, StepDone
+from store.batches import BatchDefaults, BatchState, CallDone, FailureKind, ItemDone, ItemRetried, Outcome, StepDone
 from store.run_log import RunLog
-from store.run_queue import Claim
-from store.run_records import BatchDefaults, BatchState, RunState
+from store.runs import Claim, RunState
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
 
@@ -65,7 +63,7 @@ async def test_what_fails_for_the_infrastructure_is_begun_anew_so_often_and_then
     async with house.working(house.runner(worker)):
         await house.until(BatchState.COMPLETED)
     assert worker.begun == [("b-1", attempt) for attempt in (1, 2, 3)]
-    told = [one for one in await house.happenings() if isinstance(one, ItemRetried | ItemDone)]
+    told = [one for one in await house.batch_events() if isinstance(one, ItemRetried | ItemDone)]
     assert [(type(one), one.attempt) for one in told] == [(ItemRetried, 2), (ItemRetried, 3), (ItemDone, 3)]
     (record,) = await house.queue.runs([("acme", "b-1")])
     assert record is not None
@@ -153,7 +151,7 @@ async def test_its_own_run_whose_lease_ran_out_is_worked_once_at_a_time(house: H
     again = asyncio.Event()
 
     async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
-        at_work.append(claim.word)
+        at_work.append(claim.token)
         assert len(at_work) == 1
         try:
             if len(worker.begun) == 1:
@@ -161,7 +159,7 @@ async def test_its_own_run_whose_lease_ran_out_is_worked_once_at_a_time(house: H
             again.set()
             return outcome_of(claim)
         finally:
-            at_work.remove(claim.word)
+            at_work.remove(claim.token)
 
     await house.submit(1)
     worker = Worker(work)

@@ -8,10 +8,8 @@ import pytest
 
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
-from store.batch_items import FailureKind, Outcome
-from store.happenings import CallDone
-from store.run_queue import Claim
-from store.run_records import BatchState
+from store.batches import BatchState, CallDone, FailureKind, Outcome
+from store.runs import Claim
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
 

@@ -8,10 +8,8 @@ import pytest
 import redis.asyncio
 
 from orchestrator.runs.journal import Journal
-from store.batch_items import Outcome
-from store.happenings import Happening
-from store.run_queue import Claim, RunQueue
-from store.run_records import BatchState
+from store.batches import BatchEvent, BatchState, Outcome
+from store.runs import Claim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.place_ground import given_up
@@ -46,7 +44,7 @@ class Story:
         self.queue, self.worker = queue, Worker(self._work)
         self.answered, self.is_back, self.has_begun, self.may_end = (asyncio.Event() for _ in range(4))
 
-    async def _work(self, claim: Claim, journal: Journal, tell: Callable[[Happening], None]) -> Outcome:
+    async def _work(self, claim: Claim, journal: Journal, tell: Callable[[BatchEvent], None]) -> Outcome:
         async with self.worker.places.run() as place:
             if claim.run == "b-1":
                 self.queue.may_claim.clear()

@@ -14,8 +14,8 @@ from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.batches.report import build_sections
 from orchestrator.runs.batch_runs import BatchRuns
 from store.audit import Audit, build_entry
+from store.batches import BatchRecord, BatchState
 from store.overview import OverviewReader
-from store.run_records import BatchRecord, BatchState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -36,7 +36,7 @@ async def batches(person: Looking) -> Response:
     found: list[tuple[str, str, BatchRecord]] = []
     older = 0
     for name in names[:MOST_TENANTS]:
-        known = await _runs(person).queue.known(name, most=MOST)
+        known = await _runs(person).queue.list_batches(name, most=MOST)
         found += [(name, batch, record) for batch, record in known.batches.items()]
         older += known.older
     found.sort(key=lambda one: -one[2].created_at)
@@ -57,8 +57,8 @@ async def one_batch(request: Request, batch: BatchId, person: Looking, done: str
     if is_fragment(request):
         return render("batch.part.html", await person.viewer(), **values)
     async with _ONE_REPORT:
-        happenings = await runs.happenings(batch)
-        sections = await asyncio.to_thread(build_sections, happenings, batch=batch, tenant=runs.tenant, total=record.total)
+        batch_events = await runs.batch_events(batch)
+        sections = await asyncio.to_thread(build_sections, batch_events, batch=batch, tenant=runs.tenant, total=record.total)
     shown = [(name, heading, Markup(content)) for name, heading, content in sections]
     return render(
         "batch.html", await person.viewer(), title=f"Batch {batch}", page="batches", sections=shown, done=DONE.get(done), **values

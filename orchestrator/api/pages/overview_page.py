@@ -11,9 +11,10 @@ from orchestrator.api.pages.people import Looking, Person
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import newest_runs
-from store.hosted_records import STANDING, HostedRun, HostedState
+from store.batches import HOSTED_BATCH
 from store.overview import OverviewReader
-from store.run_events import ToldEvents
+from store.run_events import RunEventStore
+from store.runs import HostedRun, HostedState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -38,7 +39,7 @@ async def overview(request: Request, person: Looking) -> Response:
         "look": look,
         "tenants": mine[:1] if viewer.tenant else [],
         "live": list(zip(found, does, strict=True)),
-        "batches": [one for one in look.batches if viewer.tenant in (None, one.tenant) and one.batch != STANDING],
+        "batches": [one for one in look.batches if viewer.tenant in (None, one.tenant) and one.batch != HOSTED_BATCH],
         "approvals": count,
         "seen": len(names),
         "unseen": max(0, len(mine) - len(names)),
@@ -49,7 +50,7 @@ async def overview(request: Request, person: Looking) -> Response:
 
 async def _doing(person: Person, run: HostedRun) -> str:
     """What its last event tells, in a few words."""
-    told = ToldEvents(person.house.parts.pool.redis, person.house.settings.deployment)
+    told = RunEventStore(person.house.parts.pool.redis, person.house.settings.deployment)
     text = await told.last(run.tenant, run.id)
     event = json.loads(text) if text else {}
     match event.get("type"):

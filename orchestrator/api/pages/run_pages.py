@@ -20,8 +20,8 @@ from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_story import RunStory
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.runs.hosted import HostedRuns
-from store.hosted_records import HostedRun, HostedState
-from store.run_events import ToldEvents
+from store.run_events import RunEventStore
+from store.runs import HostedRun, HostedState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -171,7 +171,7 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
 
 async def _read_so_far(person: Person, run: str, story: RunStory, until: str | None = None) -> str:
     """Fold what is kept into the story; gives the id of the last event. What came up to the event `until` counts as known."""
-    told = ToldEvents(person.house.parts.pool.redis, person.house.settings.deployment)
+    told = RunEventStore(person.house.parts.pool.redis, person.house.settings.deployment)
     last = "0-0"
     while True:
         page = await told.read(person.owner, run, last)

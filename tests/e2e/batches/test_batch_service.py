@@ -23,11 +23,21 @@ from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
-from store.batch_items import BatchItem, CallBody, FailureKind, Ground, Outcome, RunLimits
+from store.batches import (
+    BatchDefaults,
+    BatchItem,
+    BatchRecord,
+    BatchState,
+    CallBody,
+    CallDone,
+    FailureKind,
+    Ground,
+    ItemStarted,
+    Outcome,
+    RunLimits,
+)
 from store.connection import open_redis
-from store.happenings import CallDone, ItemStarted
-from store.run_queue import RunQueue
-from store.run_records import BatchDefaults, BatchRecord, BatchState
+from store.runs import RunQueue
 from store.tenants import RedisTenants
 from tests.log_lines import read_log
 from tests.model_server.running import ModelServer, running_model_server
@@ -194,7 +204,7 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
     async with place.client("zeta") as zeta, place.client(api_key=key) as default:
         await check_rows(default.batch_runs(), "shared", ours)
         await check_rows(zeta.batch_runs(), "shared", theirs)
-        told = await default.batch_runs().happenings("shared")
+        told = await default.batch_runs().batch_events("shared")
     assert len({event.orchestrator for event in told if isinstance(event, ItemStarted)}) >= 2
     assert left <= third.runs("run_ended")
     # A reply may have been paid for and not yet logged: one of each run that was killed.
@@ -283,7 +293,7 @@ async def test_an_interactive_call_does_not_wait_for_a_batch(place: Place, servi
             await runs.batches.submit(file, batch="slow", is_detached=True)
 
             async def ends() -> list[float]:
-                return [told.at for told in await runs.happenings("slow") if isinstance(told, CallDone)]
+                return [told.at for told in await runs.batch_events("slow") if isinstance(told, CallDone)]
 
             while len(await ends()) < 2:
                 assert service.process.poll() is None

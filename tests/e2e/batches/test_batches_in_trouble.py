@@ -68,7 +68,7 @@ class TroubledShell(Shell):
     def run(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         return run_toolcrew(self.footprint, *arguments, environment={**self.environment, **HASTY, **environment}, within_s=150)
 
-    def happenings(self, kind: str) -> list[dict[str, Any]]:
+    def batch_events(self, kind: str) -> list[dict[str, Any]]:
         return [told for told in self.rows("out.events.jsonl") if told["type"] == kind]
 
     def counts(self, batch: str) -> dict[str, int]:
@@ -153,7 +153,7 @@ def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(stack: S
     assert stats["replies_repeated"] == 0
     # Those that ran when it went, and now and then one that looks whether it is back.
     assert 4 <= stats["faults"]["status"] <= 8
-    assert shell.happenings("item_retried") == []
+    assert shell.batch_events("item_retried") == []
     assert "the batch waits for its model" in told.said()
     assert "the model answers again" in told.said()
 
@@ -199,5 +199,5 @@ def test_what_a_tenant_may_have_makes_its_batch_wait_and_fail_nothing(shell: Tro
         shell.run("tenants", "rm", "small")
     assert done.returncode == 0, done.stderr
     assert answers(shell.rows()) == expected(5)
-    assert shell.happenings("item_retried") == []
+    assert shell.batch_events("item_retried") == []
     assert "tenant small has 2 sessions open" in done.stderr

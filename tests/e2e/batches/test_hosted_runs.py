@@ -14,8 +14,8 @@ from orchestrator.cli.main import app
 from orchestrator.runs.batch_service import BatchService
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
-from store.batch_items import Ground
-from store.hosted_records import HostedRun, HostedState
+from store.batches import Ground
+from store.runs import HostedRun, HostedState
 from tests.model_server.running import running_model_server
 from tests.stack import Stack
 

@@ -1,4 +1,4 @@
-"""What happened in a batch, kept in a file beside its rows: one happening a line, read again for a report."""
+"""What happened in a batch, kept in a file beside its rows: one batch_event a line, read again for a report."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +8,13 @@ from typing import IO
 from pydantic import ValidationError
 
 from contract.errors import ConfigError
-from store.happenings import Happening, parse_happening
+from store.batches import BatchEvent, parse_batch_event
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 
-class HappeningFile:
+class BatchEventFile:
     """Appends to a file, which only tells: what the disk does not take ends nothing, and is counted. A context manager."""
 
     def __init__(self, path: Path) -> None:
@@ -22,7 +22,7 @@ class HappeningFile:
         self.lost = 0
         self._file: IO[str] | None = None
 
-    def __enter__(self) -> "HappeningFile":
+    def __enter__(self) -> "BatchEventFile":
         """Raises ConfigError for a path that cannot be written."""
         try:
             self._file = self.path.open("a", encoding="utf-8")
@@ -35,27 +35,27 @@ class HappeningFile:
             try:
                 self._file.close()
             except OSError as failure:
-                log.warning("happenings_not_kept", path=str(self.path), lost=self.lost, error=str(failure))
+                log.warning("batch_events_not_kept", path=str(self.path), lost=self.lost, error=str(failure))
 
-    def add(self, happening: Happening) -> None:
+    def add(self, batch_event: BatchEvent) -> None:
         """One more line."""
         assert self._file is not None
         try:
-            self._file.write(happening.model_dump_json() + "\n")
+            self._file.write(batch_event.model_dump_json() + "\n")
             self._file.flush()
         except OSError as error:
             self.lost += 1
             if self.lost == 1:
-                log.warning("happenings_not_kept", path=str(self.path), error=str(error))
+                log.warning("batch_events_not_kept", path=str(self.path), error=str(error))
 
 
-def read_happenings(path: Path) -> Iterator[Happening]:
+def read_batch_events(path: Path) -> Iterator[BatchEvent]:
     """Those of a file, in its order; what a crash left of a line is passed over. Raises ConfigError for a file that cannot be read."""
     try:
         with path.open("rb") as lines:
             for line in lines:
                 try:
-                    yield parse_happening(line)
+                    yield parse_batch_event(line)
                 except ValidationError:
                     log.debug("happening_passed_over", path=str(path))
     except OSError as error:

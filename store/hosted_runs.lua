@@ -1,4 +1,4 @@
--- The steps of runs that programs start by themselves: items of a batch that never ends, one a tenant. Goes on from run_queue.lua, in the same script.
+-- The steps of runs that programs start by themselves: items of a batch that never ends, one a tenant. Goes on from runs.lua, in the same script.
 
 -- The last of a run's events, in the step that ends it: whoever follows it hears that once.
 function tell_end(tenant, run, ended)
@@ -19,17 +19,17 @@ end
 -- `ended`: its last event; nil for one that was not begun. `transcript`: '' for none.
 function finish_hosted(tenant, run, failure, ended, transcript)
   local key = run_key(tenant, run)
-  local sessions, session = batch_key(tenant, STANDING) .. ':sessions', redis.call('HGET', key, 'session') or ''
+  local sessions, session = batch_key(tenant, HOSTED_BATCH) .. ':sessions', redis.call('HGET', key, 'session') or ''
   if redis.call('HGET', sessions, session) == run then redis.call('HDEL', sessions, session) end
-  if transcript ~= '' then redis.call('SET', key .. ':transcript', transcript, 'EX', ttl_of(tenant, STANDING)) end
+  if transcript ~= '' then redis.call('SET', key .. ':transcript', transcript, 'EX', ttl_of(tenant, HOSTED_BATCH)) end
   local state = (failure == '' and 'succeeded') or (failure == 'cancelled' and failure) or 'failed'
-  redis.call('ZADD', batch_key(tenant, STANDING) .. ':' .. state, redis.call('HGET', key, 'line') or '0', run)
+  redis.call('ZADD', batch_key(tenant, HOSTED_BATCH) .. ':' .. state, redis.call('HGET', key, 'line') or '0', run)
   ended = ended or build_end(run, failure, 'CANCELLED', 'the run was cancelled')
   redis.call('HSET', key, 'end', ended, 'last_event', tell_end(tenant, run, ended))
 end
 
 local function forget_oldest(tenant, most)
-  local batch, parts = batch_key(tenant, STANDING), {':succeeded', ':failed', ':cancelled'}
+  local batch, parts = batch_key(tenant, HOSTED_BATCH), {':succeeded', ':failed', ':cancelled'}
   local index = batch .. ':index'
   local function forget_run(run)
     for _, part in ipairs({':index', unpack(parts)}) do redis.call('ZREM', batch .. part, run) end
@@ -55,9 +55,9 @@ end
 -- live. Gives `started`, `known` (the same request under that id), `other` (another one), `full`, or `busy` and the run that works in the session.
 function steps.start_run()
   local tenant, run, digest, session = ARGV[4], ARGV[5], ARGV[7], ARGV[10]
-  local key, batch = run_key(tenant, run), batch_key(tenant, STANDING)
+  local key, batch = run_key(tenant, run), batch_key(tenant, HOSTED_BATCH)
   local known = redis.call('HMGET', key, 'batch', 'digest')
-  if known[1] then return {known[1] == STANDING and known[2] == digest and 'known' or 'other'} end
+  if known[1] then return {known[1] == HOSTED_BATCH and known[2] == digest and 'known' or 'other'} end
   if redis.call('ZCARD', batch .. ':waiting') + redis.call('SCARD', batch .. ':delayed') >= tonumber(ARGV[12]) then return {'full'} end
   if session ~= '' then
     local holder = redis.call('HGET', batch .. ':sessions', session)
@@ -71,13 +71,13 @@ function steps.start_run()
   local index = batch .. ':index'
   local last = redis.call('ZREVRANGE', index, 0, 0, 'WITHSCORES')
   local line = (tonumber(last[2] or '0')) + 1
-  redis.call('HSET', key, 'batch', STANDING, 'item', ARGV[6], 'digest', digest, 'about', ARGV[8], 'priority', ARGV[9], 'session', session,
+  redis.call('HSET', key, 'batch', HOSTED_BATCH, 'item', ARGV[6], 'digest', digest, 'about', ARGV[8], 'priority', ARGV[9], 'session', session,
     'line', line, 'state', 'queued', 'attempt', 1, 'queued_at', stamp, 'created_at', stamp)
   redis.call('ZADD', index, line, run)
   forget_oldest(tenant, tonumber(ARGV[13]))
-  wait(tenant, STANDING, run)
-  keep_run(tenant, STANDING, run)
-  keep(tenant, STANDING)
+  wait(tenant, HOSTED_BATCH, run)
+  keep_run(tenant, HOSTED_BATCH, run)
+  keep(tenant, HOSTED_BATCH)
   return {'started'}
 end
 
@@ -86,7 +86,7 @@ function steps.cancel_run()
   local tenant, run = ARGV[4], ARGV[5]
   local key, name = run_key(tenant, run), tenant .. '|' .. run
   local told = redis.call('HMGET', key, 'batch', 'state')
-  if told[1] ~= STANDING then return 'unknown' end
+  if told[1] ~= HOSTED_BATCH then return 'unknown' end
   if told[2] == 'ended' then return 'ended' end
   audit(ARGV[6], ARGV[7])
   local is_worked = told[2] == 'running' and tonumber(redis.call('ZSCORE', runs .. 'leases', name) or '0') > now
@@ -132,7 +132,7 @@ end
 -- were all, and the runs, the newest first.
 function steps.list_runs()
   local tenant, before, most, wanted, looks = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
-  local key, given = batch_key(tenant, STANDING), {}
+  local key, given = batch_key(tenant, HOSTED_BATCH), {}
   local is_live = wanted == 'queued' or wanted == 'running' or wanted == 'waiting_for_approval'
   local live = is_live and find_live(tenant, key, wanted)
   if live then

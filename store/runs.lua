@@ -4,8 +4,8 @@ local deployment, runs, operation = ARGV[1], ARGV[2], ARGV[3]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local stamp = string.format('%.6f', now)
--- The batch of the runs that programs start by themselves (hosted.lua).
-local STANDING = '@runs'
+-- The batch of the runs that programs start by themselves (hosted_runs.lua).
+local HOSTED_BATCH = '@runs'
 
 local function split(text)
   local at = string.find(text, '|', 1, true)
@@ -27,7 +27,7 @@ end
 local function keep(tenant, batch)
   local ttl = ttl_of(tenant, batch)
   local key = batch_key(tenant, batch)
-  local parts = batch == STANDING and {':index', ':sessions', ':succeeded', ':failed', ':cancelled'} or {':ended', ':items', ':events'}
+  local parts = batch == HOSTED_BATCH and {':index', ':sessions', ':succeeded', ':failed', ':cancelled'} or {':ended', ':items', ':events'}
   for _, one in ipairs({'', ':waiting', ':delayed', ':running', unpack(parts)}) do redis.call('EXPIRE', key .. one, ttl) end
   redis.call('EXPIRE', batches_key(tenant), ttl)
 end
@@ -85,7 +85,7 @@ local function settle(tenant, batch)
   redis.call('HSET', key, 'state', is_cancelled and 'cancelled' or 'completed', 'ended_at', stamp)
 end
 
--- Of the runs that programs start (hosted.lua).
+-- Of the runs that programs start (hosted_runs.lua).
 local tell_end, build_end, finish_hosted
 
 -- A run whose record Redis has lost: nobody can work it, and its batch ends without it.
@@ -96,7 +96,7 @@ local function forget(tenant, batch, run)
   redis.call('ZREM', key .. ':waiting', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
   undelay(tenant, batch, run)
-  if batch == STANDING then
+  if batch == HOSTED_BATCH then
     tell_end(tenant, run, build_end(run, 'infrastructure', 'run_lost', 'Redis has lost the record of the run: see that it evicts nothing, then start the run again'))
   else
     redis.call('ZADD', key .. ':ended', redis.call('HINCRBY', key, 'ends', 1), run)
@@ -115,7 +115,7 @@ local function finish(tenant, run, outcome, failure, ended, transcript)
   redis.call('ZREM', batch_at .. ':waiting', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
   undelay(tenant, batch, run)
-  if batch == STANDING then
+  if batch == HOSTED_BATCH then
     finish_hosted(tenant, run, failure, ended, transcript or '')
   else
     redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
@@ -123,7 +123,7 @@ local function finish(tenant, run, outcome, failure, ended, transcript)
   redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
   keep_run(tenant, batch, run)
   -- What a program's run said is read out of its log when there is no transcript.
-  local log_ttl = batch == STANDING and (transcript or '') == '' and ttl_of(tenant, batch) or 3600
+  local log_ttl = batch == HOSTED_BATCH and (transcript or '') == '' and ttl_of(tenant, batch) or 3600
   redis.call('EXPIRE', key .. ':log', log_ttl)
   redis.call('EXPIRE', key .. ':parts', log_ttl)
   settle(tenant, batch)
@@ -348,7 +348,7 @@ end
 
 -- tenant, the instant and the id of the batch that stood last in the page before ('' for none), how many (-1: all). Gives how many come after those, and the
 -- batches with the instants at which they were made, the newest first: what follows that batch, or, when that is forgotten, its instant.
-function steps.known()
+function steps.list_batches()
   local key, at, most = batches_key(ARGV[4]), 0, tonumber(ARGV[7])
   if ARGV[6] ~= '' then
     local rank = redis.call('ZREVRANK', key, ARGV[6])

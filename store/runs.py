@@ -1,0 +1,699 @@
+"""Runs in Redis: submitted with a batch or by a program, claimed by an orchestrator under a lease, ended once.
+
+What decides who runs what (a run's item) and what a run came to (its outcome) is signed, each for its tenant and its id. Fields that scripts change or
+compare (states, claims, counters) are not signed: a forged one disturbs a run or starts it again, but never changes it.
+
+A hosted run is a run that a program starts by itself. It is an item of the tenant's batch HOSTED_BATCH, which never ends.
+"""
+
+import json
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis.asyncio
+from pydantic import Field
+from redis.exceptions import ConnectionError as LostConnection
+
+from contract.calls import Clocks, Record
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.names import audit_key, deployment_key, runs_prefix, tenant_key
+from contract.signing import UNSEAL_LUA, SigningKeys
+from store.audit import AUDIT_LUA
+from store.batches import (
+    HOSTED_BATCH,
+    RUN_TTL_S,
+    BatchDefaults,
+    BatchItem,
+    BatchRecord,
+    BatchState,
+    Failure,
+    FailureKind,
+    Outcome,
+    RowPlace,
+    batch_key,
+    batches_key,
+    decode_fields,
+    parse_batch,
+    readable,
+    seal_defaults,
+    seal_rows,
+)
+from store.connection import broker_errors
+from store.run_events import not_found
+from store.run_log import Entry, RunLog, close_left_sessions, run_key
+from store.tasks import retry_until_available
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+MAX_PENDING = 10_000
+"""Hosted runs of a tenant that may wait; one more is refused."""
+MAX_KEPT = 100_000
+"""Hosted runs of a tenant that are listed. Beyond, the oldest that have ended are removed."""
+MAX_BODY_BYTES = 1024 * 1024
+MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
+SHOWN_INSTRUCTION, SHOWN_ANSWER = 300, 2000
+LEASE_S = 20.0
+AT_ONCE = 200
+"""Runs in one step of the script: Redis does nothing else meanwhile."""
+LOOKS, MAX_STEPS = 2000, 10
+"""Runs that one step looks at for those of a state, and steps for one page."""
+_CURSOR = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)/([A-Za-z0-9_-]{1,64})")
+"""The instant at which a batch was created, and its id."""
+_SCRIPT = "\n".join(
+    [
+        AUDIT_LUA,
+        UNSEAL_LUA,
+        *(Path(__file__).with_name(name).read_text() for name in ("runs.lua", "hosted_runs.lua")),
+        "return steps[operation]()",
+    ]
+)
+T = TypeVar("T")
+
+
+class RunState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class RunRecord(Record):
+    """The hash of a run. `claim`: the token of the holder of the run. `attempt`: 1, and more when it was started again after a failure; `first_attempt`:
+    the one since which it was started again automatically only. `losses`: how often its holder died since its log last grew. Instants are Unix seconds
+    of Redis's clock."""
+
+    batch: str
+    item: BatchItem
+    state: RunState
+    claim: str = ""
+    owner: str = ""
+    attempt: int = Field(default=1, ge=1)
+    first_attempt: int = Field(default=1, ge=1)
+    losses: int = 0
+    priority: int = 0
+    line: int = 0
+    queued_at: float = 0.0
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    failure: str = ""
+    outcome: Outcome | None = None
+
+
+_HOSTED_FIELDS = frozenset(
+    (
+        "digest",
+        "about",
+        "session",
+        "created_at",
+        "is_cancelled",
+        "told",
+        "told_step",
+        "asking",
+        "event_bytes",
+        "trimmed",
+        "last_event",
+        "end",
+    )
+)
+"""Fields that a hosted run's hash has in addition."""
+
+
+class HostedState(StrEnum):
+    """The state of a hosted run. `waiting_for_approval`: it runs, and a person is asked about one of its calls."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    WAITING_FOR_APPROVAL = "waiting_for_approval"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (HostedState.SUCCEEDED, HostedState.FAILED, HostedState.CANCELLED)
+
+
+class RunUsage(Record):
+    """Tokens, as the model's server counted them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class RunEnd(Record):
+    """How a run ended. `failure` None: it succeeded. `answer`: the model's last text, also of a run that a limit stopped; `is_cut`: only its beginning,
+    as in lists and events. `cost` None: no prices are known. `clocks`: those of its calls, summed."""
+
+    answer: str = ""
+    is_cut: bool = False
+    stop_reason: str | None = None
+    steps: int = 0
+    usage: RunUsage = RunUsage()
+    cost: float | None = None
+    clocks: Clocks = Clocks()
+    failure: Failure | None = None
+
+
+class HostedRun(Record):
+    """A hosted run. `instruction`: its beginning. `attempt`: above 1 when it was started again after a failure of the infrastructure. `end`: set
+    exactly when its state is final. Instants are Unix seconds of Redis's clock."""
+
+    id: str
+    tenant: str
+    state: HostedState
+    instruction: str
+    model: str | None = None
+    session: str | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    priority: int = 0
+    attempt: int = 1
+    created_at: float
+    started_at: float | None = None
+    ended_at: float | None = None
+    end: RunEnd | None = None
+
+
+class RunPage(Record):
+    """Some hosted runs, the newest first. `next_cursor` None: there are no more."""
+
+    runs: tuple[HostedRun, ...]
+    next_cursor: str | None = None
+
+
+class About(Record):
+    """The part of a hosted run's request that lists show."""
+
+    instruction: str
+    model: str | None = None
+    session: str | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+
+LISTED = ("state", "about", "priority", "attempt", "created_at", "started_at", "ended_at", "failure", "asking", "end", "batch")
+"""The fields of a run's hash that lists need."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run that belongs to this process until its lease ends. `is_resumed`: its log says how far it has come."""
+
+    tenant: str
+    run: str
+    token: str
+    is_resumed: bool
+    record: RunRecord
+
+
+@dataclass(frozen=True)
+class BatchPage:
+    """Batches by their ids, the newest first. `older`: how many follow. `cursor`: where the next page begins, None when there is none."""
+
+    batches: Mapping[str, BatchRecord]
+    older: int
+    cursor: str | None
+
+
+class BatchCancelled(Exception):
+    """The batch was cancelled: the holder of one of its runs ends that run."""
+
+
+class RunQueue:
+    """Runs and batches of one deployment. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, owner: str = "") -> None:
+        """`owner`: the name of this process in the runs that it claims."""
+        self._client = client
+        self._deployment = deployment
+        self.keys = keys
+        self.owner = owner or secrets.token_hex(6)
+        self._script = client.register_script(_SCRIPT)
+        self._prefixes = [deployment_key(deployment, ""), runs_prefix(deployment)]
+
+    # --- Batches
+
+    async def create(self, tenant: str, batch: str, record: BatchRecord) -> bool:
+        """Create a batch; its runs are added afterwards. Return False when there is one of that id."""
+        key, index = self._batch_key(tenant, batch), batches_key(self._deployment, tenant)
+        fields: dict[Any, Any] = {
+            "state": record.state.value,
+            "total": record.total,
+            "sha256": record.sha256,
+            "concurrency": record.concurrency,
+            "defaults": seal_defaults(self.keys, tenant, batch, record.defaults),
+            "created_at": record.created_at,
+            "name": record.name,
+            "is_detached": int(record.is_detached),
+            "ttl_s": RUN_TTL_S,
+        }
+        # All or nothing: a half-written batch would keep its id occupied.
+        pipe = self._client.pipeline(transaction=True)
+        for name, value in fields.items():
+            pipe.hsetnx(key, name, value)
+        pipe.expire(key, RUN_TTL_S)
+        pipe.zadd(index, {batch: record.created_at}, nx=True)
+        pipe.expire(index, RUN_TTL_S)
+        return bool((await _ask(pipe.execute()))[0])
+
+    async def change(self, tenant: str, batch: str, *, concurrency: int, defaults: BatchDefaults, is_detached: bool) -> None:
+        """Change how a batch continues."""
+        sealed = seal_defaults(self.keys, tenant, batch, defaults)
+        await self._set(tenant, batch, concurrency=concurrency, defaults=sealed, is_detached=int(is_detached))
+
+    async def note_rows(self, tenant: str, batch: str, place: RowPlace) -> None:
+        """Store where the rows of a batch are written."""
+        await self._set(tenant, batch, rows=seal_rows(self.keys, tenant, batch, place))
+
+    async def set_concurrency(self, tenant: str, batch: str, concurrency: int) -> None:
+        """Set how many items of a batch run at a time, over all orchestrators."""
+        await self._set(tenant, batch, concurrency=concurrency)
+
+    async def _set(self, tenant: str, batch: str, **fields: Any) -> None:
+        mapping: dict[Any, Any] = fields
+        await _ask(self._client.hset(self._batch_key(tenant, batch), mapping=mapping))
+
+    async def batch(self, tenant: str, batch: str) -> BatchRecord:
+        """Return a batch's record. Raises ToolFailure(INVALID_ARGUMENTS) for an unknown id, ConfigError for a record that cannot be verified or read."""
+        fields: Any = await _ask(self._client.hgetall(self._batch_key(tenant, batch)))
+        if b"total" not in fields:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"nothing is known of batch {batch} of tenant {tenant}: look at the id and --tenant; batches are remembered for 30 days",
+            )
+        return parse_batch(self.keys, tenant, batch, fields)
+
+    async def list_batches(self, tenant: str, cursor: str = "", most: int | None = None) -> BatchPage:
+        """Return a tenant's batches, at most `most` (None: all), from `cursor` on; a cursor stays valid while batches are added and removed.
+        Raises ToolFailure(INVALID_ARGUMENTS) for an invalid cursor."""
+        after = _CURSOR.fullmatch(cursor)
+        if cursor and after is None:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list")
+        instant, last = after.groups() if after is not None else ("", "")
+        older, reply = await self.step("list_batches", tenant, instant, last, -1 if most is None else most)
+        names, found, expired = [name.decode(errors="replace") for name in reply[::2]], dict[str, BatchRecord](), list[str]()
+        for some in _in_steps(names):
+            for name, fields in zip(some, await self._hashes([self._batch_key(tenant, name) for name in some]), strict=True):
+                try:
+                    if b"total" in fields:
+                        found[name] = parse_batch(self.keys, tenant, name, fields)
+                    else:
+                        expired.append(name)
+                except ConfigError as error:
+                    log.error("batch_not_readable", tenant=tenant, batch=name, error=str(error))
+        if expired:
+            await _ask(self._client.zrem(batches_key(self._deployment, tenant), *expired))
+        return BatchPage(found, older, f"{float(reply[-1]):.9f}/{names[-1]}" if older and names else None)
+
+    async def reopen(self, tenant: str, batch: str) -> bool:
+        """Continue a batch that was cancelled, or seemed complete, if something of it waits or is still to be added. Return whether that was so."""
+        return bool(await self.step("reopen", tenant, batch))
+
+    async def cancel(self, tenant: str, batch: str) -> int:
+        """Start nothing of a batch any more. Runs that wait end as cancelled; the holders of running ones end those. Return how many waited."""
+        record, dropped = await self.batch(tenant, batch), 0
+        while waiting := await self.step("cancel", tenant, batch, AT_ONCE):
+            names = [run.decode() for run in waiting]
+            records = await self.runs([(tenant, name) for name in names])
+            outcomes = [_cancelled(name, one) for name, one in zip(names, records, strict=True) if one is not None]
+            dropped += len(await self.settle(tenant, batch, outcomes))
+        return dropped if record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING) else 0
+
+    async def retry(self, tenant: str, batch: str, kinds: Iterable[FailureKind], entry: str = "") -> int:
+        """Queue items that failed in these ways again. Return how many. `entry`: of the audit, written with the first of them; "" for none."""
+        wanted, count = [kind.value for kind in kinds], 0
+        ended = await self.ended(tenant, batch, 0)
+        for some in _in_steps(run for _, run in ended):
+            audited = entry if not count else ""
+            count += len(await self.step("retry", tenant, batch, audit_key(self._deployment), audited, len(wanted), *wanted, *some))
+        return count
+
+    async def waiting(self, tenant: str, batch: str) -> set[str]:
+        """Return the runs that wait."""
+        return {run.decode() for run in await _ask(self._client.zrange(self._batch_key(tenant, batch) + ":waiting", 0, -1))}
+
+    async def ended(self, tenant: str, batch: str, after: int, most: int = -1) -> list[tuple[int, str]]:
+        """Return the runs that have ended after the one of that number, with their numbers, in order; no more than `most` (-1: all)."""
+        key = self._batch_key(tenant, batch) + ":ended"
+        rows = await _ask(self._client.zrangebyscore(key, f"({after}", "+inf", start=0, num=most, withscores=True))
+        return [(int(number), run.decode()) for run, number in rows]
+
+    async def items(self, tenant: str, batch: str) -> list[str]:
+        """Return the ids of all runs, in the order in which they were added."""
+        return [run.decode() for run in await _ask(self._client.lrange(self._batch_key(tenant, batch) + ":items", 0, -1))]
+
+    async def count_items(self, tenant: str, batch: str) -> int:
+        """Return how many runs have been added."""
+        return int(await _ask(self._client.llen(self._batch_key(tenant, batch) + ":items")))
+
+    async def counts(self, tenant: str, batch: str) -> Mapping[str, int]:
+        """Return how many runs of a batch wait and run."""
+        key, pipe = self._batch_key(tenant, batch), self._client.pipeline(transaction=False)
+        pipe.zcard(f"{key}:waiting")
+        pipe.scard(f"{key}:delayed")
+        pipe.scard(f"{key}:running")
+        waiting, delayed, running = await _ask(pipe.execute())
+        return {"waiting": waiting + delayed, "running": running}
+
+    # --- Runs
+
+    async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
+        """Add runs that are not there yet, which may be claimed at once. Return how many those were. Raises BatchCancelled when the batch is cancelled;
+        nothing more is added then."""
+        added = 0
+        for some in _in_steps(runs):
+            sealed = [(run, seal_item(self.keys, tenant, run, batch, item), item.priority, item.line) for run, item in some]
+            count = int(await self.step("add", tenant, batch, *(value for one in sealed for value in one)))
+            if count < 0:
+                raise BatchCancelled(batch)
+            added += count
+        return added
+
+    async def claim(self, most: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()) -> list[Claim]:
+        """Claim up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of that tenant's batch; None: of all
+        detached ones, of those `tenants` if there are some. A run that this process cannot verify or read is given back."""
+        most = min(most, AT_ONCE)
+        wanted = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
+        reply, left = await self.step("claim", self.owner, most, LEASE_S, *wanted, *(secrets.token_hex(8) for _ in range(most)))
+        await self._end_left([tuple(part.decode() for part in one) for one in left])
+        given = [tuple(part.decode() for part in one) for one in reply]
+        claims: list[Claim] = []
+        for (tenant, run, token, how), fields in zip(given, await self._fields([one[:2] for one in given]), strict=True):
+            if b"item" not in fields:
+                continue
+            try:
+                claims.append(Claim(tenant, run, token, how == "resumed", parse_run(self.keys, tenant, run, fields)))
+            except ConfigError as error:
+                log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
+                await self.step("give_back", tenant, run, token, LEASE_S, "")
+        return claims
+
+    async def renew(self, claims: Sequence[Claim]) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+        """Extend the leases. Return the runs that belong to another process now, and those whose batch is being cancelled, as (tenant, run)."""
+        lost: set[tuple[str, str]] = set()
+        cancelled: set[tuple[str, str]] = set()
+        for some in _in_steps(claims):
+            pairs = [part for claim in some for part in (member(claim.tenant, claim.run), claim.token)]
+            gone, ended = await self.step("renew", LEASE_S, *pairs)
+            lost |= {split_member(one.decode()) for one in gone}
+            cancelled |= {split_member(one.decode()) for one in ended}
+        return lost, cancelled
+
+    async def cancels(self) -> set[tuple[str, str]]:
+        """Return the hosted runs that their holders have to end, as (tenant, run)."""
+        return {split_member(one.decode()) for one in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))}
+
+    async def finish(self, claim: Claim, outcome: Outcome) -> bool:
+        """Store how a run ended. Return False when another process has it."""
+        kind = outcome.failure.kind.value if outcome.failure is not None else ""
+        rest: tuple[str | bytes, ...] = ()
+        if claim.record.batch == HOSTED_BATCH:
+            outcome, event, transcript = pack_end(outcome)
+            rest = (event, transcript)
+        sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
+        return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))
+
+    async def give_back(self, claim: Claim, *, after_s: float = 0.0, anew: bool = False) -> bool:
+        """Let another process continue a run, or start it `anew`, as one more attempt, after so many seconds. Return False when another process has it.
+        Raises BatchCancelled."""
+        reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, "1" if anew else "0"))
+        if reply == 2:
+            raise BatchCancelled(claim.record.batch)
+        return bool(reply)
+
+    async def _end_left(self, left: Sequence[tuple[str, ...]]) -> None:
+        """End runs of cancelled batches whose holder died: perhaps no process follows those batches. A hosted run that was cancelled has ended already."""
+        for tenant, _, run in (one for one in left if one[1] == HOSTED_BATCH):
+            await self.close_sessions(tenant, [run])
+        left = [one for one in left if one[1] != HOSTED_BATCH]
+        records = await self._fields([(tenant, run) for tenant, _, run in left])
+        for (tenant, batch, run), fields in zip(left, records, strict=True):
+            try:
+                await self.settle(tenant, batch, [_cancelled(run, parse_run(self.keys, tenant, run, fields))])
+            except ConfigError as error:
+                log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
+
+    async def settle(self, tenant: str, batch: str, outcomes: Iterable[Outcome]) -> set[str]:
+        """End runs that wait, without running them. Return those that did wait."""
+        settled: set[str] = set()
+        for some in _in_steps(outcomes):
+            sealed = [
+                (one.run, seal_outcome(self.keys, tenant, one.run, one), one.failure.kind.value if one.failure else "") for one in some
+            ]
+            ended = {run.decode() for run in await self.step("settle", tenant, batch, *(part for one in sealed for part in one))}
+            await self.close_sessions(tenant, ended)
+            settled |= ended
+        return settled
+
+    async def close_sessions(self, tenant: str, runs: Collection[str]) -> None:
+        """Close the sessions of runs that no process continues: a former holder may have opened some. Waits while Redis does not answer."""
+        await retry_until_available(lambda: close_left_sessions(self._client, self._deployment, self.keys, tenant, runs))
+
+    async def runs(self, names: Sequence[tuple[str, str]]) -> list[RunRecord | None]:
+        """Return records by (tenant, run); None for one that was removed. Raises ConfigError for one that cannot be verified or read."""
+        found = zip(names, await self._fields(names), strict=True)
+        return [parse_run(self.keys, tenant, run, fields) if b"item" in fields else None for (tenant, run), fields in found]
+
+    async def custom_ids(self, tenant: str, batch: str, runs: Sequence[str]) -> list[str | None]:
+        """Return the custom_ids of a batch's runs; None for one that was removed. Raises ConfigError for one that cannot be verified or read."""
+        pipe = self._client.pipeline(transaction=False)
+        for run in runs:
+            pipe.hget(run_key(self._deployment, tenant, run), "item")
+        found = zip(runs, await _ask(pipe.execute()), strict=True)
+        return [open_item(self.keys, tenant, run, batch, sealed).custom_id if sealed is not None else None for run, sealed in found]
+
+    # --- Hosted runs
+
+    async def start_hosted(self, tenant: str, run: str, item: BatchItem, digest: str, about: str, limits: tuple[int, int]) -> list[str]:
+        """Queue a hosted run. `digest`: of the whole request; `about`: an About as JSON; `limits`: how many may wait, and how many are listed. Return
+        `started`, `known` (the same request was started under that id), `other` (another one was), `full`, or `busy` and the run that works in the session."""
+        sealed, defaults = (
+            seal_item(self.keys, tenant, run, HOSTED_BATCH, item),
+            seal_defaults(self.keys, tenant, HOSTED_BATCH, HOSTED_DEFAULTS),
+        )
+        reply = await self.step(
+            "start_run", tenant, run, sealed, digest, about, item.priority, item.ground.session or "", defaults, *limits, RUN_TTL_S
+        )
+        return [part.decode() for part in reply]
+
+    async def hosted(self, tenant: str, run: str) -> HostedRun:
+        """Return a hosted run with its whole answer. Raises ToolFailure(FILE_NOT_FOUND)."""
+        names = [*LISTED, "outcome"]
+        values: Any = await _ask(self._client.hmget(run_key(self._deployment, tenant, run), names))
+        fields = dict(zip(names, values, strict=True))
+        found, sealed = parse_hosted(tenant, run, fields), fields["outcome"]
+        if found is None:
+            raise not_found(run)
+        if found.end is None or not sealed:
+            return found
+        # The shortened end is for lists and is not signed; the outcome is.
+        return found.model_copy(update={"end": build_end(open_outcome(self.keys, tenant, run, sealed))})
+
+    async def list_hosted(self, tenant: str, before: int, limit: int, state: HostedState | None) -> tuple[list[HostedRun], int]:
+        """Return the newest hosted runs before that position, without those that were removed, and the position of the next page, 0 when there is none."""
+        runs: list[HostedRun] = []
+        wanted, looks = state.value if state is not None else "", LOOKS if state is not None and not state.is_final else limit
+        for _ in range(MAX_STEPS):
+            reply, names = await self.step("list_runs", tenant, before, limit - len(runs), wanted, looks)
+            before, pipe = int(reply), self._client.pipeline(transaction=False)
+            for name in names:
+                pipe.hmget(run_key(self._deployment, tenant, name.decode()), *LISTED)
+            rows = await _ask(pipe.execute()) if names else []
+            found = [
+                parse_hosted(tenant, name.decode(), dict(zip(LISTED, row, strict=True))) for name, row in zip(names, rows, strict=True)
+            ]
+            runs += [run for run in found if run is not None]
+            if not before or len(runs) >= limit:
+                break
+        return runs, before
+
+    async def cancel_hosted(self, tenant: str, run: str, entry: str) -> None:
+        """End a hosted run: at once when it waits, else its holder ends it. `entry`: of the audit, "" for none. Raises ToolFailure(FILE_NOT_FOUND)."""
+        reply = (await self.step("cancel_run", tenant, run, audit_key(self._deployment), entry)).decode()
+        if reply == "unknown":
+            raise not_found(run)
+        if reply == "cancelled":
+            # A former holder may have opened one.
+            await self.close_sessions(tenant, [run])
+
+    async def transcript(self, tenant: str, run: str) -> list[dict[str, Any]] | None:
+        """Return the messages of a hosted run that has ended; None for another one."""
+        packed: Any = await _ask(self._client.get(tenant_key(self._deployment, tenant, f"run.{run}:transcript")))
+        return json.loads(zlib.decompress(packed)) if packed is not None else None
+
+    async def hosted_log(self, tenant: str, run: str) -> tuple[RunRecord, list[Entry]]:
+        """Return the record and the log of a hosted run. Raises ToolFailure(FILE_NOT_FOUND), ConfigError."""
+        (fields,) = await self._fields([(tenant, run)])
+        if fields.get(b"batch") != HOSTED_BATCH.encode():
+            raise not_found(run)
+        record = parse_run(self.keys, tenant, run, fields)
+        return record, (await RunLog.load(self._client, self._deployment, self.keys, tenant, run, "", record.attempt)).entries
+
+    async def step(self, operation: str, *arguments: Any) -> Any:
+        """Return what a step of the script gives (runs.lua, hosted_runs.lua)."""
+        with broker_errors(_WHAT):
+            try:
+                return await self._script(args=[*self._prefixes, operation, *arguments])
+            except LostConnection:
+                # A pooled connection from before a restart of Redis. Every step may be repeated.
+                return await self._script(args=[*self._prefixes, operation, *arguments])
+
+    def _batch_key(self, tenant: str, batch: str) -> str:
+        return batch_key(self._deployment, tenant, batch)
+
+    async def _fields(self, names: Sequence[tuple[str, ...]]) -> list[Any]:
+        return await self._hashes([run_key(self._deployment, tenant, run) for tenant, run in names])
+
+    async def _hashes(self, keys: Sequence[str]) -> list[Any]:
+        pipe = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipe.hgetall(key)
+        return list(await _ask(pipe.execute())) if keys else []
+
+
+_WHAT = "the runs were not read or changed"
+
+
+async def _ask(command: Awaitable[Any]) -> Any:
+    with broker_errors(_WHAT):
+        return await command
+
+
+def _in_steps(values: Iterable[T]) -> Iterator[list[T]]:
+    """Yield as many at a time as go into one step."""
+    iterator = iter(values)
+    while some := list(islice(iterator, AT_ONCE)):
+        yield some
+
+
+def _cancelled(run: str, record: RunRecord) -> Outcome:
+    failure = Failure(
+        kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message="the batch was cancelled before this item was begun"
+    )
+    return Outcome(custom_id=record.item.custom_id, run=run, status_code=499, failure=failure, attempt=record.attempt)
+
+
+def member(tenant: str, name: str) -> str:
+    """Return the name of a tenant's run or batch in the deployment's sets; a tenant's name has no bar."""
+    return f"{tenant}|{name}"
+
+
+def split_member(text: str) -> tuple[str, str]:
+    tenant, _, name = text.partition("|")
+    return tenant, name
+
+
+# --- Signed parts of a run
+
+
+def seal_item(keys: SigningKeys, tenant: str, run: str, batch: str, item: BatchItem) -> str:
+    """Return the signed item of that run of that batch."""
+    return keys.seal(f"item {tenant} {run} {batch}", item.model_dump_json())
+
+
+def open_item(keys: SigningKeys, tenant: str, run: str, batch: str, sealed: str | bytes) -> BatchItem:
+    """Return the item. Raises ConfigError when it is not signed for that run and batch, or was written by another release."""
+    with readable(f"run {run} of tenant {tenant}"):
+        return BatchItem.model_validate_json(keys.unseal(f"item {tenant} {run} {batch}", sealed))
+
+
+def seal_outcome(keys: SigningKeys, tenant: str, run: str, outcome: Outcome) -> str:
+    """Return the signed outcome of that run."""
+    return keys.seal(f"outcome {tenant} {run}", outcome.model_dump_json())
+
+
+def open_outcome(keys: SigningKeys, tenant: str, run: str, sealed: str | bytes) -> Outcome:
+    """Return the outcome. Raises ConfigError as `open_item` does."""
+    with readable(f"run {run} of tenant {tenant}"):
+        return Outcome.model_validate_json(keys.unseal(f"outcome {tenant} {run}", sealed))
+
+
+def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:
+    """Return the record of a run's hash. Raises ConfigError when its signed parts are not of this run, or another release wrote it."""
+    values: dict[str, Any] = decode_fields(fields)
+    values["item"] = open_item(keys, tenant, run, values.get("batch", ""), values.get("item", ""))
+    outcome = values.pop("outcome", "")
+    values["outcome"] = open_outcome(keys, tenant, run, outcome) if outcome else None
+    values = {name: value for name, value in values.items() if name not in _HOSTED_FIELDS}
+    with readable(f"run {run} of tenant {tenant}"):
+        return RunRecord.model_validate(values, strict=False)
+
+
+# --- The parts of a hosted run
+
+HOSTED_DEFAULTS = BatchDefaults(asks_people=True)
+"""What a hosted run uses where its request says nothing. It has no terminal: approvals are asked in the queue of questions."""
+
+
+def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:
+    """Return the run of these fields; None when it was removed, or is an item of a batch. Raises ConfigError for what another release wrote."""
+    values = {name: value.decode() for name, value in fields.items() if value is not None}
+    if values.get("batch") != HOSTED_BATCH or "about" not in values:
+        return None
+    with readable(f"run {run} of tenant {tenant}"):
+        return HostedRun(
+            id=run,
+            tenant=tenant,
+            state=_state(values),
+            **About.model_validate_json(values["about"]).model_dump(),
+            priority=int(values.get("priority", 0)),
+            attempt=int(values.get("attempt", 1)),
+            created_at=float(values["created_at"]),
+            started_at=float(values.get("started_at") or 0) or None,
+            ended_at=float(values.get("ended_at") or 0) or None,
+            end=parse_end(values["end"]) if values.get("end") else None,
+        )
+
+
+def build_end(outcome: Outcome) -> RunEnd:
+    """Return the end that an outcome describes, with the whole answer."""
+    body: Mapping[str, Any] = outcome.body or {}
+    values = {name: body[name] for name in ("answer", "stop_reason", "steps", "usage", "cost", "clocks") if name in body}
+    return RunEnd.model_validate({**values, "failure": outcome.failure}, strict=False)
+
+
+def end_event(run: str, at: float, end: RunEnd) -> str:
+    """Return the last event of a run as JSON, which its hash keeps, too. A long answer is cut."""
+    if len(end.answer) > SHOWN_ANSWER:
+        end = end.model_copy(update={"answer": end.answer[:SHOWN_ANSWER], "is_cut": True})
+    state = final_state(end.failure.kind.value if end.failure is not None else "")
+    event = {"type": "RunEnded", "run": run, "at": at, "state": state.value, **end.model_dump(mode="json")}
+    return json.dumps(event, separators=(",", ":"))
+
+
+def pack_end(outcome: Outcome) -> tuple[Outcome, str, bytes]:
+    """Return the outcome as its run's record keeps it, the run's last event, and its packed transcript, which is stored apart; b"" for none."""
+    body = dict(outcome.body or {})
+    transcript = body.pop("transcript", None)
+    stored = outcome.model_copy(update={"body": body}) if outcome.body is not None else outcome
+    packed = zlib.compress(json.dumps(transcript).encode(), 3) if transcript is not None else b""
+    return stored, end_event(outcome.run, time.time(), build_end(stored)), packed
+
+
+def parse_end(text: str) -> RunEnd:
+    """Return the end that such an event describes. Raises ValidationError."""
+    event: dict[str, Any] = json.loads(text)
+    return RunEnd.model_validate({name: event[name] for name in RunEnd.model_fields if name in event}, strict=False)
+
+
+def final_state(failure: str) -> HostedState:
+    """Return the state of a run that has ended with that kind of failure; "": none."""
+    if not failure:
+        return HostedState.SUCCEEDED
+    return HostedState.CANCELLED if failure == FailureKind.CANCELLED.value else HostedState.FAILED
+
+
+def _state(fields: Mapping[str, str]) -> HostedState:
+    match fields.get("state"):
+        case RunState.QUEUED.value:
+            return HostedState.QUEUED
+        case RunState.RUNNING.value:
+            return HostedState.WAITING_FOR_APPROVAL if int(fields.get("asking") or 0) else HostedState.RUNNING
+        case _:
+            return final_state(fields.get("failure", ""))
