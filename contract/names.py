@@ -215,18 +215,3 @@ def audit_key(deployment: str) -> str:
 def tenant_audit_key(deployment: str, tenant: str) -> str:
     """The stream of what the holders of a tenant's keys changed."""
     return tenant_key(deployment, tenant, "audit")
-
-
-def approvals_key(deployment: str) -> str:
-    """The sorted set of the questions that people are asked, id by the Unix time in milliseconds at which each expires."""
-    return deployment_key(deployment, "approvals")
-
-
-def tenant_approvals_key(deployment: str, tenant: str) -> str:
-    """Those of one tenant."""
-    return tenant_key(deployment, tenant, "approvals")
-
-
-def approval_key(deployment: str, approval: str) -> str:
-    """The hash of one question; its decision stands beside it, under `:decision`."""
-    return deployment_key(deployment, f"approval:{approval}")

@@ -8,13 +8,13 @@ from typing import Any
 
 import redis.asyncio
 
+from contract.approvals import digest_call
 from contract.calls import ToolCall
 from contract.signing import SigningKeys
 from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.approvals.gate import digest_call
-from orchestrator.approvals.questions import Question, build_record
-from orchestrator.approvals.queue import ApprovalQueue, Approvers
+from orchestrator.approvals.asking import build_record
 from store.actors import Actor
+from store.approvals import ApprovalQuestion, ApprovalQueue, Approvers
 from store.audit import Audit, Audited
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
@@ -34,7 +34,7 @@ def build_request(command: str = "rm -rf /data", *, tenant: str = "acme", number
     return ApprovalRequest(call, SHELL, digest=digest_call(call, tenant, told["session"]), **told)
 
 
-def build_question(command: str = "rm -rf /data", **fields: Any) -> Question:
+def build_question(command: str = "rm -rf /data", **fields: Any) -> ApprovalQuestion:
     return build_record(build_request(command, **fields))
 
 
@@ -50,7 +50,7 @@ class Desk:
     async def entries(self) -> list[Audited]:
         return [*(await Audit(self.client, "d").read()).entries]
 
-    async def until_pending(self, number: int = 1) -> list[Question]:
+    async def until_pending(self, number: int = 1) -> list[ApprovalQuestion]:
         """What waits, as soon as so many do."""
         async with asyncio.timeout(SOON_S):
             while True:

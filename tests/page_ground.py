@@ -10,13 +10,12 @@ from typing import Any
 import redis.asyncio
 from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, async_playwright
 
+from contract.approvals import digest_call
 from contract.calls import Clocks, KillReport, ToolCall, ToolResult
 from contract.names import call_key, catalog_key, host_key, hosts_key
 from contract.specs import Catalog, seal_catalog
 from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.approvals.gate import digest_call
-from orchestrator.approvals.questions import Question, build_record
-from orchestrator.approvals.queue import ApprovalQueue
+from orchestrator.approvals.asking import build_record
 from orchestrator.loop.events import CallFinished, CallSent, CallStarted, OutputArrived, RunStarted, StepFinished, StepStarted, TextArrived
 from orchestrator.models.base import Usage
 from orchestrator.runs.event_teller import EventTellers, RunTeller
@@ -24,6 +23,7 @@ from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings
 from store.actors import Actor
 from store.api_keys import ApiKeys, NewKey
+from store.approvals import ApprovalQuestion, ApprovalQueue
 from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecord, BatchState, FailureKind, Outcome, RunBody
 from store.runs import RunQueue
 from store.sessions import SessionStore
@@ -68,7 +68,7 @@ class World:
         self.hosted = HostedRuns(client, DEPLOYMENT, settings.broker().signing_keys(), self.tenants)
         self._keys = ApiKeys(client, DEPLOYMENT, settings.broker().signing_keys())
         self.done = self.rival_run = ""
-        self.rivals: Question | None = None
+        self.rivals: ApprovalQuestion | None = None
 
     async def furnish(self) -> None:
         """Something for every page, of tenant acme, with hostile text wherever somebody else's text goes; and one thing of each kind of rival's."""
@@ -155,7 +155,7 @@ class World:
                 writer.tell(tenant, batch, batch_event)
         await writer.flush()
 
-    async def ask(self, command: str, *, tenant: str = "acme", number: int = 1, **fields: Any) -> Question:
+    async def ask(self, command: str, *, tenant: str = "acme", number: int = 1, **fields: Any) -> ApprovalQuestion:
         """A call that waits for approval."""
         arguments = fields.pop("arguments", {"command": command})
         call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments=arguments)

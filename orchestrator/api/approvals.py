@@ -5,15 +5,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from contract.approvals import Decision
 from contract.clock import format_instant
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
-from orchestrator.approvals.approvers import Decision
-from orchestrator.approvals.questions import AlreadyAnswered, Answer, OtherCall, QuestionOver, UnknownQuestion
-from orchestrator.approvals.queue import ApprovalQueue, Pending
 from store.actors import Actor
+from store.approvals import AlreadyAnswered, ApprovalAnswer, ApprovalQueue, OtherCall, PendingQuestion, QuestionOver, UnknownQuestion
 
 router = APIRouter(prefix="/v1/approvals", tags=["approvals"], responses=responses())
 
@@ -116,7 +115,7 @@ def _told(failure: ToolFailure) -> Exception:
             return failure
 
 
-def _view(pending: Pending) -> ApprovalView:
+def _view(pending: PendingQuestion) -> ApprovalView:
     question = pending.question
     fields = question.model_dump(include={"id", "tenant", "session", "run", "command", "reason", "warning", "digest"})
     return ApprovalView(
@@ -129,6 +128,6 @@ def _view(pending: Pending) -> ApprovalView:
     )
 
 
-def _answer_view(answer: Answer) -> AnswerView:
+def _answer_view(answer: ApprovalAnswer) -> AnswerView:
     fields = answer.model_dump(include={"id", "tenant", "tool", "is_allowed", "reason", "arguments"})
     return AnswerView(**fields, by=answer.by, at=format_instant(answer.at, "milliseconds"))

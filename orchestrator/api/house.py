@@ -14,13 +14,13 @@ from orchestrator.api.rates import Rates
 from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, FairTurn, OpenStreams, Turns
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
-from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys, Credential
+from store.approvals import ApprovalQueue
 from telemetry.logs import get_logger
 from telemetry.settings import load_tracing_settings
 

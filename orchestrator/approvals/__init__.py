@@ -1,16 +1,16 @@
 """Decisions before dispatch: what a model may call unasked, what is asked about and of whom, and what nobody may."""
 
+from contract.approvals import Decision, digest_call
 from orchestrator.approvals.approvers import (
     ApprovalRequest,
     Approver,
     AutoApprover,
     CallbackApprover,
     ConsoleApprover,
-    Decision,
     RefusingApprover,
     choose_approver,
 )
-from orchestrator.approvals.gate import APPROVAL_TTL_S, DEFAULT_POLICY, Approval, digest_call, review
+from orchestrator.approvals.gate import APPROVAL_TTL_S, DEFAULT_POLICY, Approval, review
 from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict, load_policy
 
 __all__ = [

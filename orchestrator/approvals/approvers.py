@@ -7,10 +7,11 @@ import math
 import os
 import sys
 import termios
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TextIO
+from typing import Literal, Protocol, TextIO
 
+from contract.approvals import Decision
 from contract.calls import ToolCall
 from contract.specs import ToolSpec
 from orchestrator.terminal.output import escape_controls
@@ -43,19 +44,6 @@ class ApprovalRequest:
         """The shell command of the call, None when its tool takes none."""
         given = self.call.arguments.get(self.spec.command_parameter) if self.spec.command_parameter else None
         return given if isinstance(given, str) else None
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Yes or no, with a reason the model may read. `arguments`: run with these instead; they are checked again.
-
-    `digest`: of the request that is answered, for approvers whose answers come from elsewhere; one of another request does not count.
-    """
-
-    is_allowed: bool
-    reason: str = ""
-    arguments: Mapping[str, Any] | None = None
-    digest: str = ""
 
 
 class Approver(Protocol):

@@ -5,12 +5,12 @@ import math
 import secrets
 import time
 
-from contract.errors import BrokerUnavailable, EnvelopeRefused, ToolFailure
-from orchestrator.approvals.approvers import ApprovalRequest, Approver, Decision, choose_approver
-from orchestrator.approvals.questions import Answer, Question, build_record
-from orchestrator.approvals.queue import MAX_WAIT_S, ApprovalQueue
+from contract.approvals import Decision
+from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
+from orchestrator.approvals.approvers import ApprovalRequest, Approver, choose_approver
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.settings import OrchestratorSettings
+from store.approvals import MAX_QUESTION_BYTES, MAX_WAIT_S, ApprovalAnswer, ApprovalQuestion, ApprovalQueue, dump_plain, question_id
 from store.tasks import begin_shared
 from telemetry.logs import get_logger
 
@@ -32,7 +32,7 @@ class QueueApprover:
 
     def __init__(self, queue: ApprovalQueue) -> None:
         self._queue = queue
-        self._waiting: dict[str, set[asyncio.Future[Answer]]] = {}
+        self._waiting: dict[str, set[asyncio.Future[ApprovalAnswer]]] = {}
         self._looking: asyncio.Task[None] | None = None
 
     async def decide(self, request: ApprovalRequest) -> Decision:
@@ -55,7 +55,7 @@ class QueueApprover:
             raise EnvelopeRefused("the answer is to another question: somebody has moved it in Redis", "signature")
         return answer.to_decision()
 
-    async def _asked(self, question: Question, asker: str, expires_at: float) -> Answer | None:
+    async def _asked(self, question: ApprovalQuestion, asker: str, expires_at: float) -> ApprovalAnswer | None:
         """Put there as soon as Redis takes it; whoever waits for this has a limit of his own. Raises ToolFailure, EnvelopeRefused."""
         while True:
             left_s = expires_at - time.time() if math.isfinite(expires_at) else MAX_WAIT_S
@@ -65,7 +65,7 @@ class QueueApprover:
                 log.warning("question_not_asked", approval=question.id, error=str(error))
                 await asyncio.sleep(AGAIN_S)
 
-    async def _answered(self, id_: str) -> Answer:
+    async def _answered(self, id_: str) -> ApprovalAnswer:
         """The answer, when it comes. Raises EnvelopeRefused."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(id_, set()).add(future)
@@ -73,7 +73,7 @@ class QueueApprover:
             self._looking = begin_shared(self._look(), "approvals")
             self._looking.add_done_callback(self._stopped)
         try:
-            answer: Answer = await future
+            answer: ApprovalAnswer = await future
             return answer
         finally:
             self._forget(id_, future)
@@ -99,7 +99,7 @@ class QueueApprover:
             for future in [future for futures in self._waiting.values() for future in futures]:
                 _settle(future, error)
 
-    def _forget(self, id_: str, future: "asyncio.Future[Answer]") -> None:
+    def _forget(self, id_: str, future: "asyncio.Future[ApprovalAnswer]") -> None:
         futures = self._waiting.get(id_, set())
         futures.discard(future)
         if not futures:
@@ -109,7 +109,7 @@ class QueueApprover:
             looking, self._looking = self._looking, None
             looking.cancel()
 
-    async def _withdraw(self, question: Question, asker: str) -> None:
+    async def _withdraw(self, question: ApprovalQuestion, asker: str) -> None:
         """As far as that can be done in time: what stays expires."""
         try:
             async with asyncio.timeout(WITHDRAW_S):
@@ -137,7 +137,29 @@ def choose_people(settings: OrchestratorSettings, pool: PoolConnection) -> Appro
     return QueueApprover(open_approvals(settings, pool))
 
 
-def _settle(future: "asyncio.Future[Answer]", answer: Answer | BaseException) -> None:
+def build_record(request: ApprovalRequest) -> ApprovalQuestion:
+    """The question as it is kept. Raises ToolFailure(INVALID_ARGUMENTS) for a call that is too long to be read by anybody."""
+    question = ApprovalQuestion(
+        id=question_id(request.tenant, request.run, request.digest),
+        tenant=request.tenant,
+        session=request.session,
+        run=request.run,
+        call=request.call,
+        command=request.command,
+        reason=request.reason,
+        warning=request.warning or ("this tool is marked dangerous" if request.spec.dangerous else ""),
+        digest=request.digest,
+    )
+    size = len(dump_plain(question.model_dump()))
+    if size > MAX_QUESTION_BYTES:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"it needs approval, and with its {size} bytes it is longer than the {MAX_QUESTION_BYTES} that people are asked to read: make it shorter",
+        )
+    return question
+
+
+def _settle(future: "asyncio.Future[ApprovalAnswer]", answer: ApprovalAnswer | BaseException) -> None:
     if not future.done():
         if isinstance(answer, BaseException):
             future.set_exception(answer)

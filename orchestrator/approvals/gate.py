@@ -4,7 +4,6 @@ Only calls that a model asks for are gated: what a program calls itself, by `Ses
 """
 
 import asyncio
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -14,15 +13,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from contract.approvals import Decision, canonical_json, digest_call
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.schema import Checks, prepare_arguments
 from contract.specs import ToolSpec
-from orchestrator.approvals.approvers import (
-    ApprovalRequest,
-    Approver,
-    Decision,
-)
+from orchestrator.approvals.approvers import ApprovalRequest, Approver
 from orchestrator.approvals.policies import ApprovalPolicy, Verdict
 from orchestrator.dispatch.large_arguments import check_off_loop
 from orchestrator.loop.events import ApprovalAsked, ApprovalDecided, OnEvent
@@ -55,14 +51,6 @@ class Approval:
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "its arguments are not those that were approved")
         if now > self.expires_at:
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the approval came too late; ask again")
-
-
-def digest_call(call: ToolCall, tenant: str, session: str | None = None) -> str:
-    """SHA-256, in hexadecimal, over the canonical JSON of tenant, session, call id, tool and arguments.
-
-    Raises ValueError when the arguments have no canonical JSON (NaN, or nested too deep).
-    """
-    return hashlib.sha256(_canonical([tenant, session, call.id, call.name, call.arguments]).encode()).hexdigest()
 
 
 async def review(
@@ -116,14 +104,14 @@ def _prepare(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], check
     """The call with prepared arguments that share nothing with those given. Raises ToolFailure(INVALID_ARGUMENTS)."""
     prepared, _ = prepare_arguments(spec, arguments, checks=checks)
     try:
-        return ToolCall(id=call.id, name=call.name, arguments=json.loads(_canonical(prepared)))
+        return ToolCall(id=call.id, name=call.name, arguments=json.loads(canonical_json(prepared)))
     except (ValueError, TypeError, RecursionError) as error:
         told = error.errors(include_url=False, include_input=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments are no plain JSON: {told}") from error
 
 
 async def _judge(policy: ApprovalPolicy, tenant: str, spec: ToolSpec, call: ToolCall) -> Verdict:
-    if spec.command_parameter is None or len(_canonical(call.arguments)) <= MAX_INLINE_CHARS:
+    if spec.command_parameter is None or len(canonical_json(call.arguments)) <= MAX_INLINE_CHARS:
         return policy.decide(tenant, spec, call.arguments)
     return await asyncio.to_thread(policy.decide, tenant, spec, call.arguments)
 
@@ -192,10 +180,6 @@ def _seal(call: ToolCall, tenant: str, session: str | None) -> str:
         return digest_call(call, tenant, session)
     except (ValueError, TypeError, RecursionError):
         return ""
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def _denied(verdict: Verdict) -> ToolFailure:

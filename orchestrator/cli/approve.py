@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from contract.approvals import Decision
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.approvals.approvers import Decision, call_lines, make_visible
-from orchestrator.approvals.questions import MAX_ARGUMENT_BYTES, Answer
-from orchestrator.approvals.queue import MAX_PAGE, ApprovalQueue, Pending
+from orchestrator.approvals.approvers import call_lines, make_visible
 from orchestrator.cli.runner import Json, Tenant, open_client, run_work
 from orchestrator.settings import load_settings
 from store.actors import Actor
+from store.approvals import MAX_ARGUMENT_BYTES, MAX_PAGE, ApprovalAnswer, ApprovalQueue, PendingQuestion
 
 approve_app = typer.Typer(no_args_is_help=True, help="Calls that wait for a decision.")
 
@@ -52,7 +52,7 @@ def asks_elsewhere() -> bool:
 def approve_ls(tenant: Tenant = None, as_json: Json = False) -> None:
     """What waits, each with its exact arguments; those that expire first first. Of every tenant, with a tenant's key of that one."""
 
-    async def work() -> list[Pending]:
+    async def work() -> list[PendingQuestion]:
         async with open_questions() as (queue, actor):
             page = await queue.pending(actor, tenant, limit=MAX_PAGE)
             found = [*page.questions]
@@ -83,7 +83,7 @@ def approve_allow(
 ) -> None:
     """Let a call run, as it is shown or with other arguments."""
 
-    async def work() -> Answer:
+    async def work() -> ApprovalAnswer:
         return await _decide(id_, Decision(True, reason, _read_arguments(arguments)), digest)
 
     _print_answer(run_work(work(), as_json), as_json)
@@ -98,18 +98,18 @@ def approve_deny(
 ) -> None:
     """Refuse a call: its model is told, and goes on."""
 
-    async def work() -> Answer:
+    async def work() -> ApprovalAnswer:
         return await _decide(id_, Decision(False, reason), digest)
 
     _print_answer(run_work(work(), as_json), as_json)
 
 
-def pending_json(pending: Pending) -> dict[str, Any]:
+def pending_json(pending: PendingQuestion) -> dict[str, Any]:
     """For programs: instants in ISO 8601."""
     return pending.to_json() | {"created_at": format_instant(pending.created_at), "expires_at": format_instant(pending.expires_at)}
 
 
-def pending_lines(pending: Pending) -> list[str]:
+def pending_lines(pending: PendingQuestion) -> list[str]:
     """A question as a person reads it. The warning stands last, where long arguments cannot push it away."""
     question = pending.question
     head = f"{question.id}  until {format_instant(pending.expires_at)}  digest {question.digest[:16]}"
@@ -123,7 +123,7 @@ def pending_lines(pending: Pending) -> list[str]:
     return [*make_visible("\n".join(lines)).split("\n"), ""]
 
 
-async def _decide(id_: str, decision: Decision, digest: str | None) -> Answer:
+async def _decide(id_: str, decision: Decision, digest: str | None) -> ApprovalAnswer:
     async with open_questions() as (queue, actor):
         question = (await queue.get(id_, actor)).question
         # The id is of this one call and its arguments; a digest says it once more.
@@ -149,7 +149,7 @@ def _read_arguments(text: str | None) -> dict[str, Any] | None:
     return found
 
 
-def _print_answer(answer: Answer, as_json: bool) -> None:
+def _print_answer(answer: ApprovalAnswer, as_json: bool) -> None:
     if as_json:
         told = {"id": answer.id, "state": "allowed" if answer.is_allowed else "denied", "tool": answer.tool, "digest": answer.digest}
         typer.echo(json.dumps(told | {"arguments_changed": answer.arguments is not None}))

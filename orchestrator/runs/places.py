@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sized
 from contextlib import asynccontextmanager, contextmanager
 
+from contract.approvals import Decision
 from contract.calls import ToolCall, ToolResult
-from orchestrator.approvals.approvers import ApprovalRequest, Approver, Decision
+from orchestrator.approvals.approvers import ApprovalRequest, Approver
 from orchestrator.loop.call_runner import RunCall
 from store.tasks import is_being_cancelled
 

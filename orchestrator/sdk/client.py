@@ -15,7 +15,6 @@ from contract.tenancy import DEFAULT_TENANT
 from orchestrator.approvals import DEFAULT_POLICY, Approver
 from orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
-from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from orchestrator.dispatch.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.dispatch.tenant_catalog import Offer
@@ -39,6 +38,7 @@ from orchestrator.traces.opening import Traces, secrets_of_pool
 from orchestrator.tracing import run_spans
 from store.actors import Actor, local_actor
 from store.api_keys import ApiKeys, Credential
+from store.approvals import ApprovalQueue
 from store.audit import Audit
 from store.call_life import CallLife, CallLives
 from store.catalog import find_skill

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.approvals.queue import ApprovalQueue
 from store import idempotency as once_slots
+from store.approvals import ApprovalQueue
 from store.connection import open_redis
 from tests.api_ground import ApiGround, api_settings
 from tests.approval_ground import build_question

@@ -7,26 +7,29 @@ from typing import Any
 
 import pytest
 
+from contract.approvals import Decision
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
-from contract.names import approval_key, approvals_key, audit_key, tenant_approvals_key
+from contract.names import audit_key
 from contract.signing import SigningKeys
 from orchestrator.approvals import asking
-from orchestrator.approvals import queue as queue_file
-from orchestrator.approvals.approvers import Decision
 from orchestrator.approvals.asking import QueueApprover
 from orchestrator.approvals.gate import review
-from orchestrator.approvals.questions import (
+from orchestrator.operations.redis_users import ROLES
+from store import approvals as queue_file
+from store.approvals import (
     MAX_ARGUMENT_BYTES,
     MAX_QUESTION_BYTES,
     AlreadyAnswered,
-    Answer,
+    ApprovalAnswer,
     OtherCall,
     UnknownQuestion,
+    approval_key,
+    approvals_key,
     build_answer,
     seal,
+    tenant_approvals_key,
 )
-from orchestrator.operations.redis_users import ROLES
 from tests.approval_ground import ACME, ADMIN, OTHER, SHELL, SOON_S, Desk, build_question, build_request, open_desk
 from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
@@ -59,7 +62,7 @@ async def test_of_many_who_decide_at_once_one_does(desk: Desk) -> None:
         *(desk.queue().decide(question.id, YES if at % 2 else NO, digest=question.digest, actor=ADMIN) for at in range(20)),
         return_exceptions=True,
     )
-    (answer,) = [one for one in told if isinstance(one, Answer)]
+    (answer,) = [one for one in told if isinstance(one, ApprovalAnswer)]
     assert sum(isinstance(one, AlreadyAnswered) for one in told) == 19
     assert all(one.answer == answer for one in told if isinstance(one, AlreadyAnswered))
     assert len(await desk.entries()) == 1
@@ -201,7 +204,7 @@ async def test_a_yes_to_one_call_does_not_count_beside_another(desk: Desk) -> No
     asked = asyncio.create_task(refused(desk))
     (question,) = await desk.until_pending()
     await desk.client.set(f"toolcrew:d:approval:{question.id}:decision", genuine)
-    assert not isinstance((await desk.queue().answers([question.id]))[question.id], Answer)
+    assert not isinstance((await desk.queue().answers([question.id]))[question.id], ApprovalAnswer)
     await asked
 
 
@@ -227,4 +230,4 @@ async def test_a_yes_that_was_given_is_no_secret_that_opens_another_deployment(d
     await desk.queue().ask(question, "x", 60)
     await desk.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
     elsewhere = desk.queue(SigningKeys.of("the secret of the other deployment, its own"))
-    assert not isinstance((await elsewhere.answers([question.id]))[question.id], Answer)
+    assert not isinstance((await elsewhere.answers([question.id]))[question.id], ApprovalAnswer)

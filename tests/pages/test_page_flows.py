@@ -7,8 +7,8 @@ import pytest
 from playwright.async_api import Page, expect
 
 from contract.names import control_queue
-from orchestrator.approvals.questions import AlreadyAnswered, Question
 from store.actors import LOCAL, Actor
+from store.approvals import AlreadyAnswered, ApprovalQuestion
 from store.audit import Audit
 from store.batches import BatchState, RunBody
 from tests.batch_story import Attempt
@@ -20,7 +20,7 @@ expect.set_options(timeout=30_000)
 ADMIN = Actor(key=LOCAL, role="admin")
 
 
-async def answer_of(world: World, question: Question) -> AlreadyAnswered:
+async def answer_of(world: World, question: ApprovalQuestion) -> AlreadyAnswered:
     with pytest.raises(AlreadyAnswered) as told:
         await world.approvals.get(question.id, ADMIN)
     return told.value

@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from contract.approvals import Decision
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.approvals import asking
-from orchestrator.approvals import queue as queue_file
-from orchestrator.approvals.approvers import AutoApprover, Decision, RefusingApprover
+from orchestrator.approvals.approvers import AutoApprover, RefusingApprover
 from orchestrator.approvals.asking import QueueApprover, choose_people, choose_pool_approver
 from orchestrator.approvals.gate import review
-from orchestrator.approvals.questions import AlreadyAnswered, OtherCall, QuestionOver, UnknownQuestion, question_id
-from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.settings import OrchestratorSettings
+from store import approvals as queue_file
+from store.approvals import AlreadyAnswered, ApprovalQueue, OtherCall, QuestionOver, UnknownQuestion, question_id
 from tests.approval_ground import ACME, ADMIN, OPERATOR, OTHER, SHELL, SOON_S, Desk, build_question, build_request, open_desk
 from tests.builders import build_call
 from tests.conftest import RedisProcess
@@ -47,7 +47,7 @@ async def test_a_question_is_shown_exactly_and_answered_from_another_process(des
     answer = await desk.queue().decide(question.id, YES, digest=question.digest, actor=ACME)
     async with asyncio.timeout(SOON_S):
         assert await deciding == Decision(True, digest=request.digest)
-    assert answer.told().startswith("allowed by ann at ")
+    assert answer.describe().startswith("allowed by ann at ")
     assert (await desk.queue().pending(ADMIN)).questions == ()
 
 

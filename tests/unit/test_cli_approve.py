@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy
-from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.cli.main import app
 from orchestrator.loop.events import ApprovalAsked
 from orchestrator.terminal.output import RunView
 from store.api_keys import ApiKeys
+from store.approvals import ApprovalQueue
 from store.tenants import RedisTenants
 from tests.approval_ground import build_question
 from tests.conftest import RedisProcess

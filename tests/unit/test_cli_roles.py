@@ -18,10 +18,10 @@ from contract.names import call_key, catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.cli import main as command_line
 from orchestrator.cli.main import app
 from store.api_keys import ApiKeys, Role
+from store.approvals import ApprovalQueue
 from store.audit import Audit, Audited
 from store.sessions import SessionStore
 from store.tenants import RedisTenants

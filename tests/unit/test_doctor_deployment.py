@@ -11,7 +11,6 @@ import redis.asyncio
 from contract.errors import BrokerUnavailable
 from contract.names import (
     api_keys_key,
-    approvals_key,
     catalog_key,
     catalog_names_key,
     host_key,
@@ -33,6 +32,7 @@ from orchestrator.operations.doctor_redis import examine_redis
 from orchestrator.operations.findings import Finding, Report
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
+from store.approvals import approvals_key
 from store.connection import open_redis
 from store.sessions import open_sessions_key
 from store.tenants import RedisTenants

@@ -13,20 +13,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from contract import metrics
 from contract.errors import BrokerUnavailable
 from contract.hosts import HostReport
-from contract.names import (
-    POOL_WEB,
-    admission_prefix,
-    approvals_key,
-    call_key,
-    host_key,
-    hosts_key,
-    refusals_key,
-    runs_prefix,
-    tenants_key,
-)
+from contract.names import POOL_WEB, admission_prefix, call_key, host_key, hosts_key, refusals_key, runs_prefix, tenants_key
 from contract.tenancy import TenantPolicy
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.samples import choose_format
+from store.approvals import approvals_key
 from store.batches import batch_key
 from store.metrics import ABSORB_LUA, LOOK_AT_ONCE, Counts, counted_key, host_gauges_key, metrics_key
 from store.pressure import Pressure

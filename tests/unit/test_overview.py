@@ -8,9 +8,10 @@ import redis
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable
-from contract.names import approvals_key, host_key, hosts_key, tenants_key
+from contract.names import host_key, hosts_key, tenants_key
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy, seal_policy
+from store.approvals import approvals_key
 from store.connection import open_redis
 from store.overview import MOST_BATCHES, OverviewReader
 from store.tenants import RedisTenants

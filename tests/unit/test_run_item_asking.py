@@ -9,10 +9,9 @@ import pytest
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from orchestrator.approvals import ApprovalPolicy, Decision, Rule, asking
-from orchestrator.approvals.questions import Question
-from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.models.scripted import Calls
 from orchestrator.runs.run_parts import RunParts
+from store.approvals import ApprovalQuestion, ApprovalQueue
 from store.batches import BatchDefaults, Outcome, parse_batch, seal_defaults
 from tests.approval_ground import ADMIN, SOON_S, Desk
 from tests.builders import KEY, build_spec
@@ -30,7 +29,7 @@ async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> A
         yield made
 
 
-async def question_of(ground: ItemGround) -> Question:
+async def question_of(ground: ItemGround) -> ApprovalQuestion:
     (question,) = await Desk(ground.client).until_pending()
     return question
 
@@ -117,7 +116,7 @@ async def test_whoever_goes_on_before_it_is_decided_asks_the_same_question(make:
     assert argument_of(second) == ["a"]
 
 
-async def asker_of(ground: ItemGround, question: Question) -> Any:
+async def asker_of(ground: ItemGround, question: ApprovalQuestion) -> Any:
     return await ground.client.hget(f"toolcrew:d:approval:{question.id}", "asker")
 
 

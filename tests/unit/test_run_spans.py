@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from contract.approvals import Decision
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
 from contract.traceparent import attempt_span_id, call_span_id, parse_traceparent, run_span_id, trace_id_of
 from orchestrator.approvals import AutoApprover
-from orchestrator.approvals.approvers import ApprovalRequest, Decision
+from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool, Route
 from orchestrator.dispatch.transport import CallLost

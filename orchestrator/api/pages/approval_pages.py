@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Form, Request, Response
 
+from contract.approvals import Decision
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.pages.operating import DONE, back
 from orchestrator.api.pages.people import Looking, Person, Sending, not_here
@@ -16,9 +17,7 @@ from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
 from orchestrator.api.pages.seen import count_odd
 from orchestrator.api.problems import ApiCode, ApiProblem
-from orchestrator.approvals.approvers import Decision
-from orchestrator.approvals.questions import AlreadyAnswered, OtherCall, QuestionOver, UnknownQuestion
-from orchestrator.approvals.queue import Pending
+from store.approvals import AlreadyAnswered, OtherCall, PendingQuestion, QuestionOver, UnknownQuestion
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -41,7 +40,7 @@ class Shown:
 class Asked:
     """A question as the page shows it. `is_left_out`: the page has no room for its arguments, so that it is not decided there."""
 
-    pending: Pending
+    pending: PendingQuestion
     has_run_page: bool
     is_left_out: bool = False
 
@@ -114,7 +113,7 @@ async def decide(
     return back("approvals", tenant=person.tenant, done="denied" if decision == "deny" else "allowed")
 
 
-def _fitting(questions: Iterable[Pending]) -> Iterator[tuple[Pending, bool]]:
+def _fitting(questions: Iterable[PendingQuestion]) -> Iterator[tuple[PendingQuestion, bool]]:
     """Each with whether all of it is shown among the others."""
     left = MOST_CHARS
     for one in questions:
@@ -123,7 +122,7 @@ def _fitting(questions: Iterable[Pending]) -> Iterator[tuple[Pending, bool]]:
         left -= length if length <= left else 0
 
 
-async def _asked(person: Person, pending: Pending, is_whole: bool = True) -> Asked:
+async def _asked(person: Person, pending: PendingQuestion, is_whole: bool = True) -> Asked:
     question = pending.question
     return Asked(pending, await has_page(person, question.tenant, question.run), not is_whole)
 

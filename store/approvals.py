@@ -1,0 +1,463 @@
+"""Questions about calls that need approval, in Redis: asked by the process that runs the calls, answered once, from any other process.
+
+Questions and answers are signed, bounded in size, and bound to one call by its digest.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+
+from contract.approvals import Decision, digest_call
+from contract.calls import Identifier, Record, ToolCall
+from contract.clock import format_instant
+from contract.errors import EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
+from contract.names import audit_key, deployment_key, tenant_key
+from contract.signing import SigningKeys
+from store.actors import Actor
+from store.audit import AUDIT_LUA, build_entry, entry_text
+from store.connection import RedisClient, broker_errors, read_clock
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+
+def approvals_key(deployment: str) -> str:
+    """Return the key of the sorted set of open questions, by the Unix time in milliseconds at which each expires."""
+    return deployment_key(deployment, "approvals")
+
+
+def tenant_approvals_key(deployment: str, tenant: str) -> str:
+    """Return the key of the sorted set of one tenant's open questions."""
+    return tenant_key(deployment, tenant, "approvals")
+
+
+def approval_key(deployment: str, approval: str) -> str:
+    """Return the key of the hash of one question; its answer is under `:decision`."""
+    return deployment_key(deployment, f"approval:{approval}")
+
+
+Approvers = Literal["tenant", "operator"]
+"""The role that may answer: also the tenant whose call it is, or operators only."""
+MAX_PENDING = 1000
+"""Open questions of one tenant."""
+MAX_WAIT_S = 7 * 86_400.0
+ANSWER_KEPT_S = 86_400.0
+"""How long an answer stays, for a run that has no holder when it is given."""
+OVER_KEPT_S = 3600.0
+"""How long a withdrawn or expired question stays, so that an answer to it gets the right error."""
+MAX_PAGE = 1000
+_AT_ONCE = 500
+MAX_QUESTION_BYTES = 128 * 1024
+"""The limit of a question with its arguments. A person cannot judge a longer one."""
+MAX_ARGUMENT_BYTES = 128 * 1024
+"""The limit of the arguments that an approver gives instead."""
+MAX_REASON_CHARS = 1024
+ID_CHARS = 32
+Kept = TypeVar("Kept", bound=Record)
+_WHAT = "the questions were not read or changed"
+_NOW = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+_ASK = (
+    _NOW
+    + """
+-- KEYS: question, answer, all questions, the tenant's. ARGV: id, question, digest, asker, how long it waits and how long it is known, both in ms,
+-- most of a tenant.
+local answer = redis.call('GET', KEYS[2])
+if answer then return {'answered', answer} end
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
+redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
+if not redis.call('ZSCORE', KEYS[4], ARGV[1]) and redis.call('ZCARD', KEYS[4]) >= tonumber(ARGV[7]) then return {'full'} end
+local expires_at = now + ARGV[5]
+redis.call('HSETNX', KEYS[1], 'created_at', now)
+redis.call('HSET', KEYS[1], 'question', ARGV[2], 'digest', ARGV[3], 'asker', ARGV[4], 'expires_at', expires_at)
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+for at = 3, 4 do
+  redis.call('ZADD', KEYS[at], expires_at, ARGV[1])
+  redis.call('PEXPIRE', KEYS[at], math.max(redis.call('PTTL', KEYS[at]), ARGV[6]))
+end
+return {'asked'}
+"""
+)
+_WITHDRAW = (
+    _NOW
+    + """
+-- KEYS: question, all questions, the tenant's. ARGV: id, asker. What another has asked again is another's.
+if redis.call('HGET', KEYS[1], 'asker') ~= ARGV[2] then return 0 end
+if tonumber(redis.call('HGET', KEYS[1], 'expires_at')) > now then redis.call('HSET', KEYS[1], 'expires_at', now) end
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[1])
+return 1
+"""
+)
+_ANSWER = (
+    AUDIT_LUA
+    + _NOW
+    + """
+-- KEYS: question, answer, all questions, the tenant's, audit. ARGV: id, digest, answer, how long it is kept in ms, entry.
+local answer = redis.call('GET', KEYS[2])
+if answer then return {'answered', answer} end
+local kept = redis.call('HMGET', KEYS[1], 'digest', 'expires_at')
+if not kept[1] then return {'unknown'} end
+if kept[1] ~= ARGV[2] then return {'other'} end
+if tonumber(kept[2]) <= now then return {'over', kept[2]} end
+audit(KEYS[5], ARGV[5])
+redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])
+redis.call('DEL', KEYS[1])
+redis.call('ZREM', KEYS[3], ARGV[1])
+redis.call('ZREM', KEYS[4], ARGV[1])
+return {'done'}
+"""
+)
+
+
+class ApprovalQuestion(Record):
+    """The question whether a call may run with exactly these arguments. `command`: the shell command of the call, if its tool takes one. `reason`: why
+    approval is needed; `warning`: why the call is dangerous, "" when it is not. `digest`: the answer is bound to it."""
+
+    id: str = Field(pattern=rf"^[0-9a-f]{{{ID_CHARS}}}$")
+    tenant: Identifier
+    session: str | None = None
+    run: str = ""
+    call: ToolCall
+    command: str | None = None
+    reason: str = ""
+    warning: str = ""
+    digest: str
+
+
+class ApprovalAnswer(Record):
+    """The decision about the call with that digest, its author and its time (Unix seconds). `arguments`: run with these instead."""
+
+    id: str
+    tenant: Identifier
+    tool: str
+    digest: str
+    is_allowed: bool
+    reason: str = Field(default="", max_length=MAX_REASON_CHARS)
+    arguments: dict[str, Any] | None = None
+    by: Actor
+    at: float
+
+    def to_decision(self) -> Decision:
+        return Decision(self.is_allowed, self.reason, self.arguments, self.digest)
+
+    def describe(self) -> str:
+        """Return the answer as part of a sentence."""
+        return f"{'allowed' if self.is_allowed else 'refused'} by {self.by.label()} at {format_instant(self.at)}"
+
+
+class UnknownQuestion(ToolFailure):
+    """No question has that id, or it is another tenant's: the error does not say which."""
+
+    def __init__(self, id_: str) -> None:
+        shown = id_ if len(id_) == ID_CHARS and id_.isalnum() else "of that id"
+        super().__init__(ErrorCode.INVALID_ARGUMENTS, f"there is no question {shown}: list those that wait (toolcrew approve ls)")
+
+
+class AlreadyAnswered(ToolFailure):
+    """A call is decided once."""
+
+    def __init__(self, answer: ApprovalAnswer) -> None:
+        super().__init__(
+            ErrorCode.INVALID_ARGUMENTS, f"it was {answer.describe()} already, and a call is decided once: nothing was changed"
+        )
+        self.answer = answer
+
+
+class QuestionOver(ToolFailure):
+    """The call no longer waits for the answer."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"nobody waits for this answer any more since {format_instant(at)}: its time was up, or its run has ended; answer another",
+        )
+
+
+class OtherCall(ToolFailure):
+    """The answer belongs to another call than the question."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            ErrorCode.INVALID_ARGUMENTS,
+            "the digest is not that of the call that is asked about: look at the question again, and answer that",
+        )
+
+
+@dataclass(frozen=True)
+class PendingQuestion:
+    """An open question. Times are Unix seconds of Redis's clock; an answer after `expires_at` does not count."""
+
+    question: ApprovalQuestion
+    created_at: float
+    expires_at: float
+
+    def to_json(self) -> dict[str, Any]:
+        # Not by way of JSON: arguments may hold halves of characters.
+        return {**self.question.model_dump(), "created_at": self.created_at, "expires_at": self.expires_at}
+
+
+@dataclass(frozen=True)
+class QuestionPage:
+    """Questions by their expiry. `cursor`: where the next page begins; None when there is none."""
+
+    questions: tuple[PendingQuestion, ...]
+    cursor: str | None
+
+
+class ApprovalQueue:
+    """The questions of one deployment. `approvers`: the role that may answer. Every method raises BrokerUnavailable when Redis does not answer.
+
+    An actor of the role tenant sees and answers its own tenant's; other tenants' questions do not exist for it.
+    """
+
+    def __init__(
+        self,
+        client: RedisClient,
+        deployment: str,
+        keys: SigningKeys,
+        approvers: Approvers = "tenant",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._client, self._deployment, self._keys, self._approvers, self._clock = client, deployment, keys, approvers, clock
+        self._ask_script, self._withdraw_script = client.register_script(_ASK), client.register_script(_WITHDRAW)
+        self._answer_script = client.register_script(_ANSWER)
+
+    async def ask(self, question: ApprovalQuestion, asker: str, wait_s: float) -> ApprovalAnswer | None:
+        """Add a question, or extend the time of one that is there. `asker`: a token with which the caller may withdraw it. Return the answer, if there is one.
+
+        Raises ToolFailure(QUOTA_EXCEEDED) when too many of the tenant's are open; EnvelopeRefused for an answer with a wrong signature.
+        """
+        wait_ms = int(min(wait_s, MAX_WAIT_S) * 1000)
+        args = [question.id, seal(self._keys, question), question.digest, asker, wait_ms, wait_ms + int(OVER_KEPT_S * 1000), MAX_PENDING]
+        reply = await self._run(self._ask_script, [*self._keys_of(question.id), *self._sets(question.tenant)], args)
+        if reply[0] == b"full":
+            raise ToolFailure(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"it needs approval, and {MAX_PENDING} calls of the tenant wait for one already: try again when some have been answered",
+            )
+        return unseal(self._keys, ApprovalAnswer, question.id, reply[1]) if reply[0] == b"answered" else None
+
+    async def withdraw(self, question: ApprovalQuestion, asker: str) -> None:
+        """Close a question, unless another process has asked it again."""
+        await self._run(self._withdraw_script, [self._keys_of(question.id)[0], *self._sets(question.tenant)], [question.id, asker])
+
+    async def answers(self, ids: Sequence[str]) -> dict[str, ApprovalAnswer | EnvelopeRefused]:
+        """Return the answers of those questions that have one, and an EnvelopeRefused for one with a wrong signature."""
+        found: dict[str, ApprovalAnswer | EnvelopeRefused] = {}
+        for at in range(0, len(ids), _AT_ONCE):
+            some = ids[at : at + _AT_ONCE]
+            with broker_errors(_WHAT):
+                replies: Any = await self._client.mget([self._keys_of(id_)[1] for id_ in some])
+            for id_, sealed in zip(some, replies, strict=True):
+                if sealed is not None:
+                    found[id_] = self._opened(id_, sealed)
+        return found
+
+    async def pending(self, actor: Actor, tenant: str | None = None, cursor: str | None = None, limit: int = 50) -> QuestionPage:
+        """Return open questions of all tenants that the actor may see, or of one. Raises ToolFailure: PERMISSION_DENIED for another tenant's, INVALID_ARGUMENTS."""
+        if not 1 <= limit <= MAX_PAGE:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
+        if actor.role == "tenant":
+            tenant = tenant or actor.tenant
+        if not actor.may_act_for(tenant):
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED, f"the API key is for tenant {actor.tenant} and not for {tenant}: leave the tenant out"
+            )
+        after, found, at = _parse_cursor(cursor), list[PendingQuestion](), 0
+        key = self._sets(tenant)[-1] if tenant is not None else approvals_key(self._deployment)
+        after = max(after, (int(await read_clock(self._client) * 1000), ""))
+        while True:
+            places = await self._places(key, after[0], at)
+            new = [place for place in places if place > after]
+            waiting = await self._read([id_ for _, id_ in new])
+            for score, id_ in new:
+                if id_ in waiting:
+                    found.append(waiting[id_])
+                    if len(found) == limit:
+                        return QuestionPage(tuple(found), f"{score}-{id_}")
+            if len(places) < _AT_ONCE:
+                return QuestionPage(tuple(found), None)
+            # So many of one millisecond that a look gave none that is new: further on among them.
+            after, at = (new[-1], 0) if new else (after, at + len(places))
+
+    async def get(self, id_: str, actor: Actor) -> PendingQuestion:
+        """Return an open question. Raises UnknownQuestion, AlreadyAnswered, QuestionOver."""
+        pending = (await self._read([id_])).get(id_)
+        if pending is None:
+            await self._raise_answered(id_, actor)
+            raise UnknownQuestion(id_)
+        if not actor.may_act_for(pending.question.tenant):
+            raise UnknownQuestion(id_)
+        if pending.expires_at <= await read_clock(self._client):
+            raise QuestionOver(pending.expires_at)
+        return pending
+
+    async def decide(self, id_: str, decision: Decision, *, digest: str, actor: Actor) -> ApprovalAnswer:
+        """ApprovalAnswer a question, once; `digest`: of the question as the actor saw it. The audit gets its entry in the same step.
+
+        Raises UnknownQuestion, AlreadyAnswered, QuestionOver, OtherCall; ToolFailure: PERMISSION_DENIED where only operators answer, INVALID_ARGUMENTS for
+        arguments or a reason that cannot be kept.
+        """
+        question = (await self.get(id_, actor)).question
+        if actor.role == "tenant" and self._approvers == "operator":
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED,
+                "calls are approved by operators here (TOOLCREW_APPROVERS=operator): ask one, or cancel the run",
+            )
+        if digest != question.digest:
+            raise OtherCall()
+        answer = build_answer(question, decision, actor, self._clock())
+        details = {"tool": answer.tool, "call": question.call.id, "run": question.run, "digest": digest, "reason": answer.reason}
+        details["arguments"] = "changed" if answer.arguments is not None else ""
+        action: Literal["approval.allow", "approval.deny"] = "approval.allow" if answer.is_allowed else "approval.deny"
+        entry = build_entry(actor, action, id_, tenant=question.tenant, details=details)
+        keys = [*self._keys_of(id_), *self._sets(question.tenant), audit_key(self._deployment)]
+        args = [id_, digest, seal(self._keys, answer), int(ANSWER_KEPT_S * 1000), entry_text(entry)]
+        reply = await self._run(self._answer_script, keys, args)
+        if reply[0] == b"answered":
+            known = self._opened(id_, reply[1])
+            raise (
+                AlreadyAnswered(known)
+                if isinstance(known, ApprovalAnswer)
+                else OperatorError(f"the question {id_} has an answer, and {known}")
+            )
+        if reply[0] == b"over":
+            raise QuestionOver(float(reply[1]) / 1000)
+        if reply[0] != b"done":
+            raise OtherCall() if reply[0] == b"other" else UnknownQuestion(id_)
+        return answer
+
+    async def _places(self, key: str, lowest: int, at: int) -> list[tuple[int, str]]:
+        """Return the expiry in ms and the id of open questions, from `lowest` on, without the first `at`."""
+        with broker_errors(_WHAT):
+            rows: Any = await self._client.zrangebyscore(key, lowest, "+inf", start=at, num=_AT_ONCE, withscores=True)
+        return [(int(score), member.decode()) for member, score in rows]
+
+    async def _read(self, ids: Sequence[str]) -> dict[str, PendingQuestion]:
+        """Return the questions that are stored, also expired ones. One with a wrong signature is left out, and logged."""
+        pipe = self._client.pipeline(transaction=False)
+        for id_ in ids:
+            pipe.hmget(self._keys_of(id_)[0], ["question", "created_at", "expires_at"])
+        with broker_errors(_WHAT):
+            rows = await pipe.execute() if ids else []
+        found = {}
+        for id_, (sealed, created_at, expires_at) in zip(ids, rows, strict=True):
+            question = self._asked(id_, sealed) if sealed is not None else None
+            if question is not None:
+                found[id_] = PendingQuestion(question, float(created_at) / 1000, float(expires_at) / 1000)
+        return found
+
+    def _asked(self, id_: str, sealed: bytes) -> ApprovalQuestion | None:
+        try:
+            question = unseal(self._keys, ApprovalQuestion, id_, sealed)
+        except EnvelopeRefused as refused:
+            log.error("question_refused", approval=id_, error=str(refused))
+            return None
+        # A question whose digest is that of another call is not asked.
+        return question if question.id == id_ and is_whole(question) else None
+
+    def _opened(self, id_: str, sealed: bytes) -> ApprovalAnswer | EnvelopeRefused:
+        try:
+            return unseal(self._keys, ApprovalAnswer, id_, sealed)
+        except EnvelopeRefused as refused:
+            return refused
+
+    async def _raise_answered(self, id_: str, actor: Actor) -> None:
+        answer = (await self.answers([id_])).get(id_)
+        if isinstance(answer, ApprovalAnswer) and answer.id == id_ and actor.may_act_for(answer.tenant):
+            raise AlreadyAnswered(answer)
+
+    async def _run(self, script: Any, keys: list[str], args: list[Any]) -> Any:
+        with broker_errors(_WHAT):
+            return await script(keys=keys, args=args)
+
+    def _keys_of(self, id_: str) -> tuple[str, str]:
+        """Return the keys of a question and its answer. Raises UnknownQuestion for an invalid id, which could name another key."""
+        if len(id_) != ID_CHARS or not set(id_) <= set("0123456789abcdef"):
+            raise UnknownQuestion(id_)
+        key = approval_key(self._deployment, id_)
+        return key, f"{key}:decision"
+
+    def _sets(self, tenant: str) -> tuple[str, str]:
+        return approvals_key(self._deployment), tenant_approvals_key(self._deployment, tenant)
+
+
+def _parse_cursor(text: str | None) -> tuple[int, str]:
+    if text is None:
+        return 0, ""
+    score, dash, id_ = text.partition("-")
+    if not (dash and score.isascii() and score.isdecimal() and len(score) <= 15 and len(id_) == ID_CHARS):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "that is no cursor of the questions: give one as a page gave it, or leave it out")
+    return int(score), id_
+
+
+def question_id(tenant: str, run: str, digest: str) -> str:
+    """Return the id of the question about a call. Every process that continues the run uses the same id. The digest has tenant, session, call id, tool and arguments."""
+    return hashlib.sha256(dump_plain(["toolcrew question v1", tenant, run, digest]).encode()).hexdigest()[:ID_CHARS]
+
+
+def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: float) -> ApprovalAnswer:
+    """Return the signed record of a decision. Raises ToolFailure(INVALID_ARGUMENTS) for arguments or a reason that cannot be stored."""
+    arguments = dict(decision.arguments) if decision.arguments is not None else None
+    if arguments is not None and not decision.is_allowed:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "a call that is refused runs with no arguments: leave them out, or allow it")
+    try:
+        text = dump_plain(arguments)
+        # As the call has them when it runs, so that nothing is kept that it could not have.
+        checked = ToolCall(id=question.call.id, name=question.call.name, arguments=json.loads(text) or {})
+        answer = ApprovalAnswer(
+            id=question.id,
+            tenant=question.tenant,
+            tool=question.call.name,
+            digest=question.digest,
+            is_allowed=decision.is_allowed,
+            reason=decision.reason,
+            arguments=checked.arguments if arguments is not None else None,
+            by=by,
+            at=at,
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the answer cannot be kept: {first['loc'][0]}: {first['msg']}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the arguments are no plain JSON: {error}; write one JSON object") from error
+    if len(text) > MAX_ARGUMENT_BYTES:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the arguments are {len(text)} bytes as JSON; at most {MAX_ARGUMENT_BYTES} are kept: write less"
+        )
+    return answer
+
+
+def seal(keys: SigningKeys, record: ApprovalQuestion | ApprovalAnswer) -> str:
+    """Sign the record for its id, which names tenant, run and call: it is valid for no other question."""
+    return keys.seal(_purpose(type(record), record.id), dump_plain(record.model_dump(exclude_defaults=True)))
+
+
+def unseal(keys: SigningKeys, kind: type[Kept], id_: str, sealed: bytes) -> Kept:
+    """Return the record. Raises EnvelopeRefused when it is not signed for the question of that id."""
+    text = keys.unseal(_purpose(kind, id_), sealed)
+    try:
+        return kind.model_validate(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise EnvelopeRefused("this record is of another release: upgrade the program that reads it", "version") from error
+
+
+def is_whole(question: ApprovalQuestion) -> bool:
+    """Return whether the digest is that of the call in the question."""
+    return question.digest == digest_call(question.call, question.tenant, question.session)
+
+
+def _purpose(kind: type[Record], id_: str) -> str:
+    return f"approval {'Question' if kind is ApprovalQuestion else 'Answer'} {id_}"
+
+
+def dump_plain(value: Mapping[str, Any] | list[Any] | None) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
