@@ -12,11 +12,11 @@ from typing import Any
 import docker
 import docker.errors
 
-from workers.sandboxd.engine import Engine
+from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
 from workers.sandboxd.plans import Plans, Profile
-from workers.sandboxd.seccomp import load_seccomp_profile
-from workers.sandboxd.workspaces.base import WorkspaceMount
+from workers.sandboxd.runtime.engine import Engine
+from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.settings import SandboxdSettings
 
 LABELS = {"toolcrew.bench": "1"}

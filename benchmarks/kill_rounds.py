@@ -22,8 +22,8 @@ from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from contract.errors import SandboxUnavailable
 from workers.sandbox_client import SandboxClient
+from workers.sandboxd.disks.image import TEMPLATES
 from workers.sandboxd.frames import MAX_DOWN, encode_frame
-from workers.sandboxd.workspaces.image import TEMPLATES
 
 ROUNDS = size(1000, 10)
 AT_ONCE = 4

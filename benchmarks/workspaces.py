@@ -11,9 +11,9 @@ from pathlib import Path
 from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.workspaces.base import Workspace, WorkspaceMount, WorkspaceSize
-from workers.sandboxd.workspaces.choice import find_obstacle
-from workers.sandboxd.workspaces.image import ImageWorkspaces
+from workers.sandboxd.disks.base import Workspace, WorkspaceMount, WorkspaceSize
+from workers.sandboxd.disks.choice import find_obstacle
+from workers.sandboxd.disks.image import ImageWorkspaces
 
 MIB = 1024 * 1024
 SIZE = WorkspaceSize(256 * MIB, 65_536)

@@ -56,7 +56,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "celery": _CELERY,
     "kombu": _CELERY,
     "billiard": _CELERY,
-    "docker": ("workers/sandboxd/engine.py", "workers/sandboxd/engine_skills.py", "workers/sandboxd/engine_volumes.py"),
+    "docker": ("workers/sandboxd/runtime/*.py",),
     "langchain_core": ("orchestrator/adapters/langchain.py",),
     "langgraph": (),
     "agents": ("orchestrator/adapters/openai_agents.py",),

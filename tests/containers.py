@@ -17,8 +17,8 @@ import pytest
 import requests.exceptions
 from docker import APIClient
 
-from workers.sandboxd.hardening import SandboxLimits, build_container_config
-from workers.sandboxd.seccomp import load_seccomp_profile
+from workers.sandboxd.runtime.hardening import SandboxLimits, build_container_config
+from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 
 IMAGE = os.environ.get("TOOLCREW_SANDBOX_IMAGE", "toolcrew-sandbox:dev")
 RUNTIME = os.environ.get("TOOLCREW_SANDBOX_RUNTIME", "runc")

@@ -20,8 +20,8 @@ from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_fo
 from workers.sandbox_client import GuestResponse, SandboxClient
 
 _QUICK = """
-from workers.sandboxd import keeping
-keeping.EXPIRE_EVERY_S = keeping.SWEEP_EVERY_S = 0.3
+from workers.sandboxd import monitor
+monitor.EXPIRE_EVERY_S = monitor.SWEEP_EVERY_S = 0.3
 from workers.sandboxd.__main__ import main
 raise SystemExit(main())
 """

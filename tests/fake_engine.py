@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import IO, Any
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.engine import LABEL_DEPLOYMENT, AttachedContainer, ListedContainer
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
+from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, AttachedContainer, ListedContainer
 
 _MUX = struct.Struct(">BxxxI")
 

@@ -12,24 +12,22 @@ from contract.errors import SandboxUnavailable
 from tests.fake_engine import Behaviour, FakeEngine
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.classes import SandboxPlan
-from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
-from workers.sandboxd.keeping import IdleTimes, Keeper
+from workers.sandboxd.disks.base import WorkspaceMount, Workspaces, WorkspaceSize
+from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 from workers.sandboxd.leases import Lease
-from workers.sandboxd.making import Maker
+from workers.sandboxd.monitor import IdleTimes, Keeper
 from workers.sandboxd.plans import Plans, Profile
-from workers.sandboxd.pool import PoolLimits
-from workers.sandboxd.pools import Pools
-from workers.sandboxd.reaper import Reaper
+from workers.sandboxd.pool import PoolLimits, Pools
 from workers.sandboxd.records import Records
-from workers.sandboxd.room import Room
+from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from workers.sandboxd.runtime.factory import Maker, Room
+from workers.sandboxd.runtime.reaper import Reaper
+from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.seccomp import load_seccomp_profile
 from workers.sandboxd.server import Server
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
 from workers.sandboxd.skill_shelf import SkillShelf
-from workers.sandboxd.workspaces.base import WorkspaceMount, Workspaces, WorkspaceSize
-from workers.sandboxd.workspaces.tmpfs import TmpfsWorkspaces
 from workers.settings import SandboxdSettings
 
 SETTINGS = SandboxdSettings(sandbox_image="default", sandbox_images_allowed=["python", "foreign"])
@@ -252,7 +250,7 @@ async def running_sandboxd(
 
 def listed(name: str, *, sandboxd: str = "other", deployment: str = "default", lease: str = "", **fields: Any) -> Any:
     """A container as the engine lists it."""
-    from workers.sandboxd.engine import ListedContainer
+    from workers.sandboxd.runtime.engine import ListedContainer
 
     labels = {LABEL_DEPLOYMENT: deployment, LABEL_SANDBOXD: sandboxd, LABEL_LEASE: lease, **fields.pop("labels", {})}
     container = ListedContainer(id=f"id-{name}", name=name, state="running", labels=labels, created_at=0.0)

@@ -8,8 +8,7 @@ from tests.builders import build_context
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.guest_harness import Guest
 from workers.sandbox_client import GuestResponse
-from workers.sandboxd.answers import build_done, has_stream
-from workers.sandboxd.requests import check_request, count_budget
+from workers.sandboxd.requests import build_done, check_request, count_budget, has_stream
 from workers.tools.builtin import build_registry
 
 _REGISTRY = build_registry()

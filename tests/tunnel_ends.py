@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from workers.sandboxd.egress_link import ProxyStreams, open_proxy
+from workers.sandboxd.egress.relay import GRANT, ProxyStreams, open_proxy
+from workers.sandboxd.egress.tunnels import Tunnels
 from workers.sandboxd.frames import Frame
-from workers.sandboxd.relay import GRANT
-from workers.sandboxd.tunnels import Tunnels
 
 SOON_S = 10.0
 PREAMBLE = {"v": 1, "tenant": "acme", "session": "s1", "rules": {"hosts": ["example.org"]}}

@@ -9,7 +9,7 @@ import pytest
 from docker import APIClient
 
 from tests.containers import Box, assert_still_works, python
-from workers.sandboxd.hardening import SandboxLimits
+from workers.sandboxd.runtime.hardening import SandboxLimits
 
 pytestmark = pytest.mark.stack
 

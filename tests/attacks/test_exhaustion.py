@@ -11,7 +11,7 @@ from docker import APIClient
 
 from tests.attack_ground import Ground
 from tests.containers import Box, assert_still_works, open_box, python
-from workers.sandboxd.hardening import SandboxLimits
+from workers.sandboxd.runtime.hardening import SandboxLimits
 
 pytestmark = pytest.mark.stack
 

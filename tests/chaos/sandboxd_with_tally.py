@@ -6,7 +6,7 @@ from typing import Any
 
 from workers.sandboxd import plans
 from workers.sandboxd.__main__ import main
-from workers.sandboxd.hardening import build_container_config
+from workers.sandboxd.runtime.hardening import build_container_config
 
 
 def build_with_tally(**arguments: Any) -> dict[str, Any]:

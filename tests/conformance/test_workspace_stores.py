@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.store.base import NotStored, WorkspaceStore
+from workers.sandboxd.store.base import NotStored, StoreThreads, WorkspaceStore
 from workers.sandboxd.store.choice import open_own_store, open_store
 from workers.sandboxd.store.folder import FolderStore
 from workers.sandboxd.store.fsspec_store import FsspecStore
-from workers.sandboxd.store.threads import StoreThreads
 
 KINDS = ("folder", "memory", "file")
 _counter = itertools.count()

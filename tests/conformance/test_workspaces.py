@@ -9,9 +9,9 @@ import pytest
 
 from contract.errors import SandboxUnavailable
 from tests.workspace_ground import SMALL, mounts_below, open_images
-from workers.sandboxd.workspaces.base import Workspaces
-from workers.sandboxd.workspaces.folder import FolderWorkspaces
-from workers.sandboxd.workspaces.tmpfs import TmpfsWorkspaces
+from workers.sandboxd.disks.base import Workspaces
+from workers.sandboxd.disks.folder import FolderWorkspaces
+from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 
 Open = Callable[[], Workspaces]
 """Workspaces in the same folder each time: what a new sandboxd finds."""

@@ -18,13 +18,13 @@ from tests.engine_stubs import answers_nothing, refuses, stub_engine
 from tests.log_lines import read_last_words
 from workers.sandboxd.__main__ import main
 from workers.sandboxd.classes import TenantClass
-from workers.sandboxd.engine import AttachedContainer, Engine, EngineFacts
-from workers.sandboxd.engine_gate import Lane, Lanes
-from workers.sandboxd.examination import examine
-from workers.sandboxd.house import open_house
+from workers.sandboxd.daemon import open_house
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.plans import Plans
+from workers.sandboxd.program import examine
 from workers.sandboxd.promises import judge
+from workers.sandboxd.runtime.engine import AttachedContainer, Engine, EngineFacts
+from workers.sandboxd.runtime.engine_gate import Lane, Lanes
 from workers.settings import SandboxdSettings
 
 HASTY = Lanes(*(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "looks", "freezes", "fills")), probe_s=0.2)

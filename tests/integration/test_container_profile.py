@@ -14,7 +14,7 @@ import pytest
 from docker import APIClient
 
 from tests.containers import IMAGE, LABELS, Box, build_config, create, open_box, open_container, open_engine
-from workers.sandboxd.hardening import SandboxLimits, find_drift
+from workers.sandboxd.runtime.hardening import SandboxLimits, find_drift
 
 pytestmark = pytest.mark.stack
 

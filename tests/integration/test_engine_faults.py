@@ -28,9 +28,9 @@ from tests.engine_stubs import (
     stub_engine,
     talks_garbage,
 )
-from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_PRODUCT, Engine
-from workers.sandboxd.engine_gate import EngineSilent, Lane, Lanes
-from workers.sandboxd.engine_volumes import PRODUCT_GUEST
+from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_PRODUCT, Engine
+from workers.sandboxd.runtime.engine_gate import EngineSilent, Lane, Lanes
+from workers.sandboxd.runtime.volumes import PRODUCT_GUEST
 
 SOON_S = 20.0
 PATIENT_S = 15.0

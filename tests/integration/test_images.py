@@ -18,17 +18,15 @@ from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, LABELS, RUNTIME, open_container, open_engine
 from tests.image_scan import scan_image
 from tests.stack import eventually, missing
-from workers.sandboxd.attestation import Attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
 from workers.sandboxd.classes import SandboxPlan
-from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
-from workers.sandboxd.first_looks import FirstLooks
-from workers.sandboxd.making import Maker
+from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 from workers.sandboxd.plans import Profile
 from workers.sandboxd.records import Records
-from workers.sandboxd.room import Room
+from workers.sandboxd.runtime.attestation import Attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
+from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
+from workers.sandboxd.runtime.factory import FirstLooks, Maker, Room
+from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.seccomp import load_seccomp_profile
-from workers.sandboxd.workspaces.tmpfs import TmpfsWorkspaces
 
 PYTHON_IMAGE, NODE_IMAGE = "toolcrew-sandbox-python:dev", "toolcrew-sandbox-node:dev"
 MB = 1_000_000

@@ -83,7 +83,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     wanted = set(source_files())
     assert held == wanted
-    assert {"contract/py.typed", "workers/sandboxd/seccomp.json", "store/runs.lua"} <= held
+    assert {"contract/py.typed", "workers/sandboxd/runtime/seccomp.json", "store/runs.lua"} <= held
 
 
 def test_every_module_is_content_with_the_extra_that_it_asks_for(unpacked: Path, bare: Installed, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_every_module_is_content_with_the_extra_that_it_asks_for(unpacked: Path,
     )
     lacking = find_lacks(bare, modules)
     assert "contract.envelope" not in lacking
-    assert (lacking["orchestrator.cli.main"], lacking["workers.sandboxd.engine"], lacking["workers.web.exchange"]) == (
+    assert (lacking["orchestrator.cli.main"], lacking["workers.sandboxd.runtime.engine"], lacking["workers.web.exchange"]) == (
         "orchestrator",
         "worker",
         "web",

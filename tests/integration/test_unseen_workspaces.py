@@ -8,10 +8,10 @@ import pytest
 from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, open_engine
 from tests.workspace_ground import MIB, require_images
-from workers.sandboxd.engine import Engine
-from workers.sandboxd.house import open_house
-from workers.sandboxd.workspaces import image as image_module
-from workers.sandboxd.workspaces.image import TEMPLATES
+from workers.sandboxd.daemon import open_house
+from workers.sandboxd.disks import image as image_module
+from workers.sandboxd.disks.image import TEMPLATES
+from workers.sandboxd.runtime.engine import Engine
 from workers.settings import SandboxdSettings
 
 DEPLOYMENT = "unseen"

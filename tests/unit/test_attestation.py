@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.attestation import Attestation, ask_attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
 from workers.sandboxd.classes import SandboxPlan
-from workers.sandboxd.first_looks import FirstLooks, WorkspaceMissed
-from workers.sandboxd.workspaces.base import WorkspaceSize
+from workers.sandboxd.disks.base import WorkspaceSize
+from workers.sandboxd.runtime.attestation import Attestation, ask_attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
+from workers.sandboxd.runtime.factory import FirstLooks, WorkspaceMissed
 
 MIB = 1024 * 1024
 CLEAN: dict[str, Any] = {

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.sandboxd.classes import TenantClass
-from workers.sandboxd.engine import EngineFacts
-from workers.sandboxd.host_facts import HostFacts, read_host_facts
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.promises import Evidence, HostPromise, WorkspaceFacts, is_runc_fixed, judge
+from workers.sandboxd.promises import Evidence, HostFacts, HostPromise, WorkspaceFacts, is_runc_fixed, judge, read_host_facts
+from workers.sandboxd.runtime.engine import EngineFacts
 from workers.settings import SandboxdSettings
 
 GIB = 1024**3

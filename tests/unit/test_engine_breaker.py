@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.sandboxd.engine_breaker import Admission, Breaker
+from workers.sandboxd.runtime.engine_gate import Admission, Breaker
 
 
 class Clock:

@@ -9,8 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.engine_breaker import Breaker
-from workers.sandboxd.engine_gate import EngineGate, EngineSilent, Lane
+from workers.sandboxd.runtime.engine_gate import Breaker, EngineGate, EngineSilent, Lane
 
 SOON_S = 10.0
 LANE = Lane("starts", at_once=2, deadline_s=SOON_S)

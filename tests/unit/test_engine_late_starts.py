@@ -3,7 +3,7 @@
 import asyncio
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.late_starts import ABSENT_ENOUGH, LateStarts
+from workers.sandboxd.runtime.engine import ABSENT_ENOUGH, LateStarts
 
 SOON_S = 10.0
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.sandboxd.hardening import (
+from workers.sandboxd.disks.base import WorkspaceMount
+from workers.sandboxd.runtime.hardening import (
     MASKED_PATHS,
     READONLY_PATHS,
     SandboxLimits,
@@ -18,7 +19,6 @@ from workers.sandboxd.hardening import (
     build_promises,
     find_drift,
 )
-from workers.sandboxd.workspaces.base import WorkspaceMount
 
 SECCOMP = '{"defaultAction":"SCMP_ACT_ERRNO"}'
 MIB = 1024 * 1024

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.image_faults import explain_start_failure, explain_unfit, explained
+from workers.sandboxd.runtime.image_faults import explain_start_failure, explain_unfit, explained
 
 RUNC = "failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: "
 # As engines, kernels and the guest said it.

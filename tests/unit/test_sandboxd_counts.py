@@ -20,7 +20,7 @@ from tests.unit.test_metric_page import report
 from tests.unit.test_sandboxd_ends import stillborn
 from tests.unit.test_sandboxd_hostile_guest import answering, call
 from tests.unit.test_sandboxd_sessions import lose
-from workers.sandboxd.counts import count_states
+from workers.sandboxd.runtime.factory import count_states
 from workers.sandboxd.sessions import Start
 from workers.sandboxd_counts import SandboxdCounts
 

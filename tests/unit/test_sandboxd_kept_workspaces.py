@@ -9,8 +9,7 @@ import pytest
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
-from workers.sandboxd.disk_watch import DiskWatch
-from workers.sandboxd.keeping import IdleTimes, Keeper
+from workers.sandboxd.monitor import DiskWatch, IdleTimes, Keeper
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.sessions import Start
 

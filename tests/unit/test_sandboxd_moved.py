@@ -11,7 +11,7 @@ from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import SOON_S, call, frame, raw_exchange
-from workers.sandboxd.moved import Moved
+from workers.sandboxd.session import Moved
 from workers.sandboxd.sessions import Start
 
 AT = "2030-01-31T12:00:00+00:00"

@@ -13,8 +13,7 @@ from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, open_h
 from workers.sandboxd import pool as pool_module
 from workers.sandboxd.classes import TenantClass
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.pool import PoolLimits
-from workers.sandboxd.pools import Pools
+from workers.sandboxd.pool import PoolLimits, Pools
 from workers.sandboxd.sessions import Start
 
 QUICK = PoolLimits(target=2, refill_per_s=1000, memory_floor_bytes=0, keep_s=3600)

@@ -12,8 +12,8 @@ import pytest
 
 from contract.errors import SandboxUnavailable
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, listed, open_host
-from workers.sandboxd.keeping import IdleTimes
 from workers.sandboxd.leases import Lease
+from workers.sandboxd.monitor import IdleTimes
 from workers.sandboxd.records import Records
 from workers.sandboxd.sessions import Start
 

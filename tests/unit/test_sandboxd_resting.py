@@ -10,8 +10,8 @@ import pytest
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
-from workers.sandboxd import room as room_module
-from workers.sandboxd.keeping import IdleTimes
+from workers.sandboxd.monitor import IdleTimes
+from workers.sandboxd.runtime import factory as factory_module
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Start
@@ -97,7 +97,7 @@ async def test_one_session_that_is_packed_slowly_does_not_keep_others_from_being
 
 
 async def test_nobody_waits_for_a_place_longer_than_its_time_whatever_a_guest_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_module, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(factory_module, "GIVE_UP_S", 0.05)
     parking = SlowParking()
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), parking=parking, limit=1) as host:
         old = await host.sessions.open("acme:old", Start(PLAN, 60))

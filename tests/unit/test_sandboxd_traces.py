@@ -12,9 +12,9 @@ from contract.errors import SandboxUnavailable
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, MemoryParking, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import SOON_S, call
+from workers.sandboxd.session import Traces
 from workers.sandboxd.sessions import Start
 from workers.sandboxd.store.checkpoints import Checkpoint
-from workers.sandboxd.traces import Traces
 
 RUNNING, ENDED = {"job": "job-1", "state": "running"}, {"job": "job-1", "state": "exited"}
 

@@ -12,11 +12,11 @@ from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import call
 from tests.tunnel_ends import running_tunnels, unreachable, wait_for_cut
-from workers.sandboxd import relay as relay_module
-from workers.sandboxd import tunnels as tunnels_module
+from workers.sandboxd.egress import relay as relay_module
+from workers.sandboxd.egress import tunnels as tunnels_module
+from workers.sandboxd.egress.relay import GRANT, PIECE, WINDOW
+from workers.sandboxd.egress.tunnels import MAX_TUNNELS, Tunnels
 from workers.sandboxd.frames import Frame
-from workers.sandboxd.relay import GRANT, PIECE, WINDOW
-from workers.sandboxd.tunnels import MAX_TUNNELS, Tunnels
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from workers.sandboxd.seccomp import NEVER_ALLOWED, find_profile_faults, load_seccomp_profile
+from workers.sandboxd.runtime.seccomp import NEVER_ALLOWED, find_profile_faults, load_seccomp_profile
 
-TEXT = resources.files("workers.sandboxd").joinpath("seccomp.json").read_text(encoding="utf-8")
+TEXT = resources.files("workers.sandboxd.runtime").joinpath("seccomp.json").read_text(encoding="utf-8")
 PROFILE = json.loads(TEXT)
 NEEDED = (
     # file tools and confined opening

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
 from tests.tunnel_ends import PREAMBLE, SOON_S
-from workers.sandboxd import relay as relay_module
-from workers.sandboxd.egress_link import open_proxy
+from workers.sandboxd.egress import relay as relay_module
+from workers.sandboxd.egress.relay import open_proxy
+from workers.sandboxd.egress.tunnels import Tunnels
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, FrameDecoder, encode_frame
-from workers.sandboxd.tunnels import Tunnels
 
 assert GUEST_PARENT
 from guest.frames import Outbox  # noqa: E402

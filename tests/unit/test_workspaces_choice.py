@@ -7,8 +7,8 @@ import pytest
 
 from contract.errors import SandboxUnavailable
 from tests.workspace_ground import MIB, require_images
-from workers.sandboxd.workspaces import choice, ext4
-from workers.sandboxd.workspaces.choice import LARGEST_TMPFS_BYTES, WantedKind, choose_workspaces
+from workers.sandboxd.disks import choice, ext4
+from workers.sandboxd.disks.choice import LARGEST_TMPFS_BYTES, WantedKind, choose_workspaces
 
 
 @pytest.fixture

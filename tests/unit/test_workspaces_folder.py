@@ -9,10 +9,10 @@ from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
 from tests.workspace_ground import MIB, SMALL, run_as
-from workers.sandboxd.workspaces import folder as folder_module
-from workers.sandboxd.workspaces import places as places_module
-from workers.sandboxd.workspaces.base import WorkspaceSize
-from workers.sandboxd.workspaces.folder import FolderWorkspaces
+from workers.sandboxd.disks import folder as folder_module
+from workers.sandboxd.disks import places as places_module
+from workers.sandboxd.disks.base import WorkspaceSize
+from workers.sandboxd.disks.folder import FolderWorkspaces
 
 
 async def open_one(workspaces: FolderWorkspaces, name: str, size: WorkspaceSize = SMALL) -> Path:

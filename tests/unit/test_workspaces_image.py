@@ -14,11 +14,11 @@ import pytest
 
 from contract.errors import SandboxUnavailable
 from tests.workspace_ground import MIB, SMALL, assert_nothing_left_mounted, is_in_use, loop_devices_below, mounts_below, open_images
-from workers.sandboxd.workspaces.base import WorkspaceMount, WorkspaceSize
-from workers.sandboxd.workspaces.choice import find_obstacle
-from workers.sandboxd.workspaces.ext4 import find_tool, is_clean
-from workers.sandboxd.workspaces.image import ImageWorkspace, ImageWorkspaces
-from workers.sandboxd.workspaces.loop_mounts import unmount
+from workers.sandboxd.disks.base import WorkspaceMount, WorkspaceSize
+from workers.sandboxd.disks.choice import find_obstacle
+from workers.sandboxd.disks.ext4 import find_tool, is_clean
+from workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
+from workers.sandboxd.disks.loop_mounts import unmount
 
 ROUNDS = 40
 SOON_S = 10.0
@@ -168,8 +168,8 @@ async def test_a_start_that_missed_the_mount_finds_a_folder_where_the_sandbox_ca
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from workers.sandboxd.workspaces.image import ImageWorkspaces
-from workers.sandboxd.workspaces.base import WorkspaceSize
+from workers.sandboxd.disks.image import ImageWorkspaces
+from workers.sandboxd.disks.base import WorkspaceSize
 
 async def main():
     workspace = ImageWorkspaces(Path(sys.argv[1]), 0).find("one", WorkspaceSize(4194304, 512))

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.workspace_ground import MIB, run_as
-from workers.sandboxd.workspaces.base import WorkspaceSize
-from workers.sandboxd.workspaces.tree_size import TreeCount
-from workers.sandboxd.workspaces.trees import remove_tree
+from workers.sandboxd.disks.base import WorkspaceSize
+from workers.sandboxd.disks.trees import TreeCount, remove_tree
 
 DEEP = 5200
 WIDE = WorkspaceSize(1024 * MIB, 100_000)

@@ -9,10 +9,10 @@ import structlog
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from workers.logs import bound_to_session
+from workers.sandboxd.channels import WorkerLink
 from workers.sandboxd.frames import Frame, FrameError
-from workers.sandboxd.link import WorkerLink
-from workers.sandboxd.making import Ending
 from workers.sandboxd.requests import check_request, count_budget, parse_skill, parse_terms, parse_text
+from workers.sandboxd.runtime.factory import Ending
 from workers.sandboxd.sandbox import RunningCall, Sandbox
 from workers.sandboxd.sessions import MAX_ROWS, Sessions
 from workers.sandboxd.skill_shelf import SkillShelf

@@ -1,26 +1,283 @@
-"""sandboxd as a process: listen, serve until a signal, and take everything down at the end."""
+"""sandboxd as a process: put together, proved on a real sandbox, serving until a signal, and taken down in order."""
 
 import asyncio
 import contextlib
+import secrets
+import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import structlog
 
+from contract.errors import SandboxUnavailable
 from workers.lifeline import hold_lifeline
-from workers.sandboxd.engine import Engine
-from workers.sandboxd.house import House, open_house
+from workers.sandboxd.classes import SandboxPlan
+from workers.sandboxd.disks.base import WorkspaceMount
+from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_workspaces
+from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
+from workers.sandboxd.egress.tunnels import Tunnels
+from workers.sandboxd.leases import Lease
+from workers.sandboxd.monitor import DiskWatch, IdleTimes, Keeper
+from workers.sandboxd.plans import Plans, Profile, load_plans
+from workers.sandboxd.pool import PoolLimits, Pools, available_memory
+from workers.sandboxd.records import Records
+from workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
+from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine, EngineFacts
+from workers.sandboxd.runtime.factory import FirstLooks, Maker, Room, WorkspaceMissed, count_states
+from workers.sandboxd.runtime.hardening import find_drift
+from workers.sandboxd.runtime.reaper import Reaper
+from workers.sandboxd.runtime.seccomp import load_seccomp_profile
+from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.server import OWNER, Server
+from workers.sandboxd.session import Session
+from workers.sandboxd.sessions import Sessions
+from workers.sandboxd.skill_shelf import SkillShelf
+from workers.sandboxd.store.checkpoints import MOST_CHECKPOINTS, Checkpoints
+from workers.sandboxd.store.choice import open_store
+from workers.sandboxd.suspension import open_parking
 from workers.settings import SandboxdSettings
 from workers.unix_listening import refuse_second, unlink_own
 
 log = structlog.get_logger(__name__)
 
+_NO_FOLDER = "bind source path does not exist"
+"""An engine's words where it does not see this process's folders."""
+SUSPEND_S = 8.0
+"""How long the end of sandboxd may take to pack what containers alone have."""
 ORPHAN_GRACE_S = 15.0
 """How long sandboxd outlives the keeper of an embedded stack: as long as that would have waited for the removal of all sandboxes."""
 END_FOR_GOOD = signal.SIGUSR1
 """Ends as SIGTERM does, and keeps nothing whatever the setting says: the embedded stack goes, and with it the folder of its sandboxd."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, END_FOR_GOOD)
+
+
+@dataclass(frozen=True)
+class House:
+    """What serves, and what `status` tells of it."""
+
+    settings: SandboxdSettings
+    facts: EngineFacts
+    boot: str
+    plans: Plans
+    choice: Choice
+    maker: Maker
+    pools: Pools
+    sessions: Sessions
+    checkpoints: Checkpoints
+    keeper: Keeper
+    reaper: Reaper
+    shelf: SkillShelf
+
+    def describe(self) -> Mapping[str, Any]:
+        """What `status` tells beside the sessions."""
+        settings = self.settings
+        return {
+            "boot": self.boot,
+            "name": settings.sandboxd_name,
+            "classes": sorted(self.plans.classes),
+            "images": sorted(self.plans.images()),
+            "max_sandboxes": settings.max_sandboxes,
+            "max_sessions": settings.max_sessions,
+            "memory_free_bytes": available_memory(),
+            "disk_free_bytes": shutil.disk_usage(settings.state()).free,
+            "store": "local" if settings.workspace_store is None else "shared",
+            "engine": self.facts.version,
+            "runtime": settings.sandbox_runtime,
+            "workspaces": {"kind": self.choice.workspaces.kind, "hard": self.choice.workspaces.is_hard, "note": self.choice.note},
+            "room": {"taken": self.maker.room.taken, "limit": self.maker.room.limit},
+            "pool": self.pools.describe(),
+            "engine_gate": self.maker.engine.describe(),
+            "counts": self.maker.counts.describe(),
+            "states": count_states(self.sessions.all(), len(self.pools)),
+        }
+
+    async def close(self, *, for_good: bool = False) -> None:
+        """Give up or remove every container. `for_good`: there will be no next sandboxd to keep anything for."""
+        await self.pools.close()
+        if self.settings.sandboxd_keep_sessions and not for_good:
+            await self.sessions.suspend_all(SUSPEND_S)
+        else:
+            await self.sessions.close_all()
+        await self.maker.end()
+
+
+@asynccontextmanager
+async def open_house(settings: SandboxdSettings, engine: Engine) -> AsyncIterator[House]:
+    """Check the host, sweep what a predecessor left, prove the profile on a real sandbox, take over kept sessions. All of it goes at the end.
+
+    Raises SandboxUnavailable and ConfigError with what is missing and how to mend it.
+    """
+    facts = await engine.facts()
+    plans = load_plans(settings)
+    await check_host(settings, engine, facts, plans)
+    state = settings.state()
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    async with AsyncExitStack() as stack:
+        lease = Lease.take(settings.sandboxd_leases, settings.sandboxd_name)
+        stack.callback(lease.give_back)
+        choice = choose_workspaces(settings.sandbox_workspace, state, settings.sandbox_workspace_bytes, settings.host_free_bytes)
+        owner = {LABEL_DEPLOYMENT: settings.deployment, LABEL_SANDBOXD: settings.sandboxd_name, LABEL_LEASE: lease.label}
+        shelf = SkillShelf(engine, settings.sandbox_image, owner)
+        profile = Profile(
+            seccomp=load_seccomp_profile(),
+            cgroup_version=facts.cgroup_version,
+            life_s=settings.sandbox_max_life_s,
+            skills_volume=shelf.volume,
+        )
+        stack.push_async_callback(shelf.close)
+        await shelf.open()
+
+        def build(chosen: Choice) -> House:
+            return _build(settings, engine, facts, plans, chosen, profile, lease, owner, shelf)
+
+        house = build(choice)
+        stack.push_async_callback(house.close)
+        await house.reaper.sweep()
+        await shelf.sweep(lease)
+        proved = await _prove(house, engine, profile, build)
+        if proved is not house:
+            stack.push_async_callback(proved.close)
+            house = proved
+        await _prove_others(house, engine, profile)
+        if house.choice.note is not None and settings.sandbox_workspace == "auto":
+            log.warning("workspaces_weaker", kind=house.choice.workspaces.kind, why=house.choice.note)
+        log.info("sessions_adopted", sessions=house.sessions.adopt())
+        await house.sessions.sweep()
+        yield house
+
+
+async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFacts, plans: Plans) -> None:
+    """Raises SandboxUnavailable when seccomp, a runtime or the image is missing."""
+    if not facts.seccomp:
+        raise SandboxUnavailable("the Docker engine runs without seccomp, so sandboxes would not hold: use an engine built with it")
+    missing = sorted(plans.runtimes() - set(facts.runtimes))
+    if missing:
+        raise SandboxUnavailable(
+            f"the engine has no runtime '{missing[0]}' (it has: {', '.join(facts.runtimes)}): install it, or set TOOLCREW_SANDBOX_RUNTIME "
+            "or the runtime of the tenant class"
+        )
+    if await engine.image_id(settings.sandbox_image) is None:
+        raise SandboxUnavailable(
+            f"the engine has no image {settings.sandbox_image}: build it with scripts/build-image, or set TOOLCREW_SANDBOX_IMAGE"
+        )
+
+
+def _build(
+    settings: SandboxdSettings,
+    engine: Engine,
+    facts: EngineFacts,
+    plans: Plans,
+    choice: Choice,
+    profile: Profile,
+    lease: Lease,
+    owner: Mapping[str, str],
+    shelf: SkillShelf,
+) -> House:
+    records = Records(settings.state())
+    looks = FirstLooks(choice.workspaces.is_hard)
+    maker = Maker(engine, profile, choice.workspaces, records, Room(settings.max_sandboxes), owner, settings.sandbox_image, looks.look)
+    limits = PoolLimits(0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
+    pools = Pools(maker, plans.pooled(), limits)
+    parking = open_parking(settings.state() / "parcels", settings.host_free_bytes)
+    sessions = Sessions(
+        maker, pools, parking, records, limit=settings.max_sessions, revise=plans.revise, equip=partial(_equip, settings, plans)
+    )
+    reaper = Reaper(engine, maker, records, lease, settings.deployment, settings.sandboxd_name)
+    idle = IdleTimes(settings.idle_pause_s, settings.idle_evict_s)
+    checkpoints = Checkpoints(open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS)
+    return House(
+        settings=settings,
+        facts=facts,
+        boot=secrets.token_hex(4),
+        plans=plans,
+        choice=choice,
+        maker=maker,
+        pools=pools,
+        sessions=sessions,
+        checkpoints=checkpoints,
+        keeper=Keeper(sessions, maker, reaper, idle, _build_watch(settings, choice), checkpoints.forget_old),
+        reaper=reaper,
+        shelf=shelf,
+    )
+
+
+def _build_watch(settings: SandboxdSettings, choice: Choice) -> DiskWatch | None:
+    return None if choice.workspaces.kind == "tmpfs" else DiskWatch(settings.state(), settings.host_free_bytes // 2)
+
+
+def _equip(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: Sandbox) -> None:
+    if session.plan.network != "egress":
+        return
+    preamble = {"v": 1, "tenant": session.tenant, "session": session.id.partition(":")[2]}
+
+    async def connect() -> ProxyStreams:
+        # Asked each time: the tenant may have less by now.
+        rules = plans.rules(session.terms).model_dump(mode="json")
+        return await open_proxy(settings.egress_socket, {**preamble, "rules": rules}, settings.proxy_uids())
+
+    sandbox.tunnels = Tunnels(sandbox.send, sandbox.drain, connect, sandbox.end_hostile)
+
+
+async def _prove(house: House, engine: Engine, profile: Profile, rebuild: Callable[[Choice], House]) -> House:
+    """The house, or the same with other workspaces when the engine does not see the ones that were made.
+
+    Raises SandboxUnavailable when the engine does not keep the profile.
+    """
+    fault = await _try_sandbox(house, engine, profile, house.plans.standard())
+    if fault is None:
+        return house
+    settings = house.settings
+    if settings.sandbox_workspace != "auto" or house.choice.workspaces.kind != "image":
+        raise SandboxUnavailable(fault)
+    why = f"the engine does not see those that are made here ({fault})"
+    weaker = rebuild(choose_without_images(why, settings.state(), settings.sandbox_workspace_bytes, settings.host_free_bytes))
+    fault = await _try_sandbox(weaker, engine, profile, weaker.plans.standard())
+    if fault is not None:
+        raise SandboxUnavailable(fault)
+    return weaker
+
+
+async def _prove_others(house: House, engine: Engine, profile: Profile) -> None:
+    """The same under every other runtime that a class asks for. Raises SandboxUnavailable, which names it."""
+    for plan in house.plans.proofs()[1:]:
+        try:
+            fault = await _try_sandbox(house, engine, profile, plan)
+        except SandboxUnavailable as error:
+            fault = str(error)
+        if fault is not None:
+            raise SandboxUnavailable(f"under the runtime '{plan.runtime}' of a tenant class: {fault}")
+
+
+async def _try_sandbox(house: House, engine: Engine, profile: Profile, plan: SandboxPlan) -> str | None:
+    """A real sandbox of that plan, inspected and asked; why it does not get its workspace. Raises SandboxUnavailable for all else."""
+    maker = house.maker
+    await maker.room.take()
+    workspace = await maker.make_workspace(plan)
+    try:
+        sandbox = await maker.make(plan, workspace, 1)
+    except SandboxUnavailable as error:
+        await maker.discard_workspace(workspace)
+        if not isinstance(error, WorkspaceMissed) and _NO_FOLDER not in str(error):
+            raise
+        return str(error)
+    try:
+        inspected = await engine.inspect(sandbox.container)
+        attestation = await ask_attestation(sandbox, timeout_s=10.0)
+    finally:
+        await maker.discard(sandbox, workspace)
+    bind = next((str(found["Source"]) for found in inspected.get("Mounts") or [] if found.get("Destination") == "/workspace"), None)
+    drift = find_drift(profile.build_config(plan, WorkspaceMount(bind), {}), inspected)
+    if drift:
+        words = "Run none on it: look for a plugin of its that changes containers, or use another engine or runtime"
+        raise SandboxUnavailable(f"the engine does not keep the sandbox profile: {' '.join(drift)} {words}")
+    dirt = find_dirt(attestation)
+    if dirt:
+        raise SandboxUnavailable(f"a new sandbox is not clean ({'; '.join(dirt)}): build its image anew with scripts/build-image")
+    return None
 
 
 async def run(settings: SandboxdSettings) -> None:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.answers import build_words
 from workers.sandboxd.frames import Frame
-from workers.sandboxd.requests import FRAME_COST_BYTES
+from workers.sandboxd.requests import FRAME_COST_BYTES, build_words
 from workers.sandboxd.store.base import Tally
 
 ROOTS = ("/workspace", "/output")

@@ -7,8 +7,8 @@ from typing import Any
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import NetworkPolicy, SandboxTerms
 from workers.sandboxd.classes import DEFAULT, MAX_NAME_CHARS, EgressRules, SandboxPlan, TenantClass
-from workers.sandboxd.hardening import SandboxLimits, Variant, build_container_config
-from workers.sandboxd.workspaces.base import WorkspaceMount
+from workers.sandboxd.disks.base import WorkspaceMount
+from workers.sandboxd.runtime.hardening import SandboxLimits, Variant, build_container_config
 from workers.settings import SandboxdSettings
 
 

@@ -6,15 +6,13 @@ Pure: whoever has the engine collects the `Evidence` (`examination.py`). No row 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal
 
-from workers.sandboxd.engine import EngineFacts
-from workers.sandboxd.host_facts import HostFacts
+from workers.sandboxd.disks.base import Kind
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.workspaces.base import Kind
+from workers.sandboxd.runtime.engine import EngineFacts
 from workers.settings import SandboxdSettings
-
-State = Literal["holds", "void", "unknown"]
 
 RUNC_FIXED: Final = ((1, 2, 8), (1, 3, 3), (1, 4, 0))
 """The first of each series with the fixes of November 2025; of 1.4.0 from its third candidate on."""
@@ -22,6 +20,63 @@ _RUNC_FIRST_CANDIDATE: Final = 3
 _SECOND_KERNEL: Final = re.compile("runsc|gvisor|kata|firecracker")
 _OPENAT2: Final = (5, 6)
 _MIB: Final = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """`memory_bytes`: all that the host has."""
+
+    kernel: str | None = None
+    swaps: tuple[str, ...] | None = None
+    """Devices and files that are swapped to."""
+    overcommit: int | None = None
+    """vm.overcommit_memory: 0 by guess, 1 always, 2 never."""
+    memory_bytes: int | None = None
+    inotify_instances: int | None = None
+    smt_active: bool | None = None
+    ksm_running: bool | None = None
+
+
+def read_host_facts(root: Path = Path("/")) -> HostFacts:
+    """Reads a few small files; raises nothing."""
+    smt = _read_number(root / "sys/devices/system/cpu/smt/active")
+    ksm = _read_number(root / "sys/kernel/mm/ksm/run")
+    return HostFacts(
+        kernel=_read(root / "proc/sys/kernel/osrelease"),
+        swaps=_parse_swaps(_read(root / "proc/swaps")),
+        overcommit=_read_number(root / "proc/sys/vm/overcommit_memory"),
+        memory_bytes=_parse_total(_read(root / "proc/meminfo") or ""),
+        inotify_instances=_read_number(root / "proc/sys/fs/inotify/max_user_instances"),
+        smt_active=None if smt is None else bool(smt),
+        ksm_running=None if ksm is None else ksm == 1,
+    )
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _read_number(path: Path) -> int | None:
+    text = _read(path) or ""
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _parse_swaps(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    return tuple(line.split()[0] for line in text.splitlines()[1:] if line.strip())
+
+
+def _parse_total(meminfo: str) -> int | None:
+    """In bytes, of the line `MemTotal: 16303044 kB`."""
+    found = re.search(r"^MemTotal:\s*([0-9]{1,15}) kB$", meminfo, re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024
+
+
+State = Literal["holds", "void", "unknown"]
 
 
 @dataclass(frozen=True)

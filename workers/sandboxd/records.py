@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from contract.errors import SandboxUnavailable
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.classes import SandboxPlan
-from workers.sandboxd.workspaces.base import Kind
+from workers.sandboxd.disks.base import Kind
 
 log = structlog.get_logger(__name__)
 

@@ -13,11 +13,10 @@ from typing import Any, Protocol
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.answers import build_done, build_words, count_survivors, has_stream
-from workers.sandboxd.channel import GuestChannel
-from workers.sandboxd.engine import Engine
+from workers.sandboxd.channels import GuestChannel
 from workers.sandboxd.frames import Frame
-from workers.sandboxd.requests import FRAME_COST_BYTES, count_budget
+from workers.sandboxd.requests import FRAME_COST_BYTES, build_done, build_words, count_budget, count_survivors, has_stream
+from workers.sandboxd.runtime.engine import Engine
 
 log = structlog.get_logger(__name__)
 

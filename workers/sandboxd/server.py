@@ -12,15 +12,14 @@ import structlog
 from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import SandboxTerms
+from workers.sandboxd.channels import WorkerLink
 from workers.sandboxd.connection import Connection
 from workers.sandboxd.frames import FrameError
-from workers.sandboxd.link import WorkerLink
-from workers.sandboxd.moved import parse_moved
 from workers.sandboxd.parcels import count_most_bytes
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.requests import parse_fence, parse_number, parse_session, parse_terms, parse_text
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session
+from workers.sandboxd.session import Session, parse_moved
 from workers.sandboxd.sessions import Sessions, Start
 from workers.sandboxd.skill_shelf import SkillShelf
 from workers.sandboxd.store.checkpoints import Checkpoints

@@ -1,18 +1,25 @@
-"""One session on this host: its plan, its workspace, and the sandbox that works in it for now."""
+"""One session of this host: its sandbox, what its calls have changed, and what its next call has to say."""
 
 import asyncio
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
+from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.classes import SandboxPlan
+from workers.sandboxd.disks.base import Workspace
 from workers.sandboxd.records import SessionRecord
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.traces import Traces
-from workers.sandboxd.workspaces.base import Workspace
 
+_READING = frozenset({"read_text", "read_file", "glob", "grep", "ping", "job_poll", "job_list"})
+"""Requests that leave files alone. All others may change some, whatever came of them."""
+_MOST_JOBS = 16
+"""Of a guest of ours; what another says is no reason to remember more."""
+_ID_CHARS = 64
 KEPT = (
     "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are kept; "
     "background jobs, /tmp, kept outputs and the shell's folder and variables are gone"
@@ -21,10 +28,55 @@ FILES_LOST = "{} and its files are lost; the next call gets a fresh, empty one"
 RENEW_S = 86_400.0
 """After this time an automatic checkpoint is made anew: a session in use never has one that is old enough to be swept."""
 _ROW_CHARS = 200
-
-
 MAX_CALLED_OFF = 100
 """The newest; ids are never used again."""
+MAX_FENCE = 2**53
+_RESTORED = (
+    "{why}, and the session goes on elsewhere: its files, kept outputs and the shell's folder, variables and functions are those of {checkpoint}; "
+    "changes since then, background jobs and /tmp are lost"
+)
+
+
+@dataclass
+class Traces:
+    """`has_written`: a request that may have changed files has ended since they were kept last; `jobs`: ids of background jobs that are not
+    known to have ended. A guest's word: good for counting, and for nothing that another session relies on."""
+
+    has_written: bool = False
+    jobs: set[str] = field(default_factory=set)
+
+    @property
+    def changed(self) -> bool:
+        """Whether files may differ from what was kept last. A job may write at any time."""
+        return self.has_written or bool(self.jobs)
+
+    def note(self, op: str, done: Mapping[str, Any]) -> None:
+        """The end of a request; an empty answer when nobody knows how it ended."""
+        if op not in _READING:
+            self.has_written = True
+        told = done.get("jobs") if op == "job_list" else [done.get("job")]
+        for job in told if isinstance(told, list) else []:
+            self._note_job(job)
+
+    def note_jobs(self, running: int) -> None:
+        """How many jobs run, by the guest's attestation."""
+        if running == 0:
+            self.end_jobs()
+
+    def end_jobs(self) -> None:
+        """None runs any more; what they wrote at last nobody has kept."""
+        self.has_written = self.changed
+        self.jobs.clear()
+
+    def _note_job(self, job: object) -> None:
+        if not isinstance(job, dict) or not isinstance(name := job.get("job"), str) or len(name) > _ID_CHARS:
+            return
+        if job.get("state") == "running":
+            if len(self.jobs) < _MOST_JOBS:
+                self.jobs.add(name)
+        elif name in self.jobs:
+            self.jobs.discard(name)
+            self.has_written = True
 
 
 @dataclass(eq=False)
@@ -159,3 +211,50 @@ class Session:
         if self.sandbox.lost is not None:
             return "lost"
         return "paused" if self.is_paused else "ready"
+
+
+_LOST, _DRAINED = "the host that had this session was lost", "the host that had this session was taken out of service"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """`fence`: of the session's new place, which is also the generation of its sandbox; `checkpoint_at`: when what it is restored from was
+    kept, None: nobody knows; `is_planned`: its host was drained, not lost."""
+
+    fence: int
+    checkpoint_at: datetime | None = None
+    is_planned: bool = False
+
+    def news(self) -> str:
+        """Of a session that was restored from a checkpoint."""
+        at = self.checkpoint_at
+        checkpoint = f"the checkpoint of {at.isoformat(timespec='seconds')}" if at is not None else "its last checkpoint"
+        return _RESTORED.format(why=self._why(), checkpoint=checkpoint)
+
+    def loss(self) -> str:
+        """Of a session of which nothing was kept."""
+        return FILES_LOST.format(f"{self._why()}, and there was no checkpoint of it: the sandbox")
+
+    def _why(self) -> str:
+        return _DRAINED if self.is_planned else _LOST
+
+
+def parse_moved(header: Mapping[str, Any]) -> Moved | None:
+    """What a request to open says of it; None: the session is new. Raises ToolFailure."""
+    told = header.get("moved")
+    if told is None:
+        return None
+    if not isinstance(told, dict) or not told.keys() <= {"generation", "checkpoint_at", "is_planned"}:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'moved' must have generation and, if known, checkpoint_at and is_planned")
+    fence = told.get("generation")
+    if isinstance(fence, bool) or not isinstance(fence, int) or not 0 < fence <= MAX_FENCE:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"moved.generation must be a whole number of at least 1 and at most {MAX_FENCE}")
+    at = told.get("checkpoint_at")
+    return Moved(fence, None if at is None else _parse_instant(at), told.get("is_planned") is True)
+
+
+def _parse_instant(text: object) -> datetime:
+    try:
+        return datetime.fromisoformat(text if isinstance(text, str) else "").astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "moved.checkpoint_at must be a time as 2030-01-31T12:00:00+00:00") from None

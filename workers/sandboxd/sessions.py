@@ -11,18 +11,15 @@ import structlog
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxTerms
-from workers.sandboxd.adoption import adopt
+from workers.sandboxd.background import settle
 from workers.sandboxd.classes import SandboxPlan
-from workers.sandboxd.making import Maker
-from workers.sandboxd.moved import Moved
-from workers.sandboxd.parking import Parking
-from workers.sandboxd.pools import Pools
+from workers.sandboxd.disks.base import Workspace
+from workers.sandboxd.pool import Pools
 from workers.sandboxd.records import Records
-from workers.sandboxd.resting import MIN_IDLE_S, Resting
+from workers.sandboxd.runtime.factory import Maker
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_LOST, KEPT, Session
-from workers.sandboxd.settling import settle
-from workers.sandboxd.workspaces.base import Workspace
+from workers.sandboxd.session import FILES_LOST, KEPT, Moved, Session
+from workers.sandboxd.suspension import MIN_IDLE_S, Parking, Resting, adopt
 
 log = structlog.get_logger(__name__)
 

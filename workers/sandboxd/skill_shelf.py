@@ -20,10 +20,10 @@ import structlog
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, BundleDigest
 from contract.tar_archives import read_tar
-from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
-from workers.sandboxd.hardening import SKILLS_FOLDER
+from workers.sandboxd.background import settle
 from workers.sandboxd.leases import Lease
-from workers.sandboxd.settling import settle
+from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
+from workers.sandboxd.runtime.hardening import SKILLS_FOLDER
 
 log = structlog.get_logger(__name__)
 

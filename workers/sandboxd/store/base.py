@@ -1,15 +1,17 @@
 """What sandboxd asks of a store: whole parcels under names, each with its size and sha256 beside it."""
 
+import asyncio
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.background import in_thread
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -19,6 +21,10 @@ CHECK_EVERY_BYTES = 16 * 1024 * 1024
 """How much may be written between two looks at the free space of a disk."""
 _LAYOUT = 1
 """Of what is kept: the names of files in a parcel, and the words of the facts."""
+ANSWER_S = 60.0
+"""For one piece of work: a read, a write, a list."""
+_AT_ONCE = 16
+T = TypeVar("T")
 
 
 class NotStored(Exception):
@@ -136,3 +142,36 @@ def parse_facts(name: str, data: bytes) -> StoredFacts:
             "or restore another checkpoint"
         )
     return StoredFacts(size, digest)
+
+
+class StoreThreads:
+    """So many pieces of work at a time; one that hangs keeps its turn until it ends."""
+
+    def __init__(self, answer_s: float = ANSWER_S, at_once: int = _AT_ONCE) -> None:
+        self._answer_s = answer_s
+        self._turns = asyncio.Semaphore(at_once)
+
+    async def run(self, work: Callable[[], T], within_s: float | None = None) -> T:
+        """What blocking work gives. Raises what it raises, and TimeoutError when it has not ended in time: nobody can end it, it may do so later."""
+        limit_s = within_s or self._answer_s
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await self._turns.acquire()
+                return await asyncio.shield(self._start(work))
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"no answer within {limit_s:g} s") from error
+
+    def _start(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        try:
+            running = in_thread(work, "store")
+        except BaseException:
+            self._turns.release()
+            raise
+        running.add_done_callback(self._give_back)
+        return running
+
+    def _give_back(self, running: "asyncio.Future[T]") -> None:
+        self._turns.release()
+        running.exception()  # whoever asked may have left: then nobody else takes it

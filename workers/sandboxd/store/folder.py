@@ -16,6 +16,7 @@ from workers.sandboxd.store.base import (
     STORE_SETTING,
     NotStored,
     StoredFacts,
+    StoreThreads,
     Tally,
     check_room,
     encode_facts,
@@ -24,7 +25,6 @@ from workers.sandboxd.store.base import (
     split_name,
     write_all,
 )
-from workers.sandboxd.store.threads import StoreThreads
 
 _READ_BYTES = 1024 * 1024
 _FORGOTTEN_S = 86_400.0

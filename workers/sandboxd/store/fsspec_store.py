@@ -17,6 +17,7 @@ from workers.sandboxd.store.base import (
     STATE_SETTING,
     NotStored,
     StoredFacts,
+    StoreThreads,
     Tally,
     check_room,
     encode_facts,
@@ -25,7 +26,6 @@ from workers.sandboxd.store.base import (
     split_name,
     write_all,
 )
-from workers.sandboxd.store.threads import StoreThreads
 
 log = structlog.get_logger(__name__)
 

@@ -1,0 +1,92 @@
+"""Which kind of workspace this host can have."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
+from workers.sandboxd.disks.ext4 import clear_work, find_tool, make_image, open_work
+from workers.sandboxd.disks.folder import FolderWorkspaces
+from workers.sandboxd.disks.image import TEMPLATES, ImageWorkspaces
+from workers.sandboxd.disks.places import Places, refused
+from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
+from workers.sandboxd.runtime.hardening import MIB, UID
+
+WantedKind = Literal["auto", "image", "tmpfs", "folder"]
+
+LARGEST_TMPFS_BYTES: Final = 256 * MIB
+"""What is larger is not put into memory unasked."""
+_PROBE_SIZE: Final = WorkspaceSize(MIB, 256)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The workspaces, and why they are weaker than the best kind; None: they are the best."""
+
+    workspaces: Workspaces
+    note: str | None = None
+
+
+def choose_workspaces(wanted: WantedKind, state: Path, workspace_bytes: int, host_free_bytes: int) -> Choice:
+    """Image where this process may mount, else tmpfs for small workspaces, else a watched folder. A kind that was asked for is not replaced.
+
+    It makes and mounts an image to see whether it can: some tens of milliseconds of blocking. Images and folders lie below
+    `state`/workspaces. Raises SandboxUnavailable when the wanted kind cannot be had, with what is missing.
+    """
+    folder = state / "workspaces"
+    if wanted == "tmpfs":
+        return Choice(TmpfsWorkspaces(), "tmpfs was asked for: files end with their container")
+    if wanted == "folder":
+        _check_folder(folder, host_free_bytes)
+        return Choice(FolderWorkspaces(folder, host_free_bytes), "a folder was asked for: its size is only watched")
+    missing = find_obstacle(folder, host_free_bytes)
+    if missing is None:
+        return Choice(ImageWorkspaces(folder, host_free_bytes))
+    if wanted == "image":
+        raise SandboxUnavailable(f"this host cannot have workspaces of the kind image: {missing}")
+    return choose_without_images(missing, state, workspace_bytes, host_free_bytes)
+
+
+def choose_without_images(why: str, state: Path, workspace_bytes: int, host_free_bytes: int) -> Choice:
+    """The next best kind for workspaces of that size. Raises SandboxUnavailable when there is none, with what is missing."""
+    if workspace_bytes <= LARGEST_TMPFS_BYTES:
+        return Choice(TmpfsWorkspaces(), f"no images: {why}. Files end with their container")
+    folder = state / "workspaces"
+    _check_folder(folder, host_free_bytes)
+    return Choice(FolderWorkspaces(folder, host_free_bytes), f"no images: {why}. The size of a folder is only watched")
+
+
+def find_obstacle(folder: Path, host_free_bytes: int) -> str | None:
+    """Why images cannot be made and mounted below `folder`; None: they can, it was tried."""
+    if os.geteuid() != 0:
+        return "sandboxd is not root, and only root may mount"
+    if find_tool("mkfs.ext4") is None or find_tool("e2fsck") is None:
+        return "mkfs.ext4 or e2fsck is missing: install e2fsprogs"
+    if not Path("/dev/loop-control").exists():
+        return "/dev/loop-control is missing: load the kernel's module `loop`, and make /dev visible to sandboxd"
+    try:
+        _try_image(folder, host_free_bytes)
+    except SandboxUnavailable as error:
+        return str(error)
+    except OSError as error:
+        return str(refused("an image could not be made and mounted", error))
+    return None
+
+
+def _try_image(folder: Path, host_free_bytes: int) -> None:
+    Places(folder, host_free_bytes).prepare()
+    for left in (folder, folder / TEMPLATES):
+        clear_work(left)
+    with open_work(folder) as work:
+        make_image(work / "image", work / "mount", _PROBE_SIZE)
+
+
+def _check_folder(folder: Path, host_free_bytes: int) -> None:
+    if os.geteuid() not in (0, UID):
+        raise SandboxUnavailable(
+            f"sandboxd's user, {os.geteuid()}, could neither count nor delete what sandboxes, as user {UID}, write into a folder: "
+            f"run sandboxd as root or as {UID}, or use TOOLCREW_SANDBOX_WORKSPACE=tmpfs"
+        )
+    Places(folder, host_free_bytes).prepare()

@@ -1,0 +1,271 @@
+"""ext4 images that hold a workspace of a given size: made once per size, copied for each workspace, checked before they are mounted."""
+
+import errno
+import os
+import secrets
+import shutil
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.disks.base import WorkspaceSize
+from workers.sandboxd.disks.loop_mounts import mount_image, try_lock, unmount
+from workers.sandboxd.disks.trees import remove_tree
+from workers.sandboxd.runtime.hardening import UID
+
+log = structlog.get_logger(__name__)
+
+_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
+_WORK = ".work-"
+_BLOCK = 4096
+_MOST_INODES_A_GROUP = 8 * _BLOCK
+_RESERVED_INODES = 10
+_TOOL_S = 60.0
+_RELEASE_S = 10.0
+_TRIES = 8
+# Spelt out, so that no configuration of the host changes them. No journal: it would cost room and time, and a workspace whose host went
+# down is checked before its next mount.
+_FEATURES = "none,extents,dir_index,filetype,sparse_super,large_file,huge_file,flex_bg,metadata_csum,dir_nlink,extra_isize,ext_attr"
+_EXTENDED = f"root_owner={UID}:{UID},lazy_itable_init=1,nodiscard"
+
+_SUPERBLOCK = 1024
+_MAGIC = 0xEF53
+_CLEAN = 1
+
+_CORRECTED = 1 | 2
+_UNCORRECTED = 4
+
+
+class Templates:
+    """Empty images, one per size, in a private folder. Blocking; for any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+
+    def copy(self, size: WorkspaceSize, target: Path) -> None:
+        """A new sparse image at `target`. Raises OSError, and SandboxUnavailable when an image of that size cannot be made."""
+        template = self._folder / f"ext4-1-{size.bytes}-{size.inodes}"
+        with self._lock:
+            if not template.exists():
+                self._make(template, size)
+        _copy_sparse(template, target)
+
+    def _make(self, template: Path, size: WorkspaceSize) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        with open_work(self._folder) as work:
+            make_image(work / "image", work / "mount", size)
+            fd = os.open(work / "image", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            (work / "image").rename(template)
+
+
+@contextmanager
+def open_work(folder: Path) -> Iterator[Path]:
+    """A private folder below `folder` to make an image in. Raises OSError."""
+    work = folder / f"{_WORK}{secrets.token_hex(8)}"
+    work.mkdir(mode=0o700)
+    try:
+        yield work
+    finally:
+        _clear(work)
+
+
+def clear_work(folder: Path) -> None:
+    """Delete what a process that was killed while it made an image left below `folder`, mounts included. Raises OSError."""
+    for work in folder.glob(f"{_WORK}*"):
+        _clear(work)
+
+
+def _clear(work: Path) -> None:
+    unmount(work / "mount")
+    remove_tree(work)
+
+
+def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
+    """An empty image that keeps all of `size` usable, and little more. It is mounted at `place` meanwhile, a folder that this makes.
+
+    Raises OSError, and SandboxUnavailable when mkfs.ext4 is missing or fails.
+    """
+    place.mkdir(mode=0o700)
+    wanted = -(-size.bytes // _BLOCK)
+    wanted += max(4, wanted // 256)  # for the lists of blocks of large files
+    blocks, inodes = wanted + size.inodes // 16 + 8, size.inodes + _RESERVED_INODES
+    for _ in range(_TRIES):
+        _format(image, blocks, inodes)
+        with _mounted(image, place):
+            (place / "lost+found").rmdir()
+            found = os.statvfs(place)
+        short, few = wanted - found.f_bavail, size.inodes - found.f_favail
+        if short <= 0 and few <= 0:
+            return
+        blocks += max(0, short) + max(0, short) // 32
+        inodes += max(0, few)
+    raise SandboxUnavailable(
+        f"mkfs.ext4 makes no file system with room for {size.bytes} bytes and {size.inodes} files: ask for other sizes"
+    )
+
+
+def is_clean(image: int) -> bool:
+    """Whether the image, mounted nowhere, was unmounted in order. Raises OSError, also when it is no ext4 image."""
+    magic, state = struct.unpack("<HH", os.pread(image, 4, _SUPERBLOCK + 0x38).ljust(4, b"\0"))
+    if magic != _MAGIC:
+        raise OSError(errno.EUCLEAN, "it is not an ext4 image")
+    return bool(state == _CLEAN)
+
+
+def repair(image: Path) -> None:
+    """Put right what a host's sudden end left. Of what was just being made, that may cost the name: then it is in `lost+found`, and logged.
+
+    Raises SandboxUnavailable.
+    """
+    status, words = _run("e2fsck", "-p", str(image))
+    if status & ~_CORRECTED == _UNCORRECTED:
+        log.warning("workspace_damaged", image=str(image), said=words)
+        status, words = _run("e2fsck", "-y", str(image))
+    if status & ~_CORRECTED:
+        raise SandboxUnavailable(
+            f"the file system of {image} was damaged when the host went down, and e2fsck cannot repair it ({words}): open a new session"
+        )
+
+
+def clear_found(top: Path) -> None:
+    """Take away the folder of root's that a repair has made at the top of a mounted image. What lay nameless is in it: then it is the sandbox's.
+
+    Raises OSError.
+    """
+    found = top / "lost+found"
+    try:
+        if found.lstat().st_uid == 0:
+            found.rmdir()
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            os.chown(found, UID, UID, follow_symlinks=False)
+        elif error.errno != errno.ENOENT:
+            raise
+
+
+def find_tool(name: str) -> str | None:
+    """The program's path; None when it is not installed."""
+    return shutil.which(name, path=_PATH) or shutil.which(name)
+
+
+def _format(image: Path, blocks: int, inodes: int) -> None:
+    with image.open("wb") as file:
+        file.truncate(blocks * _BLOCK)
+    groups = max(-(-blocks // _MOST_INODES_A_GROUP), -(-inodes // _MOST_INODES_A_GROUP))
+    blocks_a_group = max(256, min(_MOST_INODES_A_GROUP, -(-blocks // groups // 8) * 8))
+    options = ["-q", "-F", "-b", str(_BLOCK), "-I", "256", "-m", "0", "-g", str(blocks_a_group), "-N", str(inodes)]
+    status, words = _run("mkfs.ext4", *options, "-O", _FEATURES, "-E", _EXTENDED, str(image))
+    if status != 0:
+        raise SandboxUnavailable(f"mkfs.ext4 failed with status {status}: {words}")
+
+
+def _run(name: str, *arguments: str) -> tuple[int, str]:
+    """Status and words of one of e2fsprogs' programs."""
+    program = find_tool(name)
+    if program is None:
+        raise SandboxUnavailable(f"{name} is missing: install e2fsprogs")
+    try:
+        ended = subprocess.run(
+            [program, *arguments],
+            env={"PATH": _PATH, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_TOOL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise SandboxUnavailable(f"{name} did not end in {_TOOL_S:g} s: is the disk overloaded?") from None
+    return ended.returncode, " ".join(ended.stdout.decode(errors="replace").split())[-500:]
+
+
+@contextmanager
+def _mounted(image: Path, place: Path) -> Iterator[None]:
+    """Mounted inside the block; afterwards no loop device has the image any more."""
+    fd = _open_released(image)
+    try:
+        mount_image(fd, place)
+    finally:
+        os.close(fd)
+    try:
+        _check_lock_is_kept(image)
+        yield
+    finally:
+        unmount(place)
+        os.close(_open_released(image))
+
+
+def _check_lock_is_kept(image: Path) -> None:
+    fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if try_lock(fd):
+            raise SandboxUnavailable("this kernel's loop devices do not keep the lock of their file: use tmpfs or folder workspaces")
+    finally:
+        os.close(fd)
+
+
+def _open_released(image: Path) -> int:
+    """Return the image, open and locked, as soon as no loop device has it.
+
+    A program that another thread starts holds a copy of every open file between its fork and its exec. So the lock of a file that is closed already may
+    be kept for a moment, longer on a busy host.
+    """
+    fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
+    until = time.monotonic() + _RELEASE_S
+    try:
+        while not try_lock(fd):
+            if time.monotonic() > until:
+                raise OSError(errno.EBUSY, f"in use by another process for {_RELEASE_S:g} s", str(image))
+            time.sleep(0.001)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _copy_sparse(source: Path, target: Path) -> None:
+    """Copy the data and leave the holes. Raises OSError."""
+    from_fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        to_fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(to_fd, os.fstat(from_fd).st_size)
+            for start, end in _extents(from_fd):
+                _copy_range(from_fd, to_fd, start, end)
+        finally:
+            os.close(to_fd)
+    finally:
+        os.close(from_fd)
+
+
+def _extents(fd: int) -> Iterator[tuple[int, int]]:
+    end = 0
+    while True:
+        try:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return
+            raise
+        end = os.lseek(fd, start, os.SEEK_HOLE)
+        yield start, end
+
+
+def _copy_range(from_fd: int, to_fd: int, start: int, end: int) -> None:
+    while start < end:
+        data = os.pread(from_fd, min(end - start, 1 << 20), start)
+        if not data:
+            raise OSError(errno.EIO, "the template became shorter")
+        start += os.pwrite(to_fd, data, start)

@@ -1,0 +1,126 @@
+"""Workspaces as plain folders of the host: files outlive the container anywhere, but their size is only watched."""
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Set
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.disks.base import Kind, WorkspaceMount, WorkspaceSize
+from workers.sandboxd.disks.places import Places, refused
+from workers.sandboxd.disks.trees import TreeCount
+from workers.sandboxd.runtime.hardening import UID
+
+FILES = "files"
+WATCH_S = 0.2
+"""The longest that one look at all workspaces takes."""
+_SLICE_S = 0.05
+
+
+@dataclass(frozen=True)
+class FolderWorkspace:
+    """`<folder>/<name>/files`, inside a folder that only sandboxd's user may enter."""
+
+    name: str
+    size: WorkspaceSize
+    owner: "FolderWorkspaces" = field(compare=False, repr=False)
+
+    @property
+    def kind(self) -> Kind:
+        return "folder"
+
+    @property
+    def outlives_container(self) -> bool:
+        return True
+
+    @asynccontextmanager
+    async def mounted(self) -> AsyncIterator[WorkspaceMount]:
+        yield WorkspaceMount(self.owner.open_for(self))
+
+    async def remove(self) -> None:
+        await self.owner.remove(self)
+
+
+class FolderWorkspaces:
+    """Folders below `folder`; below `host_free_bytes` on its disk none is made. For sandboxd's user being root or the sandboxes' own uid."""
+
+    def __init__(self, folder: Path, host_free_bytes: int) -> None:
+        self._places = Places(folder, host_free_bytes)
+        self._watched: dict[str, FolderWorkspace] = {}
+        self._counts: dict[str, TreeCount] = {}
+        self._counted_at: dict[str, float] = {}
+        self._watching = asyncio.Lock()
+
+    @property
+    def kind(self) -> Kind:
+        return "folder"
+
+    @property
+    def is_hard(self) -> bool:
+        return False
+
+    async def make(self, name: str, size: WorkspaceSize) -> FolderWorkspace:
+        await self._places.make(name, _fill)
+        return FolderWorkspace(name, size, self)
+
+    def find(self, name: str, size: WorkspaceSize) -> FolderWorkspace | None:
+        files = self._places.of(name) / FILES
+        return FolderWorkspace(name, size, self) if files.is_dir() and not files.is_symlink() else None
+
+    async def sweep(self, keep: Set[str]) -> int:
+        return await self._places.sweep(keep)
+
+    async def find_overfull(self) -> Mapping[str, int]:
+        """Of the workspaces that a container has had since this sandboxd started. Ends soon: what it could not count is first the next time.
+
+        Raises SandboxUnavailable when one cannot be read and no other holds too much.
+        """
+        async with self._watching:
+            watched = dict(self._watched)
+            return await asyncio.to_thread(self._watch, watched)
+
+    def open_for(self, workspace: FolderWorkspace) -> str:
+        """Its path for a container, from now on watched."""
+        self._watched[workspace.name] = workspace
+        return str(self._places.of(workspace.name) / FILES)
+
+    async def remove(self, workspace: FolderWorkspace) -> None:
+        """Delete it and watch it no longer. Raises SandboxUnavailable; then try again later."""
+        await self._places.remove(workspace.name)
+        self._watched.pop(workspace.name, None)
+
+    def _watch(self, watched: Mapping[str, FolderWorkspace]) -> dict[str, int]:
+        self._counted_at = {name: self._counted_at.get(name, 0.0) for name in watched}
+        self._counts = {name: count for name, count in self._counts.items() if name in watched}
+        overfull: dict[str, int] = {}
+        failed: SandboxUnavailable | None = None
+        waiting = deque(sorted(watched, key=self._counted_at.__getitem__))
+        until = time.monotonic() + WATCH_S
+        while waiting and (now := time.monotonic()) < until:
+            name = waiting.popleft()
+            count = self._counts.pop(name, None) or TreeCount(self._places.of(name) / FILES, watched[name].size)
+            self._counted_at[name] = now
+            try:
+                is_complete = count.advance(min(until, now + _SLICE_S))
+            except OSError as error:
+                failed = refused(f"workspace {name} cannot be counted", error)
+                continue
+            if not is_complete:
+                self._counts[name] = count
+                waiting.append(name)
+            elif count.is_over:
+                overfull[name] = count.held_bytes
+        if failed is not None and not overfull:
+            raise failed
+        return overfull
+
+
+def _fill(place: Path) -> None:
+    files = place / FILES
+    files.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(files, UID, UID)

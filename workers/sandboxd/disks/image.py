@@ -1,0 +1,173 @@
+"""Workspaces as ext4 images: the kernel enforces bytes and inodes, and the files outlive the container."""
+
+import asyncio
+import errno
+import os
+import stat
+from collections.abc import AsyncIterator, Mapping, Set
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.disks.base import Kind, WorkspaceMount, WorkspaceSize
+from workers.sandboxd.disks.ext4 import Templates, clear_found, is_clean, repair
+from workers.sandboxd.disks.loop_mounts import mount_image, try_lock, unmount
+from workers.sandboxd.disks.places import MOUNT, Places, refused, run_to_end
+
+IMAGE = "image"
+TEMPLATES = ".templates"
+RELEASE_S = 30.0
+"""A container that was removed has let go of its workspace by then, or never will."""
+_FIRST_PAUSE_S = 0.002
+_LONGEST_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True)
+class ImageWorkspace:
+    """`<folder>/<name>/image`, a sparse file that only this user may open, and `mount` beside it.
+
+    The mount there exists only while a container is made: the container keeps the file system with its own mount, and when it is gone the
+    kernel frees mount and loop device. So nothing of them can be left behind, whoever dies.
+    """
+
+    name: str
+    size: WorkspaceSize
+    places: Places = field(compare=False, repr=False)
+    handing_over: set[str] = field(compare=False, repr=False)
+    """Names of this process's workspaces that are mounted for a container now."""
+    release_s: float = field(default=RELEASE_S, compare=False, repr=False)
+
+    @property
+    def kind(self) -> Kind:
+        return "image"
+
+    @property
+    def outlives_container(self) -> bool:
+        return True
+
+    @asynccontextmanager
+    async def mounted(self) -> AsyncIterator[WorkspaceMount]:
+        place = self.places.of(self.name)
+        if self.name in self.handing_over:
+            raise SandboxUnavailable(f"workspace {self.name} is being given to another container: try again when that has been made")
+        self.handing_over.add(self.name)
+        try:
+            # One that was killed at this point may have left its mount.
+            await run_to_end(lambda: _unmount(place))
+            image = await self._open_released(place / IMAGE)
+            try:
+                await run_to_end(lambda: _mount(image, place))
+                yield WorkspaceMount(str(place / MOUNT))
+            finally:
+                await run_to_end(lambda: _unmount(place))
+        finally:
+            self.handing_over.discard(self.name)
+
+    async def remove(self) -> None:
+        await self.places.remove(self.name)
+
+    async def _open_released(self, image: Path) -> int:
+        """The image, open and locked: no container has it any more. Raises SandboxUnavailable."""
+        fd = _open_image(image)
+        loop = asyncio.get_running_loop()
+        until, pause = loop.time() + self.release_s, _FIRST_PAUSE_S
+        try:
+            # The kernel tells nobody when a loop device goes.
+            while not try_lock(fd):
+                if loop.time() >= until:
+                    raise SandboxUnavailable(
+                        f"workspace {self.name} is still mounted {self.release_s:g} s after its container should be gone: "
+                        "find who has it with `findmnt` and `losetup`, end that, and try again"
+                    )
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+class ImageWorkspaces:
+    """Images below `folder`. They are sparse: together they may promise more than the host's disk has; below `host_free_bytes` none is made."""
+
+    def __init__(self, folder: Path, host_free_bytes: int) -> None:
+        self._places = Places(folder, host_free_bytes)
+        self._templates = Templates(folder / TEMPLATES)
+        self._handing_over: set[str] = set()
+
+    @property
+    def kind(self) -> Kind:
+        return "image"
+
+    @property
+    def is_hard(self) -> bool:
+        return True
+
+    async def make(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
+        await self._places.make(name, lambda place: self._fill(place, size))
+        return self._known(name, size)
+
+    def find(self, name: str, size: WorkspaceSize) -> ImageWorkspace | None:
+        place = self._places.of(name)
+        if not (place / IMAGE).is_file():
+            return None
+        if name not in self._handing_over:
+            _unmount(place)
+        return self._known(name, size)
+
+    async def sweep(self, keep: Set[str]) -> int:
+        return await self._places.sweep(keep)
+
+    async def find_overfull(self) -> Mapping[str, int]:
+        return {}
+
+    def _known(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
+        return ImageWorkspace(name, size, self._places, self._handing_over)
+
+    def _fill(self, place: Path, size: WorkspaceSize) -> None:
+        # Nobody may write there: a container whose start missed the mount would fill the host's disk.
+        (place / MOUNT).mkdir(mode=0o500)
+        unfinished = place / f"{IMAGE}.new"
+        self._templates.copy(size, unfinished)
+        unfinished.rename(place / IMAGE)
+
+
+def _open_image(image: Path) -> int:
+    try:
+        fd = os.open(image, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise SandboxUnavailable(
+            f"the image of workspace {image.parent.name} is gone: its session's files are lost, open a new session"
+        ) from None
+    except OSError as error:
+        raise refused(f"the image of workspace {image.parent.name} cannot be opened", error) from error
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
+        return fd
+    os.close(fd)
+    raise SandboxUnavailable(f"{image} is not the file that sandboxd made there: somebody changed its folder; open a new session")
+
+
+def _mount(image: int, place: Path) -> None:
+    """Mount the locked image, after a check where it needs one. Closes it: from then on the mount has the lock."""
+    try:
+        was_clean = is_clean(image)
+        if not was_clean:
+            repair(place / IMAGE)
+        mount_image(image, place / MOUNT)
+        if not was_clean:
+            clear_found(place / MOUNT)
+    except OSError as error:
+        raise refused(f"workspace {place.name} cannot be mounted", error) from error
+    finally:
+        os.close(image)
+
+
+def _unmount(place: Path) -> None:
+    try:
+        unmount(place / MOUNT)
+    except OSError as error:
+        if error.errno == errno.EPERM:
+            raise SandboxUnavailable(f"what is mounted at {place / MOUNT} cannot be unmounted: run sandboxd as root") from error
+        raise refused(f"workspace {place.name} cannot be unmounted", error) from error

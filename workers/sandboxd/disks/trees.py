@@ -1,0 +1,239 @@
+"""Folders whose content a hostile user made, any depth, any names and modes: deleted and measured without following a link."""
+
+import errno
+import itertools
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workers.sandboxd.disks.base import WorkspaceSize
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_TIMES = 4
+"""So many times the files it may hold are counted: what bounds time and memory."""
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete `folder` and all in it; nobody else may be changing it. One that is not there is fine. Raises OSError.
+
+    However deep it is, three descriptors and no recursion do: what a subfolder holds is moved up, and the empty subfolder removed.
+    """
+    try:
+        top = _open_folder(str(folder), None)
+    except FileNotFoundError:
+        return
+    try:
+        _empty(top)
+    finally:
+        os.close(top)
+    folder.rmdir()
+
+
+def _empty(top: int) -> None:
+    mark = secrets.token_hex(8)  # a name that nothing in the tree can have
+    numbers = itertools.count()
+    while True:
+        names = list(_unlink_files(top))
+        if not names:
+            return
+        for name in names:
+            child = _open_folder(name, top)
+            try:
+                for inner in list(_unlink_files(child)):
+                    os.close(_open_folder(inner, child))
+                    os.rename(inner, f"{mark}-{next(numbers)}", src_dir_fd=child, dst_dir_fd=top)
+            finally:
+                os.close(child)
+            os.rmdir(name, dir_fd=top)
+
+
+def _unlink_files(folder: int) -> Iterator[str]:
+    """The names of the subfolders; all else is deleted on the way."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield entry.name
+            else:
+                os.unlink(entry.name, dir_fd=folder)
+
+
+def _open_folder(name: str, parent: int | None) -> int:
+    """Open it whatever its mode is, where it is ours."""
+    try:
+        fd = os.open(name, _FOLDER, dir_fd=parent)
+    except PermissionError:
+        allow_owner(name, parent)
+        return os.open(name, _FOLDER, dir_fd=parent)
+    if os.geteuid() != 0 and os.fstat(fd).st_mode & 0o700 != 0o700:
+        os.fchmod(fd, 0o700)
+    return fd
+
+
+def allow_owner(name: str, parent: int | None) -> None:
+    """Give the owner of a folder his rights in it; its other rights stay, and a link is not followed. Raises OSError."""
+    fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        path = f"/proc/self/fd/{fd}"
+        os.chmod(path, os.stat(path).st_mode & 0o7777 | 0o700)
+    finally:
+        os.close(fd)
+
+
+_Identity = tuple[int, int]
+
+
+@dataclass
+class _Level:
+    """A folder on the way down: what it is, its name in the one above, and its subfolders that are still to be counted."""
+
+    identity: _Identity
+    name: str
+    pending: list[str]
+
+
+@dataclass
+class TreeCount:
+    """One count of a folder, to its end or to several times the files that it may hold.
+
+    A file with several names counts once. What is moved about meanwhile may be missed, or counted twice. A deleted file that is still open
+    is not seen. A folder of ours without rights for its owner gets them; one that cannot be read at all is as good as too much.
+    """
+
+    folder: Path
+    most: WorkspaceSize
+    bytes: int = 0
+    inodes: int = 0
+    _is_hidden: bool = False
+    _fd: int = -1
+    _levels: list[_Level] | None = None
+    _linked: set[_Identity] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_hidden or self.bytes > self.most.bytes or self.inodes > self.most.inodes
+
+    @property
+    def held_bytes(self) -> int:
+        """Of one that is over: more the more it holds. A file weighs at least its share of the size, so that many empty ones are seen to grow."""
+        return max(self.bytes, self.inodes * self.most.bytes // self.most.inodes, 1)
+
+    @property
+    def _is_enough(self) -> bool:
+        return self.inodes >= self.most.inodes * _TIMES
+
+    def advance(self, until: float) -> bool:
+        """Count on until that instant of the monotonic clock, one folder at least; True when the count is complete.
+
+        The folder itself being gone is complete, too. Raises OSError.
+        """
+        try:
+            self._descend()
+            while self._levels and not self._is_enough:
+                self._step(self._levels)
+                if time.monotonic() >= until:
+                    break
+        except FileNotFoundError:
+            return True
+        finally:
+            self._move_to(-1)
+        return self._is_enough or not self._levels
+
+    def _step(self, levels: list[_Level]) -> None:
+        """Into the next subfolder, or else up."""
+        if levels[-1].pending:
+            name = levels[-1].pending.pop()
+            child = self._open_child(name)
+            if child is not None:
+                self._move_to(child)
+                self._enter(name)
+            return
+        levels.pop()
+        if not levels:
+            return
+        above = self._open_child("..")
+        if above is not None:
+            self._move_to(above)
+        # Of a folder that was moved, `..` is not where we came from, and might be outside.
+        if above is None or _identify(os.fstat(above)) != levels[-1].identity:
+            self._descend()
+
+    def _descend(self) -> None:
+        """From the top by the names of the levels, as far as they still are what they were; the rest is given up."""
+        self._move_to(self._open_top())
+        if self._levels is None:
+            self._levels = []
+            self._enter("")
+        for depth, level in enumerate(self._levels[1:], start=1):
+            child = self._open_child(level.name)
+            if child is None:
+                del self._levels[depth:]
+                return
+            if _identify(os.fstat(child)) != level.identity:
+                os.close(child)
+                del self._levels[depth:]
+                return
+            self._move_to(child)
+
+    def _open_top(self) -> int:
+        try:
+            return os.open(self.folder, _FOLDER)
+        except PermissionError:
+            allow_owner(str(self.folder), None)
+            return os.open(self.folder, _FOLDER)
+
+    def _move_to(self, fd: int) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = fd
+
+    def _open_child(self, name: str) -> int | None:
+        """None: it is gone, or no folder any more."""
+        try:
+            return os.open(name, _FOLDER, dir_fd=self._fd)
+        except PermissionError:
+            return self._open_hidden(name)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return None
+            raise
+
+    def _open_hidden(self, name: str) -> int | None:
+        try:
+            allow_owner(name, self._fd)
+            return os.open(name, _FOLDER, dir_fd=self._fd)
+        except OSError:
+            self._is_hidden = True
+            return None
+
+    def _enter(self, name: str) -> None:
+        """Count what the open folder holds, and make it the lowest level."""
+        pending: list[str] = []
+        with os.scandir(self._fd) as entries:
+            for entry in entries:
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                self._count(found)
+                if self._is_enough:
+                    break
+                if stat.S_ISDIR(found.st_mode):
+                    pending.append(entry.name)
+        if self._levels is not None:
+            self._levels.append(_Level(_identify(os.fstat(self._fd)), name, pending))
+
+    def _count(self, found: os.stat_result) -> None:
+        if found.st_nlink > 1 and not stat.S_ISDIR(found.st_mode):
+            if _identify(found) in self._linked:
+                return
+            self._linked.add(_identify(found))
+        self.bytes += found.st_blocks * 512
+        self.inodes += 1
+
+
+def _identify(found: os.stat_result) -> _Identity:
+    return found.st_dev, found.st_ino

@@ -1,0 +1,1 @@
+"""The connections that a sandbox with network opens, relayed to the egress proxy of its host."""

@@ -1,0 +1,265 @@
+"""One connection of a sandbox, relayed between its guest and the egress proxy."""
+
+import asyncio
+import contextlib
+import json
+import select
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from workers.unix_listening import find_peer_uid
+
+log = structlog.get_logger(__name__)
+
+CONNECT_S = 5.0
+_READ_BYTES = 32_768
+"""What may wait unread of one connection is twice as much."""
+
+ProxyStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+WINDOW = 65_536
+"""Bytes that may be on their way in one direction: sent, and not yet taken at the other end."""
+GRANT = WINDOW // 2
+"""Room is told of when there is this much."""
+PIECE = 32_768
+"""The most that one frame carries: what a call's frame may have to wait for."""
+LINGER_S = 1.0
+"""How often a proxy that has said its last is looked at: whether it still listens."""
+_UNREACHABLE = (
+    "The egress proxy of this host does not answer, so nothing outside of the sandbox can be reached now. "
+    "The operator of the host can start it. Do without the network, or try again later.\n"
+)
+_ANSWER = (
+    "HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/plain; charset=utf-8\r\n"
+    f"Content-Length: {len(_UNREACHABLE)}\r\nConnection: close\r\n\r\n{_UNREACHABLE}"
+).encode("ascii")
+
+
+async def open_proxy(path: Path | None, preamble: Mapping[str, Any], uids: frozenset[int]) -> ProxyStreams:
+    """A connection to the proxy that listens at `path`, the preamble sent: one line of JSON, before the program's own bytes.
+
+    Raises OSError, in words for the operator: there is no proxy (None), and whatever `connect_proxy` raises.
+    """
+    if path is None:
+        raise OSError("a kept session has network egress, and TOOLCREW_EGRESS_SOCKET is not set any more")
+    reader, writer = await connect_proxy(path, uids)
+    # What waits to be written is counted where it comes from.
+    writer.transport.set_write_buffer_limits(high=0)
+    writer.write(json.dumps(dict(preamble), separators=(",", ":")).encode("ascii") + b"\n")
+    return reader, writer
+
+
+async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
+    """A connection on which nothing was said yet.
+
+    Raises OSError, in words for the operator: nobody listens or answers in time, or whoever does runs under a uid that is not one of `uids`.
+    """
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_unix_connection(str(path), limit=_READ_BYTES)
+    except TimeoutError:
+        raise OSError(f"nobody took the connection to {path} in {CONNECT_S:g} s") from None
+    uid = find_peer_uid(writer.get_extra_info("socket"))
+    if uid not in uids:
+        writer.transport.abort()
+        raise OSError(f"{path} is served by uid {uid}, which may not be the egress proxy: add it to TOOLCREW_EGRESS_UIDS if it is")
+    return reader, writer
+
+
+class Wire:
+    """What the connections of one sandbox share: the channel, on which they take turns, and the way to the proxy."""
+
+    def __init__(
+        self,
+        send: Callable[[dict[str, Any], bytes], None],
+        drain: Callable[[], Awaitable[None]],
+        connect: Callable[[], Awaitable[ProxyStreams]],
+    ) -> None:
+        self.connect = connect
+        self.proxy_answers = True
+        self._send = send
+        self._drain = drain
+        self._turn = asyncio.Lock()
+
+    def tell(self, number: int, op: str, **fields: int) -> None:
+        self._send({"op": op, "conn": number, **fields}, b"")
+
+    async def send_data(self, number: int, data: bytes) -> None:
+        """One piece at a time, and none while the guest is behind: a call's frame finds little before it."""
+        async with self._turn:
+            await self._drain()
+            self._send({"op": "net_data", "conn": number}, data)
+
+
+class Relay:
+    """Relays from its making on; `on_over` is called when both sides have closed. The caller has checked what the guest says."""
+
+    def __init__(self, number: int, wire: Wire, on_over: Callable[["Relay"], None]) -> None:
+        self.number = number
+        self.room = WINDOW
+        self.guest_room = WINDOW
+        self.guest_ended = False
+        self.guest_closed = False
+        self._wire = wire
+        self._on_over = on_over
+        self._ended = False
+        self._closed = False
+        self._upward = bytearray()
+        self._untold = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._arrived = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        # Not a `finally` of the task: one that is cancelled before its first step has none.
+        self._task.add_done_callback(self._close)
+
+    def take_data(self, data: bytes) -> None:
+        """Bytes for the proxy, within `guest_room`."""
+        self.guest_room -= len(data)
+        if not self._closed:
+            self._upward += data
+            self._arrived.set()
+
+    def take_room(self, count: int) -> None:
+        """The guest takes as many bytes more."""
+        self.room += count
+        self._has_room.set()
+
+    def take_end(self) -> None:
+        """The program has nothing more to say."""
+        self.guest_ended = True
+        self._arrived.set()
+
+    def take_close(self) -> None:
+        """The guest has let go. What the program said to its end is still handed on; else both directions are cut off."""
+        self.guest_closed = True
+        if self._closed:
+            self._on_over(self)
+        elif not (self.guest_ended and self._ended):
+            self._task.cancel()
+
+    def cut(self) -> None:
+        """Both directions end here and now; the guest is told."""
+        self._task.cancel()
+
+    def abort(self) -> None:
+        """The sandbox is gone."""
+        self._closed = True
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            reader, writer = await self._wire.connect()
+        except OSError as error:
+            self._note(error)
+            await self._answer_unreachable()
+            return
+        self._note(None)
+        try:
+            # Whoever cuts the connection off ends it: the guest then tells the program.
+            with contextlib.suppress(OSError):
+                await self._relay(reader, writer)
+        finally:
+            writer.transport.abort()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upward = asyncio.get_running_loop().create_task(self._send_up(writer))
+        try:
+            await self._send_down(reader)
+            while not upward.done():
+                await asyncio.wait({upward}, timeout=LINGER_S)
+                if _has_left(writer):
+                    break
+        finally:
+            upward.cancel()
+
+    async def _send_down(self, reader: asyncio.StreamReader) -> None:
+        """Until the proxy's end. Raises OSError when it was cut off."""
+        while True:
+            await self._has_room.wait()
+            data = await reader.read(min(self.room, PIECE))
+            if not data:
+                break
+            self._take_up_room(len(data))
+            await self._wire.send_data(self.number, data)
+        self._end()
+
+    async def _send_up(self, writer: asyncio.StreamWriter) -> None:
+        """Until the program's end. A proxy that takes no more may still have an answer: what comes for it is dropped."""
+        try:
+            while data := await self._next_upward():
+                writer.write(data)
+                await writer.drain()
+                self._give_room(len(data))
+            writer.write_eof()
+            await writer.drain()
+        except OSError:
+            await self._drop_upward()
+
+    async def _next_upward(self) -> bytes:
+        """What has come for the proxy; nothing at the program's end."""
+        if not self._upward and not self.guest_ended:
+            self._arrived.clear()
+            await self._arrived.wait()
+        data = bytes(self._upward)
+        self._upward.clear()
+        return data
+
+    async def _drop_upward(self) -> None:
+        while data := await self._next_upward():
+            self._give_room(len(data))
+
+    async def _answer_unreachable(self) -> None:
+        self._take_up_room(len(_ANSWER))
+        await self._wire.send_data(self.number, _ANSWER)
+        self._end()
+        # A program that is still asking reads the answer only when it has asked.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await self._drop_upward()
+
+    def _note(self, error: OSError | None) -> None:
+        """Log that the proxy is there no more, or again."""
+        was_there, self._wire.proxy_answers = self._wire.proxy_answers, error is None
+        if error is not None and was_there:
+            log.error("egress_proxy_unreachable", error=str(error))
+        elif error is None and not was_there:
+            log.info("egress_proxy_answers")
+
+    def _take_up_room(self, count: int) -> None:
+        self.room -= count
+        if self.room == 0:
+            self._has_room.clear()
+
+    def _give_room(self, count: int) -> None:
+        self._untold += count
+        if self._untold >= GRANT and not self.guest_ended:
+            self.guest_room += self._untold
+            self._wire.tell(self.number, "net_room", bytes=self._untold)
+            self._untold = 0
+
+    def _end(self) -> None:
+        self._ended = True
+        self._wire.tell(self.number, "net_end")
+
+    def _close(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("relay_bug", exc_info=error)
+        if self._closed:
+            return
+        self._closed = True
+        self._upward.clear()
+        self._wire.tell(self.number, "net_close")
+        if self.guest_closed:
+            self._on_over(self)
+
+
+def _has_left(writer: asyncio.StreamWriter) -> bool:
+    """Whether the proxy has closed, and not only said its last."""
+    if writer.is_closing():
+        return True
+    poller = select.poll()
+    poller.register(writer.get_extra_info("socket").fileno(), 0)
+    return bool(poller.poll(0))

@@ -1,0 +1,125 @@
+"""sandboxd's ends of the connections that one sandbox opens: what its guest may say of them, and who relays each."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from workers.sandboxd.egress.relay import GRANT, WINDOW, ProxyStreams, Relay, Wire
+from workers.sandboxd.frames import Frame
+
+MAX_TUNNELS = 64
+_FRAMES_PER_S = 4000.0
+"""Twice what a guest of ours lets itself send."""
+_FRAMES_AT_ONCE = 32_000.0
+"""More than fits between a guest and us while we do not read."""
+_OPEN_COST = 20.0
+_FIELDS: Mapping[str, frozenset[str]] = {
+    "net_open": frozenset({"ev", "conn"}),
+    "net_data": frozenset({"ev", "conn"}),
+    "net_end": frozenset({"ev", "conn"}),
+    "net_close": frozenset({"ev", "conn"}),
+    "net_room": frozenset({"ev", "conn", "bytes"}),
+}
+
+
+class _Violation(Exception):
+    """The guest said what no guest of ours says."""
+
+
+class Tunnels:
+    """All connections of one sandbox that are not over on both sides.
+
+    `send` takes a frame for the guest and `drain` waits until the guest has taken most of what was sent; `connect` opens a connection
+    to the proxy, or raises OSError; `on_violation` gets what the guest did, once, and nothing is relayed after it.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[dict[str, Any], bytes], None],
+        drain: Callable[[], Awaitable[None]],
+        connect: Callable[[], Awaitable[ProxyStreams]],
+        on_violation: Callable[[str], None],
+    ) -> None:
+        self._wire = Wire(send, drain, connect)
+        self._on_violation = on_violation
+        self._relays: dict[int, Relay] = {}
+        self._last = 0
+        self._is_closed = False
+        self._tokens = _FRAMES_AT_ONCE
+        self._counted_at = time.monotonic()
+
+    def take(self, frame: Frame) -> None:
+        """One frame whose `ev` begins with `net_`, in the order they came. Never waits."""
+        if self._is_closed:
+            return
+        try:
+            self._take(frame)
+        except _Violation as violation:
+            self.close()
+            self._on_violation(str(violation))
+
+    def close(self) -> None:
+        """Cut all connections off: the sandbox is gone."""
+        self._is_closed = True
+        for relay in self._relays.values():
+            relay.abort()
+        self._relays.clear()
+
+    def cut(self) -> None:
+        """Cut off what stands; the guest is told, and may open others."""
+        for relay in list(self._relays.values()):
+            relay.cut()
+
+    def _take(self, frame: Frame) -> None:
+        event, number = frame.header.get("ev"), frame.header.get("conn")
+        if not isinstance(event, str) or frame.header.keys() != _FIELDS.get(event):
+            raise _Violation("a frame of a connection that is none")
+        if frame.body and event != "net_data":
+            raise _Violation("a body where none belongs")
+        if type(number) is not int:
+            raise _Violation("a connection without a number")
+        self._count(event)
+        if event == "net_open":
+            self._open(number)
+        elif number not in self._relays or self._relays[number].guest_closed:
+            raise _Violation("word of a connection that is not open")
+        else:
+            self._tell(self._relays[number], event, frame)
+
+    def _open(self, number: int) -> None:
+        if not self._last < number < 2**53:
+            raise _Violation("a connection's number a second time")
+        if len(self._relays) >= MAX_TUNNELS:
+            raise _Violation(f"more than {MAX_TUNNELS} connections")
+        self._last = number
+        self._relays[number] = Relay(number, self._wire, self._forget)
+
+    def _tell(self, relay: Relay, event: str, frame: Frame) -> None:
+        if event == "net_data":
+            if relay.guest_ended or not 0 < len(frame.body) <= relay.guest_room:
+                raise _Violation("data of a connection that has ended, none, or more than there was room for")
+            relay.take_data(frame.body)
+        elif event == "net_room":
+            count = frame.header["bytes"]
+            # A little at a time would let a guest send a frame for every byte.
+            if type(count) is not int or count < GRANT or relay.room + count > WINDOW:
+                raise _Violation("room that a connection does not have, or too little to tell of")
+            relay.take_room(count)
+        elif event == "net_end":
+            if relay.guest_ended:
+                raise _Violation("the end of a connection a second time")
+            relay.take_end()
+        else:
+            relay.take_close()
+
+    def _forget(self, relay: Relay) -> None:
+        self._relays.pop(relay.number, None)
+
+    def _count(self, event: str) -> None:
+        """Raises _Violation when frames come faster than a guest of ours sends them: every sandbox is read in one loop."""
+        now = time.monotonic()
+        self._tokens = min(_FRAMES_AT_ONCE, self._tokens + (now - self._counted_at) * _FRAMES_PER_S)
+        self._counted_at = now
+        self._tokens -= {"net_open": _OPEN_COST, "net_data": 1.0}.get(event, 0.0)
+        if self._tokens < 0:
+            raise _Violation("a flood of connections or of their data")

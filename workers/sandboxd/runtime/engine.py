@@ -1,0 +1,385 @@
+"""The container engine through its SDK; every call goes through one gate, bounded in time."""
+
+import asyncio
+import contextlib
+import math
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, Final, TypeVar
+
+import docker
+import docker.errors
+import requests.exceptions
+import structlog
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.runtime.engine_gate import LANES, EngineGate, EngineSilent, Lane, Lanes
+from workers.sandboxd.runtime.image_faults import explain_unfit
+from workers.sandboxd.runtime.volumes import GuestVolumes, fill_volume, list_volumes, make_volume, remove_volume
+
+log = structlog.get_logger(__name__)
+
+PAUSES_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Before each try; the last one for ever."""
+ABSENT_ENOUGH: Final = 5
+"""Never made: not there this many times in a row, while the engine answered. What comes later still is found by its deadline."""
+LABEL_PRODUCT: Final = "toolcrew.product"
+LABEL_DEPLOYMENT: Final = "toolcrew.deployment"
+LABEL_SANDBOXD: Final = "toolcrew.sandboxd"
+LABEL_CREATED_AT: Final = "toolcrew.created_at"
+LABEL_DEADLINE: Final = "toolcrew.deadline"
+"""Epoch seconds in decimal: after it any sandboxd of the deployment may remove the container."""
+LABEL_LEASE: Final = "toolcrew.lease"
+LABEL_GUEST: Final = "toolcrew.guest"
+"""An image's: it has a guest of its own."""
+PRODUCT: Final = "sandbox"
+_REMOVAL_S: Final = 20
+"""How long the engine's own removal of a container is waited for."""
+_TIMEOUT_WORDS: Final = ("timeout", "timed out", "deadline exceeded")
+T = TypeVar("T")
+
+
+class LateStarts:
+    """Removes in the background. `remove`: by name; whether it was there; raises SandboxUnavailable."""
+
+    def __init__(self, remove: Callable[[str], Awaitable[bool]], pauses_s: Sequence[float] = PAUSES_S) -> None:
+        self._remove = remove
+        self._pauses_s = pauses_s
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        """How many are still looked for."""
+        return len(self._tasks)
+
+    def forget(self, name: str) -> None:
+        """Look for it from now on; once more from the beginning when it is looked for already."""
+        if name in self._tasks:
+            self._tasks.pop(name).cancel()
+        task = asyncio.get_running_loop().create_task(self._look(name))
+        self._tasks[name] = task
+        task.add_done_callback(lambda done: self._drop(name, done))
+
+    def close(self) -> None:
+        """Look no more."""
+        for task in list(self._tasks.values()):
+            task.cancel()
+
+    def _drop(self, name: str, task: "asyncio.Task[None]") -> None:
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
+
+    async def _look(self, name: str) -> None:
+        absent, turn = 0, 0
+        while absent < ABSENT_ENOUGH:
+            await asyncio.sleep(self._pauses_s[min(turn, len(self._pauses_s) - 1)])
+            turn += 1
+            try:
+                was_there = await self._remove(name)
+            except SandboxUnavailable:
+                absent = 0
+                continue
+            if was_there:
+                log.info("late_container_removed", container=name)
+                return
+            absent += 1
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the engine says of itself. `components`: versions by name, as `runc`; empty where it says nothing."""
+
+    version: str
+    cgroup_version: int
+    seccomp: bool
+    runtimes: tuple[str, ...]
+    kernel: str
+    components: Mapping[str, str] = field(default_factory=dict)
+    security: frozenset[str] = frozenset()
+    """Of apparmor, selinux, userns, rootless, cgroupns, seccomp."""
+    storage_driver: str = ""
+    has_memory_limit: bool = True
+    has_swap_limit: bool = True
+    has_pids_limit: bool = True
+
+
+@dataclass(frozen=True)
+class AttachedContainer:
+    """A started container and the raw socket to its stdin, stdout and stderr (multiplexed)."""
+
+    id: str
+    sock: socket.socket
+
+
+@dataclass(frozen=True)
+class ListedContainer:
+    """One of ours as the engine lists it. `state` in the engine's words: created, running, paused, exited, dead ...; instants in epoch seconds."""
+
+    id: str
+    name: str
+    state: str
+    labels: Mapping[str, str]
+    created_at: float
+
+
+class Engine:
+    """Create, attach, start, pause, inspect, remove. Raises SandboxUnavailable with the engine's own words, or why it is not asked."""
+
+    def __init__(self, lanes: Lanes = LANES, late_pauses_s: Sequence[float] = PAUSES_S) -> None:
+        self._lanes = lanes
+        self._clients: deque[docker.APIClient] = deque()
+        self._volumes = GuestVolumes()
+        self._late = LateStarts(self._remove_by_name, late_pauses_s)
+        self.gate = EngineGate(lambda: self._work(lambda api: api.ping(), lanes.probe_s), probe_s=lanes.probe_s)
+
+    async def facts(self) -> EngineFacts:
+        """Version, cgroup version, seccomp and runtimes of the engine."""
+        return await self._run(self._lanes.looks, lambda api: _build_facts(api.info(), api.version()))
+
+    async def image_id(self, image: str) -> str | None:
+        """The image's content id, or None when the engine does not have it."""
+        found = await self._run(self._lanes.looks, lambda api: _find_image(api, image))
+        return None if found is None else str(found["Id"])
+
+    async def has_guest(self, image: str) -> bool:
+        """Whether the image says that it has a guest of its own. False for one that the engine does not have.
+
+        Raises SandboxUnavailable for one that would be more than the profile allows.
+        """
+        found = await self._run(self._lanes.looks, lambda api: _find_image(api, image))
+        config = (found or {}).get("Config") or {}
+        fault = explain_unfit(config, image)
+        if fault is not None:
+            raise SandboxUnavailable(fault)
+        return (config.get("Labels") or {}).get(LABEL_GUEST) == "1"
+
+    async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
+        """Create a container of that raw configuration, attach, start it.
+
+        On failure nothing is left behind: at once where the engine refused; where it stayed silent, as soon as it answers again.
+        """
+        begun = threading.Event()
+
+        def work(api: docker.APIClient) -> AttachedContainer:
+            begun.set()
+            return _create_attach_start(api, dict(config), name)
+
+        def late(container: AttachedContainer) -> None:
+            container.sock.close()
+            self._late.forget(name)
+
+        try:
+            return await self._run(self._lanes.starts, work, late)
+        except (EngineSilent, asyncio.CancelledError):
+            if begun.is_set():
+                self._late.forget(name)
+            raise
+        except SandboxUnavailable:
+            if begun.is_set():
+                await self._remove_refused(name)
+            raise
+
+    async def inspect(self, container: str) -> dict[str, Any]:
+        """The engine's description of a container."""
+        return await self._run(self._lanes.looks, lambda api: dict(api.inspect_container(container)))
+
+    async def pause(self, container: str) -> None:
+        """Freeze all its processes; a frozen one is fine. Raises SandboxUnavailable when it is gone or does not run."""
+        await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=True))
+
+    async def unpause(self, container: str) -> None:
+        """Thaw it; one that runs is fine. Raises SandboxUnavailable when it is gone or does not run."""
+        await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=False))
+
+    async def remove(self, container: str) -> None:
+        """Kill and remove, frozen or not; returns when the engine no longer has it. A container that is already gone is fine."""
+        await self._remove_by_name(container)
+
+    async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
+        """All containers of the product and that deployment, in any state, whichever sandboxd made them."""
+        filters = {"label": [f"{LABEL_PRODUCT}={PRODUCT}", f"{LABEL_DEPLOYMENT}={deployment}"]}
+
+        def work(api: docker.APIClient) -> list[ListedContainer]:
+            return [_build_listed(container) for container in api.containers(all=True, filters=filters)]
+
+        return await self._run(self._lanes.looks, work)
+
+    async def ensure_guest_volume(self, image: str) -> str:
+        """Name of a volume that holds the guest of that image of ours, for images that have none; made and filled where it is not there.
+
+        Raises SandboxUnavailable when the image is missing or has no guest, and when the volume holds something else and is in use.
+        """
+        return await self._run(self._lanes.fills, lambda api: self._volumes.ensure(api, image))
+
+    async def make_skill_volume(self, name: str, labels: Mapping[str, str]) -> None:
+        """An empty volume for skills."""
+        await self._run(self._lanes.fills, lambda api: make_volume(api, name, labels))
+
+    async def fill_skill_volume(self, name: str, image: str, archive: IO[bytes]) -> None:
+        """Unpack a tar archive into the volume. `image`: any that the engine has."""
+        await self._run(self._lanes.fills, lambda api: fill_volume(api, name, image, archive))
+
+    async def list_skill_volumes(self, label: str) -> Mapping[str, Mapping[str, str]]:
+        """The labels of all volumes for skills with that label (`name=value`), by their names."""
+        return await self._run(self._lanes.looks, lambda api: list_volumes(api, label))
+
+    async def remove_skill_volume(self, name: str) -> None:
+        """One that is gone is fine. Raises SandboxUnavailable while a container has it."""
+        await self._run(self._lanes.removals, lambda api: remove_volume(api, name))
+
+    def describe(self) -> dict[str, Any]:
+        """What `status` tells of the engine: calls under way and waiting, and whether it is asked at all."""
+        return {**self.gate.describe(), "late_starts": len(self._late)}
+
+    def close(self) -> None:
+        """Leave what runs to itself: threads end with the process."""
+        self._late.close()
+        while self._clients:
+            self._clients.popleft().close()
+
+    async def _run(self, lane: Lane, work: Callable[[docker.APIClient], T], late: Callable[[T], None] | None = None) -> T:
+        return await self.gate.run(lane, lambda: self._work(work, lane.deadline_s), late)
+
+    def _work(self, work: Callable[[docker.APIClient], T], timeout_s: float) -> T:
+        """In a thread. No single wait on the engine's socket is longer than `timeout_s`."""
+        try:
+            with self._client(timeout_s) as api:
+                return work(api)
+        except docker.errors.APIError as error:
+            words = str(error.explanation or error)
+            if error.is_server_error() and any(word in words.lower() for word in _TIMEOUT_WORDS):
+                raise EngineSilent(f"the Docker engine gave up on itself: {words}") from error
+            raise SandboxUnavailable(f"the Docker engine refused: {words}") from error
+        except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+            raise EngineSilent(f"the Docker engine does not answer ({error}): start it, or check DOCKER_HOST and your rights") from error
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineSilent(f"the Docker engine's answer cannot be read ({error!r}): is a Docker engine at DOCKER_HOST?") from error
+
+    @contextlib.contextmanager
+    def _client(self, timeout_s: float) -> Iterator[docker.APIClient]:
+        # One a call at a time: a requests session is not promised to be thread-safe. None is kept whose call went wrong on the way.
+        try:
+            api = self._clients.popleft()
+        except IndexError:
+            api = docker.from_env(timeout=math.ceil(timeout_s)).api
+        api.timeout = math.ceil(timeout_s)
+        try:
+            yield api
+        except (docker.errors.APIError, SandboxUnavailable):
+            self._put_back(api)
+            raise
+        except BaseException:
+            api.close()
+            raise
+        self._put_back(api)
+
+    def _put_back(self, api: docker.APIClient) -> None:
+        """Keep the client for the next call. Over a socket of this host its connections go: it would keep one for each address it has asked."""
+        if not str(api.base_url).startswith(("http://", "https://")):
+            api.close()
+        self._clients.append(api)
+
+    async def _remove_by_name(self, name: str) -> bool:
+        return await self._run(self._lanes.removals, lambda api: _remove(api, name))
+
+    async def _remove_refused(self, name: str) -> None:
+        try:
+            await self.remove(name)
+        except SandboxUnavailable as error:
+            log.warning("refused_container_not_removed", container=name, error=str(error))
+            self._late.forget(name)
+
+
+def _build_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
+    options = [str(option) for option in info.get("SecurityOptions") or []]
+    components = {str(part.get("Name", "?")): str(part.get("Version", "?")) for part in version.get("Components") or []}
+    return EngineFacts(
+        version=str(info.get("ServerVersion", "?")),
+        cgroup_version=int(info.get("CgroupVersion", "1") or 1),
+        seccomp=any("name=seccomp" in option for option in options),
+        runtimes=tuple(info.get("Runtimes") or {}),
+        kernel=str(info.get("KernelVersion", "?")),
+        components=components,
+        security=frozenset(option.partition("name=")[2].partition(",")[0] for option in options) - {""},
+        storage_driver=str(info.get("Driver") or ""),
+        has_memory_limit=info.get("MemoryLimit") is not False,
+        has_swap_limit=info.get("SwapLimit") is not False,
+        has_pids_limit=info.get("PidsLimit") is not False,
+    )
+
+
+def _build_listed(container: Mapping[str, Any]) -> ListedContainer:
+    names = container.get("Names") or [""]
+    return ListedContainer(
+        id=str(container["Id"]),
+        name=str(names[0]).lstrip("/"),
+        state=str(container.get("State") or "?").lower(),
+        labels={str(name): str(value) for name, value in (container.get("Labels") or {}).items()},
+        created_at=float(container.get("Created") or 0),
+    )
+
+
+def _find_image(api: docker.APIClient, image: str) -> Mapping[str, Any] | None:
+    try:
+        return dict(api.inspect_image(image))  # type: ignore[no-untyped-call]
+    except docker.errors.ImageNotFound:
+        return None
+
+
+def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: str) -> AttachedContainer:
+    try:
+        container = str(api.create_container_from_config(config, name)["Id"])  # type: ignore[no-untyped-call]
+    except docker.errors.ImageNotFound as error:
+        raise SandboxUnavailable(f"the engine has no image {config['Image']}: build it with scripts/build-image, or pull it") from error
+    attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+    # A descriptor of our own: the SDK's object then goes its way without taking the connection with it.
+    sock = socket.socket(fileno=os.dup(attached.fileno()))
+    attached.close()
+    try:
+        api.start(container)
+    except BaseException:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return AttachedContainer(container, sock)
+
+
+def _freeze(api: docker.APIClient, container: str, *, is_wanted: bool) -> None:
+    try:
+        (api.pause if is_wanted else api.unpause)(container)
+    except docker.errors.NotFound as error:
+        raise SandboxUnavailable("the sandbox's container is gone") from error
+    except docker.errors.APIError:
+        # Engines differ in how they say that it is so already.
+        state = api.inspect_container(container)["State"]
+        if not state.get("Running"):
+            raise SandboxUnavailable("the sandbox's container has ended") from None
+        if bool(state.get("Paused")) is not is_wanted:
+            raise
+
+
+def _remove(api: docker.APIClient, container: str) -> bool:
+    """Whether it was there."""
+    try:
+        api.remove_container(container, force=True, v=True)
+    except docker.errors.NotFound:
+        return False
+    except docker.errors.APIError as error:
+        if error.status_code != 409:  # 409: its automatic removal is under way
+            raise
+        _wait_removed(api, container)
+    return True
+
+
+def _wait_removed(api: docker.APIClient, container: str) -> None:
+    try:
+        api.wait(container, condition="removed", timeout=_REMOVAL_S)
+    except docker.errors.NotFound:
+        return
+    except requests.exceptions.RequestException as error:
+        raise SandboxUnavailable(
+            f"the Docker engine does not get done with removing container {container[:12]}: it is tried again"
+        ) from error

@@ -1,0 +1,358 @@
+"""The whole container profile of a sandbox, as one table: what is asked of the engine, and whether the engine kept it.
+
+Pure data and functions; whoever owns the engine socket sends `build_container_config` to `POST /containers/create` and gives the answer
+of `GET /containers/<id>/json` to `find_drift`. No caller chooses a row: image, runtime, sizes and labels are all that varies.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Final, cast
+
+from contract.tenancy import NetworkPolicy
+from workers.sandboxd.disks.base import WorkspaceMount
+
+MIB: Final = 1024 * 1024
+LABEL_PREFIX: Final = "toolcrew."
+UID: Final = 1000
+GUEST_FOLDER: Final = "/opt/toolcrew"
+SKILLS_FOLDER: Final = "/skills"
+GUEST_COMMAND: Final = ("-I", "-S", "-u", GUEST_FOLDER)
+OWN_PYTHON: Final = "/usr/bin/python3"
+PROXY_PORT: Final = 3128
+"""Where, on its own loopback, a sandbox with `egress` finds the proxy."""
+ENVIRONMENT: Final[Mapping[str, str]] = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/workspace",  # the only place that is large, executable and kept
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+}
+_PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
+EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
+    **{name: _PROXY for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")},  # programs differ in what they read
+    **{name: "localhost,127.0.0.1,::1" for name in ("no_proxy", "NO_PROXY")},
+}
+# The engine's own defaults, 20.10 and later. Not asked for, because naming them would drop what a newer engine adds.
+MASKED_PATHS: Final = frozenset({
+    "/proc/asound", "/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list", "/proc/timer_stats",
+    "/proc/sched_debug", "/proc/scsi", "/sys/firmware",
+})  # fmt: skip
+READONLY_PATHS: Final = frozenset({"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"})
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """How much one sandbox may use. Every number is above zero: to the engine and to tmpfs a zero means "no limit"."""
+
+    memory_reserve_bytes: int = 256 * MIB  # for processes, and for about 1 KiB an inode of the mounts below
+    cpus: float = 1.0
+    pids: int = 128
+    workspace_bytes: int = 256 * MIB
+    workspace_inodes: int = 65_536
+    tmp_bytes: int = 64 * MIB
+    tmp_inodes: int = 16_384
+    output_bytes: int = 80 * MIB  # long outputs and what the guest remembers of the session
+    output_inodes: int = 8_192
+    shm_bytes: int = 16 * MIB
+    shm_inodes: int = 1_024
+    nofile: int = 1_024
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0.01 if field.name == "cpus" else 1
+            if not least <= value < float("inf"):
+                raise ValueError(f"{field.name} is {value}; it must be a number of at least {least}")
+
+    def memory_bytes(self, has_tmpfs_workspace: bool = True) -> int:
+        """The container's limit: full mounts in memory are charged to it and must leave the reserve to the processes."""
+        mounts = self.tmp_bytes + self.output_bytes + self.shm_bytes + (self.workspace_bytes if has_tmpfs_workspace else 0)
+        return self.memory_reserve_bytes + mounts
+
+
+_OWN_MEMORY: Final = WorkspaceMount()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What sandboxes of one host differ in beside image, runtime and sizes. `guest_volume`: for an image that has no guest of its own; `skills_volume`:
+    what sandboxes read skills from; None: there are none."""
+
+    workspace: WorkspaceMount = _OWN_MEMORY
+    network: NetworkPolicy = "none"
+    life_s: float = 86_400.0
+    guest_volume: str | None = None
+    skills_volume: str | None = None
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One row: where it stands in the create body, what is asked, what it stops."""
+
+    place: str
+    value: object
+    why: str
+
+
+def build_promises(
+    *,
+    image: str,
+    runtime: str,
+    limits: SandboxLimits,
+    labels: Mapping[str, str],
+    seccomp: str,
+    cgroup_version: int,
+    variant: Variant = Variant(),
+) -> tuple[Promise, ...]:
+    """The table. `cgroup_version`, 1 or 2, is what the engine's `GET /info` reports as `CgroupVersion`.
+
+    ValueError when an argument would silently weaken a row: an empty runtime, a seccomp text that is not a profile, a foreign label.
+    """
+    _check_arguments(image, runtime, labels, seccomp, cgroup_version)
+    row = Promise
+    memory = limits.memory_bytes(has_tmpfs_workspace=variant.workspace.bind is None)
+    table = [
+        row("Image", image, "what runs; the caller has checked it against the list of allowed digests"),
+        row("User", f"{UID}:{UID}", "never root, not even to set up"),
+        row("Entrypoint", _entrypoint(variant), "the guest is PID 1: signals from inside cannot end it"),
+        row("Cmd", [], "nothing of the image is appended to the guest's command"),
+        row("WorkingDir", "/workspace", "relative paths start where files may be made"),
+        row("Env", _environment(variant), "exactly this: no secret, nothing of the image"),
+        row("Hostname", "sandbox", "tells nothing of the host"),
+        row("Domainname", "", "tells nothing of the host"),
+        row("Labels", dict(labels), "how the reaper knows its own; anybody with the socket can read them"),
+        row("Volumes", {}, "an anonymous volume is host disk without a limit"),
+        row("Healthcheck", {"Test": ["NONE"]}, "no process but the guest is started from outside"),
+        row("Tty", False, "frames are binary, and TIOCSTI needs a terminal"),
+        row("OpenStdin", True, "the channel"),
+        row("StdinOnce", True, "the first owner's end of input ends the guest"),
+        row("AttachStdin", True, "the channel"),
+        row("AttachStdout", True, "the channel"),
+        row("AttachStderr", True, "the guest's last words"),
+        row("NetworkDisabled", True, "no TCP, UDP, DNS; loopback only"),
+        row("HostConfig.NetworkMode", "none", "no TCP, UDP, DNS; loopback only"),
+        row("HostConfig.PortBindings", {}, "nothing on the host listens for a sandbox"),
+        row("HostConfig.PublishAllPorts", False, "nothing on the host listens for a sandbox"),
+        row("HostConfig.Links", [], "no way to another container"),
+        row("HostConfig.ExtraHosts", [], "no name of the host"),
+        row("HostConfig.Runtime", runtime, "the boundary itself: runc, or a stronger one the operator named"),
+        row("HostConfig.Privileged", False, "would void every row"),
+        row("HostConfig.CapDrop", ["ALL"], "no mount, mknod, chown, raw socket"),
+        row("HostConfig.CapAdd", [], "no mount, mknod, chown, raw socket"),
+        row("HostConfig.GroupAdd", [], "no group but the sandbox's own"),
+        row("HostConfig.SecurityOpt", ["no-new-privileges", f"seccomp={seccomp}"], "setuid files are inert; calls are filtered"),
+        row("HostConfig.UsernsMode", "", "a remapping the operator set up is not switched off"),
+        row("HostConfig.PidMode", "", "sees and signals its own processes only"),
+        row("HostConfig.IpcMode", "private", "shared memory and queues are its own"),
+        row("HostConfig.UTSMode", "", "a host name of its own"),
+        row("HostConfig.CgroupParent", "", "no caller moves a sandbox out of the engine's group"),
+        row("HostConfig.ReadonlyRootfs", True, "the image cannot be changed"),
+        row("HostConfig.Binds", [], "no host path"),
+        row("HostConfig.VolumesFrom", [], "no other container's files"),
+        row("HostConfig.Devices", [], "no device"),
+        row("HostConfig.DeviceRequests", [], "no device"),
+        row("HostConfig.DeviceCgroupRules", [], "no device"),
+        row("HostConfig.Tmpfs", _tmpfs_mounts(limits, variant), "every writable place has a size and a number of files"),
+        row("HostConfig.ShmSize", limits.shm_bytes, "for a runtime that mounts /dev/shm by itself"),
+        row("HostConfig.Sysctls", dict(_IPC_SYSCTLS), "System V memory outlives its process and no mount bounds it"),
+        row("HostConfig.Memory", memory, "a hog dies in its own sandbox"),
+        row("HostConfig.MemorySwap", memory, "equal to memory: no swap on top"),
+        row("HostConfig.OomKillDisable", False, "a hog is killed, not frozen"),
+        row("HostConfig.NanoCpus", round(limits.cpus * 1_000_000_000), "neighbours keep their share"),
+        row("HostConfig.PidsLimit", limits.pids, "a fork bomb stops here"),
+        row("HostConfig.Ulimits", _ulimits(limits), "descriptors, core files, one huge file"),
+        row("HostConfig.Init", False, "an init would be killable from inside, and ptraceable"),
+        row("HostConfig.RestartPolicy", {"Name": "no", "MaximumRetryCount": 0}, "a dead sandbox stays dead"),
+        row("HostConfig.AutoRemove", True, "the engine removes it even when sandboxd is gone"),
+        row("HostConfig.LogConfig", {"Type": "none", "Config": {}}, "output does not fill the host's disk"),
+    ]
+    if mounts := _mounts(variant):  # an engine reports no empty list; what nobody asked for is found by find_drift
+        table.append(
+            row(
+                "HostConfig.Mounts",
+                mounts,
+                "the workspace where it is kept apart, the guest where the image has none, and skills, both read-only",
+            )
+        )
+    if cgroup_version == 1:  # version 2 has no such knob, and engines refuse or drop it there
+        table.append(row("HostConfig.MemorySwappiness", 0, "the limit is memory, never the host's swap"))
+    return tuple(table)
+
+
+# Message queues and semaphores outlive their process too; the sizes are what a small database needs, not what fills a sandbox.
+_IPC_SYSCTLS: Final[Mapping[str, str]] = {
+    "kernel.shm_rmid_forced": "1",  # a segment goes with the last process that has it attached
+    "kernel.msgmni": "64",
+    "kernel.sem": "250 2048 32 64",
+}
+
+
+def _entrypoint(variant: Variant) -> list[str]:
+    # By its name where the image is another's: the engine looks it up in PATH, and says when there is none.
+    python = OWN_PYTHON if variant.guest_volume is None else "python3"
+    return [python, *GUEST_COMMAND, "--life", f"{variant.life_s:g}", *(["--proxy", str(PROXY_PORT)] if variant.network == "egress" else [])]
+
+
+def _environment(variant: Variant) -> list[str]:
+    wanted = {**ENVIRONMENT, **(EGRESS_ENVIRONMENT if variant.network == "egress" else {})}
+    return [f"{name}={value}" for name, value in wanted.items()]
+
+
+def _mounts(variant: Variant) -> list[dict[str, object]]:
+    mounts: list[dict[str, object]] = []
+    if variant.workspace.bind is not None:
+        options = {"Propagation": "rprivate", "NonRecursive": True}
+        mounts.append({"Type": "bind", "Source": variant.workspace.bind, "Target": "/workspace", "BindOptions": options})
+    for volume, folder in ((variant.guest_volume, GUEST_FOLDER), (variant.skills_volume, SKILLS_FOLDER)):
+        if volume is not None:
+            mounts.append({"Type": "volume", "Source": volume, "Target": folder, "ReadOnly": True, "VolumeOptions": {"NoCopy": True}})
+    return mounts
+
+
+def _workspace_tmpfs(limits: SandboxLimits) -> dict[str, str]:
+    size = f"size={limits.workspace_bytes},nr_inodes={limits.workspace_inodes}"
+    return {"/workspace": f"rw,nosuid,nodev,exec,{size},uid={UID},gid={UID},mode=0755"}
+
+
+def _tmpfs_mounts(limits: SandboxLimits, variant: Variant) -> dict[str, str]:
+    tmp = f"size={limits.tmp_bytes},nr_inodes={limits.tmp_inodes}"
+    output = f"size={limits.output_bytes},nr_inodes={limits.output_inodes}"
+    # The engine's own mount has no nr_inodes: empty files in /dev/shm, which no kill ends, would use up the memory limit.
+    shm = f"size={limits.shm_bytes},nr_inodes={limits.shm_inodes}"
+    return {
+        **(_workspace_tmpfs(limits) if variant.workspace.bind is None else {}),
+        "/tmp": f"rw,nosuid,nodev,noexec,{tmp},mode=1777",
+        "/output": f"rw,nosuid,nodev,noexec,{output},uid={UID},gid={UID},mode=0700",
+        "/dev/shm": f"rw,nosuid,nodev,noexec,{shm},mode=1777",
+    }
+
+
+def _ulimits(limits: SandboxLimits) -> list[dict[str, object]]:
+    wanted = {"nofile": limits.nofile, "core": 0, "fsize": limits.workspace_bytes}
+    return [{"Name": name, "Soft": value, "Hard": value} for name, value in wanted.items()]
+
+
+def _check_arguments(image: str, runtime: str, labels: Mapping[str, str], seccomp: str, cgroup_version: int) -> None:
+    if not image or not runtime:
+        raise ValueError("image and runtime must be named: left empty, the engine would choose")
+    if cgroup_version not in (1, 2):
+        raise ValueError(f"cgroup version {cgroup_version!r} is neither 1 nor 2")
+    foreign = sorted(name for name in labels if not name.startswith(LABEL_PREFIX))
+    if foreign:
+        raise ValueError(f"labels must start with {LABEL_PREFIX}: {foreign}")
+    try:
+        profile = json.loads(seccomp)
+    except ValueError:
+        profile = None
+    if not isinstance(profile, dict) or profile.get("defaultAction") != "SCMP_ACT_ERRNO":
+        raise ValueError("seccomp must be the text of a profile that denies by default")
+
+
+def build_container_config(
+    *,
+    image: str,
+    runtime: str,
+    limits: SandboxLimits,
+    labels: Mapping[str, str],
+    seccomp: str,
+    cgroup_version: int,
+    variant: Variant = Variant(),
+) -> dict[str, object]:
+    """The body of `POST /containers/create`. Arguments and errors as in `build_promises`."""
+    host: dict[str, object] = {}
+    config: dict[str, object] = {}
+    for promise in build_promises(
+        image=image,
+        runtime=runtime,
+        limits=limits,
+        labels=labels,
+        seccomp=seccomp,
+        cgroup_version=cgroup_version,
+        variant=variant,
+    ):
+        section, _, name = promise.place.rpartition(".")
+        (host if section == "HostConfig" else config)[name] = promise.value
+    return {**config, "HostConfig": host}
+
+
+def find_drift(config: Mapping[str, object], inspected: Mapping[str, object]) -> list[str]:
+    """Sentences: every promise in `config`, and of the engine's own defaults, that the inspected container does not confirm.
+
+    Empty: all hold. `inspected` may be of a created or a running container. The engine reports what it accepted; that the kernel
+    enforces it is what the attack tests show.
+    """
+    host = cast(Mapping[str, object], config["HostConfig"])
+    asked = {f"Config.{name}": value for name, value in config.items() if name != "HostConfig"}
+    asked |= {f"HostConfig.{name}": value for name, value in host.items()}
+    drift = []
+    for place, value in asked.items():
+        found = _look_up(inspected, place)
+        if not _COMPARISONS.get(place, _is_same)(value, found):
+            drift.append(f"{place} is {_shown(found)}, not {_shown(value)}.")
+    return drift + list(_find_engine_drift(host, inspected))
+
+
+def _find_engine_drift(host: Mapping[str, object], inspected: Mapping[str, object]) -> Iterator[str]:
+    for place, wanted in (("HostConfig.MaskedPaths", MASKED_PATHS), ("HostConfig.ReadonlyPaths", READONLY_PATHS)):
+        found = _look_up(inspected, place)
+        missing = wanted - set(found if isinstance(found, list) else [])
+        if missing:
+            yield f"{place} lacks {', '.join(sorted(missing))}."
+    networks = _look_up(inspected, "NetworkSettings.Networks")
+    if not isinstance(networks, dict) or not set(networks) <= {"none"}:
+        yield f"NetworkSettings.Networks is {_shown(networks)}, not none."
+    asked = {mount["Target"] for mount in cast(list[Mapping[str, object]], host.get("Mounts") or [])}
+    mounts = _look_up(inspected, "Mounts")
+    if not isinstance(mounts, list):
+        yield f"Mounts is {_shown(mounts)}, not a list."
+        return
+    for mount in mounts:
+        if mount.get("Destination") not in asked:
+            yield f"Mounts has {mount.get('Destination')} ({mount.get('Type')}), which nobody asked for."
+
+
+_MISSING: Final = "missing"
+
+
+def _look_up(inspected: Mapping[str, object], place: str) -> object:
+    value: object = inspected
+    for name in place.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return _MISSING
+        value = value[name]
+    return value
+
+
+def _is_same(asked: object, found: object) -> bool:
+    if asked in ([], {}, ""):  # the engine writes null for an empty one
+        return found is None or (found == asked and type(found) is type(asked))
+    return found == asked and isinstance(found, bool) == isinstance(asked, bool)
+
+
+def _is_same_in_any_order(asked: object, found: object) -> bool:
+    if not isinstance(asked, list) or not isinstance(found, list):
+        return False
+    return sorted(json.dumps(item, sort_keys=True) for item in asked) == sorted(json.dumps(item, sort_keys=True) for item in found)
+
+
+def _are_our_labels(asked: object, found: object) -> bool:
+    """An image may have labels of its own; ours are set over them."""
+    return isinstance(asked, Mapping) and asked.items() <= (found if isinstance(found, Mapping) else {}).items()
+
+
+def _is_left_enabled(asked: object, found: object) -> bool:
+    """On cgroup version 2 the OOM killer cannot be disabled and the engine reports null."""
+    return asked is False and (found is None or found is False)
+
+
+_COMPARISONS: Final[Mapping[str, Callable[[object, object], bool]]] = {
+    "Config.Env": _is_same_in_any_order,
+    "Config.Labels": _are_our_labels,
+    "HostConfig.Ulimits": _is_same_in_any_order,
+    "HostConfig.OomKillDisable": _is_left_enabled,
+}
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"

@@ -1,0 +1,82 @@
+"""Removes what nobody owns any more: containers of sandboxds that died, that are past their deadline, or that were never started."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.leases import Lease
+from workers.sandboxd.records import Records
+from workers.sandboxd.runtime.engine import LABEL_DEADLINE, LABEL_LEASE, LABEL_SANDBOXD, Engine, ListedContainer
+from workers.sandboxd.runtime.factory import Maker
+
+log = structlog.get_logger(__name__)
+
+NEVER_STARTED_S = 120.0
+"""A container is started seconds after it was created, or never."""
+DEADLINE_GRACE_S = 60.0
+"""The guest ends by itself at its deadline, and its owner removes it; only then is it anybody's."""
+
+
+class Reaper:
+    """Looks at the containers of this deployment and at no other's."""
+
+    def __init__(self, engine: Engine, maker: Maker, records: Records, lease: Lease, deployment: str, name: str) -> None:
+        self._engine = engine
+        self._maker = maker
+        self._records = records
+        self._lease = lease
+        self._deployment = deployment
+        self._name = name
+
+    async def sweep(self) -> int:
+        """Remove what is nobody's; gives how many went. Raises SandboxUnavailable when the engine does not answer."""
+        listed = await self._engine.list_sandboxes(self._deployment)
+        due = [(container, reason) for container in listed if (reason := self._find_fault(container)) is not None]
+        removed = await self._remove(due)
+        if len(removed) == len(due):
+            self._lease.forget_dead()
+        self._forget_absent({container.name for container in listed} - removed)
+        return len(removed)
+
+    def _find_fault(self, container: ListedContainer) -> str | None:
+        """Why it should go; None: it is somebody's."""
+        if self._maker.knows(container.name):
+            return None
+        if container.labels.get(LABEL_SANDBOXD) == self._name:
+            # We alone have the name, and did not make it in this life.
+            return "left by a sandboxd of this name"
+        if self._lease.is_dead(container.labels.get(LABEL_LEASE, "")):
+            return "its sandboxd is gone"
+        if container.state == "created" and container.created_at < time.time() - NEVER_STARTED_S:
+            return "never started"
+        if _deadline_of(container.labels) < time.time() - DEADLINE_GRACE_S:
+            return "past its deadline"
+        return None
+
+    async def _remove(self, due: Sequence[tuple[ListedContainer, str]]) -> set[str]:
+        results = await asyncio.gather(*(self._engine.remove(container.id) for container, _ in due), return_exceptions=True)
+        removed = set()
+        for (container, reason), result in zip(due, results, strict=True):
+            if isinstance(result, SandboxUnavailable):
+                log.error("leftover_not_removed", container=container.name, reason=reason, error=str(result))
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                log.warning("leftover_removed", container=container.name, reason=reason)
+                removed.add(container.name)
+        return removed
+
+    def _forget_absent(self, present: set[str]) -> None:
+        """Records of containers that the engine no longer has, and that nobody is about to make."""
+        for name in self._records.containers():
+            if name not in present and not self._maker.knows(name):
+                self._records.forget_container(name)
+
+
+def _deadline_of(labels: Mapping[str, str]) -> float:
+    """What its label tells; one that tells nothing never passes."""
+    text = labels.get(LABEL_DEADLINE, "")
+    return float(text) if text.isascii() and text.isdigit() else float("inf")

@@ -1,0 +1,157 @@
+"""Loads and checks the system call filter every sandbox runs under (`seccomp.json`, beside this file).
+
+How the profile was made. The starting point was the list of upstream's default profile (github.com/moby/profiles,
+`seccomp/default.json`, June 2026, 426 names), written anew and sorted by what the calls are for. Then:
+
+- every rule that depends on a capability went, because a sandbox has none;
+- ptrace, process_vm_*, name_to_handle_at, memfd_secret, modify_ldt, vmsplice, listmount, statmount, adjtimex, clock_adjtime* and
+  fanotify_mark went, which upstream allows to everybody;
+- the io_setup family went: its slots (fs.aio-max-nr) are one number for the whole host, and a sandbox could take them all;
+- `socket` is for AF_UNIX, AF_INET and AF_INET6 by equality, so that neither a new family nor one with high bits set slips
+  through, and `socketpair` for AF_UNIX only;
+- `socketcall`, the 32-bit way to `socket` whose family no filter can read, answers ENOSYS. libseccomp silently adds a permission
+  for it to every `socket` rule, and runc skips a denial that equals the default action: hence an errno of its own, and first;
+- `clone3` answers ENOSYS so that the C library falls back to `clone`, which is allowed without the namespace flags;
+- rules of architectures other than x86-64 and aarch64 (with their 32-bit sides) went.
+
+Whatever is not named gets EPERM; nothing is ever killed for a call. An engine or libseccomp that does not know a name skips it, which
+denies that call. `tests/integration/test_container_profile.py` asks a real kernel about each of these.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Final, cast
+
+ALLOW: Final = "SCMP_ACT_ALLOW"
+ERRNO: Final = "SCMP_ACT_ERRNO"
+EPERM: Final = 1
+ENOSYS: Final = 38
+SOCKET_FAMILIES: Final = frozenset({1, 2, 10})  # AF_UNIX, AF_INET, AF_INET6
+NAMESPACE_FLAGS: Final = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+
+NEVER_ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
+    "io_uring": ("io_uring_setup", "io_uring_enter", "io_uring_register"),
+    "asynchronous io of the whole host": (
+        "io_setup", "io_submit", "io_cancel", "io_destroy", "io_getevents", "io_pgetevents", "io_pgetevents_time64",
+    ),
+    "other processes' memory and descriptors": (
+        "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp",
+    ),
+    "page faults in user space": ("userfaultfd",),
+    "kernel keyrings": ("keyctl", "add_key", "request_key"),
+    "programs in the kernel and its counters": ("bpf", "perf_event_open", "lookup_dcookie"),
+    "mounts": (
+        "mount", "umount", "umount2", "pivot_root", "mount_setattr", "move_mount", "open_tree", "open_tree_attr", "fsopen", "fsconfig",
+        "fsmount", "fspick", "listmount", "statmount",
+    ),
+    "namespaces and roots": ("setns", "unshare", "chroot", "sethostname", "setdomainname"),
+    "files by handle": ("name_to_handle_at", "open_by_handle_at", "file_getattr", "file_setattr"),
+    "quota": ("quotactl", "quotactl_fd"),
+    "segments and io ports": ("modify_ldt", "iopl", "ioperm"),
+    "odd memory": ("vmsplice", "memfd_secret"),
+    "placement on memory nodes": (
+        "mbind", "get_mempolicy", "set_mempolicy", "set_mempolicy_home_node", "migrate_pages", "move_pages",
+    ),
+    "setting clocks": (
+        "settimeofday", "clock_settime", "clock_settime64", "stime", "adjtimex", "clock_adjtime", "clock_adjtime64",
+    ),
+    "the machine": (
+        "swapon", "swapoff", "acct", "reboot", "init_module", "finit_module", "delete_module", "create_module", "kexec_load",
+        "kexec_file_load", "syslog", "vhangup", "nfsservctl", "uselib", "fanotify_init", "fanotify_mark",
+    ),
+    "what hides its arguments from a filter": ("socketcall", "clone3"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Rule:
+    names: tuple[str, ...]
+    action: str
+    errno: int | None
+    args: tuple[Mapping[str, object], ...]
+    conditions: frozenset[str]
+
+
+def load_seccomp_profile() -> str:
+    """The profile as one line of JSON, as `HostConfig.SecurityOpt` wants it. ValueError when the shipped file is not what we promise."""
+    text = resources.files("workers.sandboxd.runtime").joinpath("seccomp.json").read_text(encoding="utf-8")
+    faults = find_profile_faults(text)
+    if faults:
+        raise ValueError("the shipped seccomp profile is damaged: " + "; ".join(faults))
+    return json.dumps(json.loads(text), separators=(",", ":"))
+
+
+def find_profile_faults(text: str) -> list[str]:
+    """Sentences: what in this profile breaks the rules of the module's docstring. Empty: nothing does. Never raises for bad JSON."""
+    try:
+        profile = json.loads(text)
+        rules = list(_read_rules(profile))
+        default = (profile["defaultAction"], profile["defaultErrnoRet"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"it cannot be read as a profile ({type(error).__name__}: {error})"]
+    faults = [] if default == (ERRNO, EPERM) else [f"the default is {default}, not EPERM"]
+    faults += _find_odd_rules(rules)
+    faults += _find_forbidden_names(rules)
+    faults += _find_loose_sockets(rules)
+    faults += _find_loose_clones(rules)
+    return faults
+
+
+def _read_rules(profile: Mapping[str, object]) -> Iterator[_Rule]:
+    for raw in cast(list[Mapping[str, object]], profile["syscalls"]):
+        includes = cast(Mapping[str, object], raw.get("includes") or {})
+        excludes = cast(Mapping[str, object], raw.get("excludes") or {})
+        yield _Rule(
+            names=tuple(cast(list[str], raw["names"])),
+            action=cast(str, raw["action"]),
+            errno=cast("int | None", raw.get("errnoRet")),
+            args=tuple(cast(list[Mapping[str, object]], raw.get("args") or [])),
+            conditions=frozenset(includes) | frozenset(f"not {name}" for name in excludes),
+        )
+
+
+def _find_odd_rules(rules: list[_Rule]) -> Iterator[str]:
+    for rule in rules:
+        if rule.action not in (ALLOW, ERRNO):
+            yield f"{rule.names[:3]} is answered with {rule.action}"
+        if not rule.conditions <= {"arches"}:
+            yield f"{rule.names[:3]} depends on {sorted(rule.conditions)}"
+
+
+def _find_forbidden_names(rules: list[_Rule]) -> Iterator[str]:
+    forbidden = {name: family for family, names in NEVER_ALLOWED.items() for name in names}
+    for rule in rules:
+        for name in rule.names:
+            if rule.action == ALLOW and name in forbidden:
+                yield f"{name} is allowed ({forbidden[name]})"
+
+
+def _find_loose_sockets(rules: list[_Rule]) -> Iterator[str]:
+    seen_socketcall = False
+    for rule in rules:
+        if "socketcall" in rule.names and rule.action == ERRNO and rule.errno == ENOSYS:
+            seen_socketcall = True
+        if not {"socket", "socketpair"} & set(rule.names):
+            continue
+        if not seen_socketcall:
+            yield "socketcall is not refused with ENOSYS before the first socket rule"
+        if not _is_one_family(rule.args):
+            yield f"a rule opens sockets by {list(rule.args)}, not by one known family"
+
+
+def _is_one_family(args: tuple[Mapping[str, object], ...]) -> bool:
+    if len(args) != 1:
+        return False
+    arg = args[0]
+    return arg.get("index") == 0 and arg.get("op") == "SCMP_CMP_EQ" and arg.get("value") in SOCKET_FAMILIES
+
+
+def _find_loose_clones(rules: list[_Rule]) -> Iterator[str]:
+    wanted = {"index": 0, "value": NAMESPACE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+    for rule in rules:
+        if "clone" in rule.names and list(rule.args) != [wanted]:
+            yield f"a rule allows clone by {list(rule.args)}, which may make a namespace"
+    if not any("clone3" in rule.names and rule.errno == ENOSYS for rule in rules):
+        yield "clone3 is not refused with ENOSYS"

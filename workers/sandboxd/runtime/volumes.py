@@ -1,0 +1,179 @@
+"""Volumes that the engine fills: the guest, for images that have none, and the skills. Blocks, and raises what the SDK raises."""
+
+import contextlib
+import hashlib
+import io
+import secrets
+import tarfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import IO, Final
+
+import docker
+import docker.errors
+import structlog
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER
+
+log = structlog.get_logger(__name__)
+
+LABEL_PRODUCT: Final = "toolcrew.product"
+PRODUCT_GUEST: Final = "guest"
+
+_FILLER_LIFE_S: Final = 30.0
+_FILLER_WAIT_S: Final = 40.0
+_FILLER_PAUSE_S: Final = 0.1
+PRODUCT_SKILLS: Final = "skills"
+
+
+class GuestVolumes:
+    """Remembers which volumes it has looked into. Its one method blocks and raises what the SDK raises."""
+
+    def __init__(self) -> None:
+        self._filled: dict[str, str] = {}
+
+    def ensure(self, api: docker.APIClient, image: str) -> str:
+        """Name of a volume with the guest of that image of ours. Raises SandboxUnavailable when the image is missing or has no guest."""
+        try:
+            identity = str(api.inspect_image(image)["Id"])  # type: ignore[no-untyped-call]
+        except docker.errors.ImageNotFound as error:
+            words = f"the engine has no image {image}, from which other images get the guest: build it with scripts/build-image"
+            raise SandboxUnavailable(words) from error
+        name = _name_of(identity)
+        # One that was made at another time is not ours: a container's start makes a volume that is missing, and makes it empty.
+        if name not in self._filled or self._filled[name] != _made_at(api, name):
+            _fill(api, image, identity, name)
+            self._filled[name] = _made_at(api, name)
+            _remove_orphans(api)
+        return name
+
+
+def _name_of(image: str) -> str:
+    return f"toolcrew-guest-{image.rpartition(':')[2][:12]}"
+
+
+def _remove_orphans(api: docker.APIClient) -> None:
+    """Remove volumes whose images the engine no longer has: nobody asks for them again. A container's is not removed by the engine."""
+    # In this order: the image of a volume that is made meanwhile is among those that are listed afterwards.
+    listed = api.volumes(filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_GUEST}"]})["Volumes"] or []
+    wanted = {_name_of(str(image["Id"])) for image in api.images(all=True)}
+    for name in sorted({str(volume["Name"]) for volume in listed} - wanted):
+        try:
+            api.remove_volume(name)
+        except docker.errors.APIError as error:
+            log.info("guest_volume_not_removed", volume=name, error=str(error.explanation or error))
+        else:
+            log.info("guest_volume_removed", volume=name)
+
+
+def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None:
+    remove_old_fillers(api, PRODUCT_GUEST)
+    # Its name is the lock: the engine gives it to one of all sandboxd that would fill this volume.
+    with _filler(api, identity, f"toolcrew-fill-{volume}", None) as own:
+        wanted = _read_guest(api, own)
+        if not wanted:
+            raise SandboxUnavailable(f"the image {image} has nothing in {GUEST_FOLDER}: build it anew with scripts/build-image")
+        for _ in range(2):
+            api.create_volume(volume, driver="local", labels={LABEL_PRODUCT: PRODUCT_GUEST})
+            # The engine copies the image's folder into an empty volume as it creates a container.
+            with _filler(api, identity, f"toolcrew-fill-{secrets.token_hex(8)}", volume) as filled:
+                if _read_guest(api, filled) == wanted:
+                    return
+            with contextlib.suppress(docker.errors.NotFound):
+                api.remove_volume(volume)  # of a fill that was cut off; the engine refuses while a sandbox has it
+    raise SandboxUnavailable(f"the volume {volume} does not take what {image} has in {GUEST_FOLDER}: look at the engine's disk")
+
+
+def _made_at(api: docker.APIClient, volume: str) -> str:
+    """Empty when there is none."""
+    try:
+        return str(api.inspect_volume(volume)["CreatedAt"])
+    except docker.errors.NotFound:
+        return ""
+
+
+@contextlib.contextmanager
+def _filler(api: docker.APIClient, image: str, name: str, volume: str | None) -> Iterator[str]:
+    """A container of the image that is never started, with the volume where the guest is. Waits while another has its name."""
+    mounts = [] if volume is None else [{"Type": "volume", "Source": volume, "Target": GUEST_FOLDER}]
+    body = {"Image": image, "NetworkDisabled": True, "Labels": {LABEL_PRODUCT: PRODUCT_GUEST}}
+    config = {**body, "HostConfig": {"NetworkMode": "none", "Mounts": mounts}}
+    give_up_at = time.monotonic() + _FILLER_WAIT_S
+    while True:
+        try:
+            container = str(api.create_container_from_config(config, name)["Id"])  # type: ignore[no-untyped-call]
+            break
+        except docker.errors.APIError as error:
+            if error.status_code != 409 or time.monotonic() > give_up_at:
+                raise
+        remove_old_fillers(api, PRODUCT_GUEST)
+        time.sleep(_FILLER_PAUSE_S)
+    try:
+        yield container
+    finally:
+        _remove(api, container)
+
+
+def _read_guest(api: docker.APIClient, container: str) -> Mapping[str, str]:
+    """What it has in the guest's folder: path -> type, mode, owner and digest. Empty when it has none."""
+    try:
+        chunks, _ = api.get_archive(container, GUEST_FOLDER)
+        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+            return {member.name: _describe_member(archive, member) for member in archive if not member.isdir()}
+    except docker.errors.NotFound:
+        return {}
+
+
+def remove_old_fillers(api: docker.APIClient, product: str) -> None:
+    """Whoever made them was killed before he removed them."""
+    for container in api.containers(all=True, filters={"label": [f"{LABEL_PRODUCT}={product}"]}):
+        if container["Created"] < time.time() - _FILLER_LIFE_S:
+            _remove(api, str(container["Id"]))
+
+
+def _describe_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+    content = archive.extractfile(member) if member.isfile() else None
+    digest = hashlib.sha256(content.read()).hexdigest() if content is not None else member.linkname
+    return f"{member.type!r} {member.mode:o} {member.uid}:{member.gid} {digest}"
+
+
+def _remove(api: docker.APIClient, container: str) -> None:
+    with contextlib.suppress(docker.errors.NotFound):
+        api.remove_container(container, force=True)
+
+
+def make_volume(api: docker.APIClient, name: str, labels: Mapping[str, str]) -> None:
+    """An empty one."""
+    api.create_volume(name, driver="local", labels={**labels, LABEL_PRODUCT: PRODUCT_SKILLS})
+
+
+def list_volumes(api: docker.APIClient, label: str) -> dict[str, Mapping[str, str]]:
+    """Those with that label (`name=value`): their labels by their names."""
+    listed = api.volumes(filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_SKILLS}", label]})["Volumes"] or []
+    return {str(volume["Name"]): dict(volume["Labels"] or {}) for volume in listed}
+
+
+def remove_volume(api: docker.APIClient, name: str) -> None:
+    """One that is gone is fine; one that a container has is refused by the engine."""
+    with contextlib.suppress(docker.errors.NotFound):
+        api.remove_volume(name)
+
+
+def fill_volume(api: docker.APIClient, name: str, image: str, archive: IO[bytes]) -> None:
+    """Unpack a tar archive, whose names begin with the folder's, by a container of the image that is never started."""
+    remove_old_fillers(api, PRODUCT_SKILLS)
+    mounts = [{"Type": "volume", "Source": name, "Target": SKILLS_FOLDER, "VolumeOptions": {"NoCopy": True}}]
+    config = {
+        "Image": image,
+        "NetworkDisabled": True,
+        "Labels": {LABEL_PRODUCT: PRODUCT_SKILLS},
+        "HostConfig": {"NetworkMode": "none", "Mounts": mounts},
+    }
+    container = str(api.create_container_from_config(config, f"toolcrew-skill-{secrets.token_hex(8)}")["Id"])  # type: ignore[no-untyped-call]
+    try:
+        # From above: the engine leaves the mode of the folder itself, into which it unpacks, as it was.
+        api.put_archive(container, "/", archive)
+    finally:
+        with contextlib.suppress(docker.errors.NotFound):
+            api.remove_container(container, force=True)

@@ -1,0 +1,253 @@
+"""Sessions without a container: frozen, packed when their container is given up, and taken over from an earlier sandboxd."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from contract.errors import SandboxUnavailable, ToolFailure
+from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
+from workers.sandboxd.parcels import count_most_bytes
+from workers.sandboxd.records import Records, SessionRecord
+from workers.sandboxd.runtime.attestation import ask_attestation
+from workers.sandboxd.runtime.factory import Maker
+from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.session import FILES_LOST, KEPT, Session, Traces
+from workers.sandboxd.store.checkpoints import Checkpoints
+from workers.sandboxd.store.choice import open_own_store
+
+log = structlog.get_logger(__name__)
+
+PARKING_S = 60.0
+"""For packing: others wait for the place. What was packed has longer to come back."""
+_CONTAINERS_OWN = ("/output", "/tmp")  # of the sandbox, not of this host
+MIN_IDLE_S = 1.0
+"""A session that has worked a moment ago keeps its container when others want a place."""
+_MOST_UNPACKS = 3
+"""A parcel that could not be unpacked so many times will not be the next time either."""
+_JOBS_ENDED = (
+    "sandboxd was stopped and started again: background jobs have ended; files, kept outputs and the shell's folder and variables are kept"
+)
+
+
+class Parking(Protocol):
+    """Raises SandboxUnavailable when packing or unpacking fails."""
+
+    async def pack(self, session: Session, sandbox: Sandbox) -> str: ...
+
+    async def unpack(self, session: Session, sandbox: Sandbox) -> None: ...
+
+    async def forget(self, tenant: str, parcel: str) -> None: ...
+
+    async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
+        """Delete every parcel whose tenant and id are not in `kept`; gives how many."""
+        ...
+
+
+class StoreParking:
+    """Parcels in a store of this host: long outputs, the shell's state, /tmp, and a workspace that would go with its container."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    async def pack(self, session: Session, sandbox: Sandbox) -> str:
+        most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
+        with _as_unavailable("packed"):
+            saved = await self._checkpoints.save(session.tenant, sandbox, roots=_roots(session), max_bytes=most)
+            return saved.id
+
+    async def unpack(self, session: Session, sandbox: Sandbox) -> None:
+        if session.parcel is not None:
+            with _as_unavailable("unpacked"):
+                await self._checkpoints.load(session.tenant, session.parcel, sandbox, roots=_roots(session))
+
+    async def forget(self, tenant: str, parcel: str) -> None:
+        await self._checkpoints.forget(tenant, parcel)
+
+    async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
+        return await self._checkpoints.forget_all_but(kept)
+
+
+def open_parking(folder: Path, free_bytes: int) -> StoreParking:
+    """One that keeps its parcels in a folder of this process alone. `free_bytes`: as of `FolderStore`."""
+    return StoreParking(Checkpoints(open_own_store(folder, free_bytes), save_s=PARKING_S))
+
+
+def _roots(session: Session) -> tuple[str, ...]:
+    return _CONTAINERS_OWN if session.workspace.outlives_container else ("/workspace", *_CONTAINERS_OWN)
+
+
+@contextmanager
+def _as_unavailable(what: str) -> Iterator[None]:
+    """Nobody asked for it by a call, so there is no model to tell."""
+    try:
+        yield
+    except ToolFailure as failure:
+        raise SandboxUnavailable(f"the session's state could not be {what}: {failure}") from failure
+
+
+class Resting:
+    """Freezes sessions, packs them and removes their containers. Each holds the session's lock meanwhile, so that calls wait."""
+
+    def __init__(self, maker: Maker, parking: Parking, records: Records) -> None:
+        self._maker = maker
+        self._parking = parking
+        self._records = records
+
+    async def pause(self, entry: Session) -> bool:
+        """Freeze an idle session; its next call thaws it. False when it works after all, or has a background job."""
+        if not entry.is_ready or entry.is_busy or entry.lock.locked():
+            return False
+        async with entry.lock:
+            sandbox, used_at = entry.sandbox, entry.used_at
+            if sandbox is None or not entry.is_ready or await self._has_jobs(entry, sandbox):
+                return False
+            if not entry.is_ready or entry.is_busy or entry.used_at != used_at:
+                return False
+            # From before the engine is asked, whatever comes of it: to thaw one that runs is fine, to ask a frozen one is its end.
+            entry.is_paused = True
+            freezing = asyncio.ensure_future(self._maker.engine.pause(sandbox.container))
+            try:
+                await asyncio.shield(freezing)
+            except asyncio.CancelledError:
+                await asyncio.wait({freezing})
+                raise
+        return True
+
+    async def give_up(self, entry: Session, *, must_be_idle: bool = True) -> bool:
+        """Pack what the container alone has and remove it. False when the session works, has a background job, or could not be packed."""
+        if entry.sandbox is None or entry.lock.locked() or (must_be_idle and entry.idle_s() < MIN_IDLE_S):
+            return False
+        async with entry.lock:
+            return await self._pack_and_remove(entry)
+
+    async def suspend(self, entry: Session) -> None:
+        """Give a session up because sandboxd is ending: background jobs end with it. One that works is left."""
+        async with entry.lock:
+            await self._pack_and_remove(entry, is_last=True)
+
+    async def unpack(self, entry: Session, sandbox: Sandbox) -> None:
+        """Into its new sandbox what was packed of the last one. Raises SandboxUnavailable; after a few times the parcel counts as lost."""
+        try:
+            await self._parking.unpack(entry, sandbox)
+        except SandboxUnavailable as error:
+            log.error("parcel_not_unpacked", container=sandbox.container[:12], error=str(error))
+            entry.failed_unpacks += 1
+            if entry.failed_unpacks >= _MOST_UNPACKS:
+                entry.lost = f"what was packed of it cannot be unpacked: {error}"
+                if entry.workspace.outlives_container:
+                    entry.add_news(KEPT.format(entry.lost))
+                else:
+                    entry.untold = FILES_LOST.format(f"the sandbox of this session cannot be had again ({entry.lost})")
+            raise
+        entry.failed_unpacks = 0
+
+    def keep(self, entry: Session) -> None:
+        """Record it for the next sandboxd, or that there is nothing to keep. Raises SandboxUnavailable."""
+        if self.is_kept(entry):
+            self._records.keep_session(entry.record())
+        else:
+            self._records.forget_session(entry.id)
+
+    def try_keep(self, entry: Session) -> None:
+        """As `keep`; when the disk does not take it the next sandboxd finds what was recorded before."""
+        try:
+            self.keep(entry)
+        except SandboxUnavailable as error:
+            log.error("session_not_recorded", workspace=entry.workspace.name, error=str(error))
+
+    def is_kept(self, entry: Session) -> bool:
+        """Whether its files would be there without this process: as a workspace, or as a parcel."""
+        return entry.workspace.outlives_container or (entry.sandbox is None and entry.parcel is not None)
+
+    async def forget_parcel(self, entry: Session, parcel: str | None) -> None:
+        """Delete it; what would not go the next start finds."""
+        try:
+            if parcel is not None:
+                await self._parking.forget(entry.tenant, parcel)
+        except SandboxUnavailable as error:
+            log.error("parcel_not_removed", error=str(error))
+
+    async def _pack_and_remove(self, entry: Session, *, is_last: bool = False) -> bool:
+        """`is_last`: sandboxd is ending, and background jobs with it."""
+        sandbox = entry.sandbox
+        if sandbox is None or sandbox.lost is not None or entry.is_busy or entry.is_closing:
+            return False
+        entry.is_moving = True
+        try:
+            if entry.is_paused:
+                await self._maker.engine.unpause(sandbox.container)
+                entry.is_paused = False
+            has_jobs = await self._has_jobs(entry, sandbox)
+            if has_jobs and not is_last:
+                return False
+            entry.parcel = await self._parking.pack(entry, sandbox)
+            if has_jobs:
+                entry.add_news(_JOBS_ENDED)
+            entry.sandbox = None
+            await self._let_go(entry, sandbox)
+        except SandboxUnavailable as error:
+            log.warning("session_not_given_up", container=sandbox.container[:12], error=str(error))
+        finally:
+            entry.is_moving = False
+        return entry.sandbox is None
+
+    async def _let_go(self, entry: Session, sandbox: Sandbox) -> None:
+        """Record that it is packed, and remove the container; without a record it stays."""
+        try:
+            self.keep(entry)
+        except SandboxUnavailable:
+            parcel, entry.parcel, entry.sandbox = entry.parcel, None, sandbox
+            await self.forget_parcel(entry, parcel)
+            raise
+        await self._maker.discard(sandbox)
+
+    async def _has_jobs(self, entry: Session, sandbox: Sandbox) -> bool:
+        entry.looked_at = time.monotonic()
+        jobs = (await ask_attestation(sandbox)).jobs
+        entry.traces.note_jobs(jobs)
+        return jobs > 0
+
+
+def adopt(records: Records, workspaces: Workspaces) -> list[Session]:
+    """Sessions without containers. One whose files are gone is forgotten; one whose files are of another kind waits for a sandboxd that has it."""
+    return [entry for record in records.sessions() if (entry := _adopt(record, records, workspaces)) is not None]
+
+
+def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> Session | None:
+    if record.kind != workspaces.kind:
+        # An empty workspace of another kind must not pass for the one that was kept.
+        log.error("session_of_another_kind", kept=record.kind, here=workspaces.kind, workspace=record.workspace)
+        return None
+    workspace = workspaces.find(record.workspace, WorkspaceSize(record.plan.workspace_bytes, record.plan.workspace_inodes))
+    if workspace is None:
+        log.error("workspace_missing", workspace=record.workspace)
+        records.forget_session(record.id)
+        return None
+    entry = Session(
+        record.id,
+        record.id.partition(":")[0],
+        record.plan,
+        record.ttl_s,
+        workspace,
+        None,
+        record.generation,
+        record.parcel,
+        news=record.news,
+        untold=record.untold,
+        terms=record.terms,
+        fence=record.fence,
+        # What it did between its record and the end of its sandboxd nobody knows.
+        traces=Traces(has_written=record.changed or record.parcel is None),
+        automatic_at=record.automatic_at,
+    )
+    if record.parcel is not None:
+        entry.used_at -= max(0.0, time.time() - record.used_at)
+    else:  # nobody knows when it was last used before its sandboxd was killed: its time starts anew
+        entry.lost = "sandboxd was started anew"
+        entry.add_news(KEPT.format(entry.lost))
+    return entry
