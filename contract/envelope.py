@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -10,6 +10,7 @@ from pydantic_core import from_json
 
 from contract.calls import Record, ToolCall, ToolContext, ToolResult
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from contract.json_limits import is_deeper
 from contract.signing import ResultSeal, SigningKey, SigningKeys
 
 VERSION = 3
@@ -42,7 +43,7 @@ def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:
 
     Raises ValueError, with what to do, when a worker would refuse it: too large (EnvelopeTooLarge), too deep, half a surrogate pair, NaN or Infinity.
     """
-    if _is_deeper(call.arguments, MAX_DEPTH) or _is_deeper(context.config, MAX_DEPTH):
+    if is_deeper(call.arguments, MAX_DEPTH) or is_deeper(context.config, MAX_DEPTH):
         raise ValueError(f"the call's arguments nest deeper than {MAX_DEPTH}: send a flatter value, or a file with it")
     payload = {
         # Taken as they are: dumping the record would change a key that is no text without a word.
@@ -97,7 +98,7 @@ def decode_arguments(data: bytes) -> dict[str, Any]:
         arguments = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise ToolFailure(ErrorCode.ENVELOPE_REFUSED, f"the arguments of the call are not JSON: {error}") from error
-    if not isinstance(arguments, dict) or len(data) > MAX_ARGUMENTS_BYTES or _is_deeper(arguments, MAX_DEPTH):
+    if not isinstance(arguments, dict) or len(data) > MAX_ARGUMENTS_BYTES or is_deeper(arguments, MAX_DEPTH):
         raise ToolFailure(ErrorCode.ENVELOPE_REFUSED, "the arguments of the call are not an object, too large or nested too deep")
     return arguments
 
@@ -219,19 +220,3 @@ def _bounded(text: str) -> str:
             "mode=append), or with Session.write_file"
         )
     return text
-
-
-def _is_deeper(value: Any, limit: int) -> bool:
-    """Whether lists and objects nest deeper than `limit`, without recursion of our own."""
-    level = [value]
-    for _ in range(limit):
-        level = [inner for outer in level for inner in _inner(outer)]
-        if not level:
-            return False
-    return True
-
-
-def _inner(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()

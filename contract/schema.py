@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,18 +17,24 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.json_limits import TEXT_UNIT_CHARS, count_values, has_more_values, has_more_values_in_text
 from contract.specs import ToolSpec
 
 MAX_NAME_CHARS = 100
 """Of a name that a model made up, as much is repeated in a sentence."""
 MAX_VALUES = 10_000
-"""Values in the arguments of a call, those inside of others included: the time of a check grows with them, not with their bytes."""
+"""Values in the arguments of a call, those inside of others included."""
+MAX_STEPS = 250_000
+"""Values in the arguments of a call times parts of the schema. A check looks at each part for each value; a step takes up to 7 µs."""
+MAX_QUICK_VALUES = 1000
+MAX_QUICK_STEPS = 10_000
 MAX_ERRORS = 5
 """Errors of a validation that are looked for; each takes kilobytes."""
 
 MAX_VALIDATORS = 256
 """Kept; a schema that is read again, as from a new catalog, has a new one."""
 
+Take = Callable[[Any], Any]
 Checks = Iterable[Callable[[Mapping[str, Any]], str | None]]
 
 
@@ -39,14 +46,10 @@ def prepare_arguments(
     Order: coercion of strings (only when `text`: the arguments came from a text dialect), aliases, defaults, schema, custom `checks`.
     Raises ToolFailure(INVALID_ARGUMENTS), the model's fault.
     """
-    if has_more_values(arguments, MAX_VALUES):
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS,
-            f"{spec.name}: the arguments have more than {MAX_VALUES} values: pass fewer at a time, or write them to a file",
-        )
-    given, aliases = _fold_aliases(spec, coerce_text(spec, arguments) if text else arguments)
+    room = _Room(spec)
+    given, aliases = _fold_aliases(spec, room.take(coerce_text(spec, arguments) if text else arguments))
     _check_unknown(spec, given)
-    prepared = _fill_object(spec.parameters, given)
+    prepared = _fill_object(spec.parameters, given, room.take)
     errors = _errors(spec, given, prepared)
     if errors:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: " + "; ".join(map(_sentence, errors)))
@@ -62,6 +65,35 @@ def coerce_text(spec: ToolSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
     properties = _properties(spec.parameters)
     named = {name: properties.get(spec.aliases.get(name, name)) for name in arguments}
     return {name: _coerce(schema, value) if (schema := named[name]) is not None else value for name, value in arguments.items()}
+
+
+def is_quick(spec: ToolSpec, arguments: Mapping[str, Any], *, text: bool = False) -> bool:
+    """Whether `prepare_arguments` takes at most some tens of milliseconds."""
+    facts = _facts(spec.parameters)
+    limit = min(MAX_QUICK_VALUES, MAX_QUICK_STEPS // facts.parts)
+    if facts.has_list_defaults or has_more_values(arguments, limit):
+        return False
+    # A text of so many characters may be read as more values than that.
+    return not (text and any(isinstance(value, str) and len(value) > 2 * limit for value in arguments.values()))
+
+
+class _Room:
+    """How many values the arguments of a call may still get."""
+
+    def __init__(self, spec: ToolSpec) -> None:
+        self._tool = spec.name
+        self._limit = self._left = min(MAX_VALUES, MAX_STEPS // _facts(spec.parameters).parts)
+
+    def take(self, value: Any) -> Any:
+        """`value`, which becomes a part of the arguments. Raises ToolFailure(INVALID_ARGUMENTS)."""
+        self._left -= count_values(value, self._left)
+        if self._left < 0:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"{self._tool}: the arguments have more than {self._limit} values ({TEXT_UNIT_CHARS} characters of a text count as one): "
+                "pass fewer at a time, or write them to a file",
+            )
+        return value
 
 
 def check_schema(parameters: Mapping[str, Any]) -> None:
@@ -89,28 +121,16 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _is_within(schema: Mapping[str, Any], reference: str) -> bool:
-    if not reference.startswith("#"):
-        return False
+    return reference.startswith("#") and isinstance(_find(schema, reference), Mapping | bool)
+
+
+def _find(schema: Mapping[str, Any], reference: str) -> Any:
+    """What a reference into the schema leads to; None if there is nothing."""
     part: Any = schema
     for step in unquote(reference[1:]).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         part = part.get(name) if isinstance(part, Mapping) else None
-    return isinstance(part, Mapping | bool)
-
-
-def has_more_values(value: Any, limit: int) -> bool:
-    """Whether a JSON value holds more than `limit` values. The time of it depends on the limit alone."""
-    pending, count = [value], 0
-    while pending:
-        count += 1
-        if count + len(pending) > limit + 1:
-            return True
-        part = pending.pop()
-        if isinstance(part, Mapping):
-            pending += itertools.islice(part.values(), limit + 1)
-        elif isinstance(part, list | tuple):
-            pending += itertools.islice(part, limit + 1)
-    return False
+    return part
 
 
 def find_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> list[str]:
@@ -164,12 +184,12 @@ def _short(name: str) -> str:
 def _errors(spec: ToolSpec, given: Mapping[str, Any], prepared: dict[str, Any]) -> list[ValidationError]:
     """Return the first errors in `prepared`, which is `given` with its defaults."""
     try:
-        validator, has_sound_defaults = _validator(spec.parameters)
+        facts = _facts(spec.parameters)
         # To check the defaults again would take most of the time of a call with few arguments.
         is_flat = not any(isinstance(value, dict | list) for value in given.values())
-        if has_sound_defaults and is_flat and validator.is_valid(given):
+        if facts.has_sound_defaults and is_flat and facts.validator.is_valid(given):
             return []
-        found = validator.iter_errors(prepared)
+        found = facts.validator.iter_errors(prepared)
         return sorted(itertools.islice(found, MAX_ERRORS), key=lambda error: (list(map(str, error.path)), error.message))
     except RecursionError as error:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep") from error
@@ -180,23 +200,24 @@ def _errors(spec: ToolSpec, given: Mapping[str, Any], prepared: dict[str, Any]) 
         raise ToolFailure(ErrorCode.INTERNAL, f"{spec.name}: its schema refers to '{_short(error.ref)}', which is not within it") from error
 
 
-def _fill(schema: Mapping[str, Any], value: Any) -> Any:
+def _fill(schema: Mapping[str, Any], value: Any, take: Take) -> Any:
     """A copy of `value` with the defaults of the objects inside."""
     if isinstance(value, dict):
-        return _fill_object(schema, value)
+        return _fill_object(schema, value, take)
     items = schema.get("items")
     if isinstance(value, list) and isinstance(items, Mapping):
-        return [_fill(items, item) for item in value]
+        return [_fill(items, item, take) for item in value]
     return value
 
 
-def _fill_object(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_object(schema: Mapping[str, Any], given: Mapping[str, Any], take: Take) -> dict[str, Any]:
+    """`take` gets each default that is used: a few hundred bytes of lists as defaults inside each other stand for gigabytes."""
     filled = dict(given)
     for name, sub in _properties(schema).items():
         if name not in filled and "default" in sub:
-            filled[name] = copy.deepcopy(sub["default"])
+            filled[name] = copy.deepcopy(take(sub["default"]))
         if name in filled:
-            filled[name] = _fill(sub, filled[name])
+            filled[name] = _fill(sub, filled[name], take)
     return filled
 
 
@@ -207,6 +228,8 @@ def _coerce(schema: Mapping[str, Any], value: Any) -> Any:
     types = schema.get("type", [])
     types = [types] if isinstance(types, str) else list(types)
     if "string" in types or not types:
+        return value
+    if has_more_values_in_text(value, MAX_VALUES):
         return value
     try:
         parsed = json.loads(value.strip(), parse_constant=_refuse_constant)
@@ -299,18 +322,79 @@ _STRICT = extend(  # type: ignore[no-untyped-call]
 )
 
 
-_VALIDATORS: dict[int, tuple[Mapping[str, Any], Any, bool]] = {}
-"""By the identity of the schema: its text would have to be built for every call. The schema is kept beside it, so that no other one gets its identity."""
+@dataclass(frozen=True)
+class _Facts:
+    """What is known about a schema. `parts`: how many a check of one value looks at, at most."""
+
+    schema: Mapping[str, Any]
+    validator: Any
+    parts: int
+    has_list_defaults: bool
+    has_sound_defaults: bool
+    """All defaults of the parameters fit the schema."""
 
 
-def _validator(schema: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Return the validator, and whether all defaults of the parameters fit the schema."""
-    known = _VALIDATORS.get(id(schema))
+_FACTS: dict[int, _Facts] = {}
+"""By the identity of the schema: its text would have to be built for every call. The schema is kept with them, so that no other one gets its identity."""
+
+
+def _facts(schema: Mapping[str, Any]) -> _Facts:
+    known = _FACTS.get(id(schema))
     if known is None:
-        if len(_VALIDATORS) >= MAX_VALIDATORS:
-            _VALIDATORS.clear()
+        if len(_FACTS) >= MAX_VALIDATORS:
+            _FACTS.clear()
         # An empty registry: what a schema refers to is never fetched, whoever wrote it.
         validator = _STRICT(schema, registry=Registry())
-        has_sound_defaults = not any(error.path for error in validator.iter_errors(_fill_object(schema, {})))
-        known = _VALIDATORS[id(schema)] = schema, validator, has_sound_defaults
-    return known[1:]
+        parts = [part for part, is_repeated in itertools.islice(applied_schemas(schema), MAX_STEPS) if not is_repeated]
+        count = min(MAX_STEPS, sum(map(count_parts, parts)))
+        has_lists = any(isinstance(default := part.get("default"), dict | list) and default for part in parts)
+        has_sound_defaults = (
+            not has_lists
+            and count * count <= MAX_STEPS
+            and not any(error.path for error in validator.iter_errors(_fill_object(schema, {}, lambda value: value)))
+        )
+        known = _FACTS[id(schema)] = _Facts(schema, validator, count, has_lists, has_sound_defaults)
+    return known
+
+
+_NAMED = ("properties", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = (
+    *("items", "contains", "unevaluatedItems", "additionalProperties", "propertyNames", "unevaluatedProperties"),
+    *("not", "if", "then", "else"),
+)
+
+
+def applied_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], bool]]:
+    """Yield each schema that a check of one value may look at, references followed, with whether a reference leads back to it from inside."""
+    left = [(schema, frozenset[str]())]
+    while left:
+        part, above = left.pop()
+        yield part, False
+        for key in ("$ref", "$dynamicRef"):
+            if not isinstance(reference := part.get(key), str):
+                continue
+            target = _find(schema, reference)
+            if reference in above:
+                yield part, True
+            elif isinstance(target, Mapping):
+                left.append((target, above | {reference}))
+        left += [(one, above) for one in _inner_schemas(part)]
+
+
+def _inner_schemas(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for key, value in part.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            found: Iterable[Any] = value.values()
+        else:
+            found = value if key in _LISTS and isinstance(value, list) else (value,) if key in _SINGLE else ()
+        yield from (one if isinstance(one, Mapping) else {} for one in found if isinstance(one, Mapping | bool))
+
+
+def count_parts(schema: Mapping[str, Any]) -> int:
+    """Return how much of a schema is looked at, without the schemas inside: itself, and the values of its lists, as in `enum`."""
+    values = (value for key, value in schema.items() if key not in _HOLDERS and isinstance(value, dict | list))
+    return 1 + sum(count_values(value, MAX_STEPS) for value in values)
+
+
+_HOLDERS = frozenset((*_NAMED, *_LISTS, *_SINGLE, "$defs", "definitions"))

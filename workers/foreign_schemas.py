@@ -2,29 +2,25 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from jsonschema.exceptions import SchemaError
 
-from contract.schema import check_schema
+from contract.schema import applied_schemas, check_schema, count_parts
 from workers.web.fences import printable
 
 MAX_SCHEMA_BYTES = 16 * 1024
 MAX_SCHEMA_DEPTH = 24
-MAX_EXPANDED = 2000
-"""Schemas that a check of arguments may have to look at, references followed."""
+MAX_PARTS = 2000
+"""Schemas that a check of arguments may have to look at, references followed, and the values in their lists."""
 HIDDEN = re.compile("[\u202a-\u202e\u2066-\u2069\U000e0000-\U000e007f]")
 """Letters that a person does not see and a model reads, and what shows text in another order than it has."""
 _PARTS = ("properties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = (
-    *("items", "contains", "unevaluatedItems", "additionalProperties", "propertyNames", "unevaluatedProperties"),
-    *("not", "if", "then", "else"),
-)
-_DROPPED = ("$schema", "$id", "pattern", "patternProperties")
-"""The first two turn references elsewhere; a pattern by somebody else may take for ever, and whoever runs the tool checks it."""
+_SINGLE = ("items", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else")
+_DROPPED = ("$schema", "$id", "pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties")
+"""The first two turn references elsewhere. A check of the others may take exponential time; the program that runs the tool checks them."""
 
 
 class SchemaRefused(Exception):
@@ -87,37 +83,13 @@ def _without(schema: Any) -> Any:
 
 def _check_expansion(schema: Mapping[str, Any]) -> None:
     """Few references can stand for very many schemas, or for endlessly many. Raises SchemaRefused."""
-    seen, left = 0, [(schema, frozenset[str]())]
-    while left:
-        part, above = left.pop()
-        seen += 1
-        if seen > MAX_EXPANDED:
-            raise SchemaRefused(f"its schema stands for more than {MAX_EXPANDED} others")
+    parts = 0
+    for part, is_repeated in applied_schemas(schema):
+        if is_repeated:
+            raise SchemaRefused("its schema refers to itself")
         if any(key in part for key in _DROPPED):
             # A reference may lead to where nothing was dropped, as into a default.
             raise SchemaRefused("its schema refers to what is no place of a schema")
-        for key in ("$ref", "$dynamicRef"):
-            if isinstance(reference := part.get(key), str):
-                if reference in above:
-                    raise SchemaRefused("its schema refers to itself")
-                left.append((_find(schema, reference), above | {reference}))
-        left += [(one, above) for one in _applied(part)]
-
-
-def _applied(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Those that arguments are checked by because of this one."""
-    for key, value in part.items():
-        if key in ("properties", "dependentSchemas") and isinstance(value, dict):
-            yield from (one for one in value.values() if isinstance(one, dict))
-        elif key in _LISTS and isinstance(value, list):
-            yield from (one for one in value if isinstance(one, dict))
-        elif key in _SINGLE and isinstance(value, dict):
-            yield value
-
-
-def _find(schema: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
-    """What check_schema has found to be within the schema; of the two that need no look, nothing."""
-    part: Any = schema
-    for step in unquote(reference[1:]).split("/")[1:]:
-        part = part.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
-    return part if isinstance(part, Mapping) else {}
+        parts += count_parts(part)
+        if parts > MAX_PARTS:
+            raise SchemaRefused(f"its schema stands for more than {MAX_PARTS} others")

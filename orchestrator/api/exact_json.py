@@ -40,15 +40,3 @@ def _with_numbers_alone(value: Any) -> Any:
         case list() | tuple():
             return [_with_numbers_alone(inner) for inner in value]
     return value
-
-
-def is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects are nested in it more than `most` deep. Not by calling itself: whoever sends it says how deep it is."""
-    layer = [value]
-    for _ in range(most + 1):
-        layer = [
-            inner for outer in layer if isinstance(outer, dict | list) for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not layer:
-            return False
-    return True

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from contract.clock import format_instant
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.json_limits import is_deeper
 from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.exact_json import is_deeper
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent

@@ -75,7 +75,7 @@ async def review(
     """
     try:
         given = _seal(call, tenant, session)
-        asked = await check_off_loop(call.arguments, partial(_prepare, call, spec, call.arguments, checks))
+        asked = await check_off_loop(spec, call.arguments, partial(_prepare, call, spec, call.arguments, checks))
         verdict = await _judge(policy, tenant, spec, asked)
         if verdict.action == "deny":
             raise _denied(verdict)
@@ -94,7 +94,7 @@ async def review(
         approval.redeem(_seal(shown, tenant, session) if is_same else "", clock())
         if decision.arguments is None:
             return asked
-        changed = await check_off_loop(decision.arguments, partial(_prepare, asked, spec, decision.arguments, checks))
+        changed = await check_off_loop(spec, decision.arguments, partial(_prepare, asked, spec, decision.arguments, checks))
         return await _change(changed, spec, policy, tenant)
     except ToolFailure as failure:
         return _failed(call, failure)

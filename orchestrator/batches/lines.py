@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from contract.errors import ErrorCode, OperatorError
-from contract.schema import has_more_values
 from orchestrator.batches.grounds import Grounds
 from orchestrator.batches.item_list import ItemList
 from orchestrator.batches.line_shapes import BODIES, LIMIT_NAMES, Fields, OpenAILine, Shape, ShortCall, ShortRun, Unfit, build_item
@@ -21,8 +20,6 @@ from orchestrator.batches.strict_json import NotStrict, find_columns, parse_obje
 from store.batches import CALLS_URL, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
-MAX_LINE_VALUES = 20_000
-"""Values of one line, those inside of others included."""
 MAX_SHOWN = 20
 """Errors that are shown; the rest is counted."""
 MAX_COUNTED = 1000
@@ -142,9 +139,6 @@ class _Reader:
             found = parse_object(text)
         except NotStrict as error:
             return self._complain(Complaint(error.message, number, error.column))
-        if has_more_values(found, MAX_LINE_VALUES):
-            message = f"it has more than {MAX_LINE_VALUES} values: put what is large into a file of the workspace"
-            return self._complain(Complaint(message, number))
         complaints = list(self._take(number, found, text.count(",") + text.count("{") + text.count("[")))
         shown = complaints[: MAX_SHOWN - len(self.complaints)]
         for (_, message), column in zip(shown, find_columns(text, [path for path, _ in shown]), strict=True):

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from contract.json_limits import has_more_values, has_more_values_in_text
+
 MAX_DEPTH = 64
+MAX_VALUES = 20_000
+"""Values of one object, those inside of others included."""
+_TOO_MANY = f"it has more than {MAX_VALUES} values: put what is large into a file of the workspace"
 
 Path = tuple[str | int, ...]
 """Keys and indices from the outermost object to a value."""
@@ -41,6 +46,8 @@ def parse_object(text: str) -> dict[str, Any]:
     """The one object of a line. Raises NotStrict."""
     if text.count("{") + text.count("[") > MAX_DEPTH:
         _check_depth(text)
+    if has_more_values_in_text(text, MAX_VALUES):
+        raise NotStrict(_TOO_MANY)
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -54,6 +61,8 @@ def parse_object(text: str) -> dict[str, Any]:
         raise NotStrict(f"a number cannot be read ({error}): write it as a string", None) from None
     if not isinstance(value, dict):
         raise NotStrict(f"this is {_kind(value)}: every line is one object", 1)
+    if has_more_values(value, MAX_VALUES):
+        raise NotStrict(_TOO_MANY)
     if "\\u" in text:
         _check_characters(text)
     return value

@@ -1,6 +1,7 @@
 """Checks the tools that a batch names, and the arguments of its calls, before anything of it is queued."""
 
 import difflib
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from contract.errors import ToolFailure
@@ -12,6 +13,8 @@ from store.batches import BatchItem, CallBody
 
 NOT_CHECKED = "no worker publishes its tools now, so the names and arguments of tools were not checked"
 MIN_LIKENESS = 0.6
+CHECK_S = 20.0
+"""Processor time for the arguments of a whole batch; that of a call is checked again before it is sent."""
 
 
 def check_tools(file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[str], bool], name: str, tenant: str) -> list[str]:
@@ -23,8 +26,12 @@ def check_tools(file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[
     tools = {spec.name: spec for spec in specs if spec.audience == "model"}
     aliases: dict[tuple[str, str], list[int]] = {}
     complaints: list[Complaint] = []
-    more = 0
+    more, unchecked = 0, 0
+    began = time.thread_time()
     for item in file.items:
+        if time.thread_time() - began > CHECK_S:
+            unchecked = item.line
+            break
         for problem in _problems(item, tools, is_known, aliases, tenant):
             if len(complaints) < MAX_SHOWN:
                 complaints.append(Complaint(problem, item.line))
@@ -32,7 +39,10 @@ def check_tools(file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[
                 more += 1
     if complaints:
         raise BadBatch(name, complaints, more)
-    return [_alias_warning(tool, alias, lines) for (tool, alias), lines in aliases.items()]
+    warnings = [_alias_warning(tool, alias, lines) for (tool, alias), lines in aliases.items()]
+    if unchecked:
+        warnings.append(f"from line {unchecked} on, tools and arguments were not checked: checking those before took {CHECK_S:g} s")
+    return warnings
 
 
 def suggest_tool(name: str, tools: Iterable[str], tenant: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from contract.functions.json_schemas import plain_schema
+from contract.json_limits import has_more_values_in_text
+from contract.schema import MAX_VALUES
 from contract.specs import ToolSpec
 from orchestrator.dialects.json_objects import parse_json_object
 from orchestrator.dialects.thinking import strip_thinking
@@ -47,7 +49,7 @@ DECISION_HINT = f"Answer with one JSON object and nothing else: {CALL_FORM} to c
 MAX_OPENINGS = 8
 """Places in a text where a decision is looked for: each may be read to the text's end."""
 
-_FENCED = re.compile(r"```[a-zA-Z]*[ \t]*\r?\n(.*?)\r?\n?[ \t]*```", re.DOTALL)
+_FENCE = re.compile(r"```[a-zA-Z]*+[ \t]*+\r?\n")
 _KEYS = frozenset({"tool", "arguments", "reply"})
 _ACCEPTED = Draft202012Validator(TOOL_DECISION_SCHEMA)
 _OPENING = re.compile(r'\{\s*"(?:tool|arguments|reply)"\s*:')
@@ -93,6 +95,8 @@ def find_tool_decision(text: str) -> tuple[str, ToolDecisionOutput | None, str]:
     answer_at = len(text) - len(strip_thinking(text))
     for opening in itertools.islice(_OPENING.finditer(text, answer_at), MAX_OPENINGS):
         start = opening.start()
+        if has_more_values_in_text(text[start:], MAX_VALUES):
+            continue
         try:
             _, end = json.JSONDecoder().raw_decode(text, start)
             return text[:start], _decision(text[start:end]), text[end:]
@@ -102,8 +106,8 @@ def find_tool_decision(text: str) -> tuple[str, ToolDecisionOutput | None, str]:
 
 
 def _unfenced(text: str) -> str:
-    fenced = _FENCED.fullmatch(text)
-    return fenced[1].strip() if fenced else text
+    opening = _FENCE.match(text)
+    return text[opening.end() : -3].strip() if opening and text.endswith("```", opening.end()) else text
 
 
 def _decision(text: str) -> ToolDecisionOutput:

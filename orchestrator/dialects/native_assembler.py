@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from contract.errors import ModelRefused
 from orchestrator.dialects.base import Text
 from orchestrator.dialects.call_ids import build_missing_id
 from orchestrator.dialects.json_objects import parse_json_object
@@ -11,6 +12,10 @@ from orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse
 from orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
 from orchestrator.models.base import Chunk
 
+MAX_REPLY_CHARS = 32 * 1024 * 1024
+"""Text and calls of one reply; far more than a model has tokens for. Only a server that does not end sends more."""
+FRAGMENT_CHARS = 64
+"""A fragment of a call counts as so many, however short it is."""
 NO_NAME = "the call has no tool name"
 
 
@@ -59,10 +64,14 @@ class NativeCallAssembler:
         self._text: list[str] = []
         self._surrogates = SurrogateJoiner()
         self._finish_reason: str | None = None
+        self._chars = 0
         self.has_calls = False
 
     def feed(self, chunk: Chunk) -> list[Text]:
-        """The text of one `chat.completion.chunk`. Calls come at `finish`: until then a fragment may still belong to any of them."""
+        """The text of one `chat.completion.chunk`. Calls come at `finish`: until then a fragment may still belong to any of them.
+
+        Raises ModelRefused for a reply that is longer than MAX_REPLY_CHARS.
+        """
         choice = _first_choice(chunk)
         if choice is None:
             return []
@@ -106,6 +115,7 @@ class NativeCallAssembler:
         return reply
 
     def _take_text(self, content: str) -> list[Text]:
+        self._grow(len(content))
         text = self._surrogates.feed(content)
         if not text:
             return []
@@ -119,9 +129,15 @@ class NativeCallAssembler:
                 continue
             call = self._slots.place(fragment)
             text = _argument_text(fragment.arguments)
+            self._grow(FRAGMENT_CHARS + len(text) + len(fragment.id or ""))
             if text and not (isinstance(fragment.arguments, dict) and call.fragments == [text]):
                 call.fragments.append(text)
             self.has_calls = self.has_calls or not call.is_phantom()
+
+    def _grow(self, chars: int) -> None:
+        self._chars += chars
+        if self._chars > MAX_REPLY_CHARS:
+            raise ModelRefused(f"the reply of the model is longer than {MAX_REPLY_CHARS} characters: see whether its server works")
 
 
 def _first_choice(chunk: Chunk) -> dict[str, Any] | None:

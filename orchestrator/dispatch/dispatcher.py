@@ -308,7 +308,7 @@ class Dispatcher:
             spans.know(spec)
         await self._check_switch(spec, route.tenant)
         check = partial(prepare_arguments, spec, call.arguments, text=terms.text_arguments)
-        arguments, aliases = await check_off_loop(call.arguments, check)
+        arguments, aliases = await check_off_loop(spec, call.arguments, check, text=terms.text_arguments)
         await self._check_switch(spec, route.tenant, arguments)
         await refuse_by_policy(policy, route.tenant, spec, arguments)
         sent_at = self._clock()

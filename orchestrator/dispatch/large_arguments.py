@@ -4,14 +4,12 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from contract.schema import has_more_values
-
-LARGE_VALUES = 1000
-"""A check of as many takes some milliseconds."""
+from contract.schema import is_quick
+from contract.specs import ToolSpec
 
 T = TypeVar("T")
 
 
-async def check_off_loop(arguments: Mapping[str, Any], check: Callable[[], T]) -> T:
-    """The result of `check`, a check of `arguments`. Raises what it raises."""
-    return await asyncio.to_thread(check) if has_more_values(arguments, LARGE_VALUES) else check()
+async def check_off_loop(spec: ToolSpec, arguments: Mapping[str, Any], check: Callable[[], T], *, text: bool = False) -> T:
+    """Return the result of `check`, a check of `arguments` against the schema of `spec`. Raises what it raises. `text`: as for `prepare_arguments`."""
+    return check() if is_quick(spec, arguments, text=text) else await asyncio.to_thread(check)

@@ -189,7 +189,7 @@ class RunParts:
         call's run."""
         switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(tenant)
         try:
-            await check_off_loop(call.arguments, partial(refuse_unasked, switches, own, tenant, spec, call.arguments))
+            await check_off_loop(spec, call.arguments, partial(refuse_unasked, switches, own, tenant, spec, call.arguments))
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
         policy = with_tenant_rules(self._policy, own, tenant)

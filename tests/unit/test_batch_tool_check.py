@@ -81,3 +81,11 @@ def test_the_first_problems_are_shown_and_the_others_counted(tmp_path: Path) -> 
     with pytest.raises(BadBatch) as refused:
         check_tools(file, (BASH,), lambda _: False, "in.jsonl", "acme")
     assert (len(refused.value.complaints), refused.value.more) == (MAX_SHOWN, 5)
+
+
+def test_the_check_of_a_batch_ends_at_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.batches.tool_check.CHECK_S", -1.0)
+    file = load_lines(write(tmp_path, call("bash_tol")))
+    assert check_tools(file, [BASH], lambda _: False, "in.jsonl", "default") == [
+        "from line 1 on, tools and arguments were not checked: checking those before took -1 s"
+    ]

@@ -1,12 +1,14 @@
 """What tenants and models send is parsed in bounded time and memory: the inputs that once took seconds and gigabytes."""
 
 import collections
+import functools
 import io
+import itertools
 import json
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -14,11 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.schema import MAX_VALUES, has_more_values, prepare_arguments
+from contract.errors import ErrorCode, ModelRefused, ToolFailure
+from contract.json_limits import has_more_values, has_more_values_in_text
+from contract.schema import MAX_VALUES, prepare_arguments
 from contract.skills import SkillBroken, parse_skill
 from orchestrator.batches.lines import BadBatch, read_lines
+from orchestrator.dialects.decisions import find_tool_decision, parse_tool_decision
+from orchestrator.dialects.native_assembler import NativeCallAssembler, parse_arguments
 from tests.builders import build_spec
+from workers.foreign_schemas import bound_schema
 from workers.mcp.streams import ReplyReader
 from workers.tools.edit import EDIT_TOOL
 
@@ -57,6 +63,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
         {"a": [0] * MANY},
     ),
     "a name of a million characters": lambda: (EDIT_TOOL.spec, {"x" * 1_000_000: 1}),
+    "a text that is a list of a million values": lambda: (EDIT_TOOL.spec, {"file_path": "f", "edits": f"[{'0,' * 1_000_000}0]"}),
 }
 
 
@@ -64,7 +71,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 def test_wrong_arguments_are_refused_with_a_few_errors(name: str) -> None:
     spec, arguments = ARGUMENTS[name]()
     with bounded(24), pytest.raises(ToolFailure) as refused:
-        prepare_arguments(spec, arguments)
+        prepare_arguments(spec, arguments, text=True)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
     assert len(refused.value.message) < 4000
 
@@ -76,6 +83,79 @@ def test_items_that_must_differ_are_compared_in_linear_time() -> None:
     arguments["a"][-1] = {"n": 0.0}
     with bounded(24), pytest.raises(ToolFailure, match="differ"):
         prepare_arguments(spec, arguments)
+
+
+FORMS = [*[{"type": "null"}] * 300, {"type": "integer"}]
+FOREIGN: dict[str, tuple[dict[str, Any], Any]] = {
+    "many forms for many items": ({"items": {"anyOf": FORMS}}, [0] * MANY),
+    "one of many forms for many items": ({"items": {"oneOf": FORMS}}, [0] * MANY),
+    "many conditions for many items": ({"items": {"allOf": [{"type": "integer"}] * 300}}, [0] * MANY),
+    "many forms for a long text": ({"anyOf": FORMS}, "x" * 16_000_000),
+    "a long enum for many items": ({"items": {"enum": list(range(1500))}}, [1499] * MANY),
+    "a large default for many items": ({"items": {"properties": {"b": {"default": [0] * 1000}}}}, [{}] * MANY),
+    "defaults in defaults": (
+        {
+            "default": [{}] * 400,
+            "items": {"properties": {"b": {"default": [{}] * 400, "items": {"properties": {"c": {"default": [0] * 400}}}}}},
+        },
+        None,
+    ),
+    "what is left over, in each other": (
+        functools.reduce(
+            lambda inner, _: {"allOf": [inner], "unevaluatedItems": {"type": "string"}}, range(9), {"contains": {"type": "integer"}}
+        ),
+        [1] * MANY,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_schema_costs_no_more_than_its_steps(name: str) -> None:
+    schema, value = FOREIGN[name]
+    with bounded(24):
+        parameters = bound_schema({"type": "object", "properties": {"a": schema}})
+        spec = build_spec("t").model_copy(update={"parameters": parameters})
+        with suppress(ToolFailure):
+            prepare_arguments(spec, {} if value is None else {"a": value})
+
+
+REPLIES = {
+    "a fence that does not end": "```json\n" + " " * 200_000 + "x",
+    "millions of lists": '{"tool": "t", "arguments": {"a": [' + "[]," * 2_000_000 + "[]]}}",
+    "deep": '{"tool": "t", "arguments": {"a": ' + "[" * 2_000_000,
+    "half characters": '{"tool": "t", "arguments": {"a": "' + "\\ud800" * 200_000 + '"}, "x": 1}',
+    "a number of a million digits": '{"tool": "t", "arguments": {"a": ' + "1" * 1_000_000 + "}}",
+    "millions of keys": '{"tool": "t", "arguments": {' + '"a": 1, ' * 1_000_000 + '"b": 1}}',
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_hostile_reply_is_refused_in_bounded_time(name: str) -> None:
+    with bounded(64), pytest.raises(ValueError):
+        parse_tool_decision(REPLIES[name])
+    arguments = REPLIES[name].partition('"arguments": ')[2].removesuffix("}")
+    with bounded(64), suppress(ValueError):
+        parse_arguments(arguments)
+    with bounded(64):
+        find_tool_decision(REPLIES[name] * 2)
+
+
+@pytest.mark.parametrize(
+    "delta", [{"content": "x" * 65536}, {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 65536}}]}], ids=["text", "arguments"]
+)
+def test_a_reply_without_an_end_is_refused(delta: dict[str, Any]) -> None:
+    reader = NativeCallAssembler()
+    with pytest.raises(ModelRefused):
+        collections.deque(map(reader.feed, itertools.repeat({"choices": [{"index": 0, "delta": delta}]})), maxlen=0)
+
+
+@given(JSON, st.integers(1, 12))
+def test_values_of_a_text_are_counted_as_far_as_the_limit(value: Any, limit: int) -> None:
+    text = json.dumps(value)
+    if has_more_values(value, 2 * limit + 1):
+        assert has_more_values_in_text(text, limit)
+    if not has_more_values(value, limit):
+        assert not has_more_values_in_text(text, limit)
 
 
 @given(st.lists(JSON, max_size=5), st.sampled_from(["uniqueItems", "anyOf", "oneOf"]))

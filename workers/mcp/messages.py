@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.json_limits import has_more_values_in_text, is_deeper
 from workers.web.fences import one_line
 
 REVISION = "2026-07-28"
@@ -17,6 +18,7 @@ HANDSHAKE_REVISIONS = frozenset({"2024-11-05", "2025-03-26", "2025-06-18", HANDS
 CLIENT = {"name": "toolcrew", "version": "1"}
 UNSUPPORTED_REVISION = -32022
 MAX_DEPTH = 64
+MAX_VALUES = 200_000
 MAX_ERROR_CHARS = 500
 MAX_CODE = 2**31
 
@@ -48,12 +50,16 @@ def build_hello() -> dict[str, Any]:
 
 
 def parse_json(data: bytes | str, server: str) -> Any:
-    """Raises ToolFailure(HTTP_ERROR) for what is no plain JSON, or nests deeper than MAX_DEPTH."""
+    """Raises ToolFailure(HTTP_ERROR) for what is no plain JSON, has more than MAX_VALUES values, or nests deeper than MAX_DEPTH."""
     try:
-        parsed = json.loads(data, parse_constant=_refuse_constant, parse_float=_parse_float)
-        _check_depth(parsed)
+        text = data if isinstance(data, str) else data.decode()
+        if has_more_values_in_text(text, MAX_VALUES):
+            raise broken(server, f"what it sent has more than {MAX_VALUES} values")
+        parsed = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_float)
     except (ValueError, RecursionError):
         raise broken(server, "what it sent is no plain JSON") from None
+    if is_deeper(parsed, MAX_DEPTH):
+        raise broken(server, f"what it sent is nested deeper than {MAX_DEPTH}")
     return parsed
 
 
@@ -91,19 +97,3 @@ def _parse_float(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(text)
     return value
-
-
-def _check_depth(value: Any) -> None:
-    """Raises ValueError."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError("nested too deep")
-        level = [
-            part
-            for holder in level
-            if isinstance(holder, dict | list)
-            for part in (holder.values() if isinstance(holder, dict) else holder)
-            if isinstance(part, dict | list)
-        ]

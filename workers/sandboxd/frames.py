@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from contract.json_limits import is_deeper
+
 MAX_DOWN = 1_048_576
 """Largest total of a frame from host to guest."""
 MAX_UP = 524_288
@@ -125,8 +127,8 @@ def _parse_header(text: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise FrameError("the header is not a JSON object")
     # Fewer brackets than levels cannot nest too deep: most headers are not walked.
-    if text.count(b"{") + text.count(b"[") > MAX_DEPTH:
-        _check_depth(header)
+    if text.count(b"{") + text.count(b"[") > MAX_DEPTH and is_deeper(header, MAX_DEPTH):
+        raise FrameError(f"the header nests deeper than {MAX_DEPTH}")
     return header
 
 
@@ -146,15 +148,3 @@ def _finite_float(text: str) -> float:
     if not math.isfinite(number):
         raise FrameError("a number in the header is beyond the range of a double")
     return number
-
-
-def _check_depth(header: dict[str, Any]) -> None:
-    level: list[Any] = [header]
-    for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
-        for value in level:
-            inner.extend(value.values() if isinstance(value, dict) else value)
-        level = [value for value in inner if isinstance(value, dict | list)]
-        if not level:
-            return
-    raise FrameError(f"the header nests deeper than {MAX_DEPTH}")
