@@ -12,6 +12,8 @@ from contract.errors import SandboxUnavailable
 from tests.fake_engine import Behaviour, FakeEngine
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.classes import SandboxPlan
+from workers.sandboxd.connection import Server
+from workers.sandboxd.control import ControlRequests
 from workers.sandboxd.disks.base import WorkspaceMount, Workspaces, WorkspaceSize
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 from workers.sandboxd.leases import Lease
@@ -24,7 +26,6 @@ from workers.sandboxd.runtime.factory import Maker, Room
 from workers.sandboxd.runtime.reaper import Reaper
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.server import Server
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
 from workers.sandboxd.skill_shelf import SkillShelf
@@ -207,6 +208,7 @@ class Sandboxd:
     path: Path
     host: FakeHost
     server: Server
+    control: ControlRequests
     clients: list[SandboxClient] = field(default_factory=list)
 
     @property
@@ -235,9 +237,10 @@ async def running_sandboxd(
     host = build_host(path, *behaviours, plans=plans, **how)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
     shelf = SkillShelf(host.engine, "default", {})  # type: ignore[arg-type]
-    server = Server(host.sessions, plans, checkpoints, shelf, uids=allowed, facts=lambda: {"boot": "b00t"})
+    control = ControlRequests(host.sessions, plans, checkpoints, shelf, lambda: {"boot": "b00t"})
+    server = Server(host.sessions, control.answer, allowed)
     listening = await server.listen(path / "sandboxd.sock", 0o600)
-    daemon = Sandboxd(path / "sandboxd.sock", host, server)
+    daemon = Sandboxd(path / "sandboxd.sock", host, server, control)
     try:
         yield daemon
     finally:

@@ -34,7 +34,7 @@ class GuestClient(FakeSandboxClient):
             for stream, data in streams.items():
                 on_data(stream, data)
             streams = {}
-        answer = build_done(checked["op"], done.header)
+        answer = build_done(done.header)
         return GuestResponse({**answer, "sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 0.1}, streams)
 
 

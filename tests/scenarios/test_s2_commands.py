@@ -35,7 +35,7 @@ class GuestClient(SandboxClient):
             stream: data for stream in ("stdout", "stderr", "merged", "file") if has_stream(op, stream) and (data := done.bytes_of(stream))
         }
         told = {"sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 1000.0}
-        return GuestResponse({**build_done(op, done.header), **told}, streams)
+        return GuestResponse({**build_done(done.header), **told}, streams)
 
 
 class Agent:

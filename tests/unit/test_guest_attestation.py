@@ -31,7 +31,7 @@ def guest() -> Iterator[Guest]:
 
 def attest(guest: Guest) -> Attestation:
     """As sandboxd reads it: through its own list of fields."""
-    return parse_attestation(build_done("attest", guest.request("attest").header))
+    return parse_attestation(build_done(guest.request("attest").header))
 
 
 def dirt_of(guest: Guest) -> list[str]:

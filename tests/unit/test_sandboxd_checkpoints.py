@@ -1,6 +1,7 @@
 """Checkpoints as workers ask for them: one at a time of a session, which is in use meanwhile."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,22 @@ class GatedCheckpoints:
         return Checkpoint("c1", 1, "0" * 64)
 
 
+async def no_body(size: int) -> AsyncIterator[bytes]:
+    return
+    yield
+
+
 async def test_two_checkpoints_of_a_session_are_made_one_after_the_other(tmp_path: Path) -> None:
     """Each opens files that their owner may not read and closes them again: at once, one would find closed what it counts on."""
     checkpoints = GatedCheckpoints()
     async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
         _, name = await daemon.open()
-        asked = [asyncio.create_task(daemon.server._answer({"verb": "checkpoint", "sandbox": name})) for _ in range(2)]
+        asked = [asyncio.create_task(daemon.control.answer({"verb": "checkpoint", "sandbox": name}, no_body)) for _ in range(2)]
         await asyncio.wait_for(checkpoints.saving.wait(), SOON_S)
         await asyncio.sleep(0)
         checkpoints.go.set()
         answers = await asyncio.wait_for(asyncio.gather(*asked), SOON_S)
-        assert ([answer["checkpoint"] for answer in answers], checkpoints.most_at_once) == (["c1", "c1"], 1)
+        assert ([answer["checkpoint"] for answer, _ in answers], checkpoints.most_at_once) == (["c1", "c1"], 1)
 
 
 async def test_a_session_is_in_use_until_its_checkpoint_is_stored(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module
 from workers.sandboxd.frames import MAX_HEADER, MAX_UP, encode_frame
+from workers.sandboxd.requests import SANDBOXD_FIELDS
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 0.05, "capture": {"stdout": 100}}
 PATIENT = {**EXEC, "timeout_s": 60}
@@ -347,12 +348,14 @@ async def test_greeting_twice_is_a_breach(tmp_path: Path) -> None:
         assert (await call(client, name)).get("sandbox_lost")
 
 
-async def test_fields_that_the_protocol_does_not_know_are_not_handed_on(tmp_path: Path) -> None:
+async def test_fields_that_only_sandboxd_may_say_are_not_handed_on(tmp_path: Path) -> None:
     kill = {"signalled": 1, "survivors": 0, "method": "tree", "ms": 1.0, "paid": True}
-    async with running_sandboxd(tmp_path, answering({"ev": "done", "exit_code": 3, "size": 9, "x": 1, "kill": kill})) as daemon:
+    claims = dict.fromkeys(SANDBOXD_FIELDS, "the guest's")
+    async with running_sandboxd(tmp_path, answering({**claims, "ev": "done", "exit_code": 3, "kill": kill})) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)
         assert set(done) == {"ev", "ok", "exit_code", "kill", "sandbox", "sandbox_s"}
+        assert "the guest's" not in done.values()
         assert set(done["kill"]) == {"signalled", "survivors", "method", "ms"}
 
 

@@ -154,7 +154,7 @@ async def test_a_job_that_was_started_is_counted(tmp_path: Path) -> None:
 
 
 async def test_rows_of_more_sessions_than_a_page_has_come_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("sessions", "connection"):
+    for module in ("sessions", "control"):
         monkeypatch.setattr(f"workers.sandboxd.{module}.MAX_ROWS", 2)
     async with running_sandboxd(tmp_path) as daemon:
         for session in ("d", "b", "a", "c"):

@@ -1,8 +1,9 @@
-"""Serves one worker's connection: one request after the other, a call's frames relayed both ways."""
+"""The unix socket that workers use: who may connect, and one request after the other of each, a call's frames relayed both ways."""
 
-import json
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -11,26 +12,73 @@ from contract.errors import ErrorCode, OperatorError, ToolFailure
 from workers.logs import bound_to_session
 from workers.sandboxd.channels import WorkerLink
 from workers.sandboxd.frames import Frame, FrameError
-from workers.sandboxd.requests import check_request, count_budget, parse_skill, parse_terms, parse_text
-from workers.sandboxd.runtime.factory import Ending
+from workers.sandboxd.requests import SANDBOXD_FIELDS, check_request, count_budget, parse_terms, parse_text
+from workers.sandboxd.runtime.factory import SandboxdEnding
 from workers.sandboxd.sandbox import RunningCall, Sandbox
-from workers.sandboxd.sessions import MAX_ROWS, Sessions
-from workers.sandboxd.skill_shelf import SkillShelf
+from workers.sandboxd.sessions import Sessions
+from workers.unix_listening import BACKLOG, find_peer_uid, open_listener
 
 log = structlog.get_logger(__name__)
 
-Answer = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+OWNER = "sandboxd"
+ReadBody = Callable[[int], AsyncIterator[bytes]]
+"""Gives the pieces of a request's body of that size."""
+AnswerControl = Callable[[Mapping[str, Any], ReadBody], Awaitable[tuple[dict[str, Any], bytes]]]
+"""The answer to a request that is no call: its header and its body."""
 _MESSAGE_CHARS = 4096
 
 
-class Connection:
-    """A worker's requests. `answer` gives the answer to every verb but `call`, `skill` and `sessions`. A worker that leaves cancels its call."""
+class Server:
+    """Listens for workers and serves their connections: one request at a time on each; a closed connection cancels its call."""
 
-    def __init__(self, link: WorkerLink, sessions: Sessions, shelf: SkillShelf, answer: Answer) -> None:
+    def __init__(self, sessions: Sessions, answer_control: AnswerControl, uids: frozenset[int]) -> None:
+        self._sessions = sessions
+        self._answer_control = answer_control
+        self._uids = uids
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def listen(self, path: Path, mode: int) -> asyncio.Server:
+        """Listen at `path`. Raises OSError when another sandboxd already answers there, or something lies there that is no socket."""
+        listener = open_listener(path, mode, owner=OWNER, variable="TOOLCREW_SANDBOXD_SOCKET")
+        return await asyncio.get_running_loop().create_unix_server(lambda: WorkerLink(self._accept), sock=listener, backlog=BACKLOG)
+
+    async def close_connections(self) -> None:
+        """End what is still connected."""
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _accept(self, link: WorkerLink) -> None:
+        assert link.transport is not None
+        uid = find_peer_uid(link.transport.get_extra_info("socket"))
+        if uid not in self._uids:
+            log.warning("peer_refused", uid=uid)
+            link.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(link))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, link: WorkerLink) -> None:
+        try:
+            await Connection(link, self._sessions, self._answer_control).serve()
+        except (FrameError, ConnectionError) as error:
+            log.warning("connection_dropped", error=str(error))
+        except asyncio.CancelledError:
+            log.debug("connection_closed_at_shutdown")
+        except Exception:  # the edge: a bug costs this connection only, and is loud
+            log.exception("connection_bug")
+        finally:
+            link.close()
+
+
+class Connection:
+    """A worker's requests: calls are relayed to the guest both ways, `answer_control` answers all others."""
+
+    def __init__(self, link: WorkerLink, sessions: Sessions, answer_control: AnswerControl) -> None:
         self._link = link
         self._sessions = sessions
-        self._shelf = shelf
-        self._answer = answer
+        self._answer_control = answer_control
 
     async def serve(self) -> None:
         """Until the worker leaves. Raises FrameError and ConnectionError when it breaks the protocol or leaves in the middle."""
@@ -44,26 +92,15 @@ class Connection:
             except ToolFailure as failure:
                 self._refuse(failure.code, failure.message)
             except OperatorError as error:
-                self._refuse(error.code, str(error), is_ending=isinstance(error, Ending))
+                self._refuse(error.code, str(error), is_ending=isinstance(error, SandboxdEnding))
             await self._link.drain()
 
     async def _serve(self, verb: object, frame: Frame) -> None:
         if verb == "call":
             await self._call(frame)
-        elif verb == "skill":
-            self._link.send({"ok": True, "place": await self._place_skill(frame)})
-        elif verb == "sessions":
-            self._list(frame.header)
         else:
-            self._link.send({"ok": True, **await self._answer(frame.header)})
-
-    async def _place_skill(self, frame: Frame) -> str | None:
-        """Where the bundle is; without a body None when it is not there yet."""
-        scope, digest, size = parse_skill(frame.header)
-        place = self._shelf.find(scope, digest)
-        if size == 0:
-            return place
-        return await self._shelf.place(scope, digest, self._body(frame.body, size))
+            answer, body = await self._answer_control(frame.header, lambda size: self._body(frame.body, size))
+            self._link.send({"ok": True, **answer}, body)
 
     async def _body(self, first: bytes, size: int) -> AsyncIterator[bytes]:
         """The body that was declared, of which the first frame has this."""
@@ -83,12 +120,6 @@ class Connection:
         if frame.header.get("verb") != "data" or len(frame.body) > left:
             raise FrameError("something else, or more, than the body that was declared")
         return frame.body
-
-    def _list(self, header: Mapping[str, Any]) -> None:
-        """Rows as a body: as a header of that size they would be checked a value at a time."""
-        rows = self._sessions.describe(str(header.get("after") or ""))
-        following = rows[-1]["name"] if len(rows) == MAX_ROWS else None
-        self._link.send({"ok": True, "next": following}, json.dumps(rows, separators=(",", ":")).encode("ascii"))
 
     def _refuse(self, code: ErrorCode, message: str, *, is_ending: bool = False) -> None:
         ending = {"is_ending": True} if is_ending else {}
@@ -125,6 +156,7 @@ class Connection:
             sandbox.loss_told = True
             own["workspace_kept"] = session.workspace.outlives_container
         log.info("sandbox_call_ended", call=call_id, op=call.op, sandbox=sandbox.container[:12], seconds=round(own["sandbox_s"], 4))
+        assert own.keys() <= SANDBOXD_FIELDS, "a guest could say it in place of sandboxd"
         self._send_done(done, own)
 
     def _announce(self, sandbox: Sandbox, call: RunningCall, request: dict[str, Any], body: bytes) -> None:

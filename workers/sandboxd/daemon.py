@@ -16,6 +16,8 @@ import structlog
 from contract.errors import SandboxUnavailable
 from workers.lifeline import hold_lifeline
 from workers.sandboxd.classes import SandboxPlan
+from workers.sandboxd.connection import OWNER, Server
+from workers.sandboxd.control import ControlRequests
 from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_workspaces
 from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
@@ -32,7 +34,6 @@ from workers.sandboxd.runtime.hardening import find_drift
 from workers.sandboxd.runtime.reaper import Reaper
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.server import OWNER, Server
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
 from workers.sandboxd.skill_shelf import SkillShelf
@@ -318,7 +319,8 @@ async def _run(settings: SandboxdSettings, engine: Engine, asked: Sequence[int])
     # Before anything is swept: the sandboxes of a sandboxd that lives are no leftovers.
     refuse_second(settings.sandboxd_socket, owner=OWNER)
     async with open_house(settings, engine) as house:
-        server = Server(house.sessions, house.plans, house.checkpoints, house.shelf, uids=settings.allowed_uids(), facts=house.describe)
+        control = ControlRequests(house.sessions, house.plans, house.checkpoints, house.shelf, house.describe)
+        server = Server(house.sessions, control.answer, settings.allowed_uids())
         await _serve(settings, server, house, asked)
 
 

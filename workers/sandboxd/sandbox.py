@@ -273,7 +273,7 @@ class Sandbox:
             call.sink(frame)
 
     def _finish(self, call: RunningCall, header: Mapping[str, Any]) -> None:
-        done = build_done(call.op, header)
+        done = build_done(header)
         if count_survivors(header):
             # The guest could not end everything that the call had started: only the container's end does.
             self._end_by_removal(call, done, "processes outlived a call's kill")

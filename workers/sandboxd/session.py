@@ -5,10 +5,9 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
-from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import Workspace
@@ -30,7 +29,6 @@ RENEW_S = 86_400.0
 _ROW_CHARS = 200
 MAX_CALLED_OFF = 100
 """The newest; ids are never used again."""
-MAX_FENCE = 2**53
 _RESTORED = (
     "{why}, and the session goes on elsewhere: its files, kept outputs and the shell's folder, variables and functions are those of {checkpoint}; "
     "changes since then, background jobs and /tmp are lost"
@@ -237,24 +235,3 @@ class Moved:
 
     def _why(self) -> str:
         return _DRAINED if self.is_planned else _LOST
-
-
-def parse_moved(header: Mapping[str, Any]) -> Moved | None:
-    """What a request to open says of it; None: the session is new. Raises ToolFailure."""
-    told = header.get("moved")
-    if told is None:
-        return None
-    if not isinstance(told, dict) or not told.keys() <= {"generation", "checkpoint_at", "is_planned"}:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'moved' must have generation and, if known, checkpoint_at and is_planned")
-    fence = told.get("generation")
-    if isinstance(fence, bool) or not isinstance(fence, int) or not 0 < fence <= MAX_FENCE:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"moved.generation must be a whole number of at least 1 and at most {MAX_FENCE}")
-    at = told.get("checkpoint_at")
-    return Moved(fence, None if at is None else _parse_instant(at), told.get("is_planned") is True)
-
-
-def _parse_instant(text: object) -> datetime:
-    try:
-        return datetime.fromisoformat(text if isinstance(text, str) else "").astimezone(UTC)
-    except (ValueError, OverflowError):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "moved.checkpoint_at must be a time as 2030-01-31T12:00:00+00:00") from None

@@ -16,7 +16,7 @@ from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import Workspace
 from workers.sandboxd.pool import Pools
 from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.factory import Maker
+from workers.sandboxd.runtime.factory import Maker, SandboxdEnding
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import FILES_LOST, KEPT, Moved, Session
 from workers.sandboxd.suspension import MIN_IDLE_S, Parking, Resting, adopt
@@ -113,7 +113,8 @@ class Sessions:
         entry = self._sessions.get(session)
         if entry is None or entry.is_closing:
             raise _not_found()
-        self._maker.check_ending()
+        if self._maker.is_ending:
+            raise SandboxdEnding
         entry.used_at = time.monotonic()
         if terms is not None:
             self.tell_terms(entry, terms)
@@ -322,7 +323,8 @@ class Sessions:
             self._equip(entry, sandbox)
             if entry.lost is None and entry.parcel is not None:
                 await self.resting.unpack(entry, sandbox)
-            self._maker.check_ending()  # what is packed stays packed
+            if self._maker.is_ending:
+                raise SandboxdEnding  # what is packed stays packed
         except BaseException:
             await asyncio.shield(settle([self._maker.discard(sandbox)]))
             raise

@@ -136,8 +136,11 @@ def count_states(sessions: Iterable[Session], warm: int) -> dict[str, int]:
     return {**states, "warm": warm}
 
 
-class Ending(SandboxUnavailable):
+class SandboxdEnding(SandboxUnavailable):
     """sandboxd is ending, and has done nothing of what was asked."""
+
+    def __init__(self) -> None:
+        super().__init__("sandboxd is ending: try again when it is back")
 
 
 class Maker:
@@ -256,13 +259,9 @@ class Maker:
         """Whether a container of that name is one of this process's."""
         return name in self._known
 
-    def check_ending(self) -> None:
-        """Raises Ending once sandboxd is ending."""
-        if self.is_ending:
-            raise Ending("sandboxd is ending: try again when it is back")
-
     def _check_may_start(self) -> None:
-        self.check_ending()
+        if self.is_ending:
+            raise SandboxdEnding
         if self.shortage is not None:
             raise SandboxUnavailable(f"no sandbox is started now: {self.shortage}")
 

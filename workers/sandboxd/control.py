@@ -1,96 +1,52 @@
-"""The unix socket that workers use: who may connect, and the verbs that are not a call."""
+"""The requests of a worker that are no call: opening, closing and checkpoints of sessions, skills, terms, status."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import structlog
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import SandboxTerms
-from workers.sandboxd.channels import WorkerLink
-from workers.sandboxd.connection import Connection
-from workers.sandboxd.frames import FrameError
+from workers.sandboxd.connection import ReadBody
 from workers.sandboxd.parcels import count_most_bytes
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.requests import parse_fence, parse_number, parse_session, parse_terms, parse_text
+from workers.sandboxd.requests import parse_fence, parse_number, parse_session, parse_skill, parse_terms, parse_text
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session, parse_moved
-from workers.sandboxd.sessions import Sessions, Start
+from workers.sandboxd.session import Moved, Session
+from workers.sandboxd.sessions import MAX_ROWS, Sessions, Start
 from workers.sandboxd.skill_shelf import SkillShelf
 from workers.sandboxd.store.checkpoints import Checkpoints
-from workers.unix_listening import BACKLOG, find_peer_uid, open_listener
 
-log = structlog.get_logger(__name__)
-
-OWNER = "sandboxd"
+MAX_FENCE = 2**53
 
 
-class Server:
-    """Serves `open`, `call`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`, `close`, `terms`, `status`, `sessions`.
-
-    One request at a time on a connection; a closed connection cancels its call.
-    """
+class ControlRequests:
+    """Answers every request but a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`, `terms`, `status`, `sessions`."""
 
     def __init__(
-        self,
-        sessions: Sessions,
-        plans: Plans,
-        checkpoints: Checkpoints,
-        shelf: SkillShelf,
-        *,
-        uids: frozenset[int],
-        facts: Callable[[], Mapping[str, Any]],
+        self, sessions: Sessions, plans: Plans, checkpoints: Checkpoints, shelf: SkillShelf, describe: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """`facts`: what `status` tells beside the sessions, asked each time."""
+        """`describe`: gives what `status` says beside the sessions."""
         self._sessions = sessions
         self._plans = plans
         self._checkpoints = checkpoints
         self._shelf = shelf
-        self._uids = uids
-        self._facts = facts
-        self._connections: set[asyncio.Task[None]] = set()
+        self._describe = describe
 
-    async def listen(self, path: Path, mode: int) -> asyncio.Server:
-        """Listen at `path`. Raises OSError when another sandboxd already answers there, or something lies there that is no socket."""
-        listener = open_listener(path, mode, owner=OWNER, variable="TOOLCREW_SANDBOXD_SOCKET")
-        return await asyncio.get_running_loop().create_unix_server(lambda: WorkerLink(self._accept), sock=listener, backlog=BACKLOG)
-
-    async def close_connections(self) -> None:
-        """End what is still connected."""
-        for task in list(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-
-    def _accept(self, link: WorkerLink) -> None:
-        assert link.transport is not None
-        uid = find_peer_uid(link.transport.get_extra_info("socket"))
-        if uid not in self._uids:
-            log.warning("peer_refused", uid=uid)
-            link.close()
-            return
-        task = asyncio.get_running_loop().create_task(self._serve(link))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-
-    async def _serve(self, link: WorkerLink) -> None:
-        try:
-            await Connection(link, self._sessions, self._shelf, self._answer).serve()
-        except (FrameError, ConnectionError) as error:
-            log.warning("connection_dropped", error=str(error))
-        except asyncio.CancelledError:
-            log.debug("connection_closed_at_shutdown")
-        except Exception:  # the edge: a bug costs this connection only, and is loud
-            log.exception("connection_bug")
-        finally:
-            link.close()
+    async def answer(self, header: Mapping[str, Any], read_body: ReadBody) -> tuple[dict[str, Any], bytes]:
+        """Return the answer's header and body. Raises ToolFailure and SandboxUnavailable."""
+        verb = header.get("verb")
+        if verb == "sessions":
+            return self._list(header)
+        if verb == "skill":
+            return {"place": await self._place_skill(header, read_body)}, b""
+        return await self._answer(header), b""
 
     async def _answer(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to every verb but `call`, `skill` and `sessions`."""
         verb = header.get("verb")
         if verb == "open":
             return await self._open(header)
@@ -106,8 +62,21 @@ class Server:
         if verb == "terms":
             return {"sessions": await self._tell_terms(header)}
         if verb == "status":
-            return {**self._facts(), "sessions": len(self._sessions), "sandboxes": self._sessions.count_sandboxes()}
+            return {**self._describe(), "sessions": len(self._sessions), "sandboxes": self._sessions.count_sandboxes()}
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown verb {str(verb)[:40]!r}")
+
+    def _list(self, header: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Rows as a body: as a header of that size they would be checked a value at a time."""
+        rows = self._sessions.describe(str(header.get("after") or ""))
+        following = rows[-1]["name"] if len(rows) == MAX_ROWS else None
+        return {"next": following}, json.dumps(rows, separators=(",", ":")).encode("ascii")
+
+    async def _place_skill(self, header: Mapping[str, Any], read_body: ReadBody) -> str | None:
+        """Return the folder of the bundle; None when it is not there yet and the request has no body."""
+        scope, digest, size = parse_skill(header)
+        if size == 0:
+            return self._shelf.find(scope, digest)
+        return await self._shelf.place(scope, digest, read_body(size))
 
     async def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
         name, ttl_s = parse_session(header), parse_number(header, "ttl_s", DEFAULT_TTL_S, MAX_TTL_S)
@@ -183,3 +152,24 @@ class Server:
 
 def _parse_optional(header: Mapping[str, Any], name: str) -> str | None:
     return None if header.get(name) is None else parse_text(header, name)
+
+
+def parse_moved(header: Mapping[str, Any]) -> Moved | None:
+    """What a request to open says of it; None: the session is new. Raises ToolFailure."""
+    told = header.get("moved")
+    if told is None:
+        return None
+    if not isinstance(told, dict) or not told.keys() <= {"generation", "checkpoint_at", "is_planned"}:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'moved' must have generation and, if known, checkpoint_at and is_planned")
+    fence = told.get("generation")
+    if isinstance(fence, bool) or not isinstance(fence, int) or not 0 < fence <= MAX_FENCE:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"moved.generation must be a whole number of at least 1 and at most {MAX_FENCE}")
+    at = told.get("checkpoint_at")
+    return Moved(fence, None if at is None else _parse_instant(at), told.get("is_planned") is True)
+
+
+def _parse_instant(text: object) -> datetime:
+    try:
+        return datetime.fromisoformat(text if isinstance(text, str) else "").astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "moved.checkpoint_at must be a time as 2030-01-31T12:00:00+00:00") from None
