@@ -46,7 +46,7 @@ class ToolContext(Record):
     """What travels with a call.
 
     `deadline_at`: Unix seconds after which a worker must not start it. `timeout_s`: hard limit of the run itself.
-    `blob`: key of bytes in Redis for this call (file content, stdin), or None. It ends with their SHA-256 (contract/blobs.py).
+    `blob`: key of bytes in Redis for this call (file content, stdin), or None. It ends with their SHA-256 (store/blobs.py).
     """
 
     tenant: Identifier

@@ -152,7 +152,7 @@ BLOB_POOLS: tuple[BlobPool, ...] = get_args(BlobPool)
 
 
 def blob_key(deployment: str, tenant: str, pool: BlobPool, name: str) -> str:
-    """Return the key of bytes that are too large or too raw for an envelope; they expire. contract/blobs.py builds `name`."""
+    """Return the key of bytes that are too large or too raw for an envelope; they expire. store/blobs.py builds `name`."""
     return tenant_key(deployment, tenant, f"blob-{pool}.{name}")
 
 

@@ -1,14 +1,13 @@
 """Tenants: what each may have, as data in Redis that both sides read. Adding one is no restart."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from contract.calls import Record
-from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import ToolSpec
 
@@ -85,35 +84,6 @@ class TenantPolicy(Record):
         if self.tools is None or not names:
             return True
         return any(_fits(known, pattern) for known in names for pattern in self.tools)
-
-
-@dataclass(frozen=True)
-class TenantLook:
-    """What one look into the hash of tenants told of one of them. `fields`: how many the hash has in all."""
-
-    version: bytes | None
-    own: bytes | None
-    default: bytes | None
-    fields: int
-
-    @property
-    def is_open(self) -> bool:
-        """Whether nobody but the default tenant is registered, so that any name is served."""
-        return self.fields == (self.version is not None) + (self.default is not None)
-
-    def policy(self, tenant: str, keys: SigningKeys) -> TenantPolicy:
-        """The tenant's policy. Raises ToolFailure(UNKNOWN_TENANT); ConfigError when it cannot be verified or read: then the tenant has no rights."""
-        if self.own is not None:
-            policy = parse_policy(keys, tenant, self.own)
-            if policy.is_removed:
-                raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"tenant {tenant} was removed: call for one that is registered")
-            return policy
-        if tenant == DEFAULT_TENANT or self.is_open:
-            return parse_policy(keys, DEFAULT_TENANT, self.default) if self.default is not None else TenantPolicy()
-        raise ToolFailure(
-            ErrorCode.UNKNOWN_TENANT,
-            f"there is no tenant {tenant}: call for one that is registered, or have the operator register it (toolcrew tenants add {tenant})",
-        )
 
 
 def tools_of(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""API keys: which tenant and role a key stands for. Redis has only a signed record with a digest of the key; the key itself is shown once."""
+"""API keys and logins to the pages: which tenant and role a key stands for. Redis has only a signed record with a digest of the key; the key itself is shown once."""
 
 import copy
 import hashlib
@@ -12,24 +12,30 @@ from typing import Any, Self
 
 import redis.asyncio
 from pydantic import Field, ValidationError
-from redis.exceptions import RedisError
 
 from contract.calls import Identifier, Record
 from contract.clock import format_instant
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
-from contract.names import api_keys_key, audit_key, tenants_key
+from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.names import api_keys_key, audit_key, deployment_key, tenants_key
 from contract.registry import LAST_INSTANT
 from contract.signing import SigningKeys
 from contract.tenancy import REGISTERED_LUA
-from store.actors import Actor, local_actor
-from store.actors import Role as Role
-from store.audit import AUDIT_LUA, build_entry, entry_text
+from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
+from store.audit import Role as Role
+from store.connection import broker_errors
 from store.tasks import SharedReads
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 KEY_FRESH_S = 1.0
 """How old what a process knows of a key may be: half of the time within which revoking it takes effect everywhere."""
 MAX_KNOWN = 4096
 SECRET_BYTES = 32
+LOGIN_S = 12 * 3600
+LOGINS_OF_A_KEY = 100
+"""Logins of one API key at a time. A further login ends the oldest one, so that one client cannot fill Redis."""
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{43}")
 TAIL_CHARS = 4
 _KEY = re.compile(r"tc_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 _NOBODY = "0" * 64
@@ -49,6 +55,13 @@ _REVOKE = f"""
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
 audit(KEYS[2], ARGV[2])
 return redis.call('HDEL', KEYS[1], ARGV[1])
+"""
+_OPEN_LOGIN = """
+-- KEYS: login, the logins of the API key. ARGV: the key's id, how long a login lasts, most logins of a key.
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+redis.call('RPUSH', KEYS[2], KEYS[1])
+redis.call('EXPIRE', KEYS[2], ARGV[2])
+if redis.call('LLEN', KEYS[2]) > tonumber(ARGV[3]) then redis.call('DEL', redis.call('LPOP', KEYS[2])) end
 """
 
 
@@ -163,33 +176,27 @@ class ApiKeys:
             [self._tenants, self._key, self._audit],
             [tenant, key_id, self._signing.seal(_purpose(key_id), record.model_dump_json()), entry_text(entry)],
         )
-        try:
+        with broker_errors("no API key was created"):
             added = await self._add_script(keys=keys, args=args)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"no key was made: Redis does not do it ({error}); see that it is up and may be written") from error
         if added != 1:
             raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: register it first (toolcrew tenants add {tenant})")
         return NewKey(key_id, text, record)
 
     async def revoke(self, key_id: str) -> bool:
         """Whether there was such a key; it opens nothing anywhere within 2 seconds. Raises BrokerUnavailable."""
-        try:
+        with broker_errors("the API key was not revoked"):
             data: Any = await self._client.hget(self._key, key_id)
             if data is None:
                 return False
             entry = build_entry(self._actor or local_actor(), "key.remove", key_id, **self._describe(key_id, data))
             was_there: Any = await self._revoke_script(keys=[self._key, self._audit], args=[key_id, entry_text(entry)])
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"the key was not revoked: Redis does not do it ({error}); try again") from error
         self._known.pop(key_id, None)
         return bool(was_there)
 
     async def all(self) -> dict[str, ApiKeyRecord | ConfigError]:
         """Every key by its id, oldest first; in place of a record that cannot be read: why. Raises BrokerUnavailable."""
-        try:
+        with broker_errors("the API keys were not read"):
             told: Any = await self._client.hgetall(self._key)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis did not say which keys there are ({error}): see that it is up") from error
         found: dict[str, ApiKeyRecord | ConfigError] = {}
         for raw, data in told.items():
             key_id = raw.decode(errors="replace")
@@ -215,10 +222,8 @@ class ApiKeys:
 
     async def _read(self, key_id: str) -> ApiKeyRecord | None:
         asked_at = time.monotonic()
-        try:
+        with broker_errors("the API key was not checked"):
             data: Any = await self._client.hget(self._key, key_id)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"the API key was not checked: Redis does not answer ({error}); see that it is up") from error
         self._known.pop(key_id, None)
         if data is None:
             return None
@@ -282,3 +287,50 @@ def _digest(text: str) -> str:
 def _purpose(key_id: str) -> str:
     """A record is valid for its own key id only."""
     return f"api-key {key_id}"
+
+
+class LoginStore:
+    """The logins to the pages. A login maps a random token, which only the cookie has, to the id of an API key; Redis has the digest of the token. A login
+    ends LOGIN_S after it began. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, signing: SigningKeys) -> None:
+        self._client, self._deployment, self._signing = client, deployment, signing
+        self._open_script = client.register_script(_OPEN_LOGIN)
+
+    async def open(self, key_id: str) -> str:
+        """Create a login for the holder of an API key, and return its token."""
+        token = secrets.token_urlsafe(SECRET_BYTES)
+        # Signed for its token: otherwise a process that can write to Redis could log in as the holder of any key.
+        sealed = self._signing.seal(self._purpose(token), key_id)
+        keys = [self._key(token), deployment_key(self._deployment, f"page:logins:{key_id}")]
+        with broker_errors("the login was not stored"):
+            await self._open_script(keys=keys, args=[sealed, LOGIN_S, LOGINS_OF_A_KEY])
+        return token
+
+    async def find(self, token: str) -> str | None:
+        """Return the id of the API key; None when the login does not exist or has ended."""
+        if not _TOKEN.fullmatch(token):
+            return None
+        with broker_errors("the login was not read"):
+            sealed: Any = await self._client.get(self._key(token))
+        try:
+            return self._signing.unseal(self._purpose(token), sealed) if sealed is not None else None
+        except EnvelopeRefused as error:
+            log.error("login_refused", error=str(error))
+            return None
+
+    async def close(self, token: str) -> None:
+        """End a login, if there is one."""
+        with broker_errors("the login was not deleted"):
+            await self._client.delete(self._key(token))
+
+    def _purpose(self, token: str) -> str:
+        return f"login {login_digest('login', token)}"
+
+    def _key(self, token: str) -> str:
+        return deployment_key(self._deployment, f"page:login:{login_digest('login', token)}")
+
+
+def login_digest(purpose: str, token: str) -> str:
+    """Return a digest of a login's token. The token has 32 random bytes, so a plain hash is enough."""
+    return hashlib.sha256(f"toolcrew page {purpose} v1\0{token}".encode(errors="replace")).hexdigest()

@@ -18,8 +18,7 @@ from contract.clock import format_instant
 from contract.errors import EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
 from contract.names import audit_key, deployment_key, tenant_key
 from contract.signing import SigningKeys
-from store.actors import Actor
-from store.audit import AUDIT_LUA, build_entry, entry_text
+from store.audit import AUDIT_LUA, Actor, build_entry, entry_text
 from store.connection import RedisClient, broker_errors, read_clock
 from telemetry.logs import get_logger
 

@@ -4,6 +4,8 @@ What operators and administrators change is in one stream; what the holders of a
 can only push out entries of its own.
 """
 
+import os
+import pwd
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +13,18 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 import redis.asyncio
 from pydantic import Field, ValidationError
-from redis.exceptions import RedisError
 
 from contract.calls import Identifier, Record
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key, tenant_audit_key, tenants_key
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
-from store.actors import Actor
 from store.connection import broker_errors
 
+Role = Literal["tenant", "operator", "admin"]
+"""tenant: calls for its own tenant; operator: for any; admin: also sets what tenants may have."""
+_ROLES: tuple[Role, ...] = get_args(Role)
+LOCAL = "local"
+MAX_NAME_CHARS = 128
 AuditAction = Literal[
     "tool.disable",
     "tool.enable",
@@ -53,6 +58,7 @@ MAX_PAGE = 1000
 MAX_LOOKED_AT = 10_000
 """Entries that are read for one page: it is quick also when few of them match the filters."""
 _AT_ONCE = 500
+_WHAT = "the audit was not read"
 _CURSOR = re.compile(r"([0-9]{1,20})-([0-9]{1,20})(?:-([A-Za-z0-9_-]{1,64}))?")
 _LEAST_AT_ONCE = 20
 
@@ -69,6 +75,28 @@ end
 """For scripts that change something: `audit(audit_key, entry as text)` writes the entry to the stream of its actor. An entry '' is none."""
 
 _ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
+
+
+class Actor(Record):
+    """`key`: the id of an API key; "local" for whoever has the pool's own secrets, whose `name` is that of the system's user. `tenant`: whose key it
+    is; None for local ones."""
+
+    key: str = Field(max_length=64)
+    role: Role
+    name: str = Field(default="", max_length=MAX_NAME_CHARS)
+    tenant: Identifier | None = None
+
+    def may_act_for(self, tenant: str | None) -> bool:
+        """None: for everybody."""
+        return self.role != "tenant" or (tenant is not None and tenant == self.tenant)
+
+    def has_role(self, needed: Role) -> bool:
+        """Return whether the role has all rights of `needed`."""
+        return _ROLES.index(self.role) >= _ROLES.index(needed)
+
+    def label(self) -> str:
+        """In one word, for people."""
+        return self.name or self.key
 
 
 class AuditEntry(Record):
@@ -101,6 +129,15 @@ class AuditPage:
 
     entries: tuple[Audited, ...]
     cursor: str | None
+
+
+def local_actor() -> Actor:
+    """Whoever runs this program."""
+    try:
+        name = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        name = f"uid {os.getuid()}"
+    return Actor(key=LOCAL, role="admin", name=name[:MAX_NAME_CHARS])
 
 
 def build_entry(
@@ -141,12 +178,8 @@ class Audit:
 
         Raises BrokerUnavailable: nothing was written, and nothing is to be done.
         """
-        try:
+        with broker_errors("nothing was done, because the audit entry was not written"):
             await self._add(keys=[audit_key(self._deployment)], args=[entry_text(entry)])
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(
-                f"nothing was done, because it cannot be written down who did it: Redis does not do it ({error}); see that it is up"
-            ) from error
 
     async def count(self) -> int:
         """Return the number of stored entries in the operators' stream. Raises BrokerUnavailable."""
@@ -188,11 +221,9 @@ class Audit:
         """The owners of the streams that may hold entries about that tenant, or about any: "" for the operators', else a tenant."""
         if tenant is not None:
             return ["", tenant]
-        try:
+        with broker_errors(_WHAT):
             # Only a registered tenant has keys, and the default one.
             fields: Any = await self._client.hkeys(tenants_key(self._deployment))
-        except (RedisError, OSError) as error:
-            raise _unread(error) from error
         return ["", *sorted({DEFAULT_TENANT, *(field.decode(errors="replace") for field in fields)} - {VERSION_FIELD})]
 
     async def _rows(self, after: "_Position | None", owners: Sequence[str]) -> tuple[list["_Row"], bool]:
@@ -202,10 +233,8 @@ class Audit:
         for owner in owners:
             key = tenant_audit_key(self._deployment, owner) if owner else audit_key(self._deployment)
             pipe.xrevrange(key, after.before_in(owner) if after is not None else "+", "-", count=count)
-        try:
+        with broker_errors(_WHAT):
             streams: Any = await pipe.execute()
-        except (RedisError, OSError) as error:
-            raise _unread(error) from error
         of_streams = [
             [(_Position.of(id_.decode(), owner), fields) for id_, fields in rows] for owner, rows in zip(owners, streams, strict=True)
         ]
@@ -237,10 +266,6 @@ class _Position(NamedTuple):
 
 
 _Row = tuple[_Position, Mapping[bytes, bytes]]
-
-
-def _unread(error: Exception) -> BrokerUnavailable:
-    return BrokerUnavailable(f"Redis did not say who changed what ({error}): see that it is up")
 
 
 def _fits(entry: AuditEntry, tenant: str | None, actions: tuple[AuditAction, ...], target: str | None) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 import redis.asyncio
 from pydantic import ValidationError
-from redis.exceptions import RedisError
 
 from contract.calls import ToolResult
 from contract.clock import format_instant
@@ -21,6 +20,7 @@ from contract.names import admission_prefix, call_key, host_key, host_of, is_blo
 from contract.session_locations import SessionLocation
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
+from store.connection import broker_errors
 from store.run_log import run_key
 from store.sessions import parse_session_location
 
@@ -332,7 +332,5 @@ def _seconds(first: float, last: float) -> float | None:
 
 
 async def _told(asked: Awaitable[Any]) -> Any:
-    try:
+    with broker_errors("the state of the call was not read"):
         return await asked
-    except (RedisError, OSError) as error:
-        raise BrokerUnavailable(f"Redis does not say what became of the call ({error}): see that it is up") from error

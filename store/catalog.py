@@ -4,16 +4,16 @@ import difflib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import redis.asyncio
 from pydantic import ValidationError
-from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
-from contract.names import CATALOG_POOLS, catalog_key, catalog_names_key
+from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.names import BUILTIN_TOOLS, CATALOG_POOLS, catalog_key, catalog_names_key, installed_skills_key
 from contract.signing import SigningKeys
 from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog, seal_catalog
+from contract.tenancy import TenantPolicy
 from store.connection import SyncRedis, broker_errors
 from store.tasks import SharedReads
 from telemetry.logs import get_logger
@@ -120,10 +120,8 @@ class RedisCatalog:
 
     async def _fetch(self) -> tuple[dict[str, str | bytes | None], dict[str, str | bytes | None]]:
         """Pool -> text of its catalog, pool -> text of the names it served last."""
-        try:
+        with broker_errors("the tool catalog was not read"):
             values = await self._client.mget(self._keys)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis did not give the tool catalog ({error})") from error
         count = len(CATALOG_POOLS)
         return dict(zip(CATALOG_POOLS, values[:count], strict=True)), dict(zip(CATALOG_POOLS, values[count:], strict=True))
 
@@ -176,3 +174,33 @@ class WorkerCatalogStore:
             entries.append((catalog_key(self._deployment, pool), seal_catalog(self._keys, pool, catalog), CATALOG_TTL_S))
             entries.append((catalog_names_key(self._deployment, pool), names, NAMES_TTL_S))
         return entries
+
+
+async def check_tools(client: "redis.asyncio.Redis", deployment: str, tenant: str, policy: TenantPolicy) -> list[str]:
+    """Return warnings about patterns that match no tool. Tools whose workers are stopped count, if a worker has published them before.
+
+    Raises ToolFailure(INVALID_ARGUMENTS) with the nearest names for a name that no tool has, BrokerUnavailable.
+    """
+    if policy.tools is None:
+        return []
+    with broker_errors("the tools of the policy were not checked"):
+        texts: Any = await client.mget([catalog_names_key(deployment, pool) for pool in CATALOG_POOLS])
+        skills: Any = await client.hkeys(installed_skills_key(deployment, tenant))
+    published = {name for text in texts if text is not None for name in json.loads(text)}
+    known = sorted({*BUILTIN_TOOLS, *published, *(skill.decode(errors="replace") for skill in skills)})
+    warnings = list[str]()
+    for pattern in policy.tools:
+        if pattern in known or pattern.startswith("session."):
+            continue
+        if pattern.endswith("*"):
+            if not any(name.startswith(pattern[:-1]) for name in known):
+                warnings.append(f"--tools: no tool that has been published matches {pattern}")
+        elif published:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"--tools: there is no tool {pattern}: see `toolcrew tools ls`; start the workers of a new tool once before you allow it",
+                nearest=difflib.get_close_matches(pattern, known, n=3),
+            )
+        else:
+            warnings.append(f"--tools: {pattern} was not checked: no worker has published its tools yet")
+    return warnings

@@ -29,6 +29,7 @@ from redis.sentinel import Sentinel as SyncSentinel
 from redis.sentinel import SentinelConnectionPool as SyncSentinelPool
 
 from contract.errors import BrokerUnavailable, OperatorError
+from contract.names import deployment_key
 from contract.settings import BrokerSettings
 
 RedisClient: TypeAlias = "redis.asyncio.Redis"
@@ -170,6 +171,12 @@ async def read_clock(client: "redis.asyncio.Redis") -> float:
     with broker_errors("Redis's time was not read"):
         seconds, micros = await client.time()
     return float(seconds) + float(micros) / 1_000_000
+
+
+async def check_writable(client: "redis.asyncio.Redis", deployment: str) -> None:
+    """Raise BrokerUnavailable unless Redis takes a write."""
+    with broker_errors("Redis takes no data"):
+        await client.set(deployment_key(deployment, "api:ready"), "1", ex=60)
 
 
 async def read_server_info(client: "redis.asyncio.Redis", *sections: str) -> dict[str, Any]:

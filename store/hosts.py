@@ -1,4 +1,4 @@
-"""Which workers live: each one writes its report under the name of its incarnation, and the report expires when the worker does not renew it.
+"""The workers that live, and the orders to them. Each worker writes its report under the name of its incarnation, and the report expires when the worker does not renew it.
 
 The list of incarnations outlives the reports. An incarnation that is listed without a report was lost: the reaper answers the calls in its queue and
 writes a tombstone, after which no worker may report under that name.
@@ -17,12 +17,14 @@ from contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
 from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
 from store.audit import AuditEntry, note_entry
 from store.connection import RedisClient, SyncRedis, broker_errors, read_clock
-from store.control import ORDER_TTL_S
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 FRESH_S = 1.0
+ORDER_TTL_S = 60
+"""How long an order waits for its worker."""
+_WAKE = b"stop"
 _WHAT = "the workers' reports were not read or changed"
 
 Departure = Literal["drained", "restarting", "stopped"]
@@ -275,3 +277,48 @@ def _parse_readable(data: Any) -> HostReport | None:
         return HostReport.model_validate_json(data) if data is not None else None
     except ValidationError:
         return None
+
+
+# --- Orders to workers ------------------------------------------------------------------------------------------------
+
+# A control list holds orders that a worker reads at once, however busy its pool is. An order is a signed envelope (workers/control.py).
+
+
+async def send_order(client: RedisClient, queue: str, envelope: str) -> None:
+    """Put an order on a worker's control list. Raises BrokerUnavailable."""
+    with broker_errors(f"the order was not sent to {queue}"):
+        async with client.pipeline(transaction=True) as pipe:
+            pipe.lpush(control_queue(queue), envelope)
+            pipe.expire(control_queue(queue), ORDER_TTL_S)
+            await pipe.execute()
+
+
+class WorkerControlStore:
+    """The lists of some queues, for workers. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: SyncRedis) -> None:
+        self._client = client
+
+    def take(self, queues: Sequence[str], wait_s: int) -> bytes | None:
+        """Return the next order for one of these queues; None if none comes within that time, or `wake` was called."""
+        with broker_errors("the control list was not read"):
+            item: Any = self._client.brpop([control_queue(queue) for queue in queues], timeout=wait_s)
+        if item is None:
+            return None
+        order = item[1] if isinstance(item[1], bytes) else item[1].encode()
+        return order if order != _WAKE else None
+
+    def wake(self, queue: str, ttl_s: int) -> None:
+        """End a `take` that waits for orders of this queue."""
+        self._push(queue, _WAKE, ttl_s)
+
+    def push(self, queue: str, order: bytes) -> None:
+        """Send an order to another worker. It expires if that worker has ended."""
+        self._push(queue, order, ORDER_TTL_S)
+
+    def _push(self, queue: str, order: bytes, ttl_s: int) -> None:
+        key = control_queue(queue)
+        with broker_errors(f"the order was not sent to {queue}"), self._client.pipeline(transaction=True) as pipe:
+            pipe.lpush(key, order)
+            pipe.expire(key, ttl_s)
+            pipe.execute()

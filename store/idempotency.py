@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from redis.exceptions import RedisError
-
-from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.errors import EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
 from contract.names import deployment_key
 from contract.signing import SigningKeys
-from store.connection import RedisClient
+from store.connection import RedisClient, broker_errors
 
 KEPT_S = 24 * 3600
 PENDING_S = 900
@@ -80,11 +78,9 @@ class OnceSlots:
 
     async def claim(self, claim: Claim) -> dict[str, Any] | None:
         """What lies in the slot already; None: it is ours. Raises BrokerUnavailable, then it may be ours; ToolFailure(QUOTA_EXCEEDED) when no more can be kept."""
-        try:
+        with broker_errors("the request was not started, send it again"):
             is_full = await self.count(claim.account) > KEPT_BYTES
             found: Any = await self._claim([claim.slot, claim.gone], [claim.pending, PENDING_S, "full" if is_full else ""])
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable("the request was not begun: the service's Redis does not answer; send it again") from error
         if found == b"full":
             raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, FULL)
         return self._open(claim.slot, found) if found is not None else None
@@ -121,10 +117,8 @@ class OnceSlots:
         return f"{self._prefix}:kept:{account}:{int(self._clock() // 3600) - back}"
 
     async def _settle(self, settling: Any) -> None:
-        try:
+        with broker_errors("the end of the request was not stored"):
             await settling
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"it is not kept how a request ended: Redis does not do it ({error})") from error
 
 
 def _purpose(slot: str) -> str:

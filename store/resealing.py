@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, EnvelopeRefused
-from contract.installed_skills import skill_purpose
+from contract.errors import EnvelopeRefused
 from contract.names import api_keys_key, installed_skills_key, switches_key, tenants_key
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
+from store.connection import broker_errors
+from store.skills import skill_purpose
 
 # KEYS: hash. ARGV: field, the record as it was read, the record with the new signature. A record that changed meanwhile is signed with the present secret.
 _REPLACE = """
@@ -38,7 +38,7 @@ async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKe
         switches_key(deployment): ("switch", lambda name: f"switch {name}"),
     }
     done, script = Resealed(), client.register_script(_REPLACE)
-    try:
+    with broker_errors("some records were not signed again"):
         known: Any = await client.hkeys(tenants_key(deployment))
         for tenant in {DEFAULT_TENANT, *(raw.decode(errors="replace") for raw in known)} - {VERSION_FIELD}:
             hashes[installed_skills_key(deployment, tenant)] = (f"skill of tenant {tenant}", partial(skill_purpose, tenant))
@@ -55,6 +55,4 @@ async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKe
                     continue
                 if again != sealed:
                     done.signed += int(await script(keys=[key], args=[raw, sealed, again]))
-    except (RedisError, OSError) as error:
-        raise BrokerUnavailable(f"Redis does not answer ({error}): see that it is up, and repeat the command") from error
     return done

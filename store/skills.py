@@ -1,4 +1,4 @@
-"""The skills that are installed for tenants, in Redis: changed in one step with the audit's entry, read by whoever makes runs."""
+"""Skills that are installed for tenants: a signed record each, changed in one step with the audit's entry, the bundle of its files, and how often runs use it."""
 
 import copy
 import hashlib
@@ -7,20 +7,27 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import redis.asyncio
-from redis.exceptions import RedisError
+from pydantic import Field, ValidationError
 
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.installed_skills import MAX_INSTALLED, MAX_INSTALLED_BYTES, InstalledSkill, parse_installed, seal_installed
-from contract.names import audit_key, installed_skills_key, skill_bundle_key, tenants_key
+from contract.calls import Record
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.names import audit_key, installed_skills_key, skill_bundle_key, skill_uses_key, tenants_key
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT, REGISTERED_LUA, VERSION_FIELD
-from store.actors import Actor, local_actor
-from store.audit import AUDIT_LUA, build_entry, entry_text
+from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
+from store.connection import SyncRedis, broker_errors
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+_WHAT = "the tenant's skills were not read"
+MAX_INSTALLED = 200
+"""Of one tenant."""
+MAX_INSTALLED_BYTES = 64 * 1024 * 1024
+"""Of the bundles of one tenant, compressed: they lie in Redis, which is everybody's."""
+USES_TTL_S = 90 * 24 * 3600
+"""After the last use."""
 # A digest is of one name alone, which is in the content: whatever goes takes its bundle along.
 _INSTALL = f"""
 {AUDIT_LUA}
@@ -62,8 +69,18 @@ return 1
 """
 
 
-class InstalledSkills:
-    """Of one deployment. `clock`: Unix seconds. Changes are put down to whoever runs this program, or to the actor of `acting_as`."""
+class InstalledSkill(Record):
+    """`tool`: the tool that its sidecar describes; `bundle_bytes`, `bundle_sha256`: of its compressed files in Redis; `installed_at`: Unix seconds."""
+
+    skill: SkillSummary
+    tool: ToolSpec | None = None
+    bundle_bytes: int = Field(ge=1, le=MAX_INSTALLED_BYTES)
+    bundle_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    installed_at: float = Field(ge=0)
+
+
+class SkillStore:
+    """The installed skills of one deployment. `clock`: Unix seconds. The audit names the system user as the actor, or the actor of `acting_as`."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time) -> None:
         self._client, self._deployment, self._keys, self._clock = client, deployment, keys, clock
@@ -78,21 +95,15 @@ class InstalledSkills:
 
     async def all(self, tenant: str) -> Mapping[str, InstalledSkill]:
         """Return them by name, in order. One that cannot be verified is logged and left out. Raises BrokerUnavailable."""
-        try:
-            told: Any = await self._client.hgetall(installed_skills_key(self._deployment, tenant))
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis did not say which skills tenant {tenant} has ({error}): see that it is up") from error
-        found = {name.decode(errors="replace"): text for name, text in sorted(told.items())}
-        records = {name: self._parse(tenant, name, text) for name, text in found.items()}
-        return {name: record for name, record in records.items() if record is not None}
+        with broker_errors(_WHAT):
+            fields: Any = await self._client.hgetall(installed_skills_key(self._deployment, tenant))
+        return _parse_all(self._keys, tenant, fields)
 
     async def find(self, tenant: str, name: str) -> InstalledSkill | None:
         """Return one of them, or None if there is none or it cannot be verified. Raises BrokerUnavailable."""
-        try:
-            told: Any = await self._client.hget(installed_skills_key(self._deployment, tenant), name)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis did not say which skills tenant {tenant} has ({error}): see that it is up") from error
-        return self._parse(tenant, name, told) if told is not None else None
+        with broker_errors(_WHAT):
+            sealed: Any = await self._client.hget(installed_skills_key(self._deployment, tenant), name)
+        return _parse(self._keys, tenant, name, sealed) if sealed is not None else None
 
     async def install(
         self, tenant: str, skill: SkillSummary, bundle: bytes, tool: ToolSpec | None = None, *, replace: bool = False
@@ -121,7 +132,7 @@ class InstalledSkills:
             audit_key(self._deployment),
             tenants_key(self._deployment),
         ]
-        told: list[Any] = [
+        args: list[Any] = [
             skill.name,
             seal_installed(self._keys, tenant, record),
             bundle,
@@ -130,10 +141,8 @@ class InstalledSkills:
             MAX_INSTALLED_BYTES,
             int(replace),
         ]
-        try:
-            verdict: Any = await self._install(keys=keys, args=[*told, self._prefix(tenant), tenant])
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"the skill was not installed: Redis does not do it ({error}); try again") from error
+        with broker_errors("the skill was not installed"):
+            verdict: Any = await self._install(keys=keys, args=[*args, self._prefix(tenant), tenant])
         if verdict != b"done":
             raise _refused(verdict.decode(), tenant, skill.name)
         return record
@@ -142,21 +151,109 @@ class InstalledSkills:
         """Whether there was such a skill. Raises BrokerUnavailable."""
         entry = build_entry(self._actor or local_actor(), "skill.remove", name, tenant=tenant)
         keys = [installed_skills_key(self._deployment, tenant), audit_key(self._deployment)]
-        try:
+        with broker_errors("the skill was not removed"):
             return bool(await self._remove(keys=keys, args=[name, entry_text(entry), self._prefix(tenant)]))
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"the skill was not removed: Redis does not do it ({error}); try again") from error
-
-    def _parse(self, tenant: str, name: str, sealed: bytes) -> InstalledSkill | None:
-        """Return the record, or None if it cannot be verified, which is logged."""
-        try:
-            return parse_installed(self._keys, tenant, name, sealed)
-        except ConfigError as error:
-            log.error("installed_skill_unreadable", tenant=tenant, skill=name, error=str(error))
-            return None
 
     def _prefix(self, tenant: str) -> str:
         return skill_bundle_key(self._deployment, tenant, "")
+
+
+class WorkerSkillStore:
+    """The installed skills, for workers. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
+        self._client, self._deployment, self._keys = client, deployment, keys
+
+    def all(self, tenant: str) -> dict[str, InstalledSkill]:
+        """Return the tenant's skills by name, in order. One that cannot be verified is logged and left out."""
+        with broker_errors(_WHAT):
+            fields: Any = self._client.hgetall(installed_skills_key(self._deployment, tenant))
+        return _parse_all(self._keys, tenant, fields)
+
+    def find(self, tenant: str, name: str) -> InstalledSkill | None:
+        """Return the skill of that name, or None if the tenant has none. Raises ToolFailure if it cannot be verified."""
+        with broker_errors(_WHAT):
+            sealed: Any = self._client.hget(installed_skills_key(self._deployment, tenant), name)
+        try:
+            return parse_installed(self._keys, tenant, name, sealed) if sealed is not None else None
+        except ConfigError as error:
+            log.error("installed_skill_unreadable", tenant=tenant, skill=name, error=str(error))
+            raise ToolFailure(ErrorCode.STALE_FILE, str(error)) from error
+
+    def bundle(self, tenant: str, record: InstalledSkill) -> bytes | None:
+        """Return the packed files of a skill; None if Redis has lost them. The caller compares them with the digest in the record."""
+        with broker_errors(_WHAT):
+            data = self._client.get(skill_bundle_key(self._deployment, tenant, record.skill.digest))
+        assert data is None or isinstance(data, bytes)
+        return data
+
+
+class SkillUses:
+    """How often each tenant's runs use which skill: the models of later runs see the most used ones. Runs do not need the counts."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+        self._client, self._deployment = client, deployment
+
+    async def note(self, tenant: str, skill: str) -> None:
+        """Count one use of a skill."""
+        key = skill_uses_key(self._deployment, tenant)
+        pipe = self._client.pipeline(transaction=False)
+        pipe.hincrby(key, skill, 1)
+        pipe.expire(key, USES_TTL_S)
+        try:
+            with broker_errors("the use of a skill was not counted"):
+                await pipe.execute()
+        except BrokerUnavailable as error:
+            log.warning("skill_use_not_counted", skill=skill, error=str(error))
+
+    async def of(self, tenant: str) -> Mapping[str, int]:
+        """Return the number of uses of each skill."""
+        try:
+            with broker_errors("the uses of skills were not read"):
+                counts: Any = await self._client.hgetall(skill_uses_key(self._deployment, tenant))
+        except BrokerUnavailable as error:
+            log.warning("skill_uses_not_known", tenant=tenant, error=str(error))
+            return {}
+        return {name.decode(errors="replace"): int(count) for name, count in counts.items() if count.isdigit()}
+
+
+def seal_installed(keys: SigningKeys, tenant: str, record: InstalledSkill) -> str:
+    """Return the signed record. It is valid for this tenant and this name only."""
+    return keys.seal(skill_purpose(tenant, record.skill.name), record.model_dump_json())
+
+
+def parse_installed(keys: SigningKeys, tenant: str, name: str, sealed: bytes) -> InstalledSkill:
+    """Return the record of a tenant's skill. Raises ConfigError with what is wrong and what to do."""
+    advice = f"install it again (toolcrew skills install SOURCE --replace --tenant {tenant})"
+    try:
+        record = InstalledSkill.model_validate_json(keys.unseal(skill_purpose(tenant, name), sealed))
+    except EnvelopeRefused as error:
+        raise RecordRefused(f"the skill {name} of tenant {tenant} cannot be verified, so it is not used: {advice}. {error}") from error
+    except ValidationError as error:
+        raise ConfigError(f"the skill {name} of tenant {tenant} was installed by another release: {advice}") from error
+    if record.skill.name != name:
+        raise ConfigError(f"the skill {name} of tenant {tenant} has the record of {record.skill.name}, so it is not used: {advice}")
+    return record
+
+
+def skill_purpose(tenant: str, name: str) -> str:
+    """Return what the signature of a tenant's skill is for."""
+    return f"skill {tenant} {name}"
+
+
+def _parse_all(keys: SigningKeys, tenant: str, fields: Mapping[bytes, bytes]) -> dict[str, InstalledSkill]:
+    found = {name.decode(errors="replace"): sealed for name, sealed in sorted(fields.items())}
+    records = {name: _parse(keys, tenant, name, sealed) for name, sealed in found.items()}
+    return {name: record for name, record in records.items() if record is not None}
+
+
+def _parse(keys: SigningKeys, tenant: str, name: str, sealed: bytes) -> InstalledSkill | None:
+    """Return the record, or None if it cannot be verified, which is logged."""
+    try:
+        return parse_installed(keys, tenant, name, sealed)
+    except ConfigError as error:
+        log.error("installed_skill_unreadable", tenant=tenant, skill=name, error=str(error))
+        return None
 
 
 def _refused(verdict: str, tenant: str, name: str) -> ToolFailure:

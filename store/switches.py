@@ -7,14 +7,12 @@ from typing import Any, Protocol, Self
 
 import redis.asyncio
 from pydantic import ValidationError
-from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key, switches_key
 from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches, seal_switch, switch_field
 from contract.signing import SigningKeys
-from store.actors import Actor, local_actor
-from store.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
+from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text, local_actor
 from store.connection import SyncRedis, broker_errors
 
 _TURN = f"""
@@ -58,10 +56,8 @@ class RedisSwitches:
         known = self._known
         if time.monotonic() - known.read_at >= SWITCHES_FRESH_S:
             asked_at = time.monotonic()
-            try:
+            with broker_errors("the switches were not read"):
                 told: Any = await self._client.hgetall(self._key)
-            except (RedisError, OSError) as error:
-                raise BrokerUnavailable(f"Redis did not say which tools are turned off ({error})") from error
             if told != known.told:
                 known.told, known.switches = told, parse_switches(self._keys, told)
             known.read_at = asked_at
@@ -80,10 +76,8 @@ class RedisSwitches:
         entry = build_entry(self._actor or local_actor(), action, name, tenant=tenant, details=told)
         field = switch_field(name, tenant)
         args = [field, seal_switch(self._keys, field, switch) if switch is not None else "", entry_text(entry)]
-        try:
+        with broker_errors(f"{name} was not switched"):
             was_off = await self._turn_script(keys=[self._key, self._audit], args=args)
-        except (RedisError, OSError) as error:
-            raise _unchanged(name, error) from error
         self._known.read_at = float("-inf")
         return bool(was_off)
 
@@ -114,10 +108,6 @@ def build_switch(by: str, reason: str | None) -> Switch:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{first['loc'][0]}: {first['msg']}") from error
-
-
-def _unchanged(name: str, error: Exception) -> BrokerUnavailable:
-    return BrokerUnavailable(f"{name} was not switched: Redis does not answer ({error})")
 
 
 class WorkerSwitches:

@@ -6,11 +6,11 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import redis.asyncio
 from pydantic import TypeAdapter, ValidationError
-from redis.exceptions import RedisError
 
 from contract.calls import Identifier
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
@@ -23,14 +23,12 @@ from contract.tenancy import (
     POLICY_FRESH_S,
     REGISTERED_LUA,
     VERSION_FIELD,
-    TenantLook,
     TenantPolicy,
     parse_policy,
     parse_tenants,
     seal_policy,
 )
-from store.actors import Actor, local_actor
-from store.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
+from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text, local_actor
 from store.connection import SyncRedis, broker_errors
 from store.tasks import SharedReads
 
@@ -74,6 +72,35 @@ return revoked
 )
 
 
+@dataclass(frozen=True)
+class StoredPolicy:
+    """The fields of the hash of tenants that decide about one tenant. `fields`: how many the hash has."""
+
+    version: bytes | None
+    own: bytes | None
+    default: bytes | None
+    fields: int
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether only the default tenant is registered, so that any name is served."""
+        return self.fields == (self.version is not None) + (self.default is not None)
+
+    def policy(self, tenant: str, keys: SigningKeys) -> TenantPolicy:
+        """The tenant's policy. Raises ToolFailure(UNKNOWN_TENANT); ConfigError when it cannot be verified or read: then the tenant has no rights."""
+        if self.own is not None:
+            policy = parse_policy(keys, tenant, self.own)
+            if policy.is_removed:
+                raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"tenant {tenant} was removed: call for one that is registered")
+            return policy
+        if tenant == DEFAULT_TENANT or self.is_open:
+            return parse_policy(keys, DEFAULT_TENANT, self.default) if self.default is not None else TenantPolicy()
+        raise ToolFailure(
+            ErrorCode.UNKNOWN_TENANT,
+            f"there is no tenant {tenant}: call for one that is registered, or have the operator register it (toolcrew tenants add {tenant})",
+        )
+
+
 class PolicyCache:
     """The policies that a process has read, and whether they are fresh enough. Safe between threads.
 
@@ -104,8 +131,8 @@ class PolicyCache:
                 self._turn_to(version, is_known_same=version is not None)
                 self._asked_at = asked_at
 
-    def learn(self, tenant: str, look: TenantLook, asked_at: float) -> TenantPolicy:
-        """The tenant's policy, from a look into the hash. Raises as TenantLook.policy does, and ConfigError when Redis has lost
+    def learn(self, tenant: str, look: StoredPolicy, asked_at: float) -> TenantPolicy:
+        """The tenant's policy, from a look into the hash. Raises as StoredPolicy.policy does, and ConfigError when Redis has lost
         the tenants that this process has seen: it serves no name with the default policy then."""
         if look.is_open and self._had_tenants:
             raise ConfigError(
@@ -178,10 +205,8 @@ class RedisTenants:
 
     async def all(self) -> Mapping[str, TenantPolicy | ConfigError]:
         """Every registered tenant by name; in place of a policy that cannot be read: why. Raises BrokerUnavailable."""
-        try:
+        with broker_errors("the tenants were not read"):
             told: Any = await self._client.hgetall(self._keys[0])
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis did not say which tenants there are ({error}): see that it is up") from error
         return parse_tenants(self._signing, told)
 
     async def add(self, name: str, policy: TenantPolicy) -> None:
@@ -250,13 +275,11 @@ class RedisTenants:
                 ErrorCode.INVALID_ARGUMENTS, f"{name} cannot be removed: set what it may have (`toolcrew tenants set --help` shows how)"
             )
         entry = build_entry(self._actor or local_actor(), "tenant.remove", name, tenant=name)
-        try:
+        with broker_errors(f"tenant {name} was not removed"):
             skills = [installed_skills_key(self._deployment, name), skill_bundle_key(self._deployment, name, "")]
             removed = seal_policy(self._signing, name, TenantPolicy(is_removed=True))
             args = [name, secrets.token_hex(8), entry_text(entry), *skills, removed]
             revoked = int(await self._remove_script(keys=self._keys, args=args))
-        except (RedisError, OSError) as error:
-            raise _unchanged(name, error) from error
         if revoked < 0:
             raise _missing(name)
         self._known.forget()
@@ -264,10 +287,8 @@ class RedisTenants:
 
     async def _check(self) -> None:
         asked_at = self._known.clock()
-        try:
+        with broker_errors("the version of the tenants was not read"):
             version: Any = await self._client.hget(self._keys[0], VERSION_FIELD)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis did not say what the tenants may have ({error}): see that it is up") from error
         self._known.confirm(version, asked_at)
 
     async def _look(self, tenant: str) -> TenantPolicy:
@@ -275,19 +296,15 @@ class RedisTenants:
         pipe = self._client.pipeline(transaction=True)
         pipe.hmget(self._keys[0], [VERSION_FIELD, tenant, DEFAULT_TENANT])
         pipe.hlen(self._keys[0])
-        try:
+        with broker_errors(f"the policy of tenant {tenant} was not read"):
             (version, own, default), fields = await pipe.execute()
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis did not say what tenant {tenant} may have ({error}): see that it is up") from error
-        return self._known.learn(tenant, TenantLook(version, own, default, fields), asked_at)
+        return self._known.learn(tenant, StoredPolicy(version, own, default, fields), asked_at)
 
     async def _read_present(self, name: str) -> bytes:
         """What is kept of a tenant that can be changed; b"" for the default one before it is set."""
         _check_name(name)
-        try:
+        with broker_errors(f"tenant {name} was not changed"):
             kept: Any = await self._client.hget(self._keys[0], name)
-        except (RedisError, OSError) as error:
-            raise _unchanged(name, error) from error
         if kept is None and name != DEFAULT_TENANT:
             raise _missing(name)
         present = bytes(kept or b"")
@@ -319,12 +336,10 @@ class RedisTenants:
         if present != text:
             told = {**self._changes(name, present, policy), "reason": reason}
             entry = entry_text(build_entry(self._actor or local_actor(), action, name, tenant=name, details=told))
-        try:
+        with broker_errors(f"tenant {name} was not changed"):
             written = await self._change_script(
                 keys=[self._keys[0], self._keys[3]], args=[name, present, text, secrets.token_hex(8), entry]
             )
-        except (RedisError, OSError) as error:
-            raise _unchanged(name, error) from error
         self._known.forget()
         return bool(written)
 
@@ -363,10 +378,6 @@ def _missing(name: str) -> ToolFailure:
     )
 
 
-def _unchanged(name: str, error: Exception) -> BrokerUnavailable:
-    return BrokerUnavailable(f"tenant {name} was not changed: Redis does not do it ({error}); see that it is up and may be written")
-
-
 class WorkerTenants:
     """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first needed or something has
     changed. Safe between threads."""
@@ -394,4 +405,4 @@ class WorkerTenants:
         pipe.hmget(self._key, [VERSION_FIELD, tenant, DEFAULT_TENANT])
         pipe.hlen(self._key)
         (version, own, default), fields = pipe.execute()
-        return self._known.learn(tenant, TenantLook(version, own, default, fields), asked_at)
+        return self._known.learn(tenant, StoredPolicy(version, own, default, fields), asked_at)

@@ -13,9 +13,8 @@ from contract.calls import ToolCall
 from contract.signing import SigningKeys
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.asking import build_record
-from store.actors import Actor
 from store.approvals import ApprovalQuestion, ApprovalQueue, Approvers
-from store.audit import Audit, Audited
+from store.audit import Actor, Audit, Audited
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 

@@ -30,7 +30,7 @@ from store.batches import BatchDefaults, BatchEvent, BatchItem, CallBody, Outcom
 from store.calls import CallStore
 from store.run_log import RunLog
 from store.runs import Claim
-from store.skills import InstalledSkills
+from store.skills import SkillStore
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
 from tests.builders import KEY, build_spec
@@ -87,7 +87,7 @@ class ItemGround(RunGround):
         blobs: Any = self.blobs
         pool = Pool(self.places, StaticHosts(build_report()), CallStore(client, "d"))
         dispatcher = Dispatcher(self.transport, catalog, KEY, queue_wait_s=60, pool=pool)
-        installed = InstalledSkills(client, "d", KEY)
+        installed = SkillStore(client, "d", KEY)
         self.pool = PoolConnection(
             client,
             KEY,

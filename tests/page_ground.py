@@ -21,9 +21,9 @@ from orchestrator.models.base import Usage
 from orchestrator.runs.event_teller import EventTellers, RunTeller
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings
-from store.actors import Actor
 from store.api_keys import ApiKeys, NewKey
 from store.approvals import ApprovalQuestion, ApprovalQueue
+from store.audit import Actor
 from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecord, BatchState, FailureKind, Outcome, RunBody
 from store.runs import RunQueue
 from store.sessions import SessionStore

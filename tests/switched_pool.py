@@ -22,7 +22,7 @@ from store.blobs import Blobs
 from store.catalog import RedisCatalog
 from store.connection import connect_once, open_redis
 from store.publisher import NotSent
-from store.skills import InstalledSkills
+from store.skills import SkillStore
 from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants
 from tests.builders import KEY
@@ -73,7 +73,7 @@ class SwitchedPool:
         await hosts.sessions.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         tenants = RedisTenants(redis, "default", KEY)
         admission = PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else None
-        installed = InstalledSkills(redis, "default", KEY)
+        installed = SkillStore(redis, "default", KEY)
         offers = TenantCatalog(catalog, installed)
         door = Dispatcher(
             self.transport,

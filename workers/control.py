@@ -13,7 +13,7 @@ from contract.envelope import decode_call
 from contract.errors import BrokerUnavailable, EnvelopeRefused, RefusalReason, ToolcrewError
 from contract.hosts import DRAIN_ORDER
 from contract.signing import SigningKeys
-from store.control import WorkerControlStore
+from store.hosts import WorkerControlStore
 from workers.sandbox_client import SandboxClient, sandbox_id
 
 log = structlog.get_logger(__name__)

@@ -11,7 +11,7 @@ from contract.calls import ToolCall, ToolContext
 from contract.errors import RefusalReason
 from contract.hosts import holder_name
 from contract.signing import SigningKeys
-from store.control import WorkerControlStore
+from store.hosts import WorkerControlStore
 from workers.control import ControlReader
 from workers.interrupts import END_SIGNAL, CancelBoard
 

@@ -10,7 +10,7 @@ from contract.specs import Catalog
 from store.blobs import WorkerBlobs
 from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once
-from store.control import WorkerControlStore
+from store.hosts import WorkerControlStore
 from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
 from store.tool_state import StateStore
@@ -30,7 +30,7 @@ from workers.mcp.shelf import ServerShelf
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
 from workers.skills.examiner import SkillExaminer
-from workers.skills.installed import InstalledSkills
+from workers.skills.installed import InstalledSkillCache
 from workers.skills.loader import load_skills
 from workers.skills.of_session import SessionSkills
 from workers.tools.base import WorkerRegistry, WorkerResources
@@ -48,7 +48,9 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     registry, skills = build_registry(), load_skills(settings.skill_roots())
     if settings.skill_roots():
         registry.register(
-            build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment, key), SessionSkills(SkillExaminer()))
+            build_skill_tool(
+                skills, InstalledSkillCache(connect(settings.broker()), settings.deployment, key), SessionSkills(SkillExaminer())
+            )
         )
         register_skill_tools(registry, skills)
     sources = build_sandbox_sources(load_servers(settings.mcp_servers, StdioEntry), settings.sandboxd_socket)

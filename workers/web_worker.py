@@ -16,7 +16,7 @@ from contract.specs import Catalog, ToolSpec
 from store.blobs import WorkerBlobs
 from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once, drop_connections
-from store.control import WorkerControlStore
+from store.hosts import WorkerControlStore
 from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
 from store.tool_state import StateStore

@@ -11,8 +11,8 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
-from store.actors import Actor
 from store.approvals import AlreadyAnswered, ApprovalAnswer, ApprovalQueue, OtherCall, PendingQuestion, QuestionOver, UnknownQuestion
+from store.audit import Actor
 
 router = APIRouter(prefix="/v1/approvals", tags=["approvals"], responses=responses())
 

@@ -9,8 +9,7 @@ from contract.clock import format_instant
 from orchestrator.api.access import OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import responses
-from store.actors import Actor
-from store.audit import Audit, AuditAction
+from store.audit import Actor, Audit, AuditAction
 
 router = APIRouter(prefix="/v1/audit", tags=["audit"], responses=responses())
 

@@ -9,12 +9,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from contract.errors import BrokerUnavailable, ConfigError
-from contract.names import deployment_key
 from orchestrator.api.access import OperatorCaller, depend_on_house
 from orchestrator.api.house import House
 from orchestrator.api.problems import responses
 from orchestrator.metrics.samples import OPEN_METRICS, TEXT, choose_format
-from store.connection import broker_errors
+from store.connection import check_writable
 
 router = APIRouter(tags=["health"])
 
@@ -62,8 +61,7 @@ async def _checks(house: House) -> Mapping[str, str]:
     pool = house.parts.pool
     try:
         # A replica that was promoted, or a full disk: it answers, and takes nothing.
-        with broker_errors("Redis takes no data"):
-            await pool.redis.set(deployment_key(house.settings.deployment, "api:ready"), "1", ex=60)
+        await check_writable(pool.redis, house.settings.deployment)
         pools: dict[str, Any] = dict(await pool.catalog.pools())
     except BrokerUnavailable:
         return {"redis": "it does not answer, or cannot be written: see that it is up"}

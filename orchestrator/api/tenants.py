@@ -13,7 +13,7 @@ from orchestrator.api.access import AdminCaller, Caller, OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
 from store.api_keys import ApiKeyRecord, Role
-from store.policy_tools import check_tools
+from store.catalog import check_tools
 
 router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
 

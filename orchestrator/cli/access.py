@@ -9,8 +9,8 @@ from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.operations.command_actor import find_actor
 from orchestrator.settings import load_settings
-from store.actors import Actor, Role
 from store.api_keys import ApiKeys
+from store.audit import Actor, Role
 from store.connection import RedisClient, check_redis, open_redis
 from store.hosts import HostStore
 from store.tenants import RedisTenants

@@ -14,8 +14,8 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.approvals.approvers import call_lines, make_visible
 from orchestrator.cli.runner import Json, Tenant, open_client, run_work
 from orchestrator.settings import load_settings
-from store.actors import Actor
 from store.approvals import MAX_ARGUMENT_BYTES, MAX_PAGE, ApprovalAnswer, ApprovalQueue, PendingQuestion
+from store.audit import Actor
 
 approve_app = typer.Typer(no_args_is_help=True, help="Calls that wait for a decision.")
 

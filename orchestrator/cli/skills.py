@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.installed_skills import InstalledSkill
 from contract.settings import check_environment
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary
@@ -18,6 +17,7 @@ from orchestrator.dispatch.tool_search import find_nearest
 from orchestrator.sdk.skill_folders import examine_skill
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
+from store.skills import InstalledSkill
 
 skills_app = typer.Typer(no_args_is_help=True, help="Skills: those that the workers have, and those that are installed for a tenant.")
 Source = Annotated[Path, typer.Argument(help="The skill's folder, or a .zip file of it.")]

@@ -16,8 +16,8 @@ from orchestrator.cli.policy_options import apply_options, policy_lines, read_po
 from orchestrator.cli.runner import Json, run_work
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.api_keys import ApiKeyRecord, Role
+from store.catalog import check_tools
 from store.overview import OverviewReader, TenantLook
-from store.policy_tools import check_tools
 
 tenants_app = typer.Typer(no_args_is_help=True, help="Who is served, and what each may have.")
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: who may call for which tenant.")

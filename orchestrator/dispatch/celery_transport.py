@@ -15,7 +15,7 @@ from orchestrator.dispatch.task_messages import build_message
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed
 from store.calls import CallStore
 from store.connection import open_redis
-from store.control import send_order
+from store.hosts import send_order
 from store.publisher import CallMessage, Publisher
 from store.results import ResultHub, read_result_record
 

@@ -28,7 +28,7 @@ from store.connection import RedisClient, check_redis, open_redis
 from store.hosts import HostStore
 from store.results import ResultHub
 from store.sessions import SessionStore
-from store.skills import InstalledSkills
+from store.skills import SkillStore
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
 from telemetry.spans import Tracer
@@ -45,7 +45,7 @@ class PoolConnection:
     blobs: Blobs
     switches: RedisSwitches
     tenants: RedisTenants
-    installed: InstalledSkills
+    installed: SkillStore
     offers: TenantCatalog
     tracer: Tracer | None = None
     """None: tracing is off."""
@@ -98,7 +98,7 @@ async def open_pool(
         stack.push_async_callback(admission.aclose)
         kills = KillWatch(calls)
         stack.push_async_callback(kills.aclose)
-        installed = InstalledSkills(redis, deployment, keys)
+        installed = SkillStore(redis, deployment, keys)
         offers = TenantCatalog(catalog, installed)
         dispatcher = Dispatcher(
             transport,

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from contract.installed_skills import InstalledSkill
 from contract.names import BUILTIN_TOOLS
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL
 from store.catalog import CatalogSource
-from store.skills import InstalledSkills
+from store.skills import InstalledSkill, SkillStore
 
 _FROM_SERVERS = "mcp__"
 """What names of MCP servers' tools begin with."""
@@ -44,7 +43,7 @@ class Published(CatalogSource, Protocol):
 class TenantCatalog:
     """Of all tenants of a deployment. Raises ConfigError when no worker lives, BrokerUnavailable."""
 
-    def __init__(self, catalog: Published, installed: InstalledSkills) -> None:
+    def __init__(self, catalog: Published, installed: SkillStore) -> None:
         self._catalog, self._installed = catalog, installed
         self._specs: tuple[ToolSpec, ...] = ()
         self._by_name: dict[str, ToolSpec] = {}

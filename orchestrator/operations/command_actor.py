@@ -2,8 +2,8 @@
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.settings import OrchestratorSettings
-from store.actors import Actor, Role, local_actor
 from store.api_keys import ApiKeys
+from store.audit import Actor, Role, local_actor
 from store.connection import RedisClient
 
 

@@ -12,10 +12,8 @@ from contract.errors import ConfigError, OperatorError
 from contract.hosts import DRAIN_ORDER, HostReport
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT
-from store.actors import Actor, local_actor
-from store.audit import build_entry
-from store.control import ORDER_TTL_S
-from store.hosts import HostStore
+from store.audit import Actor, build_entry, local_actor
+from store.hosts import ORDER_TTL_S, HostStore
 
 ACCEPTED_WITHIN_S = 12.0
 """How long an order may take to show in a report: the worker reads and reports it at once, unless Redis or the worker is busy."""

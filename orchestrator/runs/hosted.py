@@ -15,8 +15,7 @@ from orchestrator.batches.detached import find_paths
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
 from orchestrator.runs.transcripts import build_transcript
-from store.actors import Actor
-from store.audit import build_entry, entry_text
+from store.audit import Actor, build_entry, entry_text
 from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, Ground, RunBody
 from store.connection import RedisClient
 from store.run_events import RunEventHub, not_found

@@ -38,7 +38,7 @@ from orchestrator.runs.active_skills import ActiveSkills
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.skill_disclosure import disclose
 from orchestrator.settings import OrchestratorSettings
-from store.skill_uses import SkillUses
+from store.skills import SkillUses
 from store.tasks import retry_until_available
 
 Published = TypeVar("Published")

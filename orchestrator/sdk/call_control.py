@@ -12,8 +12,7 @@ from contract.ledger import CallRecord, CallState
 from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.terminal.commands import build_command
-from store.actors import Actor
-from store.audit import build_entry, entry_text
+from store.audit import Actor, build_entry, entry_text
 from store.call_life import unknown_call
 from store.calls import MAX_REASON_CHARS, CallStore, KillOrder
 

@@ -36,10 +36,9 @@ from orchestrator.sdk.skill_desk import SkillDesk
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
 from orchestrator.traces.opening import Traces, secrets_of_pool
 from orchestrator.tracing import run_spans
-from store.actors import Actor, local_actor
 from store.api_keys import ApiKeys, Credential
 from store.approvals import ApprovalQueue
-from store.audit import Audit
+from store.audit import Actor, Audit, local_actor
 from store.call_life import CallLife, CallLives
 from store.catalog import find_skill
 from store.sessions import SessionList, SessionPage

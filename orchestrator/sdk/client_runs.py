@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 from orchestrator.runs.hosted import HostedRuns
-from store.actors import Actor
+from store.audit import Actor
 from store.batches import Ground, RunBody
 from store.runs import HostedRun, HostedState, RunPage
 

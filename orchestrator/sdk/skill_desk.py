@@ -5,15 +5,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from contract.installed_skills import InstalledSkill
 from orchestrator.sdk.skill_folders import examine_skill
-from store.skills import InstalledSkills
+from store.skills import InstalledSkill, SkillStore
 
 
 class SkillDesk:
     """Of one tenant."""
 
-    def __init__(self, skills: InstalledSkills, tenant: str) -> None:
+    def __init__(self, skills: SkillStore, tenant: str) -> None:
         self._skills, self.tenant = skills, tenant
 
     async def all(self) -> Mapping[str, InstalledSkill]:
@@ -23,7 +22,7 @@ class SkillDesk:
     async def install(self, path: Path, *, replace: bool = False) -> InstalledSkill:
         """A folder or a .zip file; runs that begin from now on have it.
 
-        Raises SkillBroken with what makes it none, ToolFailure as InstalledSkills.install, ConfigError, BrokerUnavailable.
+        Raises SkillBroken with what makes it none, ToolFailure as SkillStore.install, ConfigError, BrokerUnavailable.
         """
         with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
             kept = Path(folder) / "bundle"

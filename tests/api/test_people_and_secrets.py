@@ -10,8 +10,9 @@ import pytest
 
 from contract.names import call_key, catalog_key, host_key, hosts_key
 from contract.specs import Catalog, seal_catalog
-from orchestrator.api.pages import approval_pages, logins
+from orchestrator.api.pages import approval_pages
 from orchestrator.operations import drains
+from store import api_keys
 from tests.api.test_hostile import ask_for_approval
 from tests.api_ground import ApiGround, open_api
 from tests.builders import build_spec
@@ -101,7 +102,7 @@ async def test_a_stream_ends_with_the_key_that_opened_it(api: ApiGround) -> None
 async def test_logging_in_again_and_again_ends_the_first_login(
     api: ApiGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logins, "LOGINS_OF_A_KEY", 2)
+    monkeypatch.setattr(api_keys, "LOGINS_OF_A_KEY", 2)
     async with logged_in(api, "acme") as first, logged_in(api, "acme") as second, logged_in(api, "acme") as third:
         assert [(await client.get("/tools")).status_code for client in (first, second, third)] == [303, 200, 200]
     with redis_server.client() as client:

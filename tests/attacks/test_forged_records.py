@@ -14,8 +14,7 @@ from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.api.pages.logins import Logins
-from store.api_keys import ApiKeys, Identity
+from store.api_keys import ApiKeys, LoginStore
 from store.batches import BatchDefaults, RowPlace, RunBody, batch_key, seal_defaults
 from store.catalog import RedisCatalog
 from store.connection import open_redis
@@ -65,19 +64,18 @@ async def test_a_forged_api_key_is_no_admin(client: "redis.asyncio.Redis", keys:
 @pytest.mark.parametrize("keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"])
 async def test_a_forged_login_is_nobodys(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
     admin = await ApiKeys(client, "d", KEY).add("default", "admin")
-    logins, word = Logins(client, "d", ApiKeys(client, "d", KEY), KEY), "w" * 43
+    logins, word = LoginStore(client, "d", KEY), "w" * 43
     forged = keys.seal(logins._purpose(word), admin.id) if keys is not None else admin.id
-    await client.set(logins._slot(word), forged)
+    await client.set(logins._key(word), forged)
     assert await logins.find(word) is None
 
 
 async def test_a_login_that_was_copied_to_another_word_is_nobodys(client: "redis.asyncio.Redis") -> None:
     admin = await ApiKeys(client, "d", KEY).add("default", "admin")
-    logins, other = Logins(client, "d", ApiKeys(client, "d", KEY), KEY), "w" * 43
-    word = await logins.open(Identity("default", "admin", admin.id))
-    assert (found := await logins.find(word)) is not None
-    assert found.identity.key_id == admin.id
-    await client.copy(logins._slot(word), logins._slot(other))
+    logins, other = LoginStore(client, "d", KEY), "w" * 43
+    word = await logins.open(admin.id)
+    assert await logins.find(word) == admin.id
+    await client.copy(logins._key(word), logins._key(other))
     assert await logins.find(other) is None
 
 

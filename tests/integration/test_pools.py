@@ -25,7 +25,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.dispatch.transport import Delivery, DeliveryFailed
 from orchestrator.operations.local_stack import WEB_CONCURRENCY
 from orchestrator.sdk.call_control import CallControl
-from store.actors import local_actor
+from store.audit import local_actor
 from store.connection import open_redis
 from store.results import ResultHub
 from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_state

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from playwright.async_api import Route
 
-from orchestrator.api.pages.logins import LOGIN_S
 from orchestrator.api.pages.route import HEADERS
+from store.api_keys import LOGIN_S
 from tests.api_ground import open_api
 from tests.page_ground import DEPLOYMENT, Visitors, World
 from tests.redis_ground import open_server

@@ -7,9 +7,8 @@ import pytest
 from playwright.async_api import Page, expect
 
 from contract.names import control_queue
-from store.actors import LOCAL, Actor
 from store.approvals import AlreadyAnswered, ApprovalQuestion
-from store.audit import Audit
+from store.audit import LOCAL, Actor, Audit
 from store.batches import BatchState, RunBody
 from tests.batch_story import Attempt
 from tests.page_ground import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture

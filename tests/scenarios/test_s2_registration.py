@@ -16,7 +16,7 @@ from orchestrator.loop.events import CallFinished, RunEvent
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from orchestrator.sdk.local_tools import LocalTools
-from store.skills import InstalledSkills
+from store.skills import SkillStore
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
@@ -106,7 +106,7 @@ async def test_s2_24_a_skill_that_a_tenant_installs_runs_through_skill_tool_of_t
     pool = SwitchedPool(redis_server, runner, WorkerTool(build_spec("bash_tool"), answering("ran")))
     summary = SkillSummary(name="counts", description="Counts.", digest="0" * 64, files=1, bytes=1)
     async with pool.client() as client, redis.asyncio.Redis.from_url(redis_server.url) as opened:
-        await InstalledSkills(opened, "default", KEY).install("acme", summary, b"bundle", build_spec("counts"))
+        await SkillStore(opened, "default", KEY).install("acme", summary, b"bundle", build_spec("counts"))
         session = await client.open_session()
         assert (await session.call("counts", {"text": "a"})).output == "ran counts"
         switch = b'{"by": "ada"}'

@@ -11,9 +11,8 @@ from contract.names import audit_key, switches_key, tenant_audit_key, tenants_ke
 from contract.registry import Switch
 from contract.tenancy import TenantPolicy
 from store import audit as audit_file
-from store.actors import LOCAL, Actor, local_actor
 from store.api_keys import ApiKeys
-from store.audit import MAX_DETAIL_CHARS, Audit, AuditAction, Audited, build_entry, entry_text
+from store.audit import LOCAL, MAX_DETAIL_CHARS, Actor, Audit, AuditAction, Audited, build_entry, entry_text, local_actor
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
 from tests.builders import KEY

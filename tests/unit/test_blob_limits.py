@@ -6,12 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-import contract.blobs
-from contract.blobs import LEAST_CHARGE
+import store.blobs
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import BlobPool
 from store import blobs as blob_store
-from store.blobs import Blobs, WorkerBlobs
+from store.blobs import LEAST_CHARGE, Blobs, WorkerBlobs
 from tests.conftest import RedisProcess
 
 MOST = 4 * LEAST_CHARGE
@@ -32,7 +31,7 @@ class Ground:
 
 @pytest.fixture
 async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
-    monkeypatch.setattr(contract.blobs, "TENANT_BLOB_BYTES", MOST)
+    monkeypatch.setattr(store.blobs, "TENANT_BLOB_BYTES", MOST)
     monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 0)
     monkeypatch.setattr(blob_store, "RESULT_ROOM_WAIT_S", 0)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:

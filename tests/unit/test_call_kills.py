@@ -20,7 +20,7 @@ from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.transport import DeliveryFailed
 from orchestrator.sdk import call_control as control_module
 from orchestrator.sdk.call_control import CallControl
-from store.actors import Actor
+from store.audit import Actor
 from store.calls import CallStore, KillOrder
 from tests.conftest import RedisProcess
 

@@ -199,7 +199,7 @@ async def test_a_redis_that_goes_in_between_is_an_error_that_says_so(redis_serve
     await serve(client)
     redis_server.stop()
     try:
-        with pytest.raises(BrokerUnavailable, match="see that it is up"):
+        with pytest.raises(BrokerUnavailable, match="see that Redis is up"):
             await looked_at(client)
     finally:
         redis_server.start()

@@ -12,8 +12,7 @@ from orchestrator.batches.lines import BatchFile
 from orchestrator.dispatch.sessions import Session, Start
 from orchestrator.runs.batches import Batches
 from orchestrator.runs.hosted import HostedRuns
-from store.actors import Actor
-from store.audit import Audit
+from store.audit import Actor, Audit
 from store.batches import HOSTED_BATCH, BatchEventWriter, BatchItem, Ground, RunBody
 from store.runs import BatchCancelled, HostedState, parse_run
 from store.tenants import RedisTenants

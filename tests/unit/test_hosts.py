@@ -18,8 +18,7 @@ from orchestrator.operations import drains
 from orchestrator.operations.drains import find_workers, follow_drain, order_drain
 from store import hosts as hosts_module
 from store.connection import open_redis
-from store.control import WorkerControlStore
-from store.hosts import HostStore
+from store.hosts import HostStore, WorkerControlStore
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
 from workers.celery_edge.worker_state import parse_session_of

@@ -16,14 +16,14 @@ from contract.specs import SkillSummary
 from contract.tenancy import TenantPolicy
 from orchestrator.sdk.skill_desk import SkillDesk
 from store import skills as installed_skills
-from store.actors import Actor
-from store.skills import InstalledSkills
+from store.audit import Actor
+from store.skills import SkillStore
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.skill_ground import write_skill
 from workers.skills.installed import MAX_KEPT_BYTES
-from workers.skills.installed import InstalledSkills as WorkersSkills
+from workers.skills.installed import InstalledSkillCache as WorkersSkills
 
 BY = Actor(key="k1", role="tenant", name="ann", tenant="acme")
 
@@ -32,7 +32,7 @@ BY = Actor(key="k1", role="tenant", name="ann", tenant="acme")
 class Ground:
     server: RedisProcess
     client: "redis.asyncio.Redis"
-    skills: InstalledSkills
+    skills: SkillStore
     worker: WorkersSkills
 
     def desk(self, tenant: str = "acme") -> SkillDesk:
@@ -46,7 +46,7 @@ class Ground:
 async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=2) as client:
         worker = WorkersSkills(redis.Redis.from_url(redis_server.url, socket_timeout=2), "d", KEY)
-        yield Ground(redis_server, client, InstalledSkills(client, "d", KEY), worker)
+        yield Ground(redis_server, client, SkillStore(client, "d", KEY), worker)
 
 
 def summary(name: str, digest: str = "0" * 64) -> SkillSummary:

@@ -18,7 +18,7 @@ from contract.ledger import Claim
 from contract.names import POOL_WEB, call_key, control_queue, pool_worker
 from contract.signing import SigningKeys
 from store.calls import WorkerCallStore
-from store.control import WorkerControlStore
+from store.hosts import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from tests.stack import wait_until

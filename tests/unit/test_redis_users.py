@@ -8,7 +8,7 @@ import pytest
 import redis
 from typer.testing import CliRunner
 
-import contract.blobs
+import store.blobs
 from contract import names
 from contract.errors import ConfigError
 from orchestrator.cli.redis import redis_app
@@ -128,7 +128,7 @@ def test_a_script_reaches_no_more_than_its_user(server: Server, role: str) -> No
 
 @pytest.mark.parametrize(("role", "pool"), [("worker", "sandbox"), ("web", "web")])
 def test_a_worker_counts_the_blobs_of_its_pool(server: Server, role: str, pool: names.BlobPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract.blobs, "TENANT_BLOB_BYTES", contract.blobs.LEAST_CHARGE)
+    monkeypatch.setattr(store.blobs, "TENANT_BLOB_BYTES", store.blobs.LEAST_CHARGE)
     with server.client(role) as client:
         blobs = WorkerBlobs(client, DEP, pool)
         # The second is counted after the first was looked for.

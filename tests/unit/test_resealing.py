@@ -16,7 +16,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator.cli.main import app
 from store.api_keys import ApiKeys
 from store.connection import open_redis
-from store.skills import InstalledSkills
+from store.skills import SkillStore
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
 from tests.conftest import RedisProcess
@@ -33,7 +33,7 @@ async def fill(client: "redis.asyncio.Redis") -> str:
     """Records that the old secret signed; gives the text of a key."""
     await RedisTenants(client, D, OLD).add("acme", POLICY)
     await RedisSwitches(client, D, OLD).turn_off("echo", OFF)
-    await InstalledSkills(client, D, OLD).install("acme", SKILL, b"files")
+    await SkillStore(client, D, OLD).install("acme", SKILL, b"files")
     return (await ApiKeys(client, D, OLD).add("acme", "operator")).text
 
 
@@ -54,7 +54,7 @@ def test_after_resealing_the_old_secret_is_not_needed_any_more(redis_server: Red
         try:
             assert (await ApiKeys(client, D, NEW).authenticate(text)).role == "operator"
             assert await RedisTenants(client, D, NEW).policy("acme") == POLICY
-            assert list(await InstalledSkills(client, D, NEW).all("acme")) == ["own"]
+            assert list(await SkillStore(client, D, NEW).all("acme")) == ["own"]
             assert await RedisSwitches(client, D, NEW).switches() == {"echo": OFF}
             with pytest.raises(ConfigError, match="cannot be verified"):
                 await ApiKeys(client, D, NEW).authenticate(f"tc_{'f' * 16}_{'A' * 43}")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from contract.names import skill_uses_key
 from contract.specs import SkillSummary
 from orchestrator.runs.skill_disclosure import MAX_CHARS, disclose
-from store.skill_uses import KEPT_S, SkillUses
+from store.skills import USES_TTL_S, SkillUses
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 
@@ -62,7 +62,7 @@ async def test_uses_are_counted_by_tenant_and_forgotten_in_the_end(redis_server:
         for name in ("alpha", "beta", "alpha"):
             await uses.note("acme", name)
         assert (await uses.of("acme"), await uses.of("rival")) == ({"alpha": 2, "beta": 1}, {})
-        assert 0 < await client.ttl(skill_uses_key("d", "acme")) <= KEPT_S
+        assert 0 < await client.ttl(skill_uses_key("d", "acme")) <= USES_TTL_S
 
 
 @pytest.mark.parametrize("junk", [b"x", b"-1"])

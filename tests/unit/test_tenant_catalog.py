@@ -7,7 +7,7 @@ import redis.asyncio
 
 from contract.specs import SkillSummary, ToolSpec
 from orchestrator.dispatch.tenant_catalog import Offer, TenantCatalog
-from store.skills import InstalledSkills
+from store.skills import SkillStore
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 
@@ -51,12 +51,12 @@ NAMES = ("new", "late", "plain", "read_tool", "mcp__git__log", "mcp__new", "ours
 
 
 @pytest.fixture
-async def installed(redis_server: RedisProcess) -> AsyncIterator[InstalledSkills]:
+async def installed(redis_server: RedisProcess) -> AsyncIterator[SkillStore]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=2) as client:
-        yield InstalledSkills(client, "d", KEY)
+        yield SkillStore(client, "d", KEY)
 
 
-async def install(installed: InstalledSkills, names: Mapping[str, bool]) -> None:
+async def install(installed: SkillStore, names: Mapping[str, bool]) -> None:
     """`names`: with whether they are tools, by their sidecars."""
     for name, is_tool in names.items():
         await installed.install("acme", summary(name), b"bundle", spec(name, description="the tenant's") if is_tool else None)
@@ -66,7 +66,7 @@ def described(offer: Offer, name: str) -> tuple[str | bool, ...]:
     return tuple(offer.describe(name).values())
 
 
-async def test_a_tenants_skill_is_a_tool_where_the_name_is_free_or_a_skills(installed: InstalledSkills) -> None:
+async def test_a_tenants_skill_is_a_tool_where_the_name_is_free_or_a_skills(installed: SkillStore) -> None:
     await install(installed, dict.fromkeys(NAMES, True))
     catalog = TenantCatalog(WORKERS, installed)
     offer = await catalog.of("acme")
@@ -87,7 +87,7 @@ async def test_a_tenants_skill_is_a_tool_where_the_name_is_free_or_a_skills(inst
     assert [skill.name for skill in rivals.skills] == ["late", "mcp__git__log", "plain"]
 
 
-async def test_a_skill_that_is_no_tool_hides_the_workers_tool_of_its_name(installed: InstalledSkills) -> None:
+async def test_a_skill_that_is_no_tool_hides_the_workers_tool_of_its_name(installed: SkillStore) -> None:
     await install(installed, {"late": False, "ours": False})
     catalog = TenantCatalog(WORKERS, installed)
     offer = await catalog.of("acme")
@@ -97,7 +97,7 @@ async def test_a_skill_that_is_no_tool_hides_the_workers_tool_of_its_name(instal
     assert await catalog.find("late", "rival") is not None
 
 
-async def test_without_skill_tool_nothing_runs_them(installed: InstalledSkills) -> None:
+async def test_without_skill_tool_nothing_runs_them(installed: SkillStore) -> None:
     await install(installed, {"new": True})
     catalog = TenantCatalog(Workers(spec("read_tool")), installed)
     assert [tool.name for tool in (await catalog.of("acme")).tools] == ["read_tool"]

@@ -17,7 +17,6 @@ from contract.tenancy import (
     VERSION_FIELD,
     CommandRule,
     SandboxTerms,
-    TenantLook,
     TenantPolicy,
     parse_policy,
     parse_tenants,
@@ -25,6 +24,7 @@ from contract.tenancy import (
 )
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dispatch.tenant_rules import refuse_by_policy, with_tenant_rules
+from store.tenants import StoredPolicy
 from tests.builders import KEY, build_context, build_spec
 from workers.tools.builtin import build_registry
 
@@ -44,8 +44,8 @@ def refusal(policy: TenantPolicy, spec: Any, **arguments: Any) -> ErrorCode | No
 HEAVY_DEFAULT = seal_policy(KEY, "default", TenantPolicy(weight=3)).encode()
 
 
-def look(own: bytes | None = None, default: bytes | None = None, fields: int = 0, version: bytes | None = None) -> TenantLook:
-    return TenantLook(version, own, default, fields)
+def look(own: bytes | None = None, default: bytes | None = None, fields: int = 0, version: bytes | None = None) -> StoredPolicy:
+    return StoredPolicy(version, own, default, fields)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailu
 from contract.names import tenants_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, CommandRule, TenantLook, TenantPolicy, seal_policy
+from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, CommandRule, TenantPolicy, seal_policy
 from store.api_keys import ApiKeys
 from store.connection import open_redis
 from store.tasks import SharedReads
-from store.tenants import MAX_CACHED_POLICIES, OpenTenants, PolicyCache, RedisTenants, WorkerTenants
+from store.tenants import MAX_CACHED_POLICIES, OpenTenants, PolicyCache, RedisTenants, StoredPolicy, WorkerTenants
 from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
 
@@ -271,8 +271,8 @@ async def test_programs_without_a_pool_know_no_limits() -> None:
     assert await OpenTenants().policy("anybody") == TenantPolicy()
 
 
-def seen(version: bytes, weight: int, tenant: str = "acme") -> TenantLook:
-    return TenantLook(version, seal_policy(KEYS, tenant, TenantPolicy(weight=weight)).encode(), None, 2)
+def seen(version: bytes, weight: int, tenant: str = "acme") -> StoredPolicy:
+    return StoredPolicy(version, seal_policy(KEYS, tenant, TenantPolicy(weight=weight)).encode(), None, 2)
 
 
 def test_an_answer_that_was_overtaken_is_not_remembered() -> None:

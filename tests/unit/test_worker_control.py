@@ -14,7 +14,7 @@ from contract.envelope import encode_call
 from contract.errors import SandboxUnavailable
 from contract.names import control_queue
 from contract.signing import SigningKeys
-from store.control import WorkerControlStore
+from store.hosts import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryLedger

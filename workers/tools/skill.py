@@ -9,9 +9,9 @@ from pydantic import JsonValue
 
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
-from contract.installed_skills import InstalledSkill
 from contract.schema import prepare_arguments
 from contract.specs import NO_NETWORK, ToolSpec
+from store.skills import InstalledSkill
 from workers.skills.loader import Skill, read_bundled
 from workers.skills.of_session import SessionSkills
 from workers.skills.runner import name_nearest, run_entrypoint, run_script

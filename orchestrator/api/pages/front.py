@@ -9,10 +9,11 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import depend_on_house
 from orchestrator.api.door import MAX_KEY_CHARS
 from orchestrator.api.house import House
-from orchestrator.api.pages.logins import LOGIN_S, cookie_name, is_secure, logins_of
+from orchestrator.api.pages.logins import cookie_name, is_secure, logins_of
 from orchestrator.api.pages.people import Sending, check_origin, not_here
 from orchestrator.api.pages.rendering import render, static_files
 from orchestrator.api.pages.route import PageRoute
+from store.api_keys import LOGIN_S
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -64,12 +65,12 @@ async def log_in(
         trouble = "This key opens nothing: see that all of it was copied, or have an operator make another."
         return render("login.html", None, status=401, title="Log in", page="", trouble=trouble, next=_local(next))
     house.rates.take(identity.key_id)
-    word = await logins_of(house).open(identity)
+    token = await logins_of(house).open(identity.key_id)
     before = request.cookies.get(name)
     if before:
         await logins_of(house).close(before)
     response = RedirectResponse(_local(next), status_code=303)
-    response.set_cookie(name, word, max_age=LOGIN_S, path="/", secure=is_secure(house.settings), httponly=True, samesite="strict")
+    response.set_cookie(name, token, max_age=LOGIN_S, path="/", secure=is_secure(house.settings), httponly=True, samesite="strict")
     return response
 
 

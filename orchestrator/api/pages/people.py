@@ -18,7 +18,7 @@ from orchestrator.api.problems import ApiCode, ApiProblem
 from orchestrator.api.shares import Streams
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from store.actors import Actor
+from store.audit import Actor
 
 MAX_CHOICE = 500
 """Tenants that can be chosen from a list; of more the others are reached by their links."""
