@@ -42,41 +42,44 @@ class CommandRule(Record):
 
 
 class SandboxTerms(Record):
-    """What of a tenant's policy decides about its sandboxes; goes with a session to sandboxd, which never gives more than its class has.
+    """The part of a tenant's policy that concerns its sandboxes. A session carries it to sandboxd, which never gives more than its class has.
 
     `tenant_class`: of the host (TOOLCREW_TENANT_CLASSES), which decides runtime and sizes. None: what the class says.
     """
 
-    tenant_class: str = Field(default="default", min_length=1, max_length=64)
-    images: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=100)] | None = None
-    network: NetworkPolicy | None = None
-    workspace_bytes: int | None = Field(default=None, ge=1024 * 1024, le=2**50)
+    tenant_class: str = Field(default="default", min_length=1, max_length=64, description="The class of the hosts that its sandboxes have.")
+    images: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=100)] | None = Field(
+        default=None, description="Images that its sandboxes may have."
+    )
+    network: NetworkPolicy | None = Field(default=None, description="The most that its sandboxes have of the network.")
+    workspace_bytes: int | None = Field(default=None, ge=1024 * 1024, le=2**50, description="The most that a workspace has.")
 
 
 class TenantPolicy(Record):
-    """What a tenant may have. None: no limit of the tenant's own.
+    """What a tenant may have. None: no limit of the tenant's own."""
 
-    `weight`: its share of the slots while others want them, too. `in_flight`: calls at a time, `queued`: calls that may wait for it;
-    `rate_per_s`: calls begun a second, `burst` at once. `sandboxes`: sessions open at a time, on all hosts together.
-    """
-
-    tools: Annotated[tuple[ToolPattern, ...], Field(max_length=1000)] | None = None
-    """Names, with `*` at the end standing for any rest."""
-    weight: float = Field(default=1.0, ge=0.001, le=1000)
-    in_flight: int = Field(default=1000, ge=1, le=1_000_000)
-    queued: int = Field(default=10_000, ge=1, le=1_000_000)
-    rate_per_s: float | None = Field(default=None, ge=0.001, le=1_000_000)
-    burst: int = Field(default=100, ge=1, le=1_000_000)
-    sandboxes: int = Field(default=1000, ge=0, le=1_000_000, strict=True)
-    commands: Annotated[tuple[CommandRule, ...], Field(max_length=1000)] = ()
+    # A field with a description is an option of `toolcrew tenants set`, too.
+    tools: Annotated[tuple[ToolPattern, ...], Field(max_length=1000)] | None = Field(
+        default=None, description="Tools it may call, a * at the end for any rest."
+    )
+    weight: float = Field(default=1.0, ge=0.001, le=1000, description="Its share while others want slots, too.")
+    in_flight: int = Field(default=1000, ge=1, le=1_000_000, description="Calls at a time.")
+    queued: int = Field(default=10_000, ge=1, le=1_000_000, description="Calls that may wait.")
+    rate_per_s: float | None = Field(default=None, ge=0.001, le=1_000_000, description="Calls begun a second.")
+    burst: int = Field(default=100, ge=1, le=1_000_000, description="Calls begun at once, beyond the rate.")
+    sandboxes: int = Field(default=1000, ge=0, le=1_000_000, strict=True, description="Sessions open at a time, on all hosts together.")
+    commands: Annotated[tuple[CommandRule, ...], Field(max_length=1000)] = Field(
+        default=(), description="deny, ask or allow, as deny:bash_tool:git push; all of its rules."
+    )
     sandbox: SandboxTerms = SandboxTerms()
     is_paused: bool = False
-    """None of its calls is begun, and none of its runs; `pause_reason` says why."""
+    """None of its calls and runs starts; `pause_reason` says why."""
     pause_reason: str = Field(default="", max_length=MAX_PAUSE_REASON_CHARS)
     is_removed: bool = False
     """The tenant was removed. Its name stays reserved, because its runs, files and checkpoints may still be stored under it."""
-    trusted_skills: Annotated[tuple[SkillDigest, ...], Field(max_length=1000)] = ()
-    """Digests: what these skills' `allowed-tools` name is not asked about once a run has loaded them."""
+    trusted_skills: Annotated[tuple[SkillDigest, ...], Field(max_length=1000)] = Field(
+        default=(), description="Digests of skills whose allowed-tools need no approval once a run has loaded them."
+    )
 
     def allows_tool(self, name: str) -> bool:
         """Whether calls of that tool, or verb of sessions, are served at all."""

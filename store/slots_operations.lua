@@ -162,7 +162,7 @@ end
 local run = {}
 
 local function take_policy(tenant, policy)
-  for _, name in ipairs({'weight', 'in_flight', 'queued', 'rate', 'burst'}) do tenant.fields[name] = policy[name] end
+  for name, value in pairs(policy) do tenant.fields[name] = value end
 end
 
 local function lease_to(id)

@@ -1,30 +1,34 @@
-"""A tenant's policy as the options of a command: read from them, told by their names."""
+"""The options of a command that sets a tenant's policy: made from the fields of TenantPolicy, applied, and printed."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
+import typer
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
+from contract.calls import Record
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import MAX_POLICY_BYTES, CommandRule, TenantPolicy
 
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "tools": ("tools",),
-    "weight": ("weight",),
-    "in-flight": ("in_flight",),
-    "queued": ("queued",),
-    "rate": ("rate_per_s",),
-    "burst": ("burst",),
-    "sandboxes": ("sandboxes",),
-    "command-rule": ("commands",),
-    "trust-skill": ("trusted_skills",),
-    "class": ("sandbox", "tenant_class"),
-    "image": ("sandbox", "images"),
-    "network": ("sandbox", "network"),
-    "workspace-bytes": ("sandbox", "workspace_bytes"),
-}
+_NAMES = {"rate_per_s": "rate", "commands": "command-rule", "trusted_skills": "trust-skill", "tenant_class": "class", "images": "image"}
+"""Field -> its option, where the option has another name."""
+
+
+def _find_options(record: type[Record], path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...], FieldInfo]]:
+    for name, field in record.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Record):
+            yield from _find_options(field.annotation, (*path, name))
+        elif field.description is not None:
+            yield _NAMES.get(name, name.replace("_", "-")), (*path, name), field
+
+
+_FIELDS = {option: (path, field) for option, path, field in _find_options(TenantPolicy)}
+OPTIONS = {option: path for option, (path, _) in _FIELDS.items()}
 """Option -> the field of the policy that it sets."""
 _UNSET = {
     "tools": "all",
@@ -33,6 +37,35 @@ _UNSET = {
     "network": "as the class says",
     "workspace-bytes": "as the class says",
 }
+
+
+def with_policy_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `given` of a command by one option for each field of the policy, and call it with what was given by option."""
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        given = {option: values.pop(path[-1]) for option, path in OPTIONS.items()}
+        command(**values, given=given)
+
+    options = [_build_parameter(option, path[-1], field) for option, (path, field) in _FIELDS.items()]
+    own = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in signature(command, eval_str=True).parameters.values() if one.name != "given"]
+    run.__signature__ = Signature([*own[:-1], *options, own[-1]])  # type: ignore[attr-defined]
+    return run
+
+
+def _build_parameter(option: str, name: str, field: FieldInfo) -> Parameter:
+    kind: Any = next((one for one in get_args(field.annotation) if one is not type(None)), field.annotation)
+    while get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    is_list = tuple in (get_origin(kind), get_origin(field.annotation))
+    text = (
+        f"{str(field.description).removesuffix('.')}; a list, or given again."
+        if is_list and option != "command-rule"
+        else field.description
+    )
+    value: Any = list[str] if is_list else kind
+    annotation = Annotated[value | None, typer.Option(f"--{option}", help=text)]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def apply_options(policy: TenantPolicy, given: Mapping[str, Any], unset: Sequence[str] = ()) -> TenantPolicy:

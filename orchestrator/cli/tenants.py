@@ -2,9 +2,10 @@
 
 import json
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +13,7 @@ from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.cli.access import open_deployment
-from orchestrator.cli.policy_options import apply_options, policy_lines, read_policy
+from orchestrator.cli.policy_options import apply_options, policy_lines, read_policy, with_policy_options
 from orchestrator.cli.runner import Json, run_work
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.api_keys import ApiKeyRecord, Role
@@ -25,24 +26,6 @@ tenants_app.add_typer(keys_app, name="keys")
 
 Name = Annotated[str, typer.Argument(help="The tenant.")]
 Source = Annotated[Path | None, typer.Option("--from", help="A JSON file with all of the policy; other options change what it says.")]
-Tools = Annotated[list[str] | None, typer.Option("--tools", help="Tools it may call, a * at the end for any rest; a list, or given again.")]
-Weight = Annotated[float | None, typer.Option("--weight", help="Its share while others want slots, too.")]
-InFlight = Annotated[int | None, typer.Option("--in-flight", help="Calls at a time.")]
-Queued = Annotated[int | None, typer.Option("--queued", help="Calls that may wait.")]
-Rate = Annotated[float | None, typer.Option("--rate", help="Calls begun a second.")]
-Burst = Annotated[int | None, typer.Option("--burst", help="Calls begun at once, beyond the rate.")]
-Sandboxes = Annotated[int | None, typer.Option("--sandboxes", help="Sessions open at a time, on all hosts together.")]
-Rules = Annotated[
-    list[str] | None, typer.Option("--command-rule", help="deny, ask or allow, as deny:bash_tool:git push; all of its rules.")
-]
-Trusted = Annotated[
-    list[str] | None,
-    typer.Option("--trust-skill", help="Digests of skills whose allowed-tools nobody is asked about; a list, or given again."),
-]
-Class = Annotated[str | None, typer.Option("--class", help="The class of the hosts that its sandboxes have.")]
-Images = Annotated[list[str] | None, typer.Option("--image", help="Images that its sandboxes may have; a list, or given again.")]
-Network = Annotated[Literal["none", "egress"] | None, typer.Option("--network", help="The most that its sandboxes have of the network.")]
-WorkspaceBytes = Annotated[int | None, typer.Option("--workspace-bytes", help="The most that a workspace has.")]
 Unset = Annotated[list[str] | None, typer.Option("--unset", help="An option that is to be as by default again, by its name.")]
 
 
@@ -65,26 +48,9 @@ def tenants_ls(as_json: Json = False) -> None:
 
 
 @tenants_app.command("add")
-def tenants_add(
-    name: Name,
-    source: Source = None,
-    tools: Tools = None,
-    weight: Weight = None,
-    in_flight: InFlight = None,
-    queued: Queued = None,
-    rate: Rate = None,
-    burst: Burst = None,
-    sandboxes: Sandboxes = None,
-    rules: Rules = None,
-    trusted: Trusted = None,
-    tenant_class: Class = None,
-    images: Images = None,
-    network: Network = None,
-    workspace_bytes: WorkspaceBytes = None,
-    as_json: Json = False,
-) -> None:
+@with_policy_options
+def tenants_add(name: Name, *, given: Mapping[str, Any], source: Source = None, as_json: Json = False) -> None:
     """Register a tenant. From the first one on only registered ones, and the default one, are served."""
-    given = _given(tools, weight, in_flight, queued, rate, burst, sandboxes, rules, trusted, tenant_class, images, network, workspace_bytes)
 
     async def work() -> tuple[TenantPolicy, bool, list[str]]:
         policy = apply_options(read_policy(source) if source is not None else TenantPolicy(), given)
@@ -102,27 +68,9 @@ def tenants_add(
 
 
 @tenants_app.command("set")
-def tenants_set(
-    name: Name,
-    source: Source = None,
-    unset: Unset = None,
-    tools: Tools = None,
-    weight: Weight = None,
-    in_flight: InFlight = None,
-    queued: Queued = None,
-    rate: Rate = None,
-    burst: Burst = None,
-    sandboxes: Sandboxes = None,
-    rules: Rules = None,
-    trusted: Trusted = None,
-    tenant_class: Class = None,
-    images: Images = None,
-    network: Network = None,
-    workspace_bytes: WorkspaceBytes = None,
-    as_json: Json = False,
-) -> None:
+@with_policy_options
+def tenants_set(name: Name, *, given: Mapping[str, Any], source: Source = None, unset: Unset = None, as_json: Json = False) -> None:
     """Change what a tenant may have, within 2 seconds everywhere. What is not named stays as it is."""
-    given = _given(tools, weight, in_flight, queued, rate, burst, sandboxes, rules, trusted, tenant_class, images, network, workspace_bytes)
 
     async def work() -> tuple[TenantPolicy, list[str]]:
         if source is None and not unset and all(value is None for value in given.values()):
@@ -218,13 +166,6 @@ def keys_rm(key_id: Annotated[str, typer.Argument(help="The key's id, as ls show
 def _warn(warnings: list[str]) -> None:
     for warning in warnings:
         typer.echo(escape_controls(f"toolcrew: {warning}"), err=True)
-
-
-def _given(*values: Any) -> dict[str, Any]:
-    """What the options of `add` and `set` say, by option, in the order in which both have them."""
-    limits = ("weight", "in-flight", "queued", "rate", "burst", "sandboxes")
-    options = ("tools", *limits, "command-rule", "trust-skill", "class", "image", "network", "workspace-bytes")
-    return dict(zip(options, values, strict=True))
 
 
 def _tenant_json(name: str, policy: TenantPolicy | ConfigError) -> dict[str, Any]:
