@@ -6,13 +6,17 @@ callers see BrokerUnavailable and nothing else.
 
 import asyncio
 import contextlib
+import contextvars
 import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import hiredis
 import redis
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool, Connection, SSLConnection
@@ -20,6 +24,7 @@ from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelMan
 from redis.backoff import NoBackoff
 from redis.connection import Connection as SyncConnection
 from redis.connection import ConnectionPool as SyncPool
+from redis.connection import DefaultParser
 from redis.connection import SSLConnection as SyncTlsConnection
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, NoScriptError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -31,6 +36,7 @@ from redis.sentinel import SentinelConnectionPool as SyncSentinelPool
 from contract.errors import BrokerUnavailable, OperatorError
 from contract.names import deployment_key
 from contract.settings import BrokerSettings
+from store.tasks import begin_shared, cancel_all
 
 RedisClient: TypeAlias = "redis.asyncio.Redis"
 SyncRedis: TypeAlias = "redis.Redis"
@@ -283,3 +289,207 @@ class WorkerScript:
         except NoScriptError:
             connection.send_command("EVAL", self._source, *arguments)
             return connection.read_response()
+
+
+CLOSED = "the client was closed"
+_INCOMPLETE = object()
+"""What the parser returns when the rest of an answer has not arrived yet."""
+
+
+class Script:
+    """A Lua script that is sent by its digest."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+class Unanswered(RedisConnectionError):
+    """Redis did not answer a script. `may_have_run`: it was written to the connection."""
+
+    def __init__(self, reason: str, *, may_have_run: bool) -> None:
+        super().__init__(reason)
+        self.may_have_run = may_have_run
+
+
+@dataclass
+class _Invocation:
+    script: Script
+    arguments: tuple[Any, ...]
+    answer: "asyncio.Future[Any]"
+    sent_at: float = 0.0
+
+
+class ScriptConnection(asyncio.Protocol):
+    """Runs scripts for an orchestrator over one connection that stays open, any number at a time.
+
+    Each tool call needs Redis twice before a worker has it. The client spends a task and two timers on each command, more than the rest of a call costs.
+    So the client opens the connection, authenticates and encrypts it; this class then takes its transport over. Scripts that are run in one
+    turn of the event loop are written together, in their order. Nothing is sent twice: the callers know whether a repetition is safe.
+    """
+
+    def __init__(self, client: RedisClient) -> None:
+        self._pool: Any = client.connection_pool
+        self._connection: Any = None
+        self._transport: asyncio.Transport | None = None
+        self._client_protocol = asyncio.Protocol()
+        """The client's own protocol of the transport: it gets the transport back, and learns of its end."""
+        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
+        self._unsent: list[_Invocation] = []
+        self._unanswered: deque[_Invocation] = deque()
+        self._is_writable = True
+        self._flush: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context = contextvars.Context()
+        self._is_opening = self._is_closed = False
+
+    def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int | float]) -> "asyncio.Future[Any]":
+        """Return the future answer of the script. Its exceptions: Unanswered; what Redis says against it, a RedisError.
+
+        A script whose future is cancelled before it is written is not sent.
+        """
+        loop = asyncio.get_running_loop()
+        invocation = _Invocation(script, (str(len(keys)), *keys, *map(str, arguments)), loop.create_future())
+        if self._is_closed:
+            _fail([invocation], CLOSED, may_have_run=False)
+            return invocation.answer
+        self._unsent.append(invocation)
+        if self._flush is None:
+            # It is not part of the call that happened to come first.
+            self._flush = loop.call_soon(self._send, context=self._context)
+        return invocation.answer
+
+    async def aclose(self) -> None:
+        """Close the connection. What still waits gets Unanswered."""
+        self._is_closed = True
+        self._lose(CLOSED)
+        unsent, self._unsent = self._unsent, []
+        _fail(unsent, CLOSED, may_have_run=False)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._is_opening:
+            await cancel_all(self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # What the transport calls
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        reader = self._reader
+        while (reply := reader.gets()) is not _INCOMPLETE:
+            if not self._unanswered:
+                self._lose("Redis sent an answer without a command")
+                return
+            self._answer(self._unanswered.popleft(), reply)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._client_protocol.connection_lost(exc)
+        self._lose(str(exc or "Redis has closed the connection"))
+
+    def pause_writing(self) -> None:
+        self._is_writable = False
+
+    def resume_writing(self) -> None:
+        self._is_writable = True
+        self._send()
+
+    def _send(self) -> None:
+        self._flush = None
+        if self._transport is None:
+            if self._unsent and not self._is_opening and not self._is_closed:
+                self._is_opening = True
+                self._begin(self._open(), "redis-scripts")
+            return
+        if self._is_writable:
+            unsent, self._unsent = [invocation for invocation in self._unsent if not invocation.answer.done()], []
+            self._write(unsent, lambda script: ("EVALSHA", script.sha))
+
+    def _write(self, invocations: Sequence[_Invocation], command: Callable[[Script], tuple[str, str]]) -> None:
+        if not invocations or self._transport is None:
+            return
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for invocation in invocations:
+            invocation.sent_at = now
+        self._unanswered += invocations
+        self._transport.write(b"".join(hiredis.pack_command((*command(one.script), *one.arguments)) for one in invocations))
+        if self._timer is None:
+            self._timer = loop.call_later(TIMEOUT_S, self._check_silence, context=self._context)
+
+    def _answer(self, invocation: _Invocation, reply: Any) -> None:
+        error = _parse_error(str(reply)) if isinstance(reply, hiredis.ReplyError) else None
+        if isinstance(error, NoScriptError):
+            # Redis has started anew. Scripts that were sent after this one may run before it.
+            self._write([invocation], lambda script: ("EVAL", script.source))
+        elif isinstance(error, RedisConnectionError):
+            # For example, Redis is still loading its data. It has not run the script.
+            _fail([invocation], str(error), may_have_run=False)
+            self._lose(str(error))
+        elif not invocation.answer.done():
+            if error is None:
+                invocation.answer.set_result(reply)
+            else:
+                invocation.answer.set_exception(error)
+
+    def _check_silence(self) -> None:
+        self._timer = None
+        if self._unanswered:
+            loop = asyncio.get_running_loop()
+            due = self._unanswered[0].sent_at + TIMEOUT_S
+            if loop.time() < due:
+                self._timer = loop.call_at(due, self._check_silence, context=self._context)
+            else:
+                self._lose(f"Redis has not answered for {TIMEOUT_S:g} s")
+
+    async def _open(self) -> None:
+        """Have the client open a connection, and take its transport over."""
+        try:
+            connection = await self._pool.get_connection()
+        except _REDIS_ERRORS as error:
+            unsent, self._unsent = self._unsent, []
+            _fail(unsent, str(error) or type(error).__name__, may_have_run=False)
+            return
+        finally:
+            self._is_opening = False
+        transport = connection._writer.transport
+        self._connection, self._transport = connection, transport
+        self._reader, self._is_writable = hiredis.Reader(notEnoughData=_INCOMPLETE), True
+        self._client_protocol = transport.get_protocol()
+        transport.set_protocol(self)
+        if self._is_closed or transport.is_closing():
+            self._lose(CLOSED if self._is_closed else "Redis has closed the connection")
+        self._send()
+
+    def _lose(self, reason: str) -> None:
+        """Give the connection up. What was not written yet is sent over the next one."""
+        connection, transport = self._connection, self._transport
+        self._connection = self._transport = None
+        unanswered, self._unanswered = self._unanswered, deque()
+        _fail(unanswered, reason, may_have_run=True)
+        if transport is not None:
+            # What still arrives, and its end, must not reach the next connection.
+            transport.set_protocol(self._client_protocol)
+            self._begin(self._release(connection), "redis-scripts-release")
+        if self._unsent:
+            self._send()
+
+    async def _release(self, connection: Any) -> None:
+        await connection.disconnect(nowait=True)
+        await self._pool.release(connection)
+
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = begin_shared(work, name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _parse_error(text: str) -> Exception:
+    error: Exception = DefaultParser.parse_error(text)  # type: ignore[no-untyped-call]
+    return error
+
+
+def _fail(invocations: Iterable[_Invocation], reason: str, *, may_have_run: bool) -> None:
+    for invocation in invocations:
+        if not invocation.answer.done():
+            invocation.answer.set_exception(Unanswered(reason, may_have_run=may_have_run))

@@ -5,19 +5,21 @@ other orchestrators are published; a lease ends what an orchestrator held that h
 """
 
 import asyncio
+import contextvars
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from importlib import resources
 from typing import Any, Literal
 
-from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import RedisError
 
 from contract.names import admission_prefix, slots_key
 from contract.tenancy import TenantPolicy
-from store.connection import RedisClient
+from store.connection import CLOSED, RedisClient, Script, ScriptConnection, Unanswered
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -163,8 +165,6 @@ AT_ONCE = 200
 """So many operations make a step: what it costs others is that Redis does nothing else for some milliseconds."""
 RETRY_S = 0.5
 OTHERS_AT_ONCE = 4
-SILENCE_S = 10.0
-"""How long an answer of Redis may take."""
 
 Clock = Callable[[], float]
 OnAnswer = Callable[[Answer, frozenset[str]], None]
@@ -173,8 +173,19 @@ OnFailure = Callable[[str, frozenset[str]], None]
 """Gets the reason why there is no answer, and the calls whose request may or may not have arrived."""
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step that was sent. `releases`, `requests`: the calls that it has them for; `size`: its operations."""
+
+    arguments: list[str]
+    releases: frozenset[str]
+    requests: frozenset[str]
+    size: int
+    is_repeated: bool = False
+
+
 class Steps:
-    """The steps of one orchestrator. What is given back is said again until Redis has heard it; all else is lost with its step, and told so."""
+    """The steps of one orchestrator, one after the other. A release is repeated until Redis has it; everything else is lost with its step, and reported."""
 
     def __init__(
         self,
@@ -187,66 +198,69 @@ class Steps:
         lease_s: float,
         clock: Clock | None,
     ) -> None:
-        # One step follows the other, so a connection is kept: to get one from the pool costs a quarter of a step.
-        self._client = client.client()
-        self._script = self._client.register_script(load_script())
+        self._connection = ScriptConnection(client)
+        self._script = Script(load_script())
         self._deployment, self._orchestrator, self._lease_s, self._clock = deployment, orchestrator, lease_s, clock
         self._on_answer, self._on_failure = on_answer, on_failure
         self._requests: dict[str, SlotRequest] = {}
         self._releases: dict[str, float] = {}
         self._others: list[Operation] = []
-        self._come = asyncio.Event()
+        self._next: asyncio.Handle | None = None
+        """The step that is scheduled. None while one is on its way, and while there is nothing to send."""
+        self._is_sending = False
+        self._context = contextvars.Context()
+        """Its log lines do not carry the names of the call that happened to start a step."""
         self._idle = asyncio.Event()
         self._idle.set()
 
     def ask(self, call: str, request: SlotRequest) -> None:
-        """A call wants a slot."""
+        """Request a slot for a call. A step that waits because Redis did not answer is sent now: its caller must learn at once that Redis is away."""
         self._requests[call] = request
-        self._note()
+        self._schedule()
 
     def give_back(self, call: str, used_s: float) -> None:
         """A call needs its slot, or its place in the queue, no longer."""
         if self._requests.pop(call, None) is None:
             self._releases[call] = used_s
-            self._note()
+            self._schedule()
 
     def add(self, operation: Operation) -> None:
         """Anything else; only for what may be lost."""
         self._others.append(operation)
-        self._note()
+        self._schedule()
 
     async def aclose(self) -> None:
-        """Let go of the connection; nothing may be on its way. The next step has another."""
-        await self._client.aclose(close_connection_pool=False)
+        """Close the connection."""
+        if self._next is not None:
+            self._next.cancel()
+        await self._connection.aclose()
 
     async def settle(self, within_s: float) -> None:
-        """Wait until all is sent, as far as that can be done in time."""
+        """Wait until everything is sent, at most `within_s`."""
         waiting = asyncio.ensure_future(self._idle.wait())
         await asyncio.wait({waiting}, timeout=within_s)
         waiting.cancel()
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            await self._come.wait()
-            while self._requests or self._releases or self._others:
-                if not await self._send():
-                    self._come.clear()
-                    # What is given back can wait a moment; who asks now is to be told now that Redis is away.
-                    if not self._requests:
-                        await asyncio.wait({waiting := asyncio.ensure_future(self._come.wait())}, timeout=RETRY_S)
-                        waiting.cancel()
-            self._come.clear()
-            self._idle.set()
-
-    def _note(self) -> None:
+    def _schedule(self, delay_s: float = 0.0) -> None:
         self._idle.clear()
-        self._come.set()
+        if self._is_sending:
+            return
+        loop = asyncio.get_running_loop()
+        if isinstance(self._next, asyncio.TimerHandle) and delay_s == 0.0:
+            self._next.cancel()
+            self._next = None
+        if self._next is None:
+            self._next = (
+                loop.call_later(delay_s, self._send, context=self._context)
+                if delay_s
+                else loop.call_soon(self._send, context=self._context)
+            )
 
-    async def _send(self) -> bool:
-        """One step; whether Redis answered. What frees slots goes first: what asks for them then finds them."""
-        releases = dict(list(self._releases.items())[:AT_ONCE])
-        requests = dict(list(self._requests.items())[: AT_ONCE - len(releases)])
+    def _send(self) -> None:
+        """Send one step. Releases go first: the requests of the same step then find their slots."""
+        self._next, self._is_sending = None, True
+        releases = dict(itertools.islice(self._releases.items(), AT_ONCE))
+        requests = dict(itertools.islice(self._requests.items(), AT_ONCE - len(releases)))
         others, self._others = self._others[:OTHERS_AT_ONCE], self._others[OTHERS_AT_ONCE:]
         for call in requests:
             del self._requests[call]
@@ -256,29 +270,33 @@ class Steps:
             *(enqueue(call, request) for call, request in requests.items()),
         ]
         now = self._clock() if self._clock is not None else None
-        try:
-            async with asyncio.timeout(SILENCE_S):
-                arguments = script_arguments(self._deployment, self._orchestrator, operations, lease_s=self._lease_s, now=now)
-                answer = parse_answer(await self._say(arguments))
-        except (RedisError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            log.warning("admission_unanswered", operations=len(operations), error=reason)
-            await self.aclose()
-            self._on_failure(reason, frozenset(requests))
-            return False
-        for call in releases:
-            self._releases.pop(call, None)
-        self._on_answer(answer, frozenset(requests))
-        return True
+        arguments = script_arguments(self._deployment, self._orchestrator, operations, lease_s=self._lease_s, now=now)
+        self._run(_Step(arguments, frozenset(releases), frozenset(requests), len(operations)))
 
-    async def _say(self, arguments: list[str]) -> bytes:
-        try:
-            said: bytes = await self._script(args=arguments)
-        except LostConnection:
-            # The connection of before Redis's restart; with Sentinel it would go on asking the master of then. Whatever is said may be said twice.
-            await self.aclose()
-            said = await self._script(args=arguments)
-        return said
+    def _run(self, step: "_Step") -> None:
+        self._connection.run(self._script, (), step.arguments).add_done_callback(partial(self._take_answer, step), context=self._context)
+
+    def _take_answer(self, step: "_Step", done: "asyncio.Future[bytes]") -> None:
+        error = done.exception()
+        if isinstance(error, Unanswered) and error.may_have_run and not step.is_repeated:
+            # The connection may have been lost before the step. A step may run twice.
+            self._run(replace(step, is_repeated=True))
+            return
+        self._is_sending = False
+        if error is not None:
+            reason = str(error) or type(error).__name__
+            if reason != CLOSED:
+                log.warning("admission_unanswered", operations=step.size, error=reason)
+            self._on_failure(reason, step.requests)
+        else:
+            for call in step.releases:
+                self._releases.pop(call, None)
+            self._on_answer(parse_answer(done.result()), step.requests)
+        if self._requests or self._releases or self._others:
+            # A release can wait a moment. A new request is sent at once, so that its caller learns that Redis is away.
+            self._schedule(RETRY_S if error is not None and not self._requests else 0.0)
+        else:
+            self._idle.set()
 
 
 # --- Grants -----------------------------------------------------------------------------------------------------------

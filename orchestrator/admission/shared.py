@@ -114,7 +114,7 @@ class SharedAdmission:
     def _open(self) -> None:
         """The tasks, with the first call: there is a loop then."""
         if not self._tasks:
-            works = {"steps": self._steps.run(), "grants": self._listener.run(), "leases": self._keep()}
+            works = {"grants": self._listener.run(), "leases": self._keep()}
             self._tasks = [begin_shared(work, f"admission-{name}") for name, work in works.items()]
 
     def _drop(self, ticket: _Ticket, used_s: float) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 import redis.asyncio
+from redis.exceptions import RedisError, ResponseError
 
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
@@ -21,6 +22,7 @@ from orchestrator.dispatch.celery_transport import build_call_message
 from orchestrator.dispatch.transport import Delivery, Sticky
 from store import publisher as publishing
 from store.calls import CallStore
+from store.connection import Unanswered
 from store.publisher import NotSent, Publisher
 from tests.conftest import RedisProcess
 
@@ -325,10 +327,10 @@ async def test_what_may_have_been_sent_is_not_told_as_not_sent_though_its_repeti
 ) -> None:
     """Whoever reads that it was not sent makes the call again, while the first one runs."""
     post = publisher._post
-    errors = [publishing._Unanswered(ConnectionError("cut"), may_be_sent=True), BrokerUnavailable("the call was not sent: BUSY")]
+    errors: list[RedisError] = [Unanswered("cut", may_have_run=True), ResponseError("BUSY Redis is busy running a script")]
 
-    async def lose_an_answer(command: tuple[Any, ...]) -> str:
-        verdict = await post(command) if len(errors) != 1 else ""
+    async def lose_an_answer(keys: list[str], arguments: list[str | int]) -> str:
+        verdict = await post(keys, arguments) if len(errors) != 1 else ""
         if errors:
             raise errors.pop(0)
         return verdict

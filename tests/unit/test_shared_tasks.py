@@ -76,5 +76,5 @@ async def test_what_admits_all_calls_is_not_of_the_first_one(redis_server: Redis
         finally:
             await admission.aclose()
     assert begun["SharedAdmission._keep"] == [{}]
-    assert begun["Steps.run"] == [{}]
+    assert begun["ScriptConnection._open"] == [{}]
     assert begun["GrantListener.run"] == [{}]
