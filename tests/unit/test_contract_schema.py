@@ -74,6 +74,32 @@ def test_arguments_are_accepted_exactly_if_they_fit_the_schema_with_their_defaul
         assert accepted == whole
 
 
+BOUNDS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["string", "integer", "number", "boolean", "array", ["string", "null"]])},
+    optional={
+        "minLength": st.integers(0, 3),
+        "maxLength": st.integers(0, 3),
+        "minimum": st.integers(-3, 3) | st.floats(-3, 3),
+        "exclusiveMaximum": st.integers(-3, 3),
+        "enum": st.lists(st.sampled_from(["", "a", 1, 1.0, True, None]), min_size=1),
+        "pattern": st.just("a"),
+    },
+)
+
+
+@given(schema=BOUNDS, value=st.text("ab", max_size=4) | st.integers(-4, 4) | st.floats() | st.booleans() | st.none() | st.lists(st.none()))
+def test_a_value_is_accepted_exactly_if_it_fits_the_bounds_of_its_parameter(schema: dict[str, Any], value: Any) -> None:
+    """Most schemas are checked without jsonschema."""
+    is_wrong_number = schema["type"] == "integer" and isinstance(value, float)
+    fits = not is_wrong_number and Draft202012Validator(schema).is_valid(value)
+    try:
+        prepare({"a": schema}, {"a": value})
+        is_accepted = True
+    except ToolFailure:
+        is_accepted = False
+    assert is_accepted == fits
+
+
 def test_a_default_inside_an_object_is_filled() -> None:
     properties = {"options": {"type": "object", "properties": {"depth": {"type": "integer", "default": 3}}}}
     assert prepare(properties, {"options": {}}) == {"options": {"depth": 3}}
