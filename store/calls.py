@@ -82,12 +82,13 @@ local function answer(word) return {ok = word .. ' ' .. time[1] .. ' ' .. time[2
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'nonce')
 -- A publish whose answer was lost is repeated: its nonce says that it was done.
 if record[3] == ARGV[2] then return answer('sent') end
+if ARGV[7] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[7]) == 0 then return answer('no_slot') end
 local place
-if KEYS[3] then
-  place = redis.call('HMGET', KEYS[3], 'state', 'queue', 'fence', 'ttl_s')
+if KEYS[4] then
+  place = redis.call('HMGET', KEYS[4], 'state', 'queue', 'fence', 'ttl_s')
   local is_there = place[1] == 'open' or place[1] == 'moving'
-  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[8] then return answer('moved') end
-  if redis.call('EXISTS', KEYS[4]) == 0 then return answer('host_lost') end
+  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[9] then return answer('moved') end
+  if redis.call('EXISTS', KEYS[5]) == 0 then return answer('host_lost') end
 end
 local first = ARGV[1] == '1'
 if first and record[1] then return answer('duplicate') end
@@ -97,13 +98,13 @@ if not first then
 end
 redis.call('LPUSH', KEYS[2], ARGV[4])
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[7] or '', 'queue', KEYS[2],
+redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[8] or '', 'queue', KEYS[2],
   'queued_at', time[1] .. '.' .. string.format('%06d', time[2]), 'nonce', ARGV[2], 'task', ARGV[5], 'ticket', ARGV[6])
 redis.call('EXPIRE', KEYS[1], CALL_TTL_S)
 if place then
   local life = math.ceil(tonumber(place[4]) or 0) + LOCATION_MARGIN_S
-  redis.call('EXPIRE', KEYS[3], life)
-  if redis.call('TTL', KEYS[5]) < life then redis.call('EXPIRE', KEYS[5], life) end
+  redis.call('EXPIRE', KEYS[4], life)
+  if redis.call('TTL', KEYS[6]) < life then redis.call('EXPIRE', KEYS[6], life) end
 end
 return answer('sent')
 """.replace("CALL_TTL_S", str(CALL_TTL_S)).replace("LOCATION_MARGIN_S", str(LOCATION_MARGIN_S))

@@ -12,7 +12,8 @@ from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from store.calls import PUBLISH
-from store.connection import CLOSED, RedisClient, Script, ScriptConnection, Unanswered
+from store.connection import CLOSED, Script, ScriptConnection, Unanswered
+from store.slots import held_slots_key
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -24,14 +25,15 @@ CLOCK_ROUND_TRIP_S = 0.5
 """What Redis says of the time is old after a longer way."""
 
 _PUBLISH = Script(PUBLISH)
-_REFUSALS: Mapping[str, Literal["host_lost", "moved", "duplicate"]] = {"host_lost": "host_lost", "moved": "moved", "duplicate": "duplicate"}
+Refusal = Literal["host_lost", "moved", "duplicate", "no_slot"]
+_REFUSALS: Mapping[str, Refusal] = {"host_lost": "host_lost", "moved": "moved", "duplicate": "duplicate", "no_slot": "no_slot"}
 
 
 class NotSent(Exception):
     """Nothing was published. `host_lost`: the queue's host does not live; `moved`: the session is elsewhere, or on its way; `duplicate`: the call id
-    was used before."""
+    was used before; `no_slot`: admission has not given the call its slot yet."""
 
-    def __init__(self, reason: Literal["host_lost", "moved", "duplicate"]) -> None:
+    def __init__(self, reason: Refusal) -> None:
         super().__init__(reason)
         self.reason = reason
 
@@ -40,7 +42,7 @@ class NotSent(Exception):
 class CallMessage:
     """A call as it is published. `text`: the message of its Celery task. `start_by`: Unix seconds of the shared clock after which it must not start.
     `ticket`: a signed text that the record has until a worker begins the call (contract/ledger.py). `session`, `fence`: of a call that must reach the host
-    of its session; None for one that any worker of the queue may run."""
+    of its session; None for one that any worker of the queue may run. `slot`: the id of the slot that the call must hold (store/slots.py); "" when it has one."""
 
     tenant: str
     call_id: str
@@ -53,6 +55,7 @@ class CallMessage:
     ticket: str = ""
     session: str | None = None
     fence: int | None = None
+    slot: str = ""
 
 
 class Publisher:
@@ -61,8 +64,8 @@ class Publisher:
     A publish that got no answer is repeated, which sends nothing twice: the record knows who made it.
     """
 
-    def __init__(self, client: RedisClient, deployment: str, clock: SharedClock) -> None:
-        self._connection = ScriptConnection(client)
+    def __init__(self, connection: ScriptConnection, deployment: str, clock: SharedClock) -> None:
+        self._connection = connection
         self._deployment = deployment
         self._clock = clock
 
@@ -98,16 +101,12 @@ class Publisher:
         if outcome in _REFUSALS:
             raise NotSent(_REFUSALS[outcome])
 
-    async def aclose(self) -> None:
-        """Stop sending. Callers that still wait get BrokerUnavailable."""
-        await self._connection.aclose()
-
     def _invocation(self, call: CallMessage) -> tuple[list[str], list[str | int]]:
         """Return the keys and arguments of the script."""
-        keys = [call_key(self._deployment, call.tenant, call.call_id), call.queue]
+        keys = [call_key(self._deployment, call.tenant, call.call_id), call.queue, held_slots_key(self._deployment)]
         # The nonce must differ each time; that it cannot be guessed is not needed.
         nonce = f"{call.attempt}:{random.getrandbits(64):x}"
-        arguments: list[str | int] = [call.attempt, nonce, call.tool, call.text, call.task_id, call.ticket]
+        arguments: list[str | int] = [call.attempt, nonce, call.tool, call.text, call.task_id, call.ticket, call.slot]
         if call.session is not None and call.fence is not None:
             keys += [place_key(self._deployment, call.tenant, call.session), host_key(self._deployment, call.queue)]
             keys.append(tenant_sessions_key(self._deployment, call.tenant))

@@ -83,6 +83,11 @@ def grants_channel(deployment: str, orchestrator: str) -> str:
     return f"{admission_prefix(deployment)}told:{orchestrator}"
 
 
+def held_slots_key(deployment: str) -> str:
+    """The hash of the calls that have a slot, by the id of their request."""
+    return f"{admission_prefix(deployment)}held"
+
+
 def script_arguments(
     deployment: str, orchestrator: str, operations: Iterable[Operation], *, lease_s: float = LEASE_S, now: float | None = None
 ) -> list[str]:
@@ -189,7 +194,7 @@ class Steps:
 
     def __init__(
         self,
-        client: RedisClient,
+        connection: ScriptConnection,
         deployment: str,
         orchestrator: str,
         on_answer: OnAnswer,
@@ -198,7 +203,7 @@ class Steps:
         lease_s: float,
         clock: Clock | None,
     ) -> None:
-        self._connection = ScriptConnection(client)
+        self._connection = connection
         self._script = Script(load_script())
         self._deployment, self._orchestrator, self._lease_s, self._clock = deployment, orchestrator, lease_s, clock
         self._on_answer, self._on_failure = on_answer, on_failure
@@ -207,16 +212,25 @@ class Steps:
         self._others: list[Operation] = []
         self._next: asyncio.Handle | None = None
         """The step that is scheduled. None while one is on its way, and while there is nothing to send."""
-        self._is_sending = False
+        self._is_sending = self._is_closed = False
         self._context = contextvars.Context()
         """Its log lines do not carry the names of the call that happened to start a step."""
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def ask(self, call: str, request: SlotRequest) -> None:
-        """Request a slot for a call. A step that waits because Redis did not answer is sent now: its caller must learn at once that Redis is away."""
+    def ask(self, call: str, request: SlotRequest, *, is_early: bool = False) -> bool:
+        """Request a slot for a call. A step that waits because Redis did not answer is sent now: its caller must learn at once that Redis is away.
+
+        `is_early`: send the step before this returns, unless one is on its way. Returns whether it was sent.
+        """
         self._requests[call] = request
-        self._schedule()
+        is_sent_now = is_early and not self._is_sending
+        if is_sent_now:
+            self._stop_waiting()
+            self._context.run(self._send)
+        else:
+            self._schedule()
+        return is_sent_now
 
     def give_back(self, call: str, used_s: float) -> None:
         """A call needs its slot, or its place in the queue, no longer."""
@@ -229,11 +243,10 @@ class Steps:
         self._others.append(operation)
         self._schedule()
 
-    async def aclose(self) -> None:
-        """Close the connection."""
-        if self._next is not None:
-            self._next.cancel()
-        await self._connection.aclose()
+    def close(self) -> None:
+        """Send no more steps."""
+        self._is_closed = True
+        self._stop_waiting()
 
     async def settle(self, within_s: float) -> None:
         """Wait until everything is sent, at most `within_s`."""
@@ -243,12 +256,11 @@ class Steps:
 
     def _schedule(self, delay_s: float = 0.0) -> None:
         self._idle.clear()
-        if self._is_sending:
+        if self._is_sending or self._is_closed:
             return
         loop = asyncio.get_running_loop()
         if isinstance(self._next, asyncio.TimerHandle) and delay_s == 0.0:
-            self._next.cancel()
-            self._next = None
+            self._stop_waiting()
         if self._next is None:
             self._next = (
                 loop.call_later(delay_s, self._send, context=self._context)
@@ -256,9 +268,15 @@ class Steps:
                 else loop.call_soon(self._send, context=self._context)
             )
 
+    def _stop_waiting(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
     def _send(self) -> None:
         """Send one step. Releases go first: the requests of the same step then find their slots."""
         self._next, self._is_sending = None, True
+        self._idle.clear()
         releases = dict(itertools.islice(self._releases.items(), AT_ONCE))
         requests = dict(itertools.islice(self._requests.items(), AT_ONCE - len(releases)))
         others, self._others = self._others[:OTHERS_AT_ONCE], self._others[OTHERS_AT_ONCE:]

@@ -18,18 +18,25 @@ def was_not_admitted(result: ToolResult) -> bool:
 
 
 class Slot:
-    """A slot that is held. `used_s`: what the tenant is charged when it is given back: seconds of a worker, as the result's clocks tell; None: as long
-    as it was held."""
+    """A slot of one call. `used_s`: what the tenant is charged when it is given back: seconds of a worker, as the result's clocks tell; None: as long
+    as it was held. `pending`: the id of the request in Redis while it is not known whether the call has the slot; "" once it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, pending: str = "") -> None:
         self.used_s: float | None = None
+        self.pending = pending
+
+    async def wait(self) -> None:
+        """Return when the call has the slot. Raises what `Admission.slot` raises."""
 
 
 class Admission(Protocol):
     """Slots in fair shares."""
 
-    def slot(self, request: SlotRequest) -> AbstractAsyncContextManager[Slot]:
+    def slot(self, request: SlotRequest, *, is_early: bool = False) -> AbstractAsyncContextManager[Slot]:
         """Waits for a slot and holds it until the block ends. A request with the policy of a paused tenant waits and never gets one.
+
+        `is_early`: the block may begin when the request is on its way to Redis. A call that is published in the block's first turn is then in the same
+        pipeline, on condition that it has the slot `Slot.pending`; when it has not, `Slot.wait` waits.
 
         Raises ToolFailure(RATE_LIMITED) with `retry_after_s` in its metadata when the tenant has too many calls waiting, or none became free within `wait_s`;
         BrokerUnavailable.
@@ -45,7 +52,7 @@ class Unlimited:
     """For programs without a pool: everybody has a slot at once."""
 
     @asynccontextmanager
-    async def slot(self, request: SlotRequest) -> AsyncIterator[Slot]:
+    async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
         yield Slot()
 
     async def aclose(self) -> None:

@@ -41,10 +41,10 @@ class PausableAdmission:
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
-    async def slot(self, request: SlotRequest) -> AsyncIterator[Slot]:
+    async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
         """As promised by Admission; what only ends things passes. RATE_LIMITED, too, says that the tenant is still paused when `wait_s` is over."""
         if request.is_urgent:
-            async with self._inner.slot(request) as slot:
+            async with self._inner.slot(request, is_early=is_early) as slot:
                 yield slot
             return
         until = asyncio.get_running_loop().time() + request.wait_s
@@ -55,7 +55,7 @@ class PausableAdmission:
                 wait_s = max(LEAST_WAIT_S, until - asyncio.get_running_loop().time())
                 request = replace(request, policy=policy, wait_s=wait_s)
                 continue
-            async with self._inner.slot(request) as slot:
+            async with self._inner.slot(request, is_early=is_early) as slot:
                 policy = await self._tenants.policy(request.tenant)
                 if not policy.is_paused:
                     yield slot

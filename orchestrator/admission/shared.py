@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.admission.base import NOT_ADMITTED, Slot
 from orchestrator.admission.waiting import NOTICE_S, build_notice, waiting_listener
-from store.connection import RedisClient
+from store.connection import RedisClient, ScriptConnection
 from store.slots import LEASE_S, Answer, Clock, GrantListener, SlotRequest, Steps, WaitReason, grants_channel, renew, restore, tick
 from store.tasks import begin_shared, cancel_all
 
@@ -43,13 +43,30 @@ class SharedAdmission:
     seconds instead of Redis's own, for programs that play time.
     """
 
-    def __init__(self, client: RedisClient, deployment: str, *, lease_s: float = LEASE_S, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        client: RedisClient,
+        deployment: str,
+        *,
+        lease_s: float = LEASE_S,
+        clock: Clock | None = None,
+        scripts: ScriptConnection | None = None,
+    ) -> None:
+        self._scripts, self._owns_scripts = scripts or ScriptConnection(client), scripts is None
         self.id = secrets.token_hex(6)
         self._lease_s = lease_s
         self._numbers = itertools.count(1)
         self._tickets: dict[str, _Ticket] = {}
         self._waiting: dict[str, _Ticket] = {}
-        self._steps = Steps(client, deployment, self.id, self._on_answer, self._on_failure, lease_s=lease_s, clock=clock)
+        self._steps = Steps(
+            self._scripts,
+            deployment,
+            self.id,
+            self._on_answer,
+            self._on_failure,
+            lease_s=lease_s,
+            clock=clock,
+        )
         self._listener = GrantListener(client, grants_channel(deployment, self.id), self._grant, self._reconcile)
         self._tasks: list[asyncio.Task[None]] = []
         self._wake: asyncio.TimerHandle | None = None
@@ -57,14 +74,21 @@ class SharedAdmission:
         self._is_closed = False
 
     @asynccontextmanager
-    async def slot(self, request: SlotRequest) -> AsyncIterator[Slot]:
+    async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
         """As promised by Admission. `wait_s` holds for Redis's answer, too."""
-        ticket = await self._acquire(request)
-        slot = Slot()
+        # While calls wait here, this one would wait as well: then it is not worth to publish it early.
+        ticket, is_sent = self._request(request, is_early=is_early and not self._waiting)
+        slot = _SharedSlot(self, ticket, is_sent)
+        try:
+            if not is_sent:
+                await self._wait(ticket)
+        except BaseException:
+            self._drop(ticket, 0.0)
+            raise
         try:
             yield slot
         finally:
-            held_s = _instant() - (ticket.held_at or 0.0)
+            held_s = _instant() - ticket.held_at if ticket.held_at is not None else 0.0
             self._drop(ticket, held_s if slot.used_s is None else max(0.0, min(slot.used_s, held_s)))
 
     async def aclose(self) -> None:
@@ -79,28 +103,30 @@ class SharedAdmission:
         if self._tasks:
             await self._steps.settle(SETTLE_S)
         await cancel_all(self._tasks)
-        await self._steps.aclose()
+        self._steps.close()
+        if self._owns_scripts:
+            await self._scripts.aclose()
 
-    async def _acquire(self, request: SlotRequest) -> _Ticket:
+    def _request(self, request: SlotRequest, *, is_early: bool) -> tuple[_Ticket, bool]:
+        """Return the ticket, and whether its request is on its way."""
         if self._is_closed:
             raise _unavailable("the client is closed")
         self._open()
         ticket = _Ticket(f"{self.id}.{next(self._numbers)}", request, asyncio.get_running_loop().create_future())
+        # A call that was published early learns of a failure by its publish.
+        ticket.granted.add_done_callback(_retrieve)
         self._tickets[ticket.call] = self._waiting[ticket.call] = ticket
-        self._steps.ask(ticket.call, request)
+        return ticket, self._steps.ask(ticket.call, request, is_early=is_early)
+
+    async def _wait(self, ticket: _Ticket) -> None:
         try:
-            async with asyncio.timeout(request.wait_s):
+            async with asyncio.timeout(ticket.request.wait_s):
                 await self._report_wait(ticket)
                 await ticket.granted
         except TimeoutError:
-            self._drop(ticket, 0.0)
             if self._outage is not None:
                 raise _unavailable(f"Redis does not answer ({self._outage})") from None
-            raise _none_free(request) from None
-        except BaseException:
-            self._drop(ticket, 0.0)
-            raise
-        return ticket
+            raise _none_free(ticket.request) from None
 
     async def _report_wait(self, ticket: _Ticket) -> None:
         """Give the task's listener, if it has one, the reason why the call waits."""
@@ -199,6 +225,22 @@ class SharedAdmission:
         self._wake = None
         if wake_s is not None and self._waiting and not self._is_closed:
             self._wake = asyncio.get_running_loop().call_later(max(SOONEST_WAKE_S, wake_s), self._steps.add, tick(()))
+
+
+class _SharedSlot(Slot):
+    def __init__(self, admission: SharedAdmission, ticket: _Ticket, is_pending: bool) -> None:
+        super().__init__(ticket.call if is_pending else "")
+        self._admission, self._ticket = admission, ticket
+
+    async def wait(self) -> None:
+        if self.pending:
+            await self._admission._wait(self._ticket)
+            self.pending = ""
+
+
+def _retrieve(granted: "asyncio.Future[None]") -> None:
+    if not granted.cancelled():
+        granted.exception()
 
 
 def _instant() -> float:

@@ -18,6 +18,7 @@ from orchestrator.admission import Admission
 from orchestrator.dispatch.call_events import CallEventListener, Handler
 from orchestrator.dispatch.transport import Delivery, DeliveryFailed, Sticky, Transport
 from orchestrator.tracing import current_call
+from store.publisher import NotSent
 from store.sessions import SessionAddress
 from store.slots import Priority, SlotRequest
 
@@ -97,10 +98,16 @@ class Carrier:
             return await self._sent(errand, address, queue, attempt, published_as)
         spans = current_call() if self._is_traced else None
         waiting = spans.wait(errand.call.name, errand.context, errand.priority) if spans is not None else None
-        async with self._admission.slot(self._request(errand, queue)) as slot:
+        async with self._admission.slot(self._request(errand, queue), is_early=waiting is None) as slot:
             if waiting is not None:
                 waiting.end()
-            result = await self._sent(errand, address, queue, attempt)
+            try:
+                result = await self._sent(errand, address, queue, attempt, slot=slot.pending)
+            except NotSent as refused:
+                if refused.reason != "no_slot":
+                    raise
+                await slot.wait()
+                result = await self._sent(errand, address, queue, attempt)
             slot.used_s = result.clocks.sandbox_s + result.clocks.run_s
         return result
 
@@ -131,7 +138,7 @@ class Carrier:
         self._transport.settle(tenant, call_id)
 
     async def _sent(
-        self, errand: Errand, address: SessionAddress | str, queue: str, attempt: int, published_as: str | None = None
+        self, errand: Errand, address: SessionAddress | str, queue: str, attempt: int, published_as: str | None = None, slot: str = ""
     ) -> ToolResult:
         context, call = errand.context, errand.call
         start_by = max(context.deadline_at, self._clock() + LEAST_WAIT_S)
@@ -160,6 +167,7 @@ class Carrier:
             run=context.run,
             session=context.session,
             shown_as=errand.shown_as,
+            slot=slot,
         )
         try:
             result = await self._heard(delivery, errand)

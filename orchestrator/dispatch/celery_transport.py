@@ -14,7 +14,7 @@ from orchestrator.dispatch.call_watch import CallWatch
 from orchestrator.dispatch.task_messages import build_message
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed
 from store.calls import CallStore
-from store.connection import open_redis
+from store.connection import ScriptConnection, open_redis
 from store.hosts import send_order
 from store.publisher import CallMessage, Publisher
 from store.results import ResultHub, read_result_record
@@ -30,13 +30,21 @@ class CeleryTransport:
     `clock` learns Redis's time from every publish. `watch` sees when whoever has a call is gone; without it that is known when the wait is over.
     """
 
-    def __init__(self, broker: BrokerSettings, hub: ResultHub, watch: CallWatch | None = None, clock: SharedClock | None = None) -> None:
+    def __init__(
+        self,
+        broker: BrokerSettings,
+        hub: ResultHub,
+        watch: CallWatch | None = None,
+        clock: SharedClock | None = None,
+        scripts: ScriptConnection | None = None,
+    ) -> None:
         self._hub = hub
         self._deployment = broker.deployment
         self._clock = clock or SharedClock()
         self._watch = watch
         self._redis = open_redis(broker)
-        self._publisher = Publisher(self._redis, broker.deployment, self._clock)
+        self._scripts, self._owns_scripts = scripts or ScriptConnection(self._redis), scripts is None
+        self._publisher = Publisher(self._scripts, broker.deployment, self._clock)
         self._calls = CallStore(self._redis, broker.deployment)
         self._in_flight: set[tuple[str, str]] = set()
         self._kept: dict[tuple[str, str], list[str]] = {}
@@ -132,7 +140,8 @@ class CeleryTransport:
 
     async def aclose(self) -> None:
         """Close the connections to the broker."""
-        await self._publisher.aclose()
+        if self._owns_scripts:
+            await self._scripts.aclose()
         await self._redis.aclose()
 
 
@@ -150,6 +159,7 @@ def build_call_message(delivery: Delivery, task_id: str, deployment: str) -> Cal
         ticket=delivery.ticket,
         session=delivery.sticky.session if delivery.sticky is not None else None,
         fence=delivery.sticky.fence if delivery.sticky is not None else None,
+        slot=delivery.slot,
     )
 
 

@@ -24,7 +24,7 @@ from orchestrator.tracing import open_process_tracer
 from store.blobs import Blobs
 from store.calls import CallStore
 from store.catalog import RedisCatalog
-from store.connection import RedisClient, check_redis, open_redis
+from store.connection import RedisClient, ScriptConnection, check_redis, open_redis
 from store.hosts import HostStore
 from store.results import ResultHub
 from store.sessions import SessionStore
@@ -92,9 +92,12 @@ async def open_pool(
         await watch.start()
         stack.push_async_callback(watch.close)
         blobs, tenants = Blobs(redis, deployment), RedisTenants(redis, deployment, keys)
-        transport = CeleryTransport(broker, hub, watch, clock)
+        # One connection for both: the request for a slot and the call that needs it go in one pipeline.
+        scripts = ScriptConnection(redis)
+        stack.push_async_callback(scripts.aclose)
+        transport = CeleryTransport(broker, hub, watch, clock, scripts)
         stack.push_async_callback(transport.aclose)
-        admission = PausableAdmission(SharedAdmission(redis, deployment), tenants)
+        admission = PausableAdmission(SharedAdmission(redis, deployment, scripts=scripts), tenants)
         stack.push_async_callback(admission.aclose)
         kills = KillWatch(calls)
         stack.push_async_callback(kills.aclose)

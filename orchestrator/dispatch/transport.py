@@ -40,7 +40,7 @@ class Delivery:
     `attempt`: 1, and more when a lost call is sent again. `sticky` None: any worker of the queue may run it. `limit_s`: the call's limit where the queue's
     workers enforce it themselves; None: where a sandbox does. `keeps_result`: what Redis has of the result stays there until `settle`. `published_as`: the
     task id under which this attempt was published by a process that is gone; it is only awaited. `ticket`: a signed text that the call's record has until a
-    worker begins the call (contract/ledger.py). `run`, `session`: shown to operators in Flower. `shown_as`: the tool's name that Flower shows, when the task
+    worker begins the call (contract/ledger.py). `slot`: the slot that it must hold to be published (orchestrator/admission/base.py), "" when it has one. `run`, `session`: shown to operators in Flower. `shown_as`: the tool's name that Flower shows, when the task
     has another one.
     """
 
@@ -60,6 +60,7 @@ class Delivery:
     run: str | None = None
     session: str | None = None
     shown_as: str | None = None
+    slot: str = ""
 
 
 class CallLost(Exception):

@@ -179,7 +179,8 @@ async def test_an_orchestrator_that_dies_frees_its_slots_and_its_places_in_the_q
     for task in dead._tasks:
         task.cancel()
     house.opened.remove(dead)
-    await dead._steps.aclose()  # a connection ends with its process
+    dead._steps.close()
+    await dead._scripts.aclose()  # a connection ends with its process
     heir = Caller(house.open(lease_s=1.0), tenant="heir")
     async with asyncio.timeout(20):
         await heir.has_slot.wait()

@@ -49,7 +49,7 @@ class Slots:
         self.is_closed = False
 
     @asynccontextmanager
-    async def slot(self, request: SlotRequest) -> AsyncIterator[Slot]:
+    async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
         if request.policy.is_paused and not request.is_urgent:
             self.paused.append(request)
             try:

@@ -22,7 +22,7 @@ from orchestrator.dispatch.celery_transport import build_call_message
 from orchestrator.dispatch.transport import Delivery, Sticky
 from store import publisher as publishing
 from store.calls import CallStore
-from store.connection import Unanswered
+from store.connection import ScriptConnection, Unanswered
 from store.publisher import NotSent, Publisher
 from tests.conftest import RedisProcess
 
@@ -35,9 +35,9 @@ STICKY = Sticky("acme", "s1", 3)
 @pytest.fixture
 async def publisher(redis_server: RedisProcess) -> AsyncIterator[Publisher]:
     client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-    opened = Publisher(client, "d", SharedClock())
-    yield opened
-    await opened.aclose()
+    scripts = ScriptConnection(client)
+    yield Publisher(scripts, "d", SharedClock())
+    await scripts.aclose()
     await client.aclose()
 
 
@@ -197,7 +197,9 @@ async def test_a_redis_that_forgot_its_scripts_is_told_them_again(publisher: Pub
 async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProcess) -> None:
     client = redis.asyncio.Redis.from_url(redis_server.url)
     clock = SharedClock(lambda: time.time() - 60)
-    await Publisher(client, "d", clock).publish(build_call_message(delivery(), "hub-task", "d"))
+    scripts = ScriptConnection(client)
+    await Publisher(scripts, "d", clock).publish(build_call_message(delivery(), "hub-task", "d"))
+    await scripts.aclose()
     await client.aclose()
     assert 55 < clock.offset_s < 65
 
@@ -303,9 +305,9 @@ async def test_a_publish_whose_answer_was_lost_is_repeated_and_sent_once(redis_s
     """The aim of an unlucky network: a call that runs twice, or one that runs while its sender was told that it was not sent."""
     async with Cutting(redis_server, cuts) as relay:
         client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
-        publisher = Publisher(client, "d", SharedClock())
-        await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
-        await publisher.aclose()
+        scripts = ScriptConnection(client)
+        await Publisher(scripts, "d", SharedClock()).publish(build_call_message(delivery(), "hub-task", "d"))
+        await scripts.aclose()
         await client.aclose()
     with redis_server.client() as server:
         assert server.llen(QUEUE) == 1
@@ -344,10 +346,11 @@ async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: R
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     client = redis.asyncio.Redis(port=port)
-    publisher = Publisher(client, "d", SharedClock())
+    scripts = ScriptConnection(client)
+    publisher = Publisher(scripts, "d", SharedClock())
     sending = asyncio.create_task(publisher.publish(build_call_message(delivery(), "hub-task", "d")))
     await asyncio.sleep(0.05)
-    await publisher.aclose()
+    await scripts.aclose()
     with pytest.raises(BrokerUnavailable, match="closed"):
         await asyncio.wait_for(sending, 10)
     await client.aclose()
