@@ -175,6 +175,25 @@ local function retry_after(call, tenant, pair)
   return math.max(0.1, math.min(60, math.max(by_rate, known / math.max(1, pair.fields.held))))
 end
 
+-- Grants a slot to a call that comes to a queue in which nothing waits, as the lanes would, and returns true.
+local function grant_at_once(id, call, queue, pair, tenant)
+  local seconds = estimate(call)
+  local is_long, fields = seconds >= LONG_S, pair.fields
+  if call.paused or queue.fields.waiting > 0 or tenant.fields.blocked > 0 then return false end
+  if queue.fields.held >= (seconds < TINY_S and queue.tiny_capacity or queue.capacity) then return false end
+  if is_long and (fields.long >= queue.long_each or queue.fields.long >= queue.slots) then return false end
+  if limit_of(tenant) then return false end
+  if tenant.fields.rate > 0 then count(tenant, 'tokens', -1) end
+  fields.run = 0
+  fields.used = math.max(fields.used, queue.fields.clock)
+  queue.fields.clock = fields.used
+  lease_to(id)
+  hold(id, call, is_long, seconds / weight_of(tenant), queue, pair, tenant)
+  refresh(queue, pair)
+  tell(id)
+  return true
+end
+
 function run.enqueue(id, call, policy)
   if redis.call('HEXISTS', prefix .. 'held', id) == 1 then return tell(id) end
   if waiting_call(id) then return end
@@ -191,6 +210,7 @@ function run.enqueue(id, call, policy)
     table.insert(refused, {id, retry_after(call, tenant, pair)})
     return
   end
+  if grant_at_once(id, call, queue, pair, tenant) then return end
   count(queue, 'sequence', 1)
   -- No slot is given to the lane 'paused': its calls are counted as waiting until their orchestrator takes them out.
   local lane = (call.batch and 'batch:' or 'interactive:') .. (is_long and 'long' or 'short')
