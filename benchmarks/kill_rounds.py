@@ -187,7 +187,7 @@ def run(rounds: int = ROUNDS, at_once: int = AT_ONCE) -> Report:
         "kill_rounds",
         notes=[
             f"{ways}; {at_once} at a time, {WARM_UP} of them before the first look",
-            "no container, mount, loop device, process, record, workspace or parcel was left",
+            "no container, mount, loop device, process, record, workspace or archive was left",
         ],
     )
     report.add("rounds_per_s", rounds / took_s, "rounds")

@@ -17,18 +17,19 @@ from workers.sandboxd.control import ControlRequests
 from workers.sandboxd.disks.base import WorkspaceMount, Workspaces, WorkspaceSize
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 from workers.sandboxd.leases import Lease
-from workers.sandboxd.monitor import IdleTimes, Keeper
+from workers.sandboxd.monitor import IdleTimes, SessionMonitor
 from workers.sandboxd.plans import Plans, Profile
-from workers.sandboxd.pool import PoolLimits, Pools
+from workers.sandboxd.pool import PoolLimits, WarmPools
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
-from workers.sandboxd.runtime.factory import Maker, Room
+from workers.sandboxd.runtime.factory import SandboxFactory, SandboxSlots
 from workers.sandboxd.runtime.reaper import Reaper
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
-from workers.sandboxd.skill_shelf import SkillShelf
+from workers.sandboxd.skill_store import SkillStore
+from workers.sandboxd.suspension import SuspensionStore
 from workers.settings import SandboxdSettings
 
 SETTINGS = SandboxdSettings(sandbox_image="default", sandbox_images_allowed=["python", "foreign"])
@@ -91,11 +92,11 @@ class KeptWorkspaces:
         return self.overfull
 
 
-class MemoryParking:
-    """Counts parcels. `refuse`, `refuse_to_unpack`: how many fail."""
+class MemorySuspensionStore(SuspensionStore):
+    """Counts archives. `refuse`, `refuse_to_unpack`: how many fail."""
 
     def __init__(self) -> None:
-        self.parcels: dict[str, str] = {}
+        self.archives: dict[str, str] = {}
         self.unpacked: list[str] = []
         self.refuse = 0
         self.refuse_to_unpack = 0
@@ -104,28 +105,28 @@ class MemoryParking:
     async def pack(self, session: Session, sandbox: Sandbox) -> str:
         if self.refuse:
             self.refuse -= 1
-            raise SandboxUnavailable("no space for a parcel")
-        name = f"parcel-{len(self.parcels)}-{sandbox.container[:8]}"
-        self.parcels[name] = session.id
+            raise SandboxUnavailable("no space for an archive")
+        name = f"archive-{len(self.archives)}-{sandbox.container[:8]}"
+        self.archives[name] = session.id
         return name
 
     async def unpack(self, session: Session, sandbox: Sandbox) -> None:
-        assert session.parcel is not None
+        assert session.archive is not None
         if self.refuse_to_unpack:
             self.refuse_to_unpack -= 1
             raise SandboxUnavailable("the stored files are damaged")
-        assert session.parcel in self.parcels
-        self.unpacked.append(session.parcel)
+        assert session.archive in self.archives
+        self.unpacked.append(session.archive)
 
-    async def forget(self, tenant: str, parcel: str) -> None:
+    async def forget(self, tenant: str, archive: str) -> None:
         if self.refuse_to_forget:
             raise SandboxUnavailable("the disk is read-only")
-        self.parcels.pop(parcel, None)
+        self.archives.pop(archive, None)
 
     async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
-        unknown = [name for name, session in self.parcels.items() if (session.partition(":")[0], name) not in kept]
+        unknown = [name for name, session in self.archives.items() if (session.partition(":")[0], name) not in kept]
         for name in unknown:
-            del self.parcels[name]
+            del self.archives[name]
         return len(unknown)
 
 
@@ -136,12 +137,12 @@ class FakeHost:
     engine: FakeEngine
     workspaces: Workspaces
     records: Records
-    maker: Maker
-    pools: Pools
-    parking: MemoryParking
+    factory: SandboxFactory
+    pools: WarmPools
+    suspension_store: MemorySuspensionStore
     sessions: Sessions
     reaper: Reaper
-    keeper: Keeper
+    monitor: SessionMonitor
     lease: Lease
 
     @property
@@ -159,7 +160,7 @@ def build_host(
     idle: IdleTimes | None = None,
     name: str = "test",
     engine: FakeEngine | None = None,
-    parking: MemoryParking | None = None,
+    suspension_store: MemorySuspensionStore | None = None,
     plans: Plans = PLANS,
     equip: Callable[[Session, Sandbox], None] | None = None,
 ) -> FakeHost:
@@ -169,14 +170,14 @@ def build_host(
     records = Records(folder / name)
     owner = {LABEL_DEPLOYMENT: "default", LABEL_SANDBOXD: name, LABEL_LEASE: lease.label}
     profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=1, life_s=3600)
-    room = Room(limit, wait_s=0.0)
-    maker = Maker(engine, profile, workspaces or TmpfsWorkspaces(), records, room, owner, "default")  # type: ignore[arg-type]
-    pools = Pools(maker, {PLAN: pool.target} if pool is not None else {}, pool or PoolLimits(0, 1, 0, 1))
-    parking = parking or MemoryParking()
-    sessions = Sessions(maker, pools, parking, records, limit=100, revise=plans.revise, equip=equip)
-    reaper = Reaper(engine, maker, records, lease, "default", name)  # type: ignore[arg-type]
-    keeper = Keeper(sessions, maker, reaper, idle or IdleTimes(3600, 7200))
-    return FakeHost(engine, maker.workspaces, records, maker, pools, parking, sessions, reaper, keeper, lease)
+    slots = SandboxSlots(limit, wait_s=0.0)
+    factory = SandboxFactory(engine, profile, workspaces or TmpfsWorkspaces(), records, slots, owner, "default")  # type: ignore[arg-type]
+    pools = WarmPools(factory, {PLAN: pool.target} if pool is not None else {}, pool or PoolLimits(0, 1, 0, 1))
+    suspension_store = suspension_store or MemorySuspensionStore()
+    sessions = Sessions(factory, pools, suspension_store, records, limit=100, revise=plans.revise, equip=equip)
+    reaper = Reaper(engine, factory, records, lease, "default", name)  # type: ignore[arg-type]
+    monitor = SessionMonitor(sessions, factory, reaper, idle or IdleTimes(3600, 7200))
+    return FakeHost(engine, factory.workspaces, records, factory, pools, suspension_store, sessions, reaper, monitor, lease)
 
 
 @asynccontextmanager
@@ -196,7 +197,7 @@ async def end_host(host: FakeHost) -> None:
     engine.refuse_removals = 0
     await host.sessions.close_all()
     await host.pools.close()
-    await host.maker.end()
+    await host.factory.end()
     await engine.end()
     host.lease.give_back()
 
@@ -236,7 +237,7 @@ async def running_sandboxd(
     """sandboxd without a container engine. `behaviours`: of the guests, in the order in which they are started."""
     host = build_host(path, *behaviours, plans=plans, **how)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
-    shelf = SkillShelf(host.engine, "default", {})  # type: ignore[arg-type]
+    shelf = SkillStore(host.engine, "default", {})  # type: ignore[arg-type]
     control = ControlRequests(host.sessions, plans, checkpoints, shelf, lambda: {"boot": "b00t"})
     server = Server(host.sessions, control.answer, allowed)
     listening = await server.listen(path / "sandboxd.sock", 0o600)

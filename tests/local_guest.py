@@ -1,4 +1,4 @@
-"""A guest for parcels without a container: it carries exec requests out on this host, by its own bash and tar."""
+"""A guest for archives without a container: it carries exec requests out on this host, by its own bash and tar."""
 
 import asyncio
 import contextlib

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.store.base import NotStored, StoreThreads, WorkspaceStore
-from workers.sandboxd.store.choice import open_own_store, open_store
-from workers.sandboxd.store.folder import FolderStore
-from workers.sandboxd.store.fsspec_store import FsspecStore
+from workers.sandboxd.archives.base import ArchiveStore, NotStored, StoreThreads
+from workers.sandboxd.archives.choice import open_own_store, open_store
+from workers.sandboxd.archives.folder import FolderStore
+from workers.sandboxd.archives.fsspec_store import FsspecStore
 
 KINDS = ("folder", "memory", "file")
 _counter = itertools.count()
 
 
 @pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> WorkspaceStore:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ArchiveStore:
     if request.param == "folder":
         return FolderStore(tmp_path / "store")
     pytest.importorskip("fsspec")
@@ -54,30 +54,30 @@ async def chunks(*parts: bytes | Exception) -> AsyncIterator[bytes]:
         yield part
 
 
-async def read(store: WorkspaceStore, name: str) -> bytes:
+async def read(store: ArchiveStore, name: str) -> bytes:
     return b"".join([chunk async for chunk in store.get(name)])
 
 
-async def test_what_is_put_comes_back(store: WorkspaceStore) -> None:
+async def test_what_is_put_comes_back(store: ArchiveStore) -> None:
     facts = await store.put("acme/one", chunks(b"abc", b"", b"d" * 3_000_000))
     assert facts.bytes == 3_000_003
     assert await store.describe("acme/one") == facts
     assert await read(store, "acme/one") == b"abc" + b"d" * 3_000_000
 
 
-async def test_nothing_at_all_is_a_parcel_too(store: WorkspaceStore) -> None:
+async def test_nothing_at_all_is_an_archive_too(store: ArchiveStore) -> None:
     facts = await store.put("acme/empty", chunks())
     assert (facts.bytes, await read(store, "acme/empty")) == (0, b"")
 
 
-async def test_a_second_of_the_same_name_takes_the_place_of_the_first(store: WorkspaceStore) -> None:
+async def test_a_second_of_the_same_name_takes_the_place_of_the_first(store: ArchiveStore) -> None:
     await store.put("acme/one", chunks(b"a long first one"))
     await store.put("acme/one", chunks(b"second"))
     assert await read(store, "acme/one") == b"second"
     assert await store.list() == ["acme/one"]
 
 
-async def test_what_was_never_put_is_not_stored(store: WorkspaceStore) -> None:
+async def test_what_was_never_put_is_not_stored(store: ArchiveStore) -> None:
     with pytest.raises(NotStored):
         await store.describe("acme/none")
     with pytest.raises(NotStored):
@@ -85,14 +85,14 @@ async def test_what_was_never_put_is_not_stored(store: WorkspaceStore) -> None:
     assert (await store.delete("acme/none"), await store.list("acme/")) == (False, [])
 
 
-async def test_names_are_listed_by_their_beginning(store: WorkspaceStore) -> None:
+async def test_names_are_listed_by_their_beginning(store: ArchiveStore) -> None:
     for name in ("acme/b", "acme/a", "acmes/c"):
         await store.put(name, chunks(b"x"))
     assert await store.list("acme/") == ["acme/a", "acme/b"]
     assert await store.list() == ["acme/a", "acme/b", "acmes/c"]
 
 
-async def test_what_is_deleted_is_gone_with_all_its_files(store: WorkspaceStore) -> None:
+async def test_what_is_deleted_is_gone_with_all_its_files(store: ArchiveStore) -> None:
     await store.put("acme/one", chunks(b"x"))
     assert await store.delete("acme/one") is True
     with pytest.raises(NotStored):
@@ -100,13 +100,13 @@ async def test_what_is_deleted_is_gone_with_all_its_files(store: WorkspaceStore)
     assert (files_of(store), await store.delete("acme/one")) == ({}, False)
 
 
-async def test_what_breaks_off_leaves_nothing_and_says_why(store: WorkspaceStore) -> None:
+async def test_what_breaks_off_leaves_nothing_and_says_why(store: ArchiveStore) -> None:
     with pytest.raises(ToolFailure, match="too large"):
         await store.put("acme/one", chunks(b"half", ToolFailure(ErrorCode.FILE_TOO_LARGE, "too large")))
     assert (files_of(store), await store.list()) == ({}, [])
 
 
-async def test_a_writer_that_is_cancelled_leaves_nothing(store: WorkspaceStore) -> None:
+async def test_a_writer_that_is_cancelled_leaves_nothing(store: ArchiveStore) -> None:
     started = asyncio.Event()
 
     async def stalling() -> AsyncIterator[bytes]:
@@ -122,7 +122,7 @@ async def test_a_writer_that_is_cancelled_leaves_nothing(store: WorkspaceStore) 
 
 
 @pytest.mark.parametrize("damage", [b"another one", b"a lon", b"a long onE", b"a long one and more", b""])
-async def test_damage_is_told_before_the_end(store: WorkspaceStore, damage: bytes) -> None:
+async def test_damage_is_told_before_the_end(store: ArchiveStore, damage: bytes) -> None:
     await store.put("acme/one", chunks(b"a long one"))
     files_of(store)["one.tar"](damage)
     with pytest.raises(SandboxUnavailable, match="damaged"):
@@ -132,14 +132,14 @@ async def test_damage_is_told_before_the_end(store: WorkspaceStore, damage: byte
 @pytest.mark.parametrize(
     "facts", [b"", b"[]", b"{}", b'{"bytes": -1, "sha256": ""}', b"\xff", b'{"bytes": true, "sha256": 1}', b"[" * 100_000]
 )
-async def test_damaged_facts_are_told(store: WorkspaceStore, facts: bytes) -> None:
+async def test_damaged_facts_are_told(store: ArchiveStore, facts: bytes) -> None:
     await store.put("acme/one", chunks(b"x"))
     files_of(store)["one.json"](facts)
     with pytest.raises(SandboxUnavailable, match="damaged"):
         await store.describe("acme/one")
 
 
-async def test_what_another_version_kept_is_not_guessed_at(store: WorkspaceStore) -> None:
+async def test_what_another_version_kept_is_not_guessed_at(store: ArchiveStore) -> None:
     await store.put("acme/one", chunks(b"x"))
     facts = files_of(store)["one.json"]
     facts(json.dumps(json.loads(facts(None)) | {"layout": 2}).encode())
@@ -147,7 +147,7 @@ async def test_what_another_version_kept_is_not_guessed_at(store: WorkspaceStore
         await read(store, "acme/one")
 
 
-async def test_a_parcel_whose_file_is_gone_is_an_error_and_not_an_empty_one(store: WorkspaceStore) -> None:
+async def test_an_archive_whose_file_is_gone_is_an_error_and_not_an_empty_one(store: ArchiveStore) -> None:
     await store.put("acme/one", chunks(b"x"))
     facts = files_of(store)["one.json"](None)
     await store.delete("acme/one")
@@ -164,12 +164,12 @@ async def test_a_parcel_whose_file_is_gone_is_an_error_and_not_an_empty_one(stor
 @pytest.mark.parametrize(
     "name", ["one", "acme/../x", "../one", "/etc/passwd", "acme/", "/one", "acme/a/b", "acme/a.json", "acme/o\n", "a" * 65 + "/x", ""]
 )
-async def test_no_name_leads_out_of_the_store(store: WorkspaceStore, name: str) -> None:
-    with pytest.raises(ValueError, match="no name of a parcel"):
+async def test_no_name_leads_out_of_the_store(store: ArchiveStore, name: str) -> None:
+    with pytest.raises(ValueError, match="no name of an archive"):
         await store.put(name, chunks(b"x"))
-    with pytest.raises(ValueError, match="no name of a parcel"):
+    with pytest.raises(ValueError, match="no name of an archive"):
         await read(store, name)
-    with pytest.raises(ValueError, match="no name of a parcel"):
+    with pytest.raises(ValueError, match="no name of an archive"):
         await store.delete(name)
 
 
@@ -219,7 +219,7 @@ def join_threads() -> None:
 
 
 class Outage:
-    """A file system that fails, or has somebody leave, between a parcel's data and its facts."""
+    """A file system that fails, or has somebody leave, between an archive's data and its facts."""
 
     def __init__(self, fs: Any, between: Callable[[], None]) -> None:
         self._fs = fs
@@ -233,7 +233,7 @@ class Outage:
         self._between()
 
 
-async def test_a_store_that_fails_between_a_parcel_and_its_facts_keeps_neither(tmp_path: Path) -> None:
+async def test_a_store_that_fails_between_an_archive_and_its_facts_keeps_neither(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     store = FsspecStore(f"file://{tmp_path}/store", tmp_path / "spool")
 
@@ -301,7 +301,7 @@ async def test_who_reads_of_a_full_disk_is_told_the_setting_of_that_disk(tmp_pat
 def test_what_a_killed_process_has_left_on_its_way_to_a_url_is_swept(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     (tmp_path / "spool").mkdir()
-    (tmp_path / "spool" / "parcel-abc").write_bytes(b"half")
+    (tmp_path / "spool" / "archive-abc").write_bytes(b"half")
     open_store("memory://x", tmp_path)
     assert list((tmp_path / "spool").iterdir()) == []
 

@@ -18,7 +18,7 @@ from tests.engine_stubs import answers_nothing, refuses, stub_engine
 from tests.log_lines import read_last_words
 from workers.sandboxd.__main__ import main
 from workers.sandboxd.classes import TenantClass
-from workers.sandboxd.daemon import open_house
+from workers.sandboxd.daemon import open_daemon
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.program import examine
@@ -43,7 +43,7 @@ def build_settings(folder: Path, **fields: Any) -> SandboxdSettings:
 async def open_on(settings: SandboxdSettings, engine: Engine | None = None) -> None:
     engine = engine or Engine()
     try:
-        async with open_house(settings, engine):
+        async with open_daemon(settings, engine):
             pass
     finally:
         engine.close()

@@ -24,7 +24,7 @@ from workers.sandboxd.plans import Profile
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import Attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
 from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
-from workers.sandboxd.runtime.factory import FirstLooks, Maker, Room
+from workers.sandboxd.runtime.factory import SandboxFactory, SandboxSlots, StartCheck
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 
@@ -55,13 +55,15 @@ class Host:
     def __init__(self, folder: Path, engine: Engine, cgroup_version: int, life_s: float) -> None:
         profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=cgroup_version, life_s=life_s)
         owner = {LABEL_DEPLOYMENT: "images-test", LABEL_SANDBOXD: f"images-{secrets.token_hex(4)}", LABEL_LEASE: "none"}
-        self.maker = Maker(engine, profile, TmpfsWorkspaces(), Records(folder), Room(10), owner, IMAGE, FirstLooks(is_hard=True).look)
+        self.factory = SandboxFactory(
+            engine, profile, TmpfsWorkspaces(), Records(folder), SandboxSlots(10), owner, IMAGE, StartCheck(is_hard=True).look
+        )
         self.made: list[Sandbox] = []
 
     async def make(self, image: str) -> Sandbox:
-        await self.maker.room.take()
+        await self.factory.slots.take()
         plan = plan_of(image)
-        self.made.append(await self.maker.make(plan, await self.maker.make_workspace(plan), 1))
+        self.made.append(await self.factory.make(plan, await self.factory.make_workspace(plan), 1))
         return self.made[-1]
 
 
@@ -333,4 +335,4 @@ async def test_an_image_that_cannot_be_a_sandbox_is_named_with_the_reason(
         assert f"image {image} cannot be a sandbox: " in str(caught.value)
         assert says in str(caught.value)
         assert time.monotonic() - started_at < 10
-    assert host.maker.room.taken == 0
+    assert host.factory.slots.taken == 0

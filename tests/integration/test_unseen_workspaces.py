@@ -8,7 +8,7 @@ import pytest
 from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, open_engine
 from tests.workspace_ground import MIB, require_images
-from workers.sandboxd.daemon import open_house
+from workers.sandboxd.daemon import open_daemon
 from workers.sandboxd.disks import image as image_module
 from workers.sandboxd.disks.image import TEMPLATES
 from workers.sandboxd.runtime.engine import Engine
@@ -30,8 +30,8 @@ async def open_on(folder: Path, **fields: object) -> str:
     own = {"sandboxd_state": folder / "state", "sandboxd_leases": folder / "leases", "deployment": DEPLOYMENT, "sandbox_image": IMAGE}
     engine = Engine()
     try:
-        async with open_house(SandboxdSettings.model_validate({**own, **fields}), engine) as house:
-            return f"{house.choice.workspaces.kind}: {house.choice.note}"
+        async with open_daemon(SandboxdSettings.model_validate({**own, **fields}), engine) as daemon:
+            return f"{daemon.choice.workspaces.kind}: {daemon.choice.note}"
     finally:
         assert await engine.list_sandboxes(DEPLOYMENT) == []
         assert {path.name for path in (folder / "state" / "workspaces").iterdir()} <= {TEMPLATES}

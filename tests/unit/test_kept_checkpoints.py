@@ -8,8 +8,8 @@ import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.local_guest import LocalGuest
-from workers.sandboxd.store.checkpoints import Checkpoint, Checkpoints
-from workers.sandboxd.store.folder import FolderStore
+from workers.sandboxd.archives.checkpoints import Checkpoint, Checkpoints
+from workers.sandboxd.archives.folder import FolderStore
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
-    monkeypatch.setattr("workers.sandboxd.parcels._FIFO_FOLDER", str(tmp_path))
+    monkeypatch.setattr("workers.sandboxd.archives.packing._FIFO_FOLDER", str(tmp_path))
     return Checkpoints(FolderStore(tmp_path / "store"), most=2)
 
 

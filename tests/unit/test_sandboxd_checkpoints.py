@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_sandboxd import running_sandboxd
-from workers.sandboxd.store.checkpoints import Checkpoint
+from workers.sandboxd.archives.checkpoints import Checkpoint
 
 SOON_S = 10.0
 
@@ -58,11 +58,11 @@ async def test_a_session_is_in_use_until_its_checkpoint_is_stored(tmp_path: Path
         asked = asyncio.create_task(asyncio.to_thread(client.checkpoint, name))
         await asyncio.wait_for(checkpoints.saving.wait(), SOON_S)
         entry.used_at -= 2 * entry.ttl_s
-        assert not await daemon.sessions.resting.give_up(entry)
-        await daemon.host.keeper.expire()
+        assert not await daemon.sessions.suspender.give_up(entry)
+        await daemon.host.monitor.expire()
         checkpoints.go.set()
         await asyncio.wait_for(asked, SOON_S)
-        await daemon.host.keeper.expire()
+        await daemon.host.monitor.expire()
         assert daemon.sessions.find(name) is entry
         assert entry.idle_s() < SOON_S
 

@@ -21,7 +21,7 @@ from tests.unit.test_sandboxd_ends import stillborn
 from tests.unit.test_sandboxd_hostile_guest import answering, call
 from tests.unit.test_sandboxd_sessions import lose
 from workers.sandboxd.runtime.factory import count_states
-from workers.sandboxd.sessions import Start
+from workers.sandboxd.sessions import NewSession
 from workers.sandboxd_counts import SandboxdCounts
 
 QUEUE = "host.h1.b00t"
@@ -56,11 +56,11 @@ def build_taker(client: "redis.Redis", *told: dict[str, Any]) -> tuple[SandboxdC
 
 async def test_starts_failures_and_losses_are_counted(tmp_path: Path) -> None:
     async with open_host(tmp_path, echoing, stillborn, echoing) as host:
-        await host.sessions.open("s", Start(PLAN, 60))
+        await host.sessions.open("s", NewSession(PLAN, 60))
         with pytest.raises(SandboxUnavailable):
-            await host.sessions.open("t", Start(PLAN, 60))
+            await host.sessions.open("t", NewSession(PLAN, 60))
         await lose(host.sessions)
-        told = host.maker.counts.describe()
+        told = host.factory.counts.describe()
     assert (told["starts"]["count"], told["failed_starts"]) == (1, 1)
     assert told["starts"]["sum"] > 0
     # The stillborn one was lost before it was anybody's.
@@ -72,7 +72,7 @@ async def test_kills_and_kills_for_want_of_memory_are_counted_once_a_call(tmp_pa
     async with running_sandboxd(tmp_path, answering({"ev": "done", "oom": True, "kill": kill})) as daemon:
         client, name = await daemon.open()
         await call(client, name)
-        told = daemon.host.maker.counts.describe()
+        told = daemon.host.factory.counts.describe()
     assert (told["oom"], told["kills"]) == (1, {"tree": 1})
 
 
@@ -81,7 +81,7 @@ async def test_survivors_count_as_one_kill_by_the_container(tmp_path: Path) -> N
     async with running_sandboxd(tmp_path, answering({"ev": "done", "kill": kill})) as daemon:
         client, name = await daemon.open()
         await call(client, name)
-        told = daemon.host.maker.counts.describe()
+        told = daemon.host.factory.counts.describe()
     assert told["kills"] == {"container": 1}
 
 
@@ -89,14 +89,14 @@ async def test_a_guest_that_breaks_the_protocol_is_counted_as_such(tmp_path: Pat
     async with running_sandboxd(tmp_path, answering({"ev": "nonsense"})) as daemon:
         client, name = await daemon.open()
         assert (await call(client, name))["sandbox_lost"]
-        told = daemon.host.maker.counts.describe()
+        told = daemon.host.factory.counts.describe()
     assert told["lost"] == {"guest_broke_protocol": 1}
 
 
 async def test_states_are_told_of_containers_that_there_are(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        await host.sessions.open("s", Start(PLAN, 60))
-        await host.sessions.open("t", Start(PLAN, 60))
+        await host.sessions.open("s", NewSession(PLAN, 60))
+        await host.sessions.open("t", NewSession(PLAN, 60))
         assert count_states(host.sessions.all(), 3) == {"busy": 0, "idle": 2, "paused": 0, "lost": 0, "warm": 3}
 
 

@@ -16,7 +16,7 @@ from tests.unit.test_sandboxd_sessions import lose, open_sessions
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.daemon import cancelled_by_signals
 from workers.sandboxd.session import Session
-from workers.sandboxd.sessions import Start
+from workers.sandboxd.sessions import NewSession
 from workers.settings import load_sandboxd_settings
 
 
@@ -35,11 +35,11 @@ async def stillborn(guest: FakeGuest) -> None:
 async def test_the_container_of_a_lost_sandbox_that_would_not_go_is_swept(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         sessions, engine = host.sessions, host.engine
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         engine.refuse_removals = 3
         await lose(sessions)
         for _ in range(3):
-            await host.keeper.expire()
+            await host.monitor.expire()
         assert host.alive == []
         assert sessions.find("s") is not None
 
@@ -49,19 +49,19 @@ async def test_what_a_failed_start_left_is_swept_and_counts_until_then(tmp_path:
         sessions, engine = host.sessions, host.engine
         engine.refuse_removals = 2
         with pytest.raises(SandboxUnavailable, match="did not start"):
-            await sessions.open("s", Start(PLAN, 60))
+            await sessions.open("s", NewSession(PLAN, 60))
         with pytest.raises(SandboxUnavailable, match="already holds"):
-            await sessions.open("s", Start(PLAN, 60))
+            await sessions.open("s", NewSession(PLAN, 60))
         for _ in range(3):
-            await host.keeper.expire()
+            await host.monitor.expire()
         assert host.alive == []
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
 
 
 async def test_a_session_that_could_not_be_closed_is_for_nobodys_use_and_is_swept(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         sessions, engine = host.sessions, host.engine
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         engine.refuse_removals = 2
         with pytest.raises(SandboxUnavailable):
             await sessions.close("s")
@@ -69,24 +69,24 @@ async def test_a_session_that_could_not_be_closed_is_for_nobodys_use_and_is_swep
             await sessions.use("s", "c")
         assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
         for _ in range(3):
-            await host.keeper.expire()
+            await host.monitor.expire()
         assert host.alive == []
 
 
 async def test_opening_a_session_that_could_not_be_closed_ends_the_old_one_first(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        old = await sessions.open("s", Start(PLAN, 60))
+        old = await sessions.open("s", NewSession(PLAN, 60))
         engine.refuse_removals = 1
         with pytest.raises(SandboxUnavailable):
             await sessions.close("s")
-        new = await sessions.open("s", Start(PLAN, 60))
+        new = await sessions.open("s", NewSession(PLAN, 60))
         assert new is not old
         assert list(engine.alive) == [container_of(new)]
 
 
 async def test_a_session_closed_twice_at_once_is_removed_once(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         assert await asyncio.gather(sessions.close("s"), sessions.close("s")) == [True, True]
         assert len(engine.removed) == 1
 
@@ -97,7 +97,7 @@ async def test_a_session_closed_twice_at_once_is_removed_once(tmp_path: Path) ->
 async def test_closing_waits_for_a_start_under_way(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
         engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", Start(PLAN, 60)))
+        opening = asyncio.create_task(sessions.open("s", NewSession(PLAN, 60)))
         await engine.starting.wait()
         closing = asyncio.create_task(sessions.close("s"))
         await asyncio.sleep(0)
@@ -110,18 +110,18 @@ async def test_closing_waits_for_a_start_under_way(tmp_path: Path) -> None:
 async def test_who_asked_for_a_sandbox_may_leave_and_its_container_is_known(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
         engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", Start(PLAN, 60)))
+        opening = asyncio.create_task(sessions.open("s", NewSession(PLAN, 60)))
         await engine.starting.wait()
         opening.cancel()
         engine.start_gate.set()
-        entry = await sessions.open("s", Start(PLAN, 60))
+        entry = await sessions.open("s", NewSession(PLAN, 60))
         assert list(engine.alive) == [container_of(entry)]
 
 
 async def test_a_sandboxd_that_ends_leaves_no_start_behind_and_makes_no_new_one(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
         engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", Start(PLAN, 60)))
+        opening = asyncio.create_task(sessions.open("s", NewSession(PLAN, 60)))
         await engine.starting.wait()
         ending = asyncio.create_task(sessions.close_all())
         await asyncio.sleep(0)
@@ -129,7 +129,7 @@ async def test_a_sandboxd_that_ends_leaves_no_start_behind_and_makes_no_new_one(
         await asyncio.gather(opening, ending)
         assert engine.alive == {}
         with pytest.raises(SandboxUnavailable, match="ending"):
-            await sessions.open("t", Start(PLAN, 60))
+            await sessions.open("t", NewSession(PLAN, 60))
 
 
 async def test_a_signal_ends_what_is_under_way_once_and_lets_it_clean_up() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
-from workers.sandboxd.monitor import DiskWatch, IdleTimes, Keeper
+from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemorySuspensionStore, build_host, end_host, open_host, running_sandboxd
+from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.sessions import Start
+from workers.sandboxd.sessions import NewSession
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
 SOON_S = 10.0
@@ -26,7 +26,7 @@ async def lose(host: FakeHost, sandbox: Sandbox) -> None:
 
 async def test_a_session_is_rebuilt_around_its_workspace_at_once_and_says_so_once(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert entry.sandbox is not None
         await lose(host, entry.sandbox)
         same, sandbox = await host.sessions.use("acme:s")
@@ -54,28 +54,28 @@ async def test_a_call_that_saw_the_loss_says_that_the_files_are_kept_and_the_nex
 
 async def test_a_session_that_is_given_up_comes_back_with_what_was_packed(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
-        assert await host.sessions.resting.give_up(entry, must_be_idle=False)
-        assert (host.alive, list(host.parking.parcels.values())) == ([], ["acme:s"])
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
+        assert (host.alive, list(host.suspension_store.archives.values())) == ([], ["acme:s"])
         _, sandbox = await host.sessions.use("acme:s")
-        assert (sandbox.generation, host.parking.parcels, len(host.parking.unpacked)) == (2, {}, 1)
+        assert (sandbox.generation, host.suspension_store.archives, len(host.suspension_store.unpacked)) == (2, {}, 1)
         assert entry.describe_sandbox(sandbox) == {"id": sandbox.container[:12], "generation": 2, "rebuilt": False}
 
 
 async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
-        host.parking.refuse = 1
-        assert not await host.sessions.resting.give_up(entry, must_be_idle=False)
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        host.suspension_store.refuse = 1
+        assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
         assert (await host.sessions.use("acme:s"))[1] is entry.sandbox
 
 
 async def test_a_session_with_a_background_job_is_neither_frozen_nor_given_up(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         host.engine.guests[0].attests = {"jobs": 1}
-        assert not await host.sessions.resting.pause(entry)
-        assert not await host.sessions.resting.give_up(entry, must_be_idle=False)
+        assert not await host.sessions.suspender.pause(entry)
+        assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
         assert len(host.alive) == 1
 
 
@@ -84,7 +84,7 @@ async def test_a_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> No
         client, name = await daemon.open()
         entry = daemon.sessions.find(name)
         assert entry is not None
-        assert await daemon.sessions.resting.pause(entry)
+        assert await daemon.sessions.suspender.pause(entry)
         assert daemon.engine.paused == set(daemon.host.alive)
         assert "error" not in (await asyncio.to_thread(client.call, name, EXEC)).done
         assert daemon.engine.paused == set()
@@ -93,15 +93,15 @@ async def test_a_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> No
 async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_path: Path) -> None:
     packing, go_on = asyncio.Event(), asyncio.Event()
 
-    class SlowParking(MemoryParking):
+    class SlowSuspensionStore(MemorySuspensionStore):
         async def pack(self, session: object, sandbox: Sandbox) -> str:
             packing.set()
             await go_on.wait()
             return await super().pack(session, sandbox)  # type: ignore[arg-type]
 
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), parking=SlowParking()) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
-        giving_up = asyncio.create_task(host.sessions.resting.give_up(entry, must_be_idle=False))
+    async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=SlowSuspensionStore()) as host:
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        giving_up = asyncio.create_task(host.sessions.suspender.give_up(entry, must_be_idle=False))
         await packing.wait()
         using = asyncio.create_task(host.sessions.use("acme:s"))
         go_on.set()
@@ -111,17 +111,17 @@ async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_
 
 async def test_a_full_host_takes_the_container_of_the_session_that_was_idle_longest(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), limit=2) as host:
-        old, new = await host.sessions.open("acme:old", Start(PLAN, 60)), await host.sessions.open("acme:new", Start(PLAN, 60))
+        old, new = await host.sessions.open("acme:old", NewSession(PLAN, 60)), await host.sessions.open("acme:new", NewSession(PLAN, 60))
         old.used_at -= 100
         new.used_at -= 50
-        await host.sessions.open("acme:third", Start(PLAN, 60))
+        await host.sessions.open("acme:third", NewSession(PLAN, 60))
         assert (old.sandbox, new.sandbox is not None, len(host.alive)) == (None, True, 2)
 
 
 async def test_five_hundred_sessions_live_in_a_few_containers(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), limit=5) as host:
         for number in range(60):
-            (await host.sessions.open(f"acme:{number}", Start(PLAN, 60))).used_at -= 10
+            (await host.sessions.open(f"acme:{number}", NewSession(PLAN, 60))).used_at -= 10
         for number in range(60):
             entry, sandbox = await host.sessions.use(f"acme:{number}")
             assert sandbox.lost is None
@@ -132,7 +132,7 @@ async def test_five_hundred_sessions_live_in_a_few_containers(tmp_path: Path) ->
 async def test_the_next_sandboxd_takes_sessions_over_and_tells_what_they_lost(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
-    await first.sessions.open("acme:killed", Start(PLAN, 60))
+    await first.sessions.open("acme:killed", NewSession(PLAN, 60))
     first.lease.give_back()
     async with open_host(tmp_path, workspaces=workspaces) as second:
         assert second.sessions.adopt() == 1
@@ -143,22 +143,22 @@ async def test_the_next_sandboxd_takes_sessions_over_and_tells_what_they_lost(tm
 
 
 async def test_a_sandboxd_that_ends_in_order_keeps_sessions_whole(tmp_path: Path) -> None:
-    workspaces, parking = KeptWorkspaces(), MemoryParking()
-    first = build_host(tmp_path, workspaces=workspaces, parking=parking)
-    await first.sessions.open("acme:s", Start(PLAN, 60))
+    workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
+    first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
+    await first.sessions.open("acme:s", NewSession(PLAN, 60))
     await first.sessions.suspend_all(5)
     assert first.alive == []
     first.lease.give_back()
     await first.engine.end()
-    async with open_host(tmp_path, workspaces=workspaces, parking=parking) as second:
+    async with open_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store) as second:
         second.sessions.adopt()
         entry, sandbox = await second.sessions.use("acme:s")
-        assert (entry.describe_sandbox(sandbox).get("news"), len(parking.unpacked)) == (None, 1)
+        assert (entry.describe_sandbox(sandbox).get("news"), len(suspension_store.unpacked)) == (None, 1)
 
 
 async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_path: Path) -> None:
     first = build_host(tmp_path, workspaces=KeptWorkspaces())
-    await first.sessions.open("acme:s", Start(PLAN, 60))
+    await first.sessions.open("acme:s", NewSession(PLAN, 60))
     first.lease.give_back()
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as second:
         assert second.sessions.adopt() == 0
@@ -166,23 +166,23 @@ async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_p
     await first.engine.end()
 
 
-async def test_closing_deletes_the_workspace_the_parcel_and_the_record(tmp_path: Path) -> None:
+async def test_closing_deletes_the_workspace_the_archive_and_the_record(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
-        await host.sessions.resting.give_up(entry, must_be_idle=False)
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        await host.sessions.suspender.give_up(entry, must_be_idle=False)
         await host.sessions.close("acme:s")
-        assert (workspaces.alive, host.parking.parcels, host.records.sessions()) == ({}, {}, [])
+        assert (workspaces.alive, host.suspension_store.archives, host.records.sessions()) == ({}, {}, [])
 
 
 async def test_a_workspace_that_would_not_go_is_tried_again(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        await host.sessions.open("acme:s", Start(PLAN, 60))
+        await host.sessions.open("acme:s", NewSession(PLAN, 60))
         workspaces.refuse_removals = 1
         await host.sessions.close("acme:s")
         assert len(workspaces.alive) == 1
-        await host.keeper.expire()
+        await host.monitor.expire()
         assert workspaces.alive == {}
 
 
@@ -191,42 +191,42 @@ async def test_a_failed_start_leaves_neither_workspace_nor_place_nor_record(tmp_
     async with open_host(tmp_path, workspaces=workspaces, limit=1) as host:
         host.engine.refuse_starts = 1
         with pytest.raises(SandboxUnavailable):
-            await host.sessions.open("acme:s", Start(PLAN, 60))
-        assert (workspaces.alive, host.maker.room.taken, host.records.containers()) == ({}, 0, [])
+            await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        assert (workspaces.alive, host.factory.slots.taken, host.records.containers()) == ({}, 0, [])
 
 
 async def test_an_overfull_workspace_ends_its_sandbox_once_and_leaves_room_to_delete(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces(is_hard=False)
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         workspaces.overfull = {entry.workspace.name: 2 * PLAN.workspace_bytes}
-        await host.keeper.end_overfull()
+        await host.monitor.end_overfull()
         assert entry.sandbox is not None
         assert "delete files" in str(entry.sandbox.lost)
         _, sandbox = await host.sessions.use("acme:s")
-        await host.keeper.end_overfull()
+        await host.monitor.end_overfull()
         assert sandbox.lost is None
         workspaces.overfull = {entry.workspace.name: 3 * PLAN.workspace_bytes}
-        await host.keeper.end_overfull()
+        await host.monitor.end_overfull()
         assert sandbox.lost is not None
 
 
 async def test_a_restarted_host_with_memory_workspaces_keeps_what_was_packed(tmp_path: Path) -> None:
-    parking = MemoryParking()
-    first = build_host(tmp_path, parking=parking)
-    await first.sessions.open("acme:packed", Start(PLAN, 60))
+    suspension_store = MemorySuspensionStore()
+    first = build_host(tmp_path, suspension_store=suspension_store)
+    await first.sessions.open("acme:packed", NewSession(PLAN, 60))
     await first.sessions.suspend_all(5)
     first.lease.give_back()
     await first.engine.end()
-    second = build_host(tmp_path, parking=parking)
+    second = build_host(tmp_path, suspension_store=suspension_store)
     assert second.sessions.adopt() == 1
     await second.sessions.use("acme:packed")
-    assert (len(parking.unpacked), second.records.sessions()) == (1, [])
+    assert (len(suspension_store.unpacked), second.records.sessions()) == (1, [])
     await end_host(second)
 
 
 async def test_what_writes_is_ended_before_the_hosts_disk_is_full_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
-    class Disk(DiskWatch):
+    class Disk(DiskMonitor):
         words: str | None = "the disk has only 5 bytes free: make room"
 
         def find_shortage(self) -> str | None:
@@ -234,22 +234,22 @@ async def test_what_writes_is_ended_before_the_hosts_disk_is_full_and_goes_on_wh
 
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         disk = Disk(tmp_path, 0)
-        keeper = Keeper(host.sessions, host.maker, host.reaper, IdleTimes(60, 60), disk)
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
-        await keeper.watch_disk()
+        monitor = SessionMonitor(host.sessions, host.factory, host.reaper, IdleTimes(60, 60), disk)
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        await monitor.watch_disk()
         assert entry.sandbox is not None
         assert "make room" in str(entry.sandbox.lost)
         with pytest.raises(SandboxUnavailable, match="make room"):
             await host.sessions.use("acme:s")
         disk.words = None
-        await keeper.watch_disk()
+        await monitor.watch_disk()
         assert (await host.sessions.use("acme:s"))[1].lost is None
 
 
 def test_a_disk_is_short_below_its_floor_and_until_a_quarter_more_is_free(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    assert DiskWatch(tmp_path, free // 2).find_shortage() is None
-    watch = DiskWatch(tmp_path, free * 2)
+    assert DiskMonitor(tmp_path, free // 2).find_shortage() is None
+    watch = DiskMonitor(tmp_path, free * 2)
     assert "make room" in str(watch.find_shortage())
     watch._stop_bytes = int(free * 0.9)
     assert watch.find_shortage() is not None

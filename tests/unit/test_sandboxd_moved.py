@@ -11,8 +11,8 @@ from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import SOON_S, call, frame, raw_exchange
-from workers.sandboxd.session import Moved
-from workers.sandboxd.sessions import Start
+from workers.sandboxd.session import SessionMove
+from workers.sandboxd.sessions import NewSession
 
 AT = "2030-01-31T12:00:00+00:00"
 
@@ -74,7 +74,7 @@ async def test_an_untold_loss_is_not_kept_as_a_checkpoint(tmp_path: Path) -> Non
 async def test_a_loss_that_no_call_was_told_outlives_sandboxd_and_one_that_was_told_is_not_told_again(tmp_path: Path) -> None:
     workspaces, is_told = KeptWorkspaces(), False
     host = build_host(tmp_path, workspaces=workspaces)
-    await host.sessions.open("acme:s", Start(PLAN, 60, moved=Moved(7)))
+    await host.sessions.open("acme:s", NewSession(PLAN, 60, moved=SessionMove(7)))
     for _ in range(2):
         host.lease.give_back()
         await host.engine.end()
@@ -96,7 +96,7 @@ async def test_a_sandbox_that_dies_before_the_first_call_adds_to_the_news(tmp_pa
 
         async def nothing(*_: object) -> None: ...
 
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60, nothing, moved=Moved(2, datetime(2030, 1, 31, tzinfo=UTC))))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60, nothing, moved=SessionMove(2, datetime(2030, 1, 31, tzinfo=UTC))))
         assert entry.sandbox is not None
         entry.sandbox.end("out of memory")
         entry, sandbox = await host.sessions.use("acme:s", "c")

@@ -13,8 +13,8 @@ from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, open_h
 from workers.sandboxd import pool as pool_module
 from workers.sandboxd.classes import TenantClass
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.pool import PoolLimits, Pools
-from workers.sandboxd.sessions import Start
+from workers.sandboxd.pool import PoolLimits, WarmPools
+from workers.sandboxd.sessions import NewSession
 
 QUICK = PoolLimits(target=2, refill_per_s=1000, memory_floor_bytes=0, keep_s=3600)
 SOON_S = 10.0
@@ -37,7 +37,7 @@ async def test_a_session_gets_a_warm_sandbox_with_its_workspace_and_the_pool_fil
     async with open_host(tmp_path, workspaces=workspaces, pool=QUICK) as host:
         filling = await filled(host)
         warm = set(host.alive)
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert entry.sandbox is not None
         assert entry.sandbox.container in warm
         assert entry.workspace.name in workspaces.alive
@@ -48,7 +48,7 @@ async def test_a_session_gets_a_warm_sandbox_with_its_workspace_and_the_pool_fil
 async def test_a_sandbox_of_the_pool_serves_one_session_only(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK) as host:
         (await filled(host)).cancel()
-        entries = await asyncio.gather(*(host.sessions.open(f"acme:{number}", Start(PLAN, 60)) for number in range(4)))
+        entries = await asyncio.gather(*(host.sessions.open(f"acme:{number}", NewSession(PLAN, 60)) for number in range(4)))
         assert len({entry.sandbox.container for entry in entries if entry.sandbox is not None}) == 4
 
 
@@ -61,7 +61,7 @@ async def test_a_sandbox_that_is_not_clean_is_never_handed_out(tmp_path: Path, d
         (await filled(host, 1)).cancel()
         dirty = host.alive[0]
         host.engine.guests[0].attests = dirt
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert entry.sandbox is not None
         assert entry.sandbox.container != dirty
         assert dirty not in host.alive
@@ -73,7 +73,7 @@ async def test_a_sandbox_that_died_in_the_pool_is_replaced(tmp_path: Path) -> No
         first = host.alive[0]
         host.engine.alive[first].die()
         await until(lambda: first not in host.alive)
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert entry.sandbox is not None
         assert entry.sandbox.lost is None
         filling.cancel()
@@ -82,7 +82,7 @@ async def test_a_sandbox_that_died_in_the_pool_is_replaced(tmp_path: Path) -> No
 async def test_another_plan_gets_a_sandbox_of_its_own(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK) as host:
         (await filled(host)).cancel()
-        entry = await host.sessions.open("acme:s", Start(replace(PLAN, image="python"), 60))
+        entry = await host.sessions.open("acme:s", NewSession(replace(PLAN, image="python"), 60))
         assert entry.sandbox is not None
         assert host.engine.alive[entry.sandbox.container].config["Image"] == "python"
         assert len(host.pools) == 2
@@ -91,7 +91,7 @@ async def test_another_plan_gets_a_sandbox_of_its_own(tmp_path: Path) -> None:
 async def test_the_pool_gives_its_places_up_for_sessions(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK, limit=2) as host:
         (await filled(host)).cancel()
-        await host.sessions.open("acme:s", Start(replace(PLAN, image="python"), 60))
+        await host.sessions.open("acme:s", NewSession(replace(PLAN, image="python"), 60))
         assert (len(host.pools), len(host.alive)) == (1, 2)
 
 
@@ -125,7 +125,7 @@ async def test_a_pool_that_cannot_be_filled_leaves_no_workspace_and_no_place(tmp
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, stillborn, echoing, workspaces=workspaces, pool=replace(QUICK, target=1)) as host:
         (await filled(host, 1)).cancel()
-        assert (len(workspaces.alive), host.maker.room.taken) == (1, 1)
+        assert (len(workspaces.alive), host.factory.slots.taken) == (1, 1)
 
 
 async def test_a_sandbox_that_has_waited_too_long_is_replaced(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ async def test_a_sandbox_that_has_waited_too_long_is_replaced(tmp_path: Path) ->
         filling = await filled(host, 1)
         first = host.alive[0]
         await asyncio.sleep(0.06)
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert entry.sandbox is not None
         assert entry.sandbox.container != first
         filling.cancel()
@@ -181,7 +181,7 @@ async def test_each_plan_of_a_class_has_a_pool_of_its_own_and_they_are_filled_at
     small, python = plans.choose(SandboxTerms(tenant_class="small")), plans.choose(SandboxTerms(), "python")
     assert plans.pooled() == {PLAN: 2, python: 1, small: 1}
     async with open_host(tmp_path) as host:
-        pools = Pools(host.maker, plans.pooled(), replace(QUICK, refill_per_s=30))
+        pools = WarmPools(host.factory, plans.pooled(), replace(QUICK, refill_per_s=30))
         started = asyncio.get_running_loop().time()
         filling = asyncio.create_task(pools.keep_filled())
         await until(lambda: len(pools) == 4)
@@ -191,7 +191,7 @@ async def test_each_plan_of_a_class_has_a_pool_of_its_own_and_they_are_filled_at
         assert warm is not None
         assert host.engine.alive[warm.sandbox.container].config["HostConfig"]["PidsLimit"] == 64
         assert await pools.take(replace(small, cpus=9)) is None
-        await host.maker.discard(warm.sandbox, warm.workspace)
+        await host.factory.discard(warm.sandbox, warm.workspace)
         await pools.close()
 
 

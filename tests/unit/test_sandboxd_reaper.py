@@ -15,7 +15,7 @@ from tests.fake_sandboxd import PLAN, KeptWorkspaces, listed, open_host
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.monitor import IdleTimes
 from workers.sandboxd.records import Records
-from workers.sandboxd.sessions import Start
+from workers.sandboxd.sessions import NewSession
 
 
 def hold_lease(folder: Path, name: str, told: Any, go: Any) -> None:
@@ -46,7 +46,7 @@ async def test_what_a_predecessor_of_the_name_left_goes_at_once(tmp_path: Path) 
 
 async def test_what_this_sandboxd_holds_stays(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert entry.sandbox is not None
         host.engine.listed = [listed(entry.sandbox.name, sandboxd="test", labels={"toolcrew.deadline": "1"})]
         assert await host.reaper.sweep() == 0
@@ -115,7 +115,7 @@ async def test_a_container_is_recorded_before_it_starts_and_forgotten_when_it_is
     async with open_host(tmp_path) as host:
         host.engine.start_gate.clear()
 
-        opening = asyncio.create_task(host.sessions.open("acme:s", Start(PLAN, 60)))
+        opening = asyncio.create_task(host.sessions.open("acme:s", NewSession(PLAN, 60)))
         await host.engine.starting.wait()
         assert len(host.records.containers()) == 1
         host.engine.start_gate.set()
@@ -147,40 +147,40 @@ def test_a_record_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:
 
 async def test_idle_sessions_are_frozen_then_given_up_and_working_ones_are_left(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), idle=IdleTimes(pause_s=10, evict_s=100)) as host:
-        fresh, idle, long = [await host.sessions.open(f"acme:{name}", Start(PLAN, 9999)) for name in ("fresh", "idle", "long")]
+        fresh, idle, long = [await host.sessions.open(f"acme:{name}", NewSession(PLAN, 9999)) for name in ("fresh", "idle", "long")]
         idle.used_at -= 20
         long.used_at -= 200
-        await host.keeper.evict_idle()
-        await host.keeper.freeze_idle()
+        await host.monitor.evict_idle()
+        await host.monitor.freeze_idle()
         assert (fresh.is_ready, idle.is_paused, long.sandbox) == (True, True, None)
 
 
 async def test_a_session_expires_after_its_time_also_when_its_container_is_given_up(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
-        await host.sessions.resting.give_up(entry, must_be_idle=False)
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        await host.sessions.suspender.give_up(entry, must_be_idle=False)
         entry.used_at -= 61
-        await host.keeper.expire()
+        await host.monitor.expire()
         assert (len(host.sessions), workspaces.alive) == (0, {})
 
 
 async def test_a_session_in_the_middle_of_a_call_does_not_expire(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert entry.sandbox is not None
         entry.sandbox.begin("c", {"op": "exec", "timeout_s": 5}, 0, lambda _: None)
         entry.used_at -= 61
-        await host.keeper.expire()
+        await host.monitor.expire()
         assert len(host.sessions) == 1
 
 
 async def test_expiring_goes_on_when_one_container_would_not_go(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         for name in ("a", "b"):
-            (await host.sessions.open(f"acme:{name}", Start(PLAN, 60))).used_at -= 61
+            (await host.sessions.open(f"acme:{name}", NewSession(PLAN, 60))).used_at -= 61
         host.engine.refuse_removals = 1
-        await host.keeper.expire()
+        await host.monitor.expire()
         assert len(host.sessions) == 1
-        await host.keeper.expire()
+        await host.monitor.expire()
         assert len(host.sessions) == 0

@@ -9,18 +9,18 @@ import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemorySuspensionStore, build_host, end_host, open_host, running_sandboxd
 from workers.sandboxd.monitor import IdleTimes
 from workers.sandboxd.runtime import factory as factory_module
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
-from workers.sandboxd.sessions import Start
+from workers.sandboxd.sessions import NewSession
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
 SOON_S = 10.0
 
 
-class SlowParking(MemoryParking):
+class SlowSuspensionStore(MemorySuspensionStore):
     """Packs and unpacks when it is told to go on."""
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class SlowParking(MemoryParking):
 
 
 async def give_up(host: FakeHost, name: str = "acme:s") -> Session:
-    entry = await host.sessions.open(name, Start(PLAN, 60))
-    assert await host.sessions.resting.give_up(entry, must_be_idle=False)
+    entry = await host.sessions.open(name, NewSession(PLAN, 60))
+    assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
     return entry
 
 
@@ -57,9 +57,9 @@ async def next_life(host: FakeHost) -> None:
 
 async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         host.engine.pause_gate.clear()
-        freezing = asyncio.create_task(host.sessions.resting.pause(entry))
+        freezing = asyncio.create_task(host.sessions.suspender.pause(entry))
         await host.engine.pausing.wait()
         freezing.cancel()
         ending = asyncio.create_task(host.sessions.suspend_all(SOON_S))
@@ -68,28 +68,31 @@ async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path
         assert not freezing.done()  # the engine is about to freeze it: to thaw it now would be too early
         host.engine.pause_gate.set()
         await ending
-        assert (entry.parcel is not None, host.engine.paused, host.alive) == (True, set(), [])
+        assert (entry.archive is not None, host.engine.paused, host.alive) == (True, set(), [])
 
 
 async def test_a_frozen_session_is_thawed_before_it_is_asked_for_its_files(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
-        await host.sessions.resting.pause(entry)
-        assert await host.sessions.resting.give_up(entry, must_be_idle=False)
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        await host.sessions.suspender.pause(entry)
+        assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         assert len(host.engine.thawed) == 1
 
 
 async def test_one_session_that_is_packed_slowly_does_not_keep_others_from_being_frozen(tmp_path: Path) -> None:
-    parking = SlowParking()
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), parking=parking, idle=IdleTimes(10, 100)) as host:
-        slow, idle = await host.sessions.open("acme:slow", Start(PLAN, 9999)), await host.sessions.open("acme:idle", Start(PLAN, 9999))
+    suspension_store = SlowSuspensionStore()
+    async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, idle=IdleTimes(10, 100)) as host:
+        slow, idle = (
+            await host.sessions.open("acme:slow", NewSession(PLAN, 9999)),
+            await host.sessions.open("acme:idle", NewSession(PLAN, 9999)),
+        )
         slow.used_at -= 200
         idle.used_at -= 20
-        keeping = asyncio.create_task(host.keeper.evict_idle())
-        await parking.begun.wait()
-        await asyncio.wait_for(host.keeper.freeze_idle(), SOON_S)
+        keeping = asyncio.create_task(host.monitor.evict_idle())
+        await suspension_store.begun.wait()
+        await asyncio.wait_for(host.monitor.freeze_idle(), SOON_S)
         assert idle.is_paused
-        parking.go_on.set()
+        suspension_store.go_on.set()
         await keeping
 
 
@@ -98,16 +101,16 @@ async def test_one_session_that_is_packed_slowly_does_not_keep_others_from_being
 
 async def test_nobody_waits_for_a_place_longer_than_its_time_whatever_a_guest_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory_module, "GIVE_UP_S", 0.05)
-    parking = SlowParking()
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), parking=parking, limit=1) as host:
-        old = await host.sessions.open("acme:old", Start(PLAN, 60))
+    suspension_store = SlowSuspensionStore()
+    async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, limit=1) as host:
+        old = await host.sessions.open("acme:old", NewSession(PLAN, 60))
         old.used_at -= 100
         with pytest.raises(SandboxUnavailable, match="already holds"):
-            await asyncio.wait_for(host.sessions.open("acme:new", Start(PLAN, 60)), SOON_S)
-        assert parking.begun.is_set()
-        parking.go_on.set()
+            await asyncio.wait_for(host.sessions.open("acme:new", NewSession(PLAN, 60)), SOON_S)
+        assert suspension_store.begun.is_set()
+        suspension_store.go_on.set()
         async with old.lock:
-            assert (old.parcel is not None, old.sandbox) == (True, None)
+            assert (old.archive is not None, old.sandbox) == (True, None)
 
 
 async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_path: Path) -> None:
@@ -118,30 +121,30 @@ async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_
 
         host.sessions._equip = refuse
         with pytest.raises(RuntimeError):
-            await host.sessions.open("acme:s", Start(PLAN, 60))
-        assert (host.alive, host.maker.room.taken, len(host.sessions)) == ([], 0, 0)
+            await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        assert (host.alive, host.factory.slots.taken, len(host.sessions)) == ([], 0, 0)
 
 
 # Parcels
 
 
-async def test_a_parcel_that_cannot_be_unpacked_does_not_lock_its_session_up(tmp_path: Path) -> None:
+async def test_an_archive_that_cannot_be_unpacked_does_not_lock_its_session_up(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         entry = await give_up(host)
-        host.parking.refuse_to_unpack = 99
+        host.suspension_store.refuse_to_unpack = 99
         for _ in range(3):
             with pytest.raises(SandboxUnavailable, match="damaged"):
                 await host.sessions.use("acme:s", "c")
-        assert (host.alive, host.maker.room.taken) == ([], 0)
+        assert (host.alive, host.factory.slots.taken) == ([], 0)
         _, sandbox = await host.sessions.use("acme:s", "c")
         told = entry.describe_sandbox(sandbox)
-        assert (told["rebuilt"], "cannot be unpacked" in told["news"], host.parking.parcels) == (True, True, {})
+        assert (told["rebuilt"], "cannot be unpacked" in told["news"], host.suspension_store.archives) == (True, True, {})
 
 
-async def test_a_lost_parcel_with_all_files_is_told_before_an_empty_sandbox_is_shown(tmp_path: Path) -> None:
+async def test_a_lost_archive_with_all_files_is_told_before_an_empty_sandbox_is_shown(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         await give_up(host)
-        host.parking.refuse_to_unpack = 99
+        host.suspension_store.refuse_to_unpack = 99
         for _ in range(3):
             with pytest.raises(SandboxUnavailable, match="damaged"):
                 await host.sessions.use("acme:s", "c")
@@ -150,78 +153,78 @@ async def test_a_lost_parcel_with_all_files_is_told_before_an_empty_sandbox_is_s
         await host.sessions.use("acme:s", "c")
 
 
-async def test_no_record_names_a_parcel_that_was_used(tmp_path: Path) -> None:
-    workspaces, parking = KeptWorkspaces(), MemoryParking()
-    first = build_host(tmp_path, workspaces=workspaces, parking=parking)
+async def test_no_record_names_an_archive_that_was_used(tmp_path: Path) -> None:
+    workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
+    first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
     await give_up(first)
-    parking.refuse_to_forget = True
+    suspension_store.refuse_to_forget = True
     await first.sessions.use("acme:s", "c")
     assert [record.parcel for record in first.records.sessions()] == [None]
     await next_life(first)
-    parking.refuse_to_forget = False
-    async with open_host(tmp_path, workspaces=workspaces, parking=parking) as second:
+    suspension_store.refuse_to_forget = False
+    async with open_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store) as second:
         second.sessions.adopt()
         await second.sessions.sweep()
         entry, sandbox = await second.sessions.use("acme:s", "c")
-        assert (parking.parcels, "started anew" in entry.describe_sandbox(sandbox)["news"]) == ({}, True)
+        assert (suspension_store.archives, "started anew" in entry.describe_sandbox(sandbox)["news"]) == ({}, True)
 
 
 async def test_a_session_that_cannot_be_recorded_keeps_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         (tmp_path / "test" / "sessions").rmdir()
-        assert not await host.sessions.resting.give_up(entry, must_be_idle=False)
-        assert (entry.sandbox is not None, entry.parcel, host.parking.parcels) == (True, None, {})
+        assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
+        assert (entry.sandbox is not None, entry.archive, host.suspension_store.archives) == (True, None, {})
 
 
 async def test_a_state_folder_that_takes_nothing_is_said_and_costs_no_place(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         (tmp_path / "test" / "containers").rmdir()
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_SANDBOXD_STATE"):
-            await host.sessions.open("acme:s", Start(PLAN, 60))
-        assert host.maker.room.taken == 0
+            await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        assert host.factory.slots.taken == 0
 
 
 # Ends
 
 
 async def test_a_background_job_costs_a_memory_workspace_nothing_but_itself_at_an_end_in_order(tmp_path: Path) -> None:
-    parking = MemoryParking()
-    first = build_host(tmp_path, parking=parking)
-    await first.sessions.open("acme:s", Start(PLAN, 60))
+    suspension_store = MemorySuspensionStore()
+    first = build_host(tmp_path, suspension_store=suspension_store)
+    await first.sessions.open("acme:s", NewSession(PLAN, 60))
     first.engine.guests[0].attests = {"jobs": 1}
     await first.sessions.suspend_all(SOON_S)
     await next_life(first)
-    second = build_host(tmp_path, parking=parking)
+    second = build_host(tmp_path, suspension_store=suspension_store)
     assert second.sessions.adopt() == 1
     entry, sandbox = await second.sessions.use("acme:s", "c")
     assert "background jobs have ended" in entry.describe_sandbox(sandbox)["news"]
-    assert len(parking.unpacked) == 1
+    assert len(suspension_store.unpacked) == 1
     await end_host(second)
 
 
 async def test_a_call_that_wakes_a_session_while_sandboxd_ends_costs_it_nothing(tmp_path: Path) -> None:
-    parking = SlowParking()
-    async with open_host(tmp_path, parking=parking) as host:
-        parking.go_on.set()
+    suspension_store = SlowSuspensionStore()
+    async with open_host(tmp_path, suspension_store=suspension_store) as host:
+        suspension_store.go_on.set()
         entry = await give_up(host)
-        parking.begun.clear()
-        parking.go_on.clear()
+        suspension_store.begun.clear()
+        suspension_store.go_on.clear()
         waking = asyncio.create_task(host.sessions.use("acme:s", "c"))
-        await parking.begun.wait()
+        await suspension_store.begun.wait()
         ending = asyncio.create_task(host.sessions.suspend_all(SOON_S))
         await asyncio.sleep(0)
-        parking.go_on.set()
+        suspension_store.go_on.set()
         await ending
         with pytest.raises(SandboxUnavailable, match="ending"):
             await waking
-        assert (host.alive, entry.parcel in parking.parcels, len(host.records.sessions())) == ([], True, 1)
+        assert (host.alive, entry.archive in suspension_store.archives, len(host.records.sessions())) == ([], True, 1)
 
 
 async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        await host.sessions.open("acme:s", Start(PLAN, 60))
-        host.maker.is_ending = True
+        await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        host.factory.is_ending = True
         with pytest.raises(SandboxUnavailable, match="ending"):
             await host.sessions.use("acme:s", "c")
 
@@ -232,7 +235,7 @@ async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
 async def test_a_workspace_of_another_kind_does_not_pass_for_the_one_that_was_kept(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
-    await first.sessions.open("acme:s", Start(PLAN, 60))
+    await first.sessions.open("acme:s", NewSession(PLAN, 60))
     await next_life(first)
     second = build_host(tmp_path)  # in memory
     assert second.sessions.adopt() == 0
@@ -247,7 +250,7 @@ async def test_a_workspace_of_another_kind_does_not_pass_for_the_one_that_was_ke
 async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
-    await first.sessions.open("acme:s", Start(replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60))
+    await first.sessions.open("acme:s", NewSession(replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60))
     await next_life(first)
     async with open_host(tmp_path, workspaces=workspaces) as second:
         second.sessions.adopt()
@@ -263,7 +266,7 @@ async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> No
 )
 async def test_a_record_of_another_version_is_set_aside_and_not_guessed_at(tmp_path: Path, name: str, value: object) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        await host.sessions.open("acme:s", Start(PLAN, 60))
+        await host.sessions.open("acme:s", NewSession(PLAN, 60))
         (path,) = (tmp_path / "test" / "sessions").glob("*.json")
         path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
         assert host.records.sessions() == []
@@ -283,22 +286,22 @@ async def test_a_call_whose_worker_left_while_it_waited_never_reaches_the_guest(
             ran.append(request["op"])
             await guest.done(request)
 
-    parking = SlowParking()
-    async with running_sandboxd(tmp_path, echoing, noting, workspaces=KeptWorkspaces(), parking=parking) as daemon:
+    suspension_store = SlowSuspensionStore()
+    async with running_sandboxd(tmp_path, echoing, noting, workspaces=KeptWorkspaces(), suspension_store=suspension_store) as daemon:
         client, name = await daemon.open()
         entry = daemon.sessions.find(name)
         assert entry is not None
-        parking.go_on.set()
-        await daemon.sessions.resting.give_up(entry, must_be_idle=False)
-        parking.begun.clear()
-        parking.go_on.clear()
+        suspension_store.go_on.set()
+        await daemon.sessions.suspender.give_up(entry, must_be_idle=False)
+        suspension_store.begun.clear()
+        suspension_store.go_on.clear()
         calling = asyncio.create_task(asyncio.to_thread(client.call, name, EXEC))
-        await parking.begun.wait()
+        await suspension_store.begun.wait()
         assert client._sock is not None
         client._sock.shutdown(2)
         with pytest.raises(SandboxUnavailable):
             await calling
-        parking.go_on.set()
+        suspension_store.go_on.set()
         async with entry.lock:
             pass
         assert (await asyncio.to_thread(daemon.client().status))["ok"] is True
@@ -306,19 +309,19 @@ async def test_a_call_whose_worker_left_while_it_waited_never_reaches_the_guest(
 
 
 async def test_a_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path) -> None:
-    parking = SlowParking()
-    async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces(), parking=parking) as daemon:
+    suspension_store = SlowSuspensionStore()
+    async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store) as daemon:
         client, name = await daemon.open()
         entry = daemon.sessions.find(name)
         assert entry is not None
-        parking.go_on.set()
-        await daemon.sessions.resting.give_up(entry, must_be_idle=False)
-        parking.begun.clear()
-        parking.go_on.clear()
+        suspension_store.go_on.set()
+        await daemon.sessions.suspender.give_up(entry, must_be_idle=False)
+        suspension_store.begun.clear()
+        suspension_store.go_on.clear()
         calling = asyncio.create_task(asyncio.to_thread(client.call, name, EXEC, call_id="c1"))
-        await parking.begun.wait()
+        await suspension_store.begun.wait()
         assert await asyncio.to_thread(daemon.client().cancel, name, "c1") is True
-        parking.go_on.set()
+        suspension_store.go_on.set()
         with pytest.raises(ToolFailure) as refused:
             await calling
         assert (refused.value.code, entry.waiting) == (ErrorCode.CANCELLED, [])
@@ -390,4 +393,4 @@ async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(ToolFailure, match="no such checkpoint"):
             await daemon.open(restore="c")
         host = daemon.host
-        assert (host.alive, workspaces.alive, host.records.sessions(), host.maker.room.taken, len(host.sessions)) == ([], {}, [], 0, 0)
+        assert (host.alive, workspaces.alive, host.records.sessions(), host.factory.slots.taken, len(host.sessions)) == ([], {}, [], 0, 0)

@@ -11,7 +11,7 @@ import pytest
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.fake_engine import Behaviour, FakeEngine, FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, open_host, running_sandboxd
-from workers.sandboxd.sessions import Sessions, Start
+from workers.sandboxd.sessions import NewSession, Sessions
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
 SOON_S = 10.0
@@ -39,7 +39,7 @@ async def lose(sessions: Sessions, session: str = "s") -> None:
 
 async def test_a_loss_is_told_once_and_the_next_use_gets_a_fresh_sandbox(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         await lose(sessions)
         with pytest.raises(SandboxUnavailable, match="files are lost"):
             await sessions.use("s", "c")
@@ -49,7 +49,7 @@ async def test_a_loss_is_told_once_and_the_next_use_gets_a_fresh_sandbox(tmp_pat
 
 async def test_every_loss_is_told(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, _):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         for generation in (2, 3):
             await lose(sessions)
             with pytest.raises(SandboxUnavailable):
@@ -83,7 +83,7 @@ async def test_a_loss_between_two_calls_is_told_by_the_next_and_rebuilt_by_the_o
 
 async def test_calls_that_come_at_once_after_a_loss_rebuild_it_once(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         await lose(sessions)
         with pytest.raises(SandboxUnavailable):
             await sessions.use("s", "c")
@@ -97,7 +97,7 @@ async def test_a_session_whose_rebuilding_failed_tries_again(tmp_path: Path) -> 
         guest.die()
 
     async with open_sessions(tmp_path, echoing, stillborn, echoing) as (sessions, engine):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         await lose(sessions)
         for _ in range(2):
             with pytest.raises(SandboxUnavailable):
@@ -108,7 +108,7 @@ async def test_a_session_whose_rebuilding_failed_tries_again(tmp_path: Path) -> 
 
 async def test_a_removal_that_failed_is_tried_again(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         engine.refuse_removals = 2
         await lose(sessions)
         with pytest.raises(SandboxUnavailable, match="files are lost"):
@@ -123,21 +123,21 @@ async def test_a_removal_that_failed_is_tried_again(tmp_path: Path) -> None:
 
 async def test_a_full_host_refuses_and_says_what_to_do(tmp_path: Path) -> None:
     async with open_sessions(tmp_path, limit=1) as (sessions, engine):
-        await sessions.open("a", Start(PLAN, 60))
+        await sessions.open("a", NewSession(PLAN, 60))
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_MAX_SANDBOXES"):
-            await sessions.open("b", Start(PLAN, 60))
+            await sessions.open("b", NewSession(PLAN, 60))
         await sessions.close("a")
-        await sessions.open("b", Start(PLAN, 60))
+        await sessions.open("b", NewSession(PLAN, 60))
         assert len(engine.alive) == 1
 
 
 async def test_sandboxes_that_are_being_started_count(tmp_path: Path) -> None:
     async with open_sessions(tmp_path, limit=1) as (sessions, engine):
         engine.start_gate.clear()
-        first = asyncio.create_task(sessions.open("a", Start(PLAN, 60)))
+        first = asyncio.create_task(sessions.open("a", NewSession(PLAN, 60)))
         await engine.starting.wait()
         with pytest.raises(SandboxUnavailable):
-            await sessions.open("b", Start(PLAN, 60))
+            await sessions.open("b", NewSession(PLAN, 60))
         engine.start_gate.set()
         await first
 
@@ -148,29 +148,29 @@ async def test_a_start_that_failed_frees_its_place(tmp_path: Path) -> None:
 
     async with open_sessions(tmp_path, stillborn, echoing, limit=1) as (sessions, _):
         with pytest.raises(SandboxUnavailable):
-            await sessions.open("a", Start(PLAN, 60))
-        await sessions.open("b", Start(PLAN, 60))
+            await sessions.open("a", NewSession(PLAN, 60))
+        await sessions.open("b", NewSession(PLAN, 60))
         assert len(sessions) == 1
 
 
 async def test_a_session_opened_twice_at_once_has_one_sandbox(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        one, two = await asyncio.gather(sessions.open("s", Start(PLAN, 60)), sessions.open("s", Start(PLAN, 60)))
+        one, two = await asyncio.gather(sessions.open("s", NewSession(PLAN, 60)), sessions.open("s", NewSession(PLAN, 60)))
         assert one is two
         assert len(engine.alive) == 1
 
 
 async def test_a_sandbox_is_labelled_as_this_sandboxds(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         assert engine.guests[0].config["Labels"]["toolcrew.sandboxd"] == "test"
 
 
 async def test_no_sandbox_serves_two_sessions(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, _):
-        one = await sessions.open("a", Start(PLAN, 60))
+        one = await sessions.open("a", NewSession(PLAN, 60))
         await sessions.close("a")
-        two = await sessions.open("b", Start(PLAN, 60))
+        two = await sessions.open("b", NewSession(PLAN, 60))
         assert one.sandbox.container != two.sandbox.container
 
 
@@ -179,7 +179,7 @@ async def test_no_sandbox_serves_two_sessions(tmp_path: Path) -> None:
 
 async def test_closing_returns_when_the_container_is_gone(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         engine.remove_gate.clear()
         closing = asyncio.create_task(sessions.close("s"))
         await engine.removing.wait()
@@ -190,7 +190,7 @@ async def test_closing_returns_when_the_container_is_gone(tmp_path: Path) -> Non
 
 async def test_a_closed_session_is_not_found(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, _):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         await sessions.close("s")
         with pytest.raises(ToolFailure) as refused:
             await sessions.use("s", "c")
@@ -216,7 +216,7 @@ async def test_closing_ends_the_calls_that_run(tmp_path: Path) -> None:
 
 async def test_a_container_that_could_not_be_removed_is_not_forgotten(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         engine.refuse_removals = 1
         with pytest.raises(SandboxUnavailable):
             await sessions.close("s")
@@ -226,7 +226,7 @@ async def test_a_container_that_could_not_be_removed_is_not_forgotten(tmp_path: 
 
 async def test_a_session_closed_while_it_is_rebuilt_leaves_nothing(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", Start(PLAN, 60))
+        await sessions.open("s", NewSession(PLAN, 60))
         await lose(sessions)
         with pytest.raises(SandboxUnavailable):
             await sessions.use("s", "c")
@@ -243,7 +243,7 @@ async def test_a_session_closed_while_it_is_rebuilt_leaves_nothing(tmp_path: Pat
 async def test_one_container_that_stays_does_not_keep_the_others(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
         for name in ("a", "b", "c"):
-            await sessions.open(name, Start(PLAN, 60))
+            await sessions.open(name, NewSession(PLAN, 60))
         engine.refuse_removals = 1
         await sessions.close_all()
         assert len(engine.alive) == 1

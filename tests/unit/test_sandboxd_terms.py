@@ -17,7 +17,7 @@ from workers.sandboxd.classes import EgressRules, SandboxPlan, TenantClass
 from workers.sandboxd.plans import Plans, load_plans
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
-from workers.sandboxd.sessions import Start
+from workers.sandboxd.sessions import NewSession
 from workers.settings import SandboxdSettings
 
 MIB = 1024 * 1024
@@ -199,8 +199,8 @@ async def test_a_repeated_open_without_terms_leaves_those_of_the_session(tmp_pat
 async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has_by_then(tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
         plan = PLANS.choose(OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
-        entry = await host.sessions.open("acme:s", Start(plan, 60, terms=OPEN))
-        assert await host.sessions.resting.give_up(entry, must_be_idle=False)
+        entry = await host.sessions.open("acme:s", NewSession(plan, 60, terms=OPEN))
+        assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         await host.sessions.use("acme:s", "c", SandboxTerms(tenant_class="closed"))
         config = host.engine.guests[-1].config
         assert (config["HostConfig"]["Runtime"], config["HostConfig"]["PidsLimit"], config["Image"]) == ("runsc", 32, "node")
@@ -209,19 +209,19 @@ async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has
 
 async def test_a_session_whose_class_is_gone_gets_no_sandbox_and_keeps_its_files_until_it_has_another(tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
-        assert await host.sessions.resting.give_up(entry, must_be_idle=False)
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         with pytest.raises(SandboxUnavailable, match=r"cannot be made again: this host has no tenant class 'gone'.* it has: closed"):
             await host.sessions.use("acme:s", "c", SandboxTerms(tenant_class="gone"))
-        assert host.maker.room.taken == 0
+        assert host.factory.slots.taken == 0
         await host.sessions.use("acme:s", "c", SandboxTerms())
-        assert len(host.parking.unpacked) == 1
+        assert len(host.suspension_store.unpacked) == 1
 
 
 async def test_terms_outlive_sandboxd(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, plans=PLANS, workspaces=workspaces)
-    await first.sessions.open("acme:s", Start(PLANS.choose(OPEN), 60, terms=OPEN))
+    await first.sessions.open("acme:s", NewSession(PLANS.choose(OPEN), 60, terms=OPEN))
     await first.sessions.use("acme:s", "c", SandboxTerms(tenant_class="closed", images=("node",)))
     first.lease.give_back()
     async with open_host(tmp_path, plans=PLANS, workspaces=workspaces) as second:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import FakeGuest
-from tests.fake_sandboxd import PLAN, KeptWorkspaces, MemoryParking, Sandboxd, build_host, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, KeptWorkspaces, MemorySuspensionStore, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import SOON_S, call
-from workers.sandboxd.session import Traces
-from workers.sandboxd.sessions import Start
-from workers.sandboxd.store.checkpoints import Checkpoint
+from workers.sandboxd.archives.checkpoints import Checkpoint
+from workers.sandboxd.session import SessionActivity
+from workers.sandboxd.sessions import NewSession
 
 RUNNING, ENDED = {"job": "job-1", "state": "running"}, {"job": "job-1", "state": "exited"}
 
@@ -48,34 +48,34 @@ async def row(daemon: Sandboxd) -> dict[str, Any]:
 
 @pytest.mark.parametrize("op", ["read_text", "read_file", "glob", "grep", "ping", "job_list", "job_poll"])
 def test_reading_changes_nothing(op: str) -> None:
-    traces = Traces()
-    traces.note(op, {"kind": "text"})
-    assert not traces.changed
+    activity = SessionActivity()
+    activity.note(op, {"kind": "text"})
+    assert not activity.changed
 
 
 @pytest.mark.parametrize("op", ["exec", "write_file", "write_text", "edit_text", "job_start", "job_input", "job_kill", "to_come"])
 def test_all_else_may_have_changed_files_whatever_came_of_it(op: str) -> None:
-    traces = Traces()
-    traces.note(op, {})
-    assert traces.changed
+    activity = SessionActivity()
+    activity.note(op, {})
+    assert activity.changed
 
 
 def test_while_a_job_runs_files_may_change_and_its_last_words_count() -> None:
-    traces = Traces()
-    traces.note("job_start", {"job": RUNNING})
-    traces.has_written = False
-    assert traces.changed
-    traces.note("job_poll", {"job": ENDED})
-    assert (traces.jobs, traces.changed) == (set(), True)
+    activity = SessionActivity()
+    activity.note("job_start", {"job": RUNNING})
+    activity.has_written = False
+    assert activity.changed
+    activity.note("job_poll", {"job": ENDED})
+    assert (activity.jobs, activity.changed) == (set(), True)
 
 
 def test_jobs_that_end_unasked_are_seen_by_the_next_attestation() -> None:
-    traces = Traces()
-    traces.note("job_list", {"jobs": [RUNNING, {"job": "job-2", "state": "running"}]})
-    traces.note_jobs(1)
-    assert traces.jobs == {"job-1", "job-2"}
-    traces.note_jobs(0)
-    assert (traces.jobs, traces.changed) == (set(), True)
+    activity = SessionActivity()
+    activity.note("job_list", {"jobs": [RUNNING, {"job": "job-2", "state": "running"}]})
+    activity.note_jobs(1)
+    assert activity.jobs == {"job-1", "job-2"}
+    activity.note_jobs(0)
+    assert (activity.jobs, activity.changed) == (set(), True)
 
 
 json_values = st.recursive(
@@ -87,14 +87,14 @@ json_values = st.recursive(
 
 @given(st.lists(st.tuples(st.sampled_from(["job_list", "job_start", "job_poll"]), json_values), max_size=8))
 def test_a_guest_that_lies_of_jobs_is_remembered_in_little(told: list[tuple[str, Any]]) -> None:
-    traces = Traces()
+    activity = SessionActivity()
     for op, value in told:
-        traces.note(op, {"job": value, "jobs": value})
-        traces.note(op, value if isinstance(value, dict) else {})
+        activity.note(op, {"job": value, "jobs": value})
+        activity.note(op, value if isinstance(value, dict) else {})
     for number in range(100):
-        traces.note("job_start", {"job": {"job": f"j{number}", "state": "running"}})
-    assert len(traces.jobs) <= 16
-    assert all(len(name) <= 64 for name in traces.jobs)
+        activity.note("job_start", {"job": {"job": f"j{number}", "state": "running"}})
+    assert len(activity.jobs) <= 16
+    assert all(len(name) <= 64 for name in activity.jobs)
 
 
 # Rows
@@ -223,23 +223,23 @@ async def test_an_automatic_checkpoint_that_grows_old_is_worth_another(tmp_path:
 
 @pytest.mark.parametrize("is_packed", [True, False])
 async def test_after_a_restart_only_what_was_packed_is_known_not_to_have_changed(tmp_path: Path, is_packed: bool) -> None:
-    workspaces, parking = KeptWorkspaces(), MemoryParking()
-    first = build_host(tmp_path, workspaces=workspaces, parking=parking)
-    await first.sessions.open("acme:s", Start(PLAN, 60))
+    workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
+    first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
+    await first.sessions.open("acme:s", NewSession(PLAN, 60))
     if is_packed:
         await first.sessions.suspend_all(5)
     first.lease.give_back()
     await first.engine.end()
-    async with open_host(tmp_path, workspaces=workspaces, parking=parking) as second:
+    async with open_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store) as second:
         second.sessions.adopt()
         assert second.sessions.describe()[0]["changed"] is not is_packed
 
 
 async def test_a_job_ends_with_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
-        entry.traces.note("job_start", {"job": RUNNING})
-        entry.traces.has_written = False
-        assert await host.sessions.resting.give_up(entry, must_be_idle=False)
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry.activity.note("job_start", {"job": RUNNING})
+        entry.activity.has_written = False
+        assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         await host.sessions.use("acme:s", "c")
-        assert (entry.traces.jobs, entry.traces.changed) == (set(), True)
+        assert (entry.activity.jobs, entry.activity.changed) == (set(), True)

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from contract.errors import SandboxUnavailable
 from tests.workspace_ground import MIB, SMALL, run_as
 from workers.sandboxd.disks import folder as folder_module
-from workers.sandboxd.disks import places as places_module
+from workers.sandboxd.disks import workspace_store as store_module
 from workers.sandboxd.disks.base import WorkspaceSize
 from workers.sandboxd.disks.folder import FolderWorkspaces
 
@@ -49,7 +49,7 @@ async def test_a_cancellation_is_one_also_when_what_was_made_will_not_go(
     def refuse(_folder: Path) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(places_module, "remove_tree", refuse)
+    monkeypatch.setattr(store_module, "remove_tree", refuse)
     making = asyncio.ensure_future(workspaces.make("one", SMALL))
     await asyncio.sleep(0)
     with capture_logs() as logs:

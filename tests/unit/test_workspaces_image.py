@@ -113,7 +113,7 @@ async def test_a_file_of_the_whole_size_fits_and_room_that_is_freed_is_free_on_t
 
 async def test_while_a_container_has_it_the_next_waits_and_then_says_so(images: ImageWorkspaces, tmp_path: Path) -> None:
     made = await images.make("one", SMALL)
-    workspace = ImageWorkspace("one", SMALL, made.places, made.handing_over, release_s=0.05)
+    workspace = ImageWorkspace("one", SMALL, made.store, made.handing_over, release_s=0.05)
     async with made.mounted() as mount:
         held = os.open(mount.bind or "", os.O_RDONLY)  # as a container's mount does, it outlives ours
 

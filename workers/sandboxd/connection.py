@@ -147,7 +147,7 @@ class Connection:
             self._link.unwatch()
             sandbox.release(self._link)
             sandbox.cancel(call)
-            session.traces.note(call.op, done)
+            session.activity.note(call.op, done)
             session.used_at = time.monotonic()
         if self._link.is_gone:
             raise ConnectionError("the worker left during a call")

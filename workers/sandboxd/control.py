@@ -11,15 +11,15 @@ from typing import Any
 from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import SandboxTerms
+from workers.sandboxd.archives.checkpoints import Checkpoints
+from workers.sandboxd.archives.packing import count_most_bytes
 from workers.sandboxd.connection import ReadBody
-from workers.sandboxd.parcels import count_most_bytes
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.requests import parse_fence, parse_number, parse_session, parse_skill, parse_terms, parse_text
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Moved, Session
-from workers.sandboxd.sessions import MAX_ROWS, Sessions, Start
-from workers.sandboxd.skill_shelf import SkillShelf
-from workers.sandboxd.store.checkpoints import Checkpoints
+from workers.sandboxd.session import Session, SessionMove
+from workers.sandboxd.sessions import MAX_ROWS, NewSession, Sessions
+from workers.sandboxd.skill_store import SkillStore
 
 MAX_FENCE = 2**53
 
@@ -28,13 +28,13 @@ class ControlRequests:
     """Answers every request but a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`, `terms`, `status`, `sessions`."""
 
     def __init__(
-        self, sessions: Sessions, plans: Plans, checkpoints: Checkpoints, shelf: SkillShelf, describe: Callable[[], Mapping[str, Any]]
+        self, sessions: Sessions, plans: Plans, checkpoints: Checkpoints, skills: SkillStore, describe: Callable[[], Mapping[str, Any]]
     ) -> None:
         """`describe`: gives what `status` says beside the sessions."""
         self._sessions = sessions
         self._plans = plans
         self._checkpoints = checkpoints
-        self._shelf = shelf
+        self._skills = skills
         self._describe = describe
 
     async def answer(self, header: Mapping[str, Any], read_body: ReadBody) -> tuple[dict[str, Any], bytes]:
@@ -75,8 +75,8 @@ class ControlRequests:
         """Return the folder of the bundle; None when it is not there yet and the request has no body."""
         scope, digest, size = parse_skill(header)
         if size == 0:
-            return self._shelf.find(scope, digest)
-        return await self._shelf.place(scope, digest, read_body(size))
+            return self._skills.find(scope, digest)
+        return await self._skills.place(scope, digest, read_body(size))
 
     async def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
         name, ttl_s = parse_session(header), parse_number(header, "ttl_s", DEFAULT_TTL_S, MAX_TTL_S)
@@ -84,7 +84,7 @@ class ControlRequests:
         plan = self._plans.choose(terms or SandboxTerms(), _parse_optional(header, "image"), _parse_optional(header, "network"))
         fill = None if restore is None else partial(self._restore, restore)
         started = time.monotonic()
-        session = await self._sessions.open(name, Start(plan, ttl_s, fill, terms, parse_moved(header)))
+        session = await self._sessions.open(name, NewSession(plan, ttl_s, fill, terms, parse_moved(header)))
         rules = self._plans.rules(session.terms) if session.plan.network == "egress" else None
         return {
             "sandbox": session.identify_sandbox(session.sandbox) if session.sandbox is not None else None,
@@ -119,11 +119,11 @@ class ControlRequests:
             _, sandbox = await self._sessions.use(name)
             asked_at = session.used_at
             most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
-            session.traces.has_written = False  # from here on: what ends now may have been read before it wrote
+            session.activity.has_written = False  # from here on: what ends now may have been read before it wrote
             try:
                 saved = await self._checkpoints.save(session.tenant, sandbox, max_bytes=most, is_automatic=is_automatic)
             except BaseException:
-                session.traces.has_written = True
+                session.activity.has_written = True
                 raise
             finally:
                 if not is_automatic:
@@ -154,7 +154,7 @@ def _parse_optional(header: Mapping[str, Any], name: str) -> str | None:
     return None if header.get(name) is None else parse_text(header, name)
 
 
-def parse_moved(header: Mapping[str, Any]) -> Moved | None:
+def parse_moved(header: Mapping[str, Any]) -> SessionMove | None:
     """What a request to open says of it; None: the session is new. Raises ToolFailure."""
     told = header.get("moved")
     if told is None:
@@ -165,7 +165,7 @@ def parse_moved(header: Mapping[str, Any]) -> Moved | None:
     if isinstance(fence, bool) or not isinstance(fence, int) or not 0 < fence <= MAX_FENCE:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"moved.generation must be a whole number of at least 1 and at most {MAX_FENCE}")
     at = told.get("checkpoint_at")
-    return Moved(fence, None if at is None else _parse_instant(at), told.get("is_planned") is True)
+    return SessionMove(fence, None if at is None else _parse_instant(at), told.get("is_planned") is True)
 
 
 def _parse_instant(text: object) -> datetime:

@@ -15,6 +15,8 @@ import structlog
 
 from contract.errors import SandboxUnavailable
 from workers.lifeline import hold_lifeline
+from workers.sandboxd.archives.checkpoints import MOST_CHECKPOINTS, Checkpoints
+from workers.sandboxd.archives.choice import open_store
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.connection import OWNER, Server
 from workers.sandboxd.control import ControlRequests
@@ -23,23 +25,21 @@ from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_
 from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
 from workers.sandboxd.egress.tunnels import Tunnels
 from workers.sandboxd.leases import Lease
-from workers.sandboxd.monitor import DiskWatch, IdleTimes, Keeper
+from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
 from workers.sandboxd.plans import Plans, Profile, load_plans
-from workers.sandboxd.pool import PoolLimits, Pools, available_memory
+from workers.sandboxd.pool import PoolLimits, WarmPools, available_memory
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
 from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine, EngineFacts
-from workers.sandboxd.runtime.factory import FirstLooks, Maker, Room, WorkspaceMissed, count_states
+from workers.sandboxd.runtime.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceMissed, count_states
 from workers.sandboxd.runtime.hardening import find_drift
 from workers.sandboxd.runtime.reaper import Reaper
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
-from workers.sandboxd.skill_shelf import SkillShelf
-from workers.sandboxd.store.checkpoints import MOST_CHECKPOINTS, Checkpoints
-from workers.sandboxd.store.choice import open_store
-from workers.sandboxd.suspension import open_parking
+from workers.sandboxd.skill_store import SkillStore
+from workers.sandboxd.suspension import open_suspension_store
 from workers.settings import SandboxdSettings
 from workers.unix_listening import refuse_second, unlink_own
 
@@ -57,7 +57,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, END_FOR_GOOD)
 
 
 @dataclass(frozen=True)
-class House:
+class Daemon:
     """What serves, and what `status` tells of it."""
 
     settings: SandboxdSettings
@@ -65,13 +65,13 @@ class House:
     boot: str
     plans: Plans
     choice: Choice
-    maker: Maker
-    pools: Pools
+    factory: SandboxFactory
+    pools: WarmPools
     sessions: Sessions
     checkpoints: Checkpoints
-    keeper: Keeper
+    monitor: SessionMonitor
     reaper: Reaper
-    shelf: SkillShelf
+    skills: SkillStore
 
     def describe(self) -> Mapping[str, Any]:
         """What `status` tells beside the sessions."""
@@ -89,10 +89,10 @@ class House:
             "engine": self.facts.version,
             "runtime": settings.sandbox_runtime,
             "workspaces": {"kind": self.choice.workspaces.kind, "hard": self.choice.workspaces.is_hard, "note": self.choice.note},
-            "room": {"taken": self.maker.room.taken, "limit": self.maker.room.limit},
+            "room": {"taken": self.factory.slots.taken, "limit": self.factory.slots.limit},
             "pool": self.pools.describe(),
-            "engine_gate": self.maker.engine.describe(),
-            "counts": self.maker.counts.describe(),
+            "engine_gate": self.factory.engine.describe(),
+            "counts": self.factory.counts.describe(),
             "states": count_states(self.sessions.all(), len(self.pools)),
         }
 
@@ -103,11 +103,11 @@ class House:
             await self.sessions.suspend_all(SUSPEND_S)
         else:
             await self.sessions.close_all()
-        await self.maker.end()
+        await self.factory.end()
 
 
 @asynccontextmanager
-async def open_house(settings: SandboxdSettings, engine: Engine) -> AsyncIterator[House]:
+async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterator[Daemon]:
     """Check the host, sweep what a predecessor left, prove the profile on a real sandbox, take over kept sessions. All of it goes at the end.
 
     Raises SandboxUnavailable and ConfigError with what is missing and how to mend it.
@@ -122,33 +122,33 @@ async def open_house(settings: SandboxdSettings, engine: Engine) -> AsyncIterato
         stack.callback(lease.give_back)
         choice = choose_workspaces(settings.sandbox_workspace, state, settings.sandbox_workspace_bytes, settings.host_free_bytes)
         owner = {LABEL_DEPLOYMENT: settings.deployment, LABEL_SANDBOXD: settings.sandboxd_name, LABEL_LEASE: lease.label}
-        shelf = SkillShelf(engine, settings.sandbox_image, owner)
+        skills = SkillStore(engine, settings.sandbox_image, owner)
         profile = Profile(
             seccomp=load_seccomp_profile(),
             cgroup_version=facts.cgroup_version,
             life_s=settings.sandbox_max_life_s,
-            skills_volume=shelf.volume,
+            skills_volume=skills.volume,
         )
-        stack.push_async_callback(shelf.close)
-        await shelf.open()
+        stack.push_async_callback(skills.close)
+        await skills.open()
 
-        def build(chosen: Choice) -> House:
-            return _build(settings, engine, facts, plans, chosen, profile, lease, owner, shelf)
+        def build(chosen: Choice) -> Daemon:
+            return _build(settings, engine, facts, plans, chosen, profile, lease, owner, skills)
 
-        house = build(choice)
-        stack.push_async_callback(house.close)
-        await house.reaper.sweep()
-        await shelf.sweep(lease)
-        proved = await _prove(house, engine, profile, build)
-        if proved is not house:
+        daemon = build(choice)
+        stack.push_async_callback(daemon.close)
+        await daemon.reaper.sweep()
+        await skills.sweep(lease)
+        proved = await _prove(daemon, engine, profile, build)
+        if proved is not daemon:
             stack.push_async_callback(proved.close)
-            house = proved
-        await _prove_others(house, engine, profile)
-        if house.choice.note is not None and settings.sandbox_workspace == "auto":
-            log.warning("workspaces_weaker", kind=house.choice.workspaces.kind, why=house.choice.note)
-        log.info("sessions_adopted", sessions=house.sessions.adopt())
-        await house.sessions.sweep()
-        yield house
+            daemon = proved
+        await _prove_others(daemon, engine, profile)
+        if daemon.choice.note is not None and settings.sandbox_workspace == "auto":
+            log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, why=daemon.choice.note)
+        log.info("sessions_adopted", sessions=daemon.sessions.adopt())
+        await daemon.sessions.sweep()
+        yield daemon
 
 
 async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFacts, plans: Plans) -> None:
@@ -176,38 +176,40 @@ def _build(
     profile: Profile,
     lease: Lease,
     owner: Mapping[str, str],
-    shelf: SkillShelf,
-) -> House:
+    skills: SkillStore,
+) -> Daemon:
     records = Records(settings.state())
-    looks = FirstLooks(choice.workspaces.is_hard)
-    maker = Maker(engine, profile, choice.workspaces, records, Room(settings.max_sandboxes), owner, settings.sandbox_image, looks.look)
-    limits = PoolLimits(0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
-    pools = Pools(maker, plans.pooled(), limits)
-    parking = open_parking(settings.state() / "parcels", settings.host_free_bytes)
-    sessions = Sessions(
-        maker, pools, parking, records, limit=settings.max_sessions, revise=plans.revise, equip=partial(_equip, settings, plans)
+    start_check = StartCheck(choice.workspaces.is_hard)
+    factory = SandboxFactory(
+        engine, profile, choice.workspaces, records, SandboxSlots(settings.max_sandboxes), owner, settings.sandbox_image, start_check.look
     )
-    reaper = Reaper(engine, maker, records, lease, settings.deployment, settings.sandboxd_name)
+    limits = PoolLimits(0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
+    pools = WarmPools(factory, plans.pooled(), limits)
+    suspension_store = open_suspension_store(settings.state() / "parcels", settings.host_free_bytes)
+    sessions = Sessions(
+        factory, pools, suspension_store, records, limit=settings.max_sessions, revise=plans.revise, equip=partial(_equip, settings, plans)
+    )
+    reaper = Reaper(engine, factory, records, lease, settings.deployment, settings.sandboxd_name)
     idle = IdleTimes(settings.idle_pause_s, settings.idle_evict_s)
     checkpoints = Checkpoints(open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS)
-    return House(
+    return Daemon(
         settings=settings,
         facts=facts,
         boot=secrets.token_hex(4),
         plans=plans,
         choice=choice,
-        maker=maker,
+        factory=factory,
         pools=pools,
         sessions=sessions,
         checkpoints=checkpoints,
-        keeper=Keeper(sessions, maker, reaper, idle, _build_watch(settings, choice), checkpoints.forget_old),
+        monitor=SessionMonitor(sessions, factory, reaper, idle, _build_watch(settings, choice), checkpoints.forget_old),
         reaper=reaper,
-        shelf=shelf,
+        skills=skills,
     )
 
 
-def _build_watch(settings: SandboxdSettings, choice: Choice) -> DiskWatch | None:
-    return None if choice.workspaces.kind == "tmpfs" else DiskWatch(settings.state(), settings.host_free_bytes // 2)
+def _build_watch(settings: SandboxdSettings, choice: Choice) -> DiskMonitor | None:
+    return None if choice.workspaces.kind == "tmpfs" else DiskMonitor(settings.state(), settings.host_free_bytes // 2)
 
 
 def _equip(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: Sandbox) -> None:
@@ -223,16 +225,16 @@ def _equip(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: 
     sandbox.tunnels = Tunnels(sandbox.send, sandbox.drain, connect, sandbox.end_hostile)
 
 
-async def _prove(house: House, engine: Engine, profile: Profile, rebuild: Callable[[Choice], House]) -> House:
+async def _prove(daemon: Daemon, engine: Engine, profile: Profile, rebuild: Callable[[Choice], Daemon]) -> Daemon:
     """The house, or the same with other workspaces when the engine does not see the ones that were made.
 
     Raises SandboxUnavailable when the engine does not keep the profile.
     """
-    fault = await _try_sandbox(house, engine, profile, house.plans.standard())
+    fault = await _try_sandbox(daemon, engine, profile, daemon.plans.standard())
     if fault is None:
-        return house
-    settings = house.settings
-    if settings.sandbox_workspace != "auto" or house.choice.workspaces.kind != "image":
+        return daemon
+    settings = daemon.settings
+    if settings.sandbox_workspace != "auto" or daemon.choice.workspaces.kind != "image":
         raise SandboxUnavailable(fault)
     why = f"the engine does not see those that are made here ({fault})"
     weaker = rebuild(choose_without_images(why, settings.state(), settings.sandbox_workspace_bytes, settings.host_free_bytes))
@@ -242,26 +244,26 @@ async def _prove(house: House, engine: Engine, profile: Profile, rebuild: Callab
     return weaker
 
 
-async def _prove_others(house: House, engine: Engine, profile: Profile) -> None:
+async def _prove_others(daemon: Daemon, engine: Engine, profile: Profile) -> None:
     """The same under every other runtime that a class asks for. Raises SandboxUnavailable, which names it."""
-    for plan in house.plans.proofs()[1:]:
+    for plan in daemon.plans.proofs()[1:]:
         try:
-            fault = await _try_sandbox(house, engine, profile, plan)
+            fault = await _try_sandbox(daemon, engine, profile, plan)
         except SandboxUnavailable as error:
             fault = str(error)
         if fault is not None:
             raise SandboxUnavailable(f"under the runtime '{plan.runtime}' of a tenant class: {fault}")
 
 
-async def _try_sandbox(house: House, engine: Engine, profile: Profile, plan: SandboxPlan) -> str | None:
+async def _try_sandbox(daemon: Daemon, engine: Engine, profile: Profile, plan: SandboxPlan) -> str | None:
     """A real sandbox of that plan, inspected and asked; why it does not get its workspace. Raises SandboxUnavailable for all else."""
-    maker = house.maker
-    await maker.room.take()
-    workspace = await maker.make_workspace(plan)
+    factory = daemon.factory
+    await factory.slots.take()
+    workspace = await factory.make_workspace(plan)
     try:
-        sandbox = await maker.make(plan, workspace, 1)
+        sandbox = await factory.make(plan, workspace, 1)
     except SandboxUnavailable as error:
-        await maker.discard_workspace(workspace)
+        await factory.discard_workspace(workspace)
         if not isinstance(error, WorkspaceMissed) and _NO_FOLDER not in str(error):
             raise
         return str(error)
@@ -269,7 +271,7 @@ async def _try_sandbox(house: House, engine: Engine, profile: Profile, plan: San
         inspected = await engine.inspect(sandbox.container)
         attestation = await ask_attestation(sandbox, timeout_s=10.0)
     finally:
-        await maker.discard(sandbox, workspace)
+        await factory.discard(sandbox, workspace)
     bind = next((str(found["Source"]) for found in inspected.get("Mounts") or [] if found.get("Destination") == "/workspace"), None)
     drift = find_drift(profile.build_config(plan, WorkspaceMount(bind), {}), inspected)
     if drift:
@@ -318,13 +320,13 @@ def cancelled_by_signals() -> Iterator[Sequence[int]]:
 async def _run(settings: SandboxdSettings, engine: Engine, asked: Sequence[int]) -> None:
     # Before anything is swept: the sandboxes of a sandboxd that lives are no leftovers.
     refuse_second(settings.sandboxd_socket, owner=OWNER)
-    async with open_house(settings, engine) as house:
-        control = ControlRequests(house.sessions, house.plans, house.checkpoints, house.shelf, house.describe)
-        server = Server(house.sessions, control.answer, settings.allowed_uids())
-        await _serve(settings, server, house, asked)
+    async with open_daemon(settings, engine) as daemon:
+        control = ControlRequests(daemon.sessions, daemon.plans, daemon.checkpoints, daemon.skills, daemon.describe)
+        server = Server(daemon.sessions, control.answer, settings.allowed_uids())
+        await _serve(settings, server, daemon, asked)
 
 
-async def _serve(settings: SandboxdSettings, server: Server, house: House, asked: Sequence[int]) -> None:
+async def _serve(settings: SandboxdSettings, server: Server, daemon: Daemon, asked: Sequence[int]) -> None:
     """Until it is cancelled, by a signal that is then among those asked."""
     path = settings.sandboxd_socket
     listening = await server.listen(path, settings.sandboxd_socket_mode)
@@ -332,11 +334,11 @@ async def _serve(settings: SandboxdSettings, server: Server, house: House, asked
     log.info("sandboxd_ready", socket=str(path), image=settings.sandbox_image, runtime=settings.sandbox_runtime)
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(house.keeper.keep())
-            tasks.create_task(house.pools.keep_filled())
+            tasks.create_task(daemon.monitor.keep())
+            tasks.create_task(daemon.pools.keep_filled())
     finally:
         listening.close()
         # Before the long part of the end: a successor may listen at the same path by then.
         unlink_own(path, inode)
-        await house.close(for_good=END_FOR_GOOD in asked)
+        await daemon.close(for_good=END_FOR_GOOD in asked)
         await server.close_connections()

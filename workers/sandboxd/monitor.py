@@ -12,7 +12,7 @@ import structlog
 from contract.errors import SandboxUnavailable
 from workers.logs import bound_to_session
 from workers.sandboxd.background import settle
-from workers.sandboxd.runtime.factory import Maker
+from workers.sandboxd.runtime.factory import SandboxFactory
 from workers.sandboxd.runtime.reaper import Reaper
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
@@ -30,7 +30,7 @@ _OVERFULL_GROWTH = 1.1
 """How much more a workspace that was found overfull may hold before its sandbox ends again: room to delete something."""
 
 
-class DiskWatch:
+class DiskMonitor:
     """`stop_bytes`: with less free than this nothing may write. It goes on only with a quarter more, so that nobody is ended in turns."""
 
     def __init__(self, folder: Path, stop_bytes: int) -> None:
@@ -56,23 +56,23 @@ class IdleTimes:
     evict_s: float
 
 
-class Keeper:
+class SessionMonitor:
     """Runs until it is cancelled. A round that fails is logged, and the next one tried."""
 
     def __init__(
         self,
         sessions: Sessions,
-        maker: Maker,
+        factory: SandboxFactory,
         reaper: Reaper,
         idle: IdleTimes,
-        disk: DiskWatch | None = None,
+        disk: DiskMonitor | None = None,
         tidy: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
         """`disk`: where workspaces lie, when that is not the containers' own memory. `tidy`: the store of checkpoints; gives how many went."""
         self._tidy_store = tidy
         self._sessions = sessions
         self._disk = disk
-        self._maker = maker
+        self._factory = factory
         self._reaper = reaper
         self._idle = idle
 
@@ -87,13 +87,13 @@ class Keeper:
                 tasks.create_task(_every(TIDY_EVERY_S, self.tidy))
             if self._disk is not None:
                 tasks.create_task(_every(DISK_EVERY_S, self.watch_disk))
-            if not self._maker.workspaces.is_hard:
+            if not self._factory.workspaces.is_hard:
                 tasks.create_task(_every(QUOTA_EVERY_S, self.end_overfull))
 
     async def expire(self) -> None:
         """Close sessions that no call has used for their time to live, and try again to remove what would not go."""
         await settle(self._end(entry) for entry in self._sessions.all() if not entry.lock.locked())
-        await self._maker.retry_removals()
+        await self._factory.retry_removals()
 
     async def _end(self, entry: Session) -> None:
         """What is due of a session that nobody rebuilds, gives up or closes just now."""
@@ -111,7 +111,7 @@ class Keeper:
 
     async def freeze_idle(self) -> None:
         """Freeze what has been idle for a while: a round of its own, packing another takes long."""
-        await settle(self._sessions.resting.pause(entry) for entry in self._find_idle(self._idle.pause_s))
+        await settle(self._sessions.suspender.pause(entry) for entry in self._find_idle(self._idle.pause_s))
 
     async def evict_idle(self) -> None:
         """Give up what has been idle for long, a few at a time."""
@@ -122,7 +122,7 @@ class Keeper:
         async with slots:
             if entry.idle_s() >= self._idle.evict_s:
                 with bound_to_session(entry.id):
-                    await self._sessions.resting.give_up(entry)
+                    await self._sessions.suspender.give_up(entry)
 
     def _find_idle(self, idle_s: float) -> list[Session]:
         """Those that have a container and nothing to do. One that had a background job is asked again only after the time of freezing."""
@@ -132,7 +132,7 @@ class Keeper:
 
     async def end_overfull(self) -> None:
         """End the sandboxes whose workspaces hold more than they may, where the kernel does not see to it."""
-        found = await self._maker.workspaces.find_overfull()
+        found = await self._factory.workspaces.find_overfull()
         for entry in self._sessions.all():
             held = found.get(entry.workspace.name, 0)
             if held > entry.overfull_bytes * _OVERFULL_GROWTH:
@@ -150,9 +150,9 @@ class Keeper:
         """End what writes when the host's disk is nearly full, and start nothing until there is room again."""
         assert self._disk is not None
         shortage = self._disk.find_shortage()
-        if shortage is not None and self._maker.shortage is None:
+        if shortage is not None and self._factory.shortage is None:
             log.error("host_disk_short", why=shortage)
-        self._maker.shortage = shortage
+        self._factory.shortage = shortage
         for entry in self._sessions.all() if shortage is not None else []:
             if entry.sandbox is not None and entry.sandbox.lost is None and not entry.is_paused:
                 entry.sandbox.end(shortage or "")

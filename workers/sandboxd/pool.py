@@ -14,7 +14,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import Workspace
 from workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
-from workers.sandboxd.runtime.factory import Maker
+from workers.sandboxd.runtime.factory import SandboxFactory
 from workers.sandboxd.sandbox import Sandbox
 
 log = structlog.get_logger(__name__)
@@ -25,7 +25,7 @@ BUSY_RETRY_S = 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class Warm:
+class WarmSandbox:
     """A sandbox that no session has had, and its workspace."""
 
     sandbox: Sandbox
@@ -47,11 +47,11 @@ class PoolLimits:
 class WarmPool:
     """Sandboxes of one plan. Handed out once, never taken back."""
 
-    def __init__(self, maker: Maker, plan: SandboxPlan, limits: PoolLimits) -> None:
+    def __init__(self, factory: SandboxFactory, plan: SandboxPlan, limits: PoolLimits) -> None:
         self.plan = plan
-        self._maker = maker
+        self._factory = factory
         self._limits = limits
-        self._ready: deque[Warm] = deque()
+        self._ready: deque[WarmSandbox] = deque()
         self._wanted = asyncio.Event()
         self._wanted.set()
         self.handed_out = 0
@@ -60,7 +60,7 @@ class WarmPool:
     def __len__(self) -> int:
         return len(self._ready)
 
-    async def take(self) -> Warm | None:
+    async def take(self) -> WarmSandbox | None:
         """A sandbox that has proved to be clean, or None: then the caller makes one."""
         while self._ready:
             warm = self._ready.popleft()
@@ -99,33 +99,33 @@ class WarmPool:
 
     async def _add_one(self) -> float:
         """Gives how long to wait before the next, in seconds."""
-        if self._maker.is_ending or available_memory() < self._limits.memory_floor_bytes + self.plan.memory_reserve_bytes:
+        if self._factory.is_ending or available_memory() < self._limits.memory_floor_bytes + self.plan.memory_reserve_bytes:
             return RETRY_S
-        if not self._maker.room.try_take():
+        if not self._factory.slots.try_take():
             return BUSY_RETRY_S
         try:
             workspace, image_id = await self._prepare()
             try:
-                sandbox = await self._maker.make(self.plan, workspace, 1)
+                sandbox = await self._factory.make(self.plan, workspace, 1)
             except BaseException:
-                await asyncio.shield(self._maker.discard_workspace(workspace))
+                await asyncio.shield(self._factory.discard_workspace(workspace))
                 raise
         except SandboxUnavailable as error:
             log.warning("pool_not_filled", error=str(error))
             return RETRY_S
-        self._ready.append(Warm(sandbox, workspace, image_id))
+        self._ready.append(WarmSandbox(sandbox, workspace, image_id))
         return 0.0
 
     async def _prepare(self) -> tuple[Workspace, str | None]:
         """A workspace, and the image that its name stands for before the start: one that moves meanwhile is then found."""
         try:
-            image_id = await self._maker.engine.image_id(self.plan.image)
-            return await self._maker.make_workspace(self.plan), image_id
+            image_id = await self._factory.engine.image_id(self.plan.image)
+            return await self._factory.make_workspace(self.plan), image_id
         except BaseException:
-            self._maker.room.give_back()
+            self._factory.slots.give_back()
             raise
 
-    async def _is_clean(self, warm: Warm) -> bool:
+    async def _is_clean(self, warm: WarmSandbox) -> bool:
         if warm.sandbox.lost is not None or self._is_outworn(warm):
             return False
         try:
@@ -147,16 +147,16 @@ class WarmPool:
 
     async def _find_image(self) -> str | None:
         try:
-            return await self._maker.engine.image_id(self.plan.image) if self._ready else None
+            return await self._factory.engine.image_id(self.plan.image) if self._ready else None
         except SandboxUnavailable:
             return None  # whoever starts something is told why
 
-    def _is_outworn(self, warm: Warm) -> bool:
+    def _is_outworn(self, warm: WarmSandbox) -> bool:
         return time.monotonic() - warm.made_at > self._limits.keep_s
 
-    async def _drop(self, warm: Warm) -> None:
+    async def _drop(self, warm: WarmSandbox) -> None:
         try:
-            await self._maker.discard(warm.sandbox, warm.workspace)
+            await self._factory.discard(warm.sandbox, warm.workspace)
         except SandboxUnavailable as error:
             log.error("pool_sandbox_not_removed", error=str(error))  # the maker tries again
 
@@ -169,18 +169,18 @@ def available_memory() -> int:
     return 0
 
 
-class Pools:
+class WarmPools:
     """`targets`: how many sandboxes to keep of a plan; `limits`: of all together, but for `target`, which is a pool's own."""
 
-    def __init__(self, maker: Maker, targets: Mapping[SandboxPlan, int], limits: PoolLimits) -> None:
+    def __init__(self, factory: SandboxFactory, targets: Mapping[SandboxPlan, int], limits: PoolLimits) -> None:
         wanted = {plan: target for plan, target in targets.items() if target}
         rate = limits.refill_per_s / max(len(wanted), 1)
-        self._pools = {plan: WarmPool(maker, plan, replace(limits, target=target, refill_per_s=rate)) for plan, target in wanted.items()}
+        self._pools = {plan: WarmPool(factory, plan, replace(limits, target=target, refill_per_s=rate)) for plan, target in wanted.items()}
 
     def __len__(self) -> int:
         return sum(len(pool) for pool in self._pools.values())
 
-    async def take(self, plan: SandboxPlan) -> Warm | None:
+    async def take(self, plan: SandboxPlan) -> WarmSandbox | None:
         """A sandbox of that very plan that has proved to be clean, or None: then the caller makes one."""
         pool = self._pools.get(plan)
         return await pool.take() if pool is not None else None

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from contract.errors import OperatorError
 from workers.logs import configure_logging, tell_not_started
-from workers.sandboxd.daemon import cancelled_by_signals, open_house, run
+from workers.sandboxd.daemon import cancelled_by_signals, open_daemon, run
 from workers.sandboxd.egress.relay import connect_proxy
 from workers.sandboxd.plans import Plans, load_plans
 from workers.sandboxd.promises import Evidence, HostPromise, WorkspaceFacts, judge, read_host_facts
@@ -53,9 +53,9 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
     await asyncio.to_thread(_clear_killed, settings.state())
     own = {"sandboxd_name": name, "sandboxd_state": state, "sandboxd_keep_sessions": False, "pool_target": 0}
     try:
-        async with open_house(settings.model_copy(update=own), engine) as house:
-            workspaces = house.choice.workspaces
-            return WorkspaceFacts(workspaces.kind, workspaces.is_hard, house.choice.note)
+        async with open_daemon(settings.model_copy(update=own), engine) as daemon:
+            workspaces = daemon.choice.workspaces
+            return WorkspaceFacts(workspaces.kind, workspaces.is_hard, daemon.choice.note)
     finally:
         await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
         if not was_there:

@@ -36,7 +36,7 @@ _RESTORED = (
 
 
 @dataclass
-class Traces:
+class SessionActivity:
     """`has_written`: a request that may have changed files has ended since they were kept last; `jobs`: ids of background jobs that are not
     known to have ended. A guest's word: good for counting, and for nothing that another session relies on."""
 
@@ -84,7 +84,7 @@ class Session:
     `terms`: of its tenant, as a worker told them last; `plan`: of its sandbox, by the terms at its making. `fence`: of the place under which it was
     opened here: a request with a later one means another session than this.
     `sandbox`: replaced when it was lost; None while the session's container is given up (evicted), or after sandboxd was started anew.
-    `parcel`: what of the container was packed when it was given up, to be unpacked into the next. `lost`: why there is no sandbox, when it was
+    `archive`: what of the container was packed when it was given up, to be unpacked into the next. `lost`: why there is no sandbox, when it was
     not given up in order. `news`: what the next call's answer tells. `untold`: a loss of all files that no call has been told. `is_closing`: it is in the list until its container is gone, for nobody's use.
     `checkpoint`: the last that was made here; `automatic_at`: when the newest that nobody asked for was made, epoch seconds, None: there is none.
     `overfull_bytes`: what its workspace held when that was last found to be too much.
@@ -99,7 +99,7 @@ class Session:
     workspace: Workspace
     sandbox: Sandbox | None
     generation: int = 1
-    parcel: str | None = None
+    archive: str | None = None
     lost: str | None = None
     news: str | None = None
     untold: str | None = None
@@ -113,7 +113,7 @@ class Session:
     overfull_bytes: int = 0
     terms: SandboxTerms = field(default_factory=SandboxTerms)
     fence: int = 1
-    traces: Traces = field(default_factory=Traces)
+    activity: SessionActivity = field(default_factory=SessionActivity)
     checkpoint: str | None = None
     automatic_at: float | None = None
     waiting: list[str] = field(default_factory=list)
@@ -144,13 +144,13 @@ class Session:
             workspace=self.workspace.name,
             kind=self.workspace.kind,
             generation=self.generation,
-            parcel=self.parcel,
+            parcel=self.archive,
             used_at=used_at,
             news=self.news,
             untold=self.untold,
             terms=self.terms,
             fence=self.fence,
-            changed=self.traces.changed,
+            changed=self.activity.changed,
             automatic_at=self.automatic_at,
         )
 
@@ -184,7 +184,7 @@ class Session:
             "generation": self.generation,
             "fence": self.fence,
             "calls": len(sandbox.calls) if sandbox is not None else 0,
-            "jobs": len(self.traces.jobs),
+            "jobs": len(self.activity.jobs),
             "changed": self._has_changed(),
             "checkpoint": self.checkpoint,
             "idle_s": round(self.idle_s(), 3),
@@ -201,7 +201,7 @@ class Session:
 
     def _has_changed(self) -> bool:
         """Whether another automatic checkpoint is worth while, also because the last one would go by its age."""
-        return self.traces.changed or (self.automatic_at is not None and time.time() - self.automatic_at > RENEW_S)
+        return self.activity.changed or (self.automatic_at is not None and time.time() - self.automatic_at > RENEW_S)
 
     def _state(self) -> str:
         if self.sandbox is None:
@@ -215,7 +215,7 @@ _LOST, _DRAINED = "the host that had this session was lost", "the host that had 
 
 
 @dataclass(frozen=True)
-class Moved:
+class SessionMove:
     """`fence`: of the session's new place, which is also the generation of its sandbox; `checkpoint_at`: when what it is restored from was
     kept, None: nobody knows; `is_planned`: its host was drained, not lost."""
 

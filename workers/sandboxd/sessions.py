@@ -14,12 +14,12 @@ from contract.tenancy import SandboxTerms
 from workers.sandboxd.background import settle
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import Workspace
-from workers.sandboxd.pool import Pools
+from workers.sandboxd.pool import WarmPools
 from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.factory import Maker, SandboxdEnding
+from workers.sandboxd.runtime.factory import SandboxdEnding, SandboxFactory
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_LOST, KEPT, Moved, Session
-from workers.sandboxd.suspension import MIN_IDLE_S, Parking, Resting, adopt
+from workers.sandboxd.session import FILES_LOST, KEPT, Session, SessionMove
+from workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, SuspensionStore, adopt
 
 log = structlog.get_logger(__name__)
 
@@ -35,14 +35,14 @@ Revise = Callable[[SandboxTerms, SandboxPlan], SandboxPlan]
 
 
 @dataclass(frozen=True)
-class Start:
+class NewSession:
     """What a new session begins with. `fill` None: nothing; `moved`: another host had it, and `fill` restores what was kept."""
 
     plan: SandboxPlan
     ttl_s: float
     fill: Fill | None = None
     terms: SandboxTerms | None = None
-    moved: Moved | None = None
+    moved: SessionMove | None = None
 
 
 class Sessions:
@@ -50,9 +50,9 @@ class Sessions:
 
     def __init__(
         self,
-        maker: Maker,
-        pools: Pools,
-        parking: Parking,
+        factory: SandboxFactory,
+        pools: WarmPools,
+        suspension_store: SuspensionStore,
         records: Records,
         *,
         limit: int,
@@ -60,19 +60,19 @@ class Sessions:
         equip: Callable[[Session, Sandbox], None] | None = None,
     ) -> None:
         """`equip`: gives a session's new sandbox what only the session knows, its way out."""
-        self._maker = maker
+        self._factory = factory
         self._revise = revise
         self._equip = equip or (lambda _entry, _sandbox: None)
         self._pools = pools
         self._records = records
-        self._parking = parking
-        self.resting = Resting(maker, parking, records)
+        self._store = suspension_store
+        self.suspender = SessionSuspender(factory, suspension_store, records)
         self._limit = limit
         self._sessions: dict[str, Session] = {}
         self._starting: dict[str, asyncio.Task[Session]] = {}
-        maker.room.make_room = self._give_one_up
+        factory.slots.make_room = self._give_one_up
 
-    async def open(self, session: str, start: Start) -> Session:
+    async def open(self, session: str, start: NewSession) -> Session:
         """A session with a fresh sandbox, filled; opening an open one gives it as it is (a repeated request), but for one that has been moved
         away from here and comes back: what is still here of it is closed first.
 
@@ -87,7 +87,7 @@ class Sessions:
             log.warning("stale_session_closed", fence=entry.fence, wanted=start.moved.fence)
             await self.close(session)
 
-    async def _open_or_join(self, session: str, start: Start) -> Session:
+    async def _open_or_join(self, session: str, start: NewSession) -> Session:
         known = self._sessions.get(session)
         if known is not None and known.is_closing:
             await self.close(session)
@@ -113,7 +113,7 @@ class Sessions:
         entry = self._sessions.get(session)
         if entry is None or entry.is_closing:
             raise _not_found()
-        if self._maker.is_ending:
+        if self._factory.is_ending:
             raise SandboxdEnding
         entry.used_at = time.monotonic()
         if terms is not None:
@@ -134,7 +134,7 @@ class Sessions:
         connections = entry.sandbox.tunnels if entry.sandbox is not None else None
         if connections is not None and (was.network, was.tenant_class) != (terms.network, terms.tenant_class):
             connections.cut()
-        self.resting.try_keep(entry)
+        self.suspender.try_keep(entry)
 
     def find(self, session: str) -> Session | None:
         """The session, or None."""
@@ -159,15 +159,15 @@ class Sessions:
             if self._sessions.get(session) is entry:
                 if entry.sandbox is not None:
                     await entry.sandbox.remove()
-                await self._maker.discard_workspace(entry.workspace)
-                await self.resting.forget_parcel(entry, entry.parcel)
+                await self._factory.discard_workspace(entry.workspace)
+                await self.suspender.forget_archive(entry, entry.archive)
                 self._records.forget_session(session)
                 del self._sessions[session]
         return True
 
     async def close_all(self) -> None:
         """Remove every sandbox and all files, also those that are being started; from now on none is made."""
-        self._maker.is_ending = True
+        self._factory.is_ending = True
         await self._end_starts()
         await settle(self.close(session) for session in list(self._sessions))
 
@@ -176,7 +176,7 @@ class Sessions:
 
         From now on no call begins and no sandbox is made.
         """
-        self._maker.is_ending = True
+        self._factory.is_ending = True
         await self._end_starts()
         try:
             async with asyncio.timeout(within_s):
@@ -186,18 +186,18 @@ class Sessions:
             log.warning("sessions_not_packed_in_time", within_s=within_s)
         left = [entry for entry in self.all() if entry.sandbox is not None]
         await settle(self._give_in(entry) for entry in left)
-        await settle(self.close(entry.id) for entry in self.all() if not self.resting.is_kept(entry))
+        await settle(self.close(entry.id) for entry in self.all() if not self.suspender.is_kept(entry))
 
     def adopt(self) -> int:
         """Take over the sessions that an earlier sandboxd of this name kept; their containers are gone. Gives how many."""
-        self._sessions |= {entry.id: entry for entry in adopt(self._records, self._maker.workspaces)}
+        self._sessions |= {entry.id: entry for entry in adopt(self._records, self._factory.workspaces)}
         return len(self._sessions)
 
     async def sweep(self) -> None:
-        """Delete workspaces and parcels that no record has; before the first session is opened. What would not go waits for the next start."""
+        """Delete workspaces and archives that no record has; before the first session is opened. What would not go waits for the next start."""
         kept = self._records.sessions()
-        parcels = {(record.id.partition(":")[0], record.parcel) for record in kept if record.parcel is not None}
-        await settle([self._maker.workspaces.sweep({record.workspace for record in kept}), self._parking.forget_all_but(parcels)])
+        archives = {(record.id.partition(":")[0], record.parcel) for record in kept if record.parcel is not None}
+        await settle([self._factory.workspaces.sweep({record.workspace for record in kept}), self._store.forget_all_but(archives)])
 
     def describe(self, after: str = "") -> list[dict[str, Any]]:
         """One row a session, by name, from the one after that name on; no tenant's content. At most as many as an answer has room for."""
@@ -217,7 +217,7 @@ class Sessions:
                 f"this host already has {self._limit} sessions: close some, add a host, or raise TOOLCREW_MAX_SESSIONS"
             )
 
-    async def _open(self, session: str, start: Start) -> Session:
+    async def _open(self, session: str, start: NewSession) -> Session:
         warm = await self._pools.take(start.plan)
         workspace, sandbox = (warm.workspace, warm.sandbox) if warm is not None else await self._make_cold(start.plan)
         entry = Session(
@@ -230,24 +230,24 @@ class Sessions:
             if start.fill is not None:
                 await start.fill(entry, sandbox)
                 entry.used_at = time.monotonic()
-            self.resting.keep(entry)
+            self.suspender.keep(entry)
         except BaseException:
-            await asyncio.shield(settle([self._maker.discard(sandbox, entry.workspace)]))
+            await asyncio.shield(settle([self._factory.discard(sandbox, entry.workspace)]))
             raise
         self._sessions[session] = entry
         return entry
 
     async def _make_cold(self, plan: SandboxPlan) -> tuple[Workspace, Sandbox]:
-        await self._maker.room.take()
+        await self._factory.slots.take()
         try:
-            workspace = await self._maker.make_workspace(plan)
+            workspace = await self._factory.make_workspace(plan)
         except BaseException:
-            self._maker.room.give_back()
+            self._factory.slots.give_back()
             raise
         try:
-            return workspace, await self._maker.make(plan, workspace, 1)
+            return workspace, await self._factory.make(plan, workspace, 1)
         except BaseException:
-            await asyncio.shield(self._maker.discard_workspace(workspace))
+            await asyncio.shield(self._factory.discard_workspace(workspace))
             raise
 
     def _forget_start(self, session: str, task: "asyncio.Task[Session]") -> None:
@@ -292,7 +292,7 @@ class Sessions:
         if entry.sandbox is None:
             await self._start_again(entry)
         elif entry.is_paused:
-            await self._maker.engine.unpause(entry.sandbox.container)
+            await self._factory.engine.unpause(entry.sandbox.container)
             entry.is_paused = False
 
     def _check_told(self, entry: Session, is_call: bool) -> None:
@@ -301,7 +301,7 @@ class Sessions:
             untold = entry.untold
             if is_call:
                 entry.untold = None
-                self.resting.try_keep(entry)
+                self.suspender.try_keep(entry)
             raise SandboxUnavailable(untold)
 
     async def _take_away(self, entry: Session, sandbox: Sandbox) -> None:
@@ -316,24 +316,24 @@ class Sessions:
     async def _start_again(self, entry: Session) -> None:
         """A new container around the session's workspace, with what was packed of the last one."""
         plan = self._plan_again(entry)
-        await self._maker.room.take()
-        sandbox = await self._maker.make(plan, entry.workspace, entry.generation + 1)
+        await self._factory.slots.take()
+        sandbox = await self._factory.make(plan, entry.workspace, entry.generation + 1)
         entry.plan = plan
         try:
             self._equip(entry, sandbox)
-            if entry.lost is None and entry.parcel is not None:
-                await self.resting.unpack(entry, sandbox)
-            if self._maker.is_ending:
+            if entry.lost is None and entry.archive is not None:
+                await self.suspender.unpack(entry, sandbox)
+            if self._factory.is_ending:
                 raise SandboxdEnding  # what is packed stays packed
         except BaseException:
-            await asyncio.shield(settle([self._maker.discard(sandbox)]))
+            await asyncio.shield(settle([self._factory.discard(sandbox)]))
             raise
         entry.was_rebuilt = entry.was_rebuilt or entry.lost is not None
-        parcel, entry.parcel = entry.parcel, None
+        archive, entry.archive = entry.archive, None
         entry.sandbox, entry.generation, entry.lost, entry.looked_at = sandbox, entry.generation + 1, None, 0.0
-        entry.traces.end_jobs()
-        self.resting.try_keep(entry)  # first: no record names a parcel that is gone
-        await self.resting.forget_parcel(entry, parcel)
+        entry.activity.end_jobs()
+        self.suspender.try_keep(entry)  # first: no record names an archive that is gone
+        await self.suspender.forget_archive(entry, archive)
 
     def _plan_again(self, entry: Session) -> SandboxPlan:
         """What the session's next sandbox may be. Raises SandboxUnavailable when class or terms leave none."""
@@ -347,12 +347,12 @@ class Sessions:
 
     async def _suspend(self, entry: Session, slots: asyncio.Semaphore) -> None:
         async with slots:
-            await self.resting.suspend(entry)
+            await self.suspender.suspend(entry)
 
     async def _give_in(self, entry: Session) -> None:
         """Remove a container that could not be packed."""
         try:
-            self.resting.keep(entry)
+            self.suspender.keep(entry)
         finally:
             if entry.sandbox is not None:
                 await entry.sandbox.remove()
@@ -367,12 +367,12 @@ class Sessions:
             entry for entry in self.all() if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.looked_at < asked_before
         ]
         for entry in sorted(idle, key=lambda one: one.used_at):
-            if await self.resting.give_up(entry):
+            if await self.suspender.give_up(entry):
                 return True
         return False
 
 
-def _move_in(entry: Session, sandbox: Sandbox, moved: Moved, *, is_restored: bool) -> None:
+def _move_in(entry: Session, sandbox: Sandbox, moved: SessionMove, *, is_restored: bool) -> None:
     """A session that another host had: its first call is told what is gone."""
     entry.fence = entry.generation = sandbox.generation = moved.fence
     entry.was_rebuilt = True

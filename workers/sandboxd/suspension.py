@@ -5,50 +5,35 @@ import time
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
 from contract.errors import SandboxUnavailable, ToolFailure
+from workers.sandboxd.archives.checkpoints import Checkpoints
+from workers.sandboxd.archives.choice import open_own_store
+from workers.sandboxd.archives.packing import count_most_bytes
 from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
-from workers.sandboxd.parcels import count_most_bytes
 from workers.sandboxd.records import Records, SessionRecord
 from workers.sandboxd.runtime.attestation import ask_attestation
-from workers.sandboxd.runtime.factory import Maker
+from workers.sandboxd.runtime.factory import SandboxFactory
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_LOST, KEPT, Session, Traces
-from workers.sandboxd.store.checkpoints import Checkpoints
-from workers.sandboxd.store.choice import open_own_store
+from workers.sandboxd.session import FILES_LOST, KEPT, Session, SessionActivity
 
 log = structlog.get_logger(__name__)
 
-PARKING_S = 60.0
+PACKING_S = 60.0
 """For packing: others wait for the place. What was packed has longer to come back."""
 _CONTAINERS_OWN = ("/output", "/tmp")  # of the sandbox, not of this host
 MIN_IDLE_S = 1.0
 """A session that has worked a moment ago keeps its container when others want a place."""
 _MOST_UNPACKS = 3
-"""A parcel that could not be unpacked so many times will not be the next time either."""
+"""An archive that could not be unpacked so many times will not be the next time either."""
 _JOBS_ENDED = (
     "sandboxd was stopped and started again: background jobs have ended; files, kept outputs and the shell's folder and variables are kept"
 )
 
 
-class Parking(Protocol):
-    """Raises SandboxUnavailable when packing or unpacking fails."""
-
-    async def pack(self, session: Session, sandbox: Sandbox) -> str: ...
-
-    async def unpack(self, session: Session, sandbox: Sandbox) -> None: ...
-
-    async def forget(self, tenant: str, parcel: str) -> None: ...
-
-    async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
-        """Delete every parcel whose tenant and id are not in `kept`; gives how many."""
-        ...
-
-
-class StoreParking:
+class SuspensionStore:
     """Parcels in a store of this host: long outputs, the shell's state, /tmp, and a workspace that would go with its container."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -61,20 +46,20 @@ class StoreParking:
             return saved.id
 
     async def unpack(self, session: Session, sandbox: Sandbox) -> None:
-        if session.parcel is not None:
+        if session.archive is not None:
             with _as_unavailable("unpacked"):
-                await self._checkpoints.load(session.tenant, session.parcel, sandbox, roots=_roots(session))
+                await self._checkpoints.load(session.tenant, session.archive, sandbox, roots=_roots(session))
 
-    async def forget(self, tenant: str, parcel: str) -> None:
-        await self._checkpoints.forget(tenant, parcel)
+    async def forget(self, tenant: str, archive: str) -> None:
+        await self._checkpoints.forget(tenant, archive)
 
     async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
         return await self._checkpoints.forget_all_but(kept)
 
 
-def open_parking(folder: Path, free_bytes: int) -> StoreParking:
-    """One that keeps its parcels in a folder of this process alone. `free_bytes`: as of `FolderStore`."""
-    return StoreParking(Checkpoints(open_own_store(folder, free_bytes), save_s=PARKING_S))
+def open_suspension_store(folder: Path, free_bytes: int) -> SuspensionStore:
+    """One that keeps its archives in a folder of this process alone. `free_bytes`: as of `FolderStore`."""
+    return SuspensionStore(Checkpoints(open_own_store(folder, free_bytes), save_s=PACKING_S))
 
 
 def _roots(session: Session) -> tuple[str, ...]:
@@ -90,12 +75,12 @@ def _as_unavailable(what: str) -> Iterator[None]:
         raise SandboxUnavailable(f"the session's state could not be {what}: {failure}") from failure
 
 
-class Resting:
+class SessionSuspender:
     """Freezes sessions, packs them and removes their containers. Each holds the session's lock meanwhile, so that calls wait."""
 
-    def __init__(self, maker: Maker, parking: Parking, records: Records) -> None:
-        self._maker = maker
-        self._parking = parking
+    def __init__(self, factory: SandboxFactory, suspension_store: SuspensionStore, records: Records) -> None:
+        self._factory = factory
+        self._store = suspension_store
         self._records = records
 
     async def pause(self, entry: Session) -> bool:
@@ -110,7 +95,7 @@ class Resting:
                 return False
             # From before the engine is asked, whatever comes of it: to thaw one that runs is fine, to ask a frozen one is its end.
             entry.is_paused = True
-            freezing = asyncio.ensure_future(self._maker.engine.pause(sandbox.container))
+            freezing = asyncio.ensure_future(self._factory.engine.pause(sandbox.container))
             try:
                 await asyncio.shield(freezing)
             except asyncio.CancelledError:
@@ -131,11 +116,11 @@ class Resting:
             await self._pack_and_remove(entry, is_last=True)
 
     async def unpack(self, entry: Session, sandbox: Sandbox) -> None:
-        """Into its new sandbox what was packed of the last one. Raises SandboxUnavailable; after a few times the parcel counts as lost."""
+        """Into its new sandbox what was packed of the last one. Raises SandboxUnavailable; after a few times the archive counts as lost."""
         try:
-            await self._parking.unpack(entry, sandbox)
+            await self._store.unpack(entry, sandbox)
         except SandboxUnavailable as error:
-            log.error("parcel_not_unpacked", container=sandbox.container[:12], error=str(error))
+            log.error("archive_not_unpacked", container=sandbox.container[:12], error=str(error))
             entry.failed_unpacks += 1
             if entry.failed_unpacks >= _MOST_UNPACKS:
                 entry.lost = f"what was packed of it cannot be unpacked: {error}"
@@ -161,16 +146,16 @@ class Resting:
             log.error("session_not_recorded", workspace=entry.workspace.name, error=str(error))
 
     def is_kept(self, entry: Session) -> bool:
-        """Whether its files would be there without this process: as a workspace, or as a parcel."""
-        return entry.workspace.outlives_container or (entry.sandbox is None and entry.parcel is not None)
+        """Whether its files would be there without this process: as a workspace, or as an archive."""
+        return entry.workspace.outlives_container or (entry.sandbox is None and entry.archive is not None)
 
-    async def forget_parcel(self, entry: Session, parcel: str | None) -> None:
+    async def forget_archive(self, entry: Session, archive: str | None) -> None:
         """Delete it; what would not go the next start finds."""
         try:
-            if parcel is not None:
-                await self._parking.forget(entry.tenant, parcel)
+            if archive is not None:
+                await self._store.forget(entry.tenant, archive)
         except SandboxUnavailable as error:
-            log.error("parcel_not_removed", error=str(error))
+            log.error("archive_not_removed", error=str(error))
 
     async def _pack_and_remove(self, entry: Session, *, is_last: bool = False) -> bool:
         """`is_last`: sandboxd is ending, and background jobs with it."""
@@ -180,12 +165,12 @@ class Resting:
         entry.is_moving = True
         try:
             if entry.is_paused:
-                await self._maker.engine.unpause(sandbox.container)
+                await self._factory.engine.unpause(sandbox.container)
                 entry.is_paused = False
             has_jobs = await self._has_jobs(entry, sandbox)
             if has_jobs and not is_last:
                 return False
-            entry.parcel = await self._parking.pack(entry, sandbox)
+            entry.archive = await self._store.pack(entry, sandbox)
             if has_jobs:
                 entry.add_news(_JOBS_ENDED)
             entry.sandbox = None
@@ -201,15 +186,15 @@ class Resting:
         try:
             self.keep(entry)
         except SandboxUnavailable:
-            parcel, entry.parcel, entry.sandbox = entry.parcel, None, sandbox
-            await self.forget_parcel(entry, parcel)
+            archive, entry.archive, entry.sandbox = entry.archive, None, sandbox
+            await self.forget_archive(entry, archive)
             raise
-        await self._maker.discard(sandbox)
+        await self._factory.discard(sandbox)
 
     async def _has_jobs(self, entry: Session, sandbox: Sandbox) -> bool:
         entry.looked_at = time.monotonic()
         jobs = (await ask_attestation(sandbox)).jobs
-        entry.traces.note_jobs(jobs)
+        entry.activity.note_jobs(jobs)
         return jobs > 0
 
 
@@ -242,7 +227,7 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
         terms=record.terms,
         fence=record.fence,
         # What it did between its record and the end of its sandboxd nobody knows.
-        traces=Traces(has_written=record.changed or record.parcel is None),
+        activity=SessionActivity(has_written=record.changed or record.parcel is None),
         automatic_at=record.automatic_at,
     )
     if record.parcel is not None:

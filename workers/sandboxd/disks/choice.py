@@ -10,8 +10,8 @@ from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
 from workers.sandboxd.disks.ext4 import clear_work, find_tool, make_image, open_work
 from workers.sandboxd.disks.folder import FolderWorkspaces
 from workers.sandboxd.disks.image import TEMPLATES, ImageWorkspaces
-from workers.sandboxd.disks.places import Places, refused
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
+from workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
 from workers.sandboxd.runtime.hardening import MIB, UID
 
 WantedKind = Literal["auto", "image", "tmpfs", "folder"]
@@ -76,7 +76,7 @@ def find_obstacle(folder: Path, host_free_bytes: int) -> str | None:
 
 
 def _try_image(folder: Path, host_free_bytes: int) -> None:
-    Places(folder, host_free_bytes).prepare()
+    WorkspaceStore(folder, host_free_bytes).prepare()
     for left in (folder, folder / TEMPLATES):
         clear_work(left)
     with open_work(folder) as work:
@@ -89,4 +89,4 @@ def _check_folder(folder: Path, host_free_bytes: int) -> None:
             f"sandboxd's user, {os.geteuid()}, could neither count nor delete what sandboxes, as user {UID}, write into a folder: "
             f"run sandboxd as root or as {UID}, or use TOOLCREW_SANDBOX_WORKSPACE=tmpfs"
         )
-    Places(folder, host_free_bytes).prepare()
+    WorkspaceStore(folder, host_free_bytes).prepare()

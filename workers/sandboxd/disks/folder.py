@@ -11,8 +11,8 @@ from pathlib import Path
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.disks.base import Kind, WorkspaceMount, WorkspaceSize
-from workers.sandboxd.disks.places import Places, refused
 from workers.sandboxd.disks.trees import TreeCount
+from workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
 from workers.sandboxd.runtime.hardening import UID
 
 FILES = "files"
@@ -49,7 +49,7 @@ class FolderWorkspaces:
     """Folders below `folder`; below `host_free_bytes` on its disk none is made. For sandboxd's user being root or the sandboxes' own uid."""
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
-        self._places = Places(folder, host_free_bytes)
+        self._store = WorkspaceStore(folder, host_free_bytes)
         self._watched: dict[str, FolderWorkspace] = {}
         self._counts: dict[str, TreeCount] = {}
         self._counted_at: dict[str, float] = {}
@@ -64,15 +64,15 @@ class FolderWorkspaces:
         return False
 
     async def make(self, name: str, size: WorkspaceSize) -> FolderWorkspace:
-        await self._places.make(name, _fill)
+        await self._store.make(name, _fill)
         return FolderWorkspace(name, size, self)
 
     def find(self, name: str, size: WorkspaceSize) -> FolderWorkspace | None:
-        files = self._places.of(name) / FILES
+        files = self._store.of(name) / FILES
         return FolderWorkspace(name, size, self) if files.is_dir() and not files.is_symlink() else None
 
     async def sweep(self, keep: Set[str]) -> int:
-        return await self._places.sweep(keep)
+        return await self._store.sweep(keep)
 
     async def find_overfull(self) -> Mapping[str, int]:
         """Of the workspaces that a container has had since this sandboxd started. Ends soon: what it could not count is first the next time.
@@ -86,11 +86,11 @@ class FolderWorkspaces:
     def open_for(self, workspace: FolderWorkspace) -> str:
         """Its path for a container, from now on watched."""
         self._watched[workspace.name] = workspace
-        return str(self._places.of(workspace.name) / FILES)
+        return str(self._store.of(workspace.name) / FILES)
 
     async def remove(self, workspace: FolderWorkspace) -> None:
         """Delete it and watch it no longer. Raises SandboxUnavailable; then try again later."""
-        await self._places.remove(workspace.name)
+        await self._store.remove(workspace.name)
         self._watched.pop(workspace.name, None)
 
     def _watch(self, watched: Mapping[str, FolderWorkspace]) -> dict[str, int]:
@@ -102,7 +102,7 @@ class FolderWorkspaces:
         until = time.monotonic() + WATCH_S
         while waiting and (now := time.monotonic()) < until:
             name = waiting.popleft()
-            count = self._counts.pop(name, None) or TreeCount(self._places.of(name) / FILES, watched[name].size)
+            count = self._counts.pop(name, None) or TreeCount(self._store.of(name) / FILES, watched[name].size)
             self._counted_at[name] = now
             try:
                 is_complete = count.advance(min(until, now + _SLICE_S))

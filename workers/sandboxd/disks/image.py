@@ -13,7 +13,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.disks.base import Kind, WorkspaceMount, WorkspaceSize
 from workers.sandboxd.disks.ext4 import Templates, clear_found, is_clean, repair
 from workers.sandboxd.disks.loop_mounts import mount_image, try_lock, unmount
-from workers.sandboxd.disks.places import MOUNT, Places, refused, run_to_end
+from workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refused, run_to_end
 
 IMAGE = "image"
 TEMPLATES = ".templates"
@@ -33,7 +33,7 @@ class ImageWorkspace:
 
     name: str
     size: WorkspaceSize
-    places: Places = field(compare=False, repr=False)
+    store: WorkspaceStore = field(compare=False, repr=False)
     handing_over: set[str] = field(compare=False, repr=False)
     """Names of this process's workspaces that are mounted for a container now."""
     release_s: float = field(default=RELEASE_S, compare=False, repr=False)
@@ -48,7 +48,7 @@ class ImageWorkspace:
 
     @asynccontextmanager
     async def mounted(self) -> AsyncIterator[WorkspaceMount]:
-        place = self.places.of(self.name)
+        place = self.store.of(self.name)
         if self.name in self.handing_over:
             raise SandboxUnavailable(f"workspace {self.name} is being given to another container: try again when that has been made")
         self.handing_over.add(self.name)
@@ -65,7 +65,7 @@ class ImageWorkspace:
             self.handing_over.discard(self.name)
 
     async def remove(self) -> None:
-        await self.places.remove(self.name)
+        await self.store.remove(self.name)
 
     async def _open_released(self, image: Path) -> int:
         """The image, open and locked: no container has it any more. Raises SandboxUnavailable."""
@@ -92,7 +92,7 @@ class ImageWorkspaces:
     """Images below `folder`. They are sparse: together they may promise more than the host's disk has; below `host_free_bytes` none is made."""
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
-        self._places = Places(folder, host_free_bytes)
+        self._store = WorkspaceStore(folder, host_free_bytes)
         self._templates = Templates(folder / TEMPLATES)
         self._handing_over: set[str] = set()
 
@@ -105,11 +105,11 @@ class ImageWorkspaces:
         return True
 
     async def make(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
-        await self._places.make(name, lambda place: self._fill(place, size))
+        await self._store.make(name, lambda place: self._fill(place, size))
         return self._known(name, size)
 
     def find(self, name: str, size: WorkspaceSize) -> ImageWorkspace | None:
-        place = self._places.of(name)
+        place = self._store.of(name)
         if not (place / IMAGE).is_file():
             return None
         if name not in self._handing_over:
@@ -117,13 +117,13 @@ class ImageWorkspaces:
         return self._known(name, size)
 
     async def sweep(self, keep: Set[str]) -> int:
-        return await self._places.sweep(keep)
+        return await self._store.sweep(keep)
 
     async def find_overfull(self) -> Mapping[str, int]:
         return {}
 
     def _known(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
-        return ImageWorkspace(name, size, self._places, self._handing_over)
+        return ImageWorkspace(name, size, self._store, self._handing_over)
 
     def _fill(self, place: Path, size: WorkspaceSize) -> None:
         # Nobody may write there: a container whose start missed the mount would fill the host's disk.

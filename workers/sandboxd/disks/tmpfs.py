@@ -45,7 +45,7 @@ class TmpfsWorkspaces:
         return TmpfsWorkspace(name, size)
 
     def find(self, name: str, size: WorkspaceSize) -> TmpfsWorkspace:
-        """There is nothing to find: what it held comes from a parcel, or is gone."""
+        """There is nothing to find: what it held comes from an archive, or is gone."""
         return TmpfsWorkspace(name, size)
 
     async def sweep(self, keep: Set[str]) -> int:  # the protocol's

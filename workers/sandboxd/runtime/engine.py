@@ -137,11 +137,11 @@ class Engine:
 
     async def facts(self) -> EngineFacts:
         """Version, cgroup version, seccomp and runtimes of the engine."""
-        return await self._run(self._lanes.looks, lambda api: _build_facts(api.info(), api.version()))
+        return await self._run(self._lanes.start_check, lambda api: _build_facts(api.info(), api.version()))
 
     async def image_id(self, image: str) -> str | None:
         """The image's content id, or None when the engine does not have it."""
-        found = await self._run(self._lanes.looks, lambda api: _find_image(api, image))
+        found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
         return None if found is None else str(found["Id"])
 
     async def has_guest(self, image: str) -> bool:
@@ -149,7 +149,7 @@ class Engine:
 
         Raises SandboxUnavailable for one that would be more than the profile allows.
         """
-        found = await self._run(self._lanes.looks, lambda api: _find_image(api, image))
+        found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
         config = (found or {}).get("Config") or {}
         fault = explain_unfit(config, image)
         if fault is not None:
@@ -184,7 +184,7 @@ class Engine:
 
     async def inspect(self, container: str) -> dict[str, Any]:
         """The engine's description of a container."""
-        return await self._run(self._lanes.looks, lambda api: dict(api.inspect_container(container)))
+        return await self._run(self._lanes.start_check, lambda api: dict(api.inspect_container(container)))
 
     async def pause(self, container: str) -> None:
         """Freeze all its processes; a frozen one is fine. Raises SandboxUnavailable when it is gone or does not run."""
@@ -205,7 +205,7 @@ class Engine:
         def work(api: docker.APIClient) -> list[ListedContainer]:
             return [_build_listed(container) for container in api.containers(all=True, filters=filters)]
 
-        return await self._run(self._lanes.looks, work)
+        return await self._run(self._lanes.start_check, work)
 
     async def ensure_guest_volume(self, image: str) -> str:
         """Name of a volume that holds the guest of that image of ours, for images that have none; made and filled where it is not there.
@@ -224,7 +224,7 @@ class Engine:
 
     async def list_skill_volumes(self, label: str) -> Mapping[str, Mapping[str, str]]:
         """The labels of all volumes for skills with that label (`name=value`), by their names."""
-        return await self._run(self._lanes.looks, lambda api: list_volumes(api, label))
+        return await self._run(self._lanes.start_check, lambda api: list_volumes(api, label))
 
     async def remove_skill_volume(self, name: str) -> None:
         """One that is gone is fine. Raises SandboxUnavailable while a container has it."""

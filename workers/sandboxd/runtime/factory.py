@@ -31,17 +31,17 @@ from workers.sandboxd.session import Session
 
 log = structlog.get_logger(__name__)
 
-ROOM_WAIT_S = 10.0
+SLOT_WAIT_S = 10.0
 """How long a session waits for a place that others may give up."""
 GIVE_UP_S = 10.0
 """And for one that is about to give its place up."""
 _LOOK_S = 0.1
 
 
-class Room:
+class SandboxSlots:
     """Places for containers. `make_room` is asked to give one up, and tells whether it did."""
 
-    def __init__(self, limit: int, wait_s: float = ROOM_WAIT_S) -> None:
+    def __init__(self, limit: int, wait_s: float = SLOT_WAIT_S) -> None:
         self.limit = limit
         self.taken = 0
         self._wait_s = wait_s
@@ -143,7 +143,7 @@ class SandboxdEnding(SandboxUnavailable):
         super().__init__("sandboxd is ending: try again when it is back")
 
 
-class Maker:
+class SandboxFactory:
     """Makes and unmakes sandboxes. What would not go is remembered, and its place taken, until it is gone."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Maker:
         profile: Profile,
         workspaces: Workspaces,
         records: Records,
-        room: Room,
+        slots: SandboxSlots,
         owner: Mapping[str, str],
         guest_image: str,
         look: Callable[[SandboxPlan, WorkspaceSize, Sandbox], Awaitable[None]] | None = None,
@@ -162,7 +162,7 @@ class Maker:
         """
         self.engine = engine
         self.workspaces = workspaces
-        self.room = room
+        self.slots = slots
         self.counts = SandboxCounts()
         self._profile = profile
         self._records = records
@@ -280,14 +280,14 @@ class Maker:
         if name in self._known:
             self._known.discard(name)
             self._records.forget_container(name)
-            self.room.give_back()
+            self.slots.give_back()
 
 
 class WorkspaceMissed(SandboxUnavailable):
     """A sandbox started, and its /workspace is not the one that was made for it."""
 
 
-class FirstLooks:
+class StartCheck:
     """Remembers the images, by runtime, whose sandboxes were as they should be. `is_hard`: whether a workspace's size is its file system's."""
 
     def __init__(self, is_hard: bool) -> None:

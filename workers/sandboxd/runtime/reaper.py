@@ -10,7 +10,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.engine import LABEL_DEADLINE, LABEL_LEASE, LABEL_SANDBOXD, Engine, ListedContainer
-from workers.sandboxd.runtime.factory import Maker
+from workers.sandboxd.runtime.factory import SandboxFactory
 
 log = structlog.get_logger(__name__)
 
@@ -23,9 +23,9 @@ DEADLINE_GRACE_S = 60.0
 class Reaper:
     """Looks at the containers of this deployment and at no other's."""
 
-    def __init__(self, engine: Engine, maker: Maker, records: Records, lease: Lease, deployment: str, name: str) -> None:
+    def __init__(self, engine: Engine, factory: SandboxFactory, records: Records, lease: Lease, deployment: str, name: str) -> None:
         self._engine = engine
-        self._maker = maker
+        self._factory = factory
         self._records = records
         self._lease = lease
         self._deployment = deployment
@@ -43,7 +43,7 @@ class Reaper:
 
     def _find_fault(self, container: ListedContainer) -> str | None:
         """Why it should go; None: it is somebody's."""
-        if self._maker.knows(container.name):
+        if self._factory.knows(container.name):
             return None
         if container.labels.get(LABEL_SANDBOXD) == self._name:
             # We alone have the name, and did not make it in this life.
@@ -72,7 +72,7 @@ class Reaper:
     def _forget_absent(self, present: set[str]) -> None:
         """Records of containers that the engine no longer has, and that nobody is about to make."""
         for name in self._records.containers():
-            if name not in present and not self._maker.knows(name):
+            if name not in present and not self._factory.knows(name):
                 self._records.forget_container(name)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.store.base import (
+from workers.sandboxd.archives.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
     STORE_SETTING,
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class FolderStore:
-    """A parcel is `<tenant>/<id>.tar` and, written last, `<tenant>/<id>.json`. Folders are 0700, files 0600, all on the disk before `put` returns.
+    """An archive is `<tenant>/<id>.tar` and, written last, `<tenant>/<id>.json`. Folders are 0700, files 0600, all on the disk before `put` returns.
 
     `free_bytes`: nothing is kept when the disk would have less than this left. `setting`: of the operator's, which names the folder.
     """
@@ -46,35 +46,35 @@ class FolderStore:
         self._threads = StoreThreads()
 
     async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
-        tenant, parcel = split_name(name)
+        tenant, archive = split_name(name)
         failed = f"the folder {self._folder} did not take the files of a session"
         place = await self._do(failed, lambda: self._make_folder(tenant))
-        part = place / f".{parcel}.{secrets.token_hex(8)}{_PART}"
+        part = place / f".{archive}.{secrets.token_hex(8)}{_PART}"
         try:
             with await self._do(failed, lambda: _create(part)) as file:
                 facts = await self._write(file, chunks, failed)
-            await self._do(failed, lambda: _publish(part, place / (parcel + _DATA), place / (parcel + _FACTS), facts))
+            await self._do(failed, lambda: _publish(part, place / (archive + _DATA), place / (archive + _FACTS), facts))
         finally:
             await self._do(failed, lambda: part.unlink(missing_ok=True))
         return facts
 
     async def describe(self, name: str) -> StoredFacts:
-        tenant, parcel = split_name(name)
-        path = self._folder / tenant / (parcel + _FACTS)
+        tenant, archive = split_name(name)
+        path = self._folder / tenant / (archive + _FACTS)
         return parse_facts(name, await self._do(f"the stored files {name} cannot be read", lambda: _read_facts(path, name)))
 
     async def get(self, name: str) -> AsyncGenerator[bytes]:
         wanted, tally, failed = await self.describe(name), Tally(), f"the stored files {name} cannot be read"
-        tenant, parcel = split_name(name)
-        with await self._do(failed, lambda: open(self._folder / tenant / (parcel + _DATA), "rb", 0)) as file:
+        tenant, archive = split_name(name)
+        with await self._do(failed, lambda: open(self._folder / tenant / (archive + _DATA), "rb", 0)) as file:
             while chunk := await self._do(failed, lambda: file.read(_READ_BYTES)):
                 tally.add(chunk)
                 yield chunk
         tally.check(name, wanted)
 
     async def delete(self, name: str) -> bool:
-        tenant, parcel = split_name(name)
-        return await self._do(f"the stored files {name} cannot be deleted", lambda: _delete(self._folder / tenant, parcel))
+        tenant, archive = split_name(name)
+        return await self._do(f"the stored files {name} cannot be deleted", lambda: _delete(self._folder / tenant, archive))
 
     async def list(self, prefix: str = "") -> list[str]:
         return await self._do(f"the folder {self._folder} cannot be listed", lambda: list(self._find(prefix)))
@@ -132,7 +132,7 @@ def _read_facts(path: Path, name: str) -> bytes:
 
 
 def _publish(part: Path, data: Path, facts_path: Path, facts: StoredFacts) -> None:
-    """Facts of an older parcel go first: what they would say of the new one is wrong."""
+    """Facts of an older archive go first: what they would say of the new one is wrong."""
     facts_path.unlink(missing_ok=True)
     part.rename(data)
     beside = facts_path.with_name(f".{facts_path.stem}.{secrets.token_hex(8)}{_PART}")
@@ -150,11 +150,11 @@ def _publish(part: Path, data: Path, facts_path: Path, facts: StoredFacts) -> No
         os.close(folder)
 
 
-def _delete(place: Path, parcel: str) -> bool:
+def _delete(place: Path, archive: str) -> bool:
     was_there = True
     try:
-        (place / (parcel + _FACTS)).unlink()
+        (place / (archive + _FACTS)).unlink()
     except FileNotFoundError:
         was_there = False
-    (place / (parcel + _DATA)).unlink(missing_ok=True)
+    (place / (archive + _DATA)).unlink(missing_ok=True)
     return was_there

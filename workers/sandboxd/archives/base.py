@@ -1,4 +1,4 @@
-"""What sandboxd asks of a store: whole parcels under names, each with its size and sha256 beside it."""
+"""What sandboxd asks of a store: whole archives under names, each with its size and sha256 beside it."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ STORE_SETTING, STATE_SETTING = "TOOLCREW_WORKSPACE_STORE", "TOOLCREW_SANDBOXD_ST
 CHECK_EVERY_BYTES = 16 * 1024 * 1024
 """How much may be written between two looks at the free space of a disk."""
 _LAYOUT = 1
-"""Of what is kept: the names of files in a parcel, and the words of the facts."""
+"""Of what is kept: the names of files in an archive, and the words of the facts."""
 ANSWER_S = 60.0
 """For one piece of work: a read, a write, a list."""
 _AT_ONCE = 16
@@ -39,10 +39,10 @@ class StoredFacts:
     sha256: str
 
 
-class WorkspaceStore(Protocol):
-    """Keeps parcels. A name is `<tenant>/<id>`; any other raises ValueError. What cannot be written or read is SandboxUnavailable, with what to do.
+class ArchiveStore(Protocol):
+    """Keeps archives. A name is `<tenant>/<id>`; any other raises ValueError. What cannot be written or read is SandboxUnavailable, with what to do.
 
-    A parcel is there whole or not at all, whoever dies while it is written.
+    An archive is there whole or not at all, whoever dies while it is written.
     """
 
     async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
@@ -57,7 +57,7 @@ class WorkspaceStore(Protocol):
         ...
 
     def get(self, name: str) -> AsyncGenerator[bytes]:
-        """The parcel in order. Raises NotStored, and SandboxUnavailable at its end when it is not what was put: then all of it is void."""
+        """The archive in order. Raises NotStored, and SandboxUnavailable at its end when it is not what was put: then all of it is void."""
         ...
 
     async def delete(self, name: str) -> bool:
@@ -72,9 +72,9 @@ class WorkspaceStore(Protocol):
 def split_name(name: str) -> tuple[str, str]:
     """Tenant and id of a name. Raises ValueError: no name may lead out of a store."""
     if _NAME.fullmatch(name) is None:
-        raise ValueError(f"{name[:200]!r} is no name of a parcel: <tenant>/<id>, each of A-Z, a-z, 0-9, _ and -, at most 64")
-    tenant, _, parcel = name.partition("/")
-    return tenant, parcel
+        raise ValueError(f"{name[:200]!r} is no name of an archive: <tenant>/<id>, each of A-Z, a-z, 0-9, _ and -, at most 64")
+    tenant, _, archive = name.partition("/")
+    return tenant, archive
 
 
 def is_name(name: str) -> bool:
@@ -120,7 +120,7 @@ def write_all(file: Any, data: bytes) -> None:
 
 
 def encode_facts(facts: StoredFacts) -> bytes:
-    """As they are kept beside a parcel."""
+    """As they are kept beside an archive."""
     return json.dumps({"layout": _LAYOUT, "bytes": facts.bytes, "sha256": facts.sha256}).encode()
 
 

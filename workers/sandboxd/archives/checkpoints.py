@@ -1,4 +1,4 @@
-"""Checkpoints: parcels of a tenant's sessions in a store, by random ids that only their tenant can use."""
+"""Checkpoints: archives of a tenant's sessions in a store, by random ids that only their tenant can use."""
 
 import asyncio
 import contextlib
@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Sequence, Set
 from dataclasses import dataclass
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.sandboxd.parcels import ROOTS, Guest, Packing, unpack
-from workers.sandboxd.store.base import NotStored, WorkspaceStore
+from workers.sandboxd.archives.base import ArchiveStore, NotStored
+from workers.sandboxd.archives.packing import ROOTS, Guest, Packing, unpack
 
-MAX_PARCEL_BYTES = 16 * 1024**3
+MAX_ARCHIVE_BYTES = 16 * 1024**3
 WHOLE_S = 500.0
 """For all of it, the guest's part and the store's: a little less than workers wait for an answer."""
 MOST_CHECKPOINTS = 100
@@ -40,7 +40,7 @@ class Checkpoints:
     All raise SandboxUnavailable when the store fails or the sandbox is lost.
     """
 
-    def __init__(self, store: WorkspaceStore, *, most: int | None = None, save_s: float = WHOLE_S) -> None:
+    def __init__(self, store: ArchiveStore, *, most: int | None = None, save_s: float = WHOLE_S) -> None:
         self._store = store
         self._most = most
         self._save_s = save_s
@@ -51,7 +51,7 @@ class Checkpoints:
         sandbox: Guest,
         *,
         roots: tuple[str, ...] = ROOTS,
-        max_bytes: int = MAX_PARCEL_BYTES,
+        max_bytes: int = MAX_ARCHIVE_BYTES,
         is_automatic: bool = False,
     ) -> Checkpoint:
         """Keep the roots of a sandbox. `is_automatic`: nobody asked for it: it does not count, and goes by its age.
@@ -98,7 +98,7 @@ class Checkpoints:
         return len(names)
 
     async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
-        """Delete every parcel of this store whose tenant and id are not in `kept`; gives how many. For a store that one sandboxd has alone."""
+        """Delete every archive of this store whose tenant and id are not in `kept`; gives how many. For a store that one sandboxd has alone."""
         names = {f"{tenant}/{checkpoint}" for tenant, checkpoint in kept}
         return await self._forget_all([name for name in await self._store.list() if name not in names])
 

@@ -12,15 +12,15 @@ import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.local_guest import LocalGuest
-from workers.sandboxd import parcels
+from workers.sandboxd.archives import packing as packing_module
+from workers.sandboxd.archives.packing import ArchiveFacts, Guest, Packing, count_most_bytes, unpack
 from workers.sandboxd.frames import Frame
-from workers.sandboxd.parcels import Guest, Packing, ParcelFacts, count_most_bytes, unpack
 
 MIB = 1024 * 1024
 
 
-async def pack(guest: Guest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int) -> ParcelFacts:
-    """The roots as one parcel, written by `write`."""
+async def pack(guest: Guest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int) -> ArchiveFacts:
+    """The roots as one archive, written by `write`."""
     packing = Packing(guest, roots, max_bytes)
     async with contextlib.aclosing(packing.chunks()) as chunks:
         async for chunk in chunks:
@@ -58,7 +58,7 @@ async def never(*_: Any) -> dict[str, Any]:
     return {}
 
 
-async def packed(guest: Any, *roots: Path, max_bytes: int = 64 * MIB) -> tuple[bytes, parcels.ParcelFacts]:
+async def packed(guest: Any, *roots: Path, max_bytes: int = 64 * MIB) -> tuple[bytes, ArchiveFacts]:
     gathered = bytearray()
 
     async def write(chunk: bytes) -> None:
@@ -93,7 +93,7 @@ def root(tmp_path: Path) -> Path:
 def fifos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a guest that is killed leaves its own is no matter; on this host it is."""
     (tmp_path / "fifos").mkdir()
-    monkeypatch.setattr(parcels, "_FIFO_FOLDER", str(tmp_path / "fifos"))
+    monkeypatch.setattr(packing_module, "_FIFO_FOLDER", str(tmp_path / "fifos"))
 
 
 async def test_files_come_back_as_they_were(root: Path) -> None:
@@ -156,7 +156,7 @@ async def test_who_writes_slowly_holds_the_guest_up(root: Path) -> None:
     assert packing.facts.bytes == len(first) + sum(map(len, rest)) > 16 * MIB
 
 
-async def test_a_parcel_that_is_too_large_ends_at_the_limit(root: Path) -> None:
+async def test_an_archive_that_is_too_large_ends_at_the_limit(root: Path) -> None:
     (root / "large").write_bytes(b"x" * 3 * MIB)
     guest = LocalGuest()
     with pytest.raises(ToolFailure) as refused:
@@ -233,7 +233,7 @@ async def test_a_packing_that_is_given_up_is_ended_in_the_guest() -> None:
     assert (packing.cancelled(), guest.cancelled) == (True, 1)
 
 
-async def test_a_parcel_that_ends_too_early_is_not_taken_for_whole(root: Path) -> None:
+async def test_an_archive_that_ends_too_early_is_not_taken_for_whole(root: Path) -> None:
     (root / "f").write_bytes(b"x" * MIB)
     guest = LocalGuest()
     data, _ = await packed(guest, root)
@@ -241,7 +241,7 @@ async def test_a_parcel_that_ends_too_early_is_not_taken_for_whole(root: Path) -
         await unpack(guest, (str(root),), reading(data[: len(data) // 2]), len(data))
 
 
-async def test_what_is_no_parcel_is_said(root: Path) -> None:
+async def test_what_is_no_archive_is_said(root: Path) -> None:
     with pytest.raises(ToolFailure, match="could not be unpacked"):
         await unpack(LocalGuest(), (str(root),), reading(b"no tar at all" * 100_000), 1_300_000)
 
@@ -280,7 +280,7 @@ async def test_a_workspace_without_room_for_it_is_said() -> None:
 
 
 async def test_a_guest_that_takes_nothing_does_not_keep_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parcels, "_LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(packing_module, "_LAST_WORDS_S", 0.05)
     guest = ScriptedGuest(saying, never, lambda request, sink: saying(request, sink, stderr=b"cat: no room", exit_code=1))
     waiting = asyncio.ensure_future(unpack(guest, ("/workspace",), reading(bytes(MIB)), MIB))
     with pytest.raises(ToolFailure, match="could not be unpacked"):

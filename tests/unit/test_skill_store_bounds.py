@@ -8,12 +8,12 @@ import pytest
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeEngine
 from tests.skill_ground import write_skill
-from workers.sandboxd import skill_shelf
-from workers.sandboxd.skill_shelf import SkillShelf
+from workers.sandboxd import skill_store
+from workers.sandboxd.skill_store import SkillStore
 from workers.skills.loader import load_skill, pack_skill
 
 
-async def put(shelf: SkillShelf, root: Path, scope: str, name: str) -> str:
+async def put(shelf: SkillStore, root: Path, scope: str, name: str) -> str:
     skill = load_skill(write_skill(root, name, files={"big": bytes(40_000)}))
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -24,9 +24,9 @@ async def put(shelf: SkillShelf, root: Path, scope: str, name: str) -> str:
 
 
 async def test_a_tenant_takes_no_more_than_its_share_and_leaves_the_others_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skill_shelf, "MAX_TENANT_BYTES", 100_000)
-    monkeypatch.setattr(skill_shelf, "MAX_SHELF_BYTES", 200_000)
-    shelf = SkillShelf(FakeEngine(), "default", {})  # type: ignore[arg-type]
+    monkeypatch.setattr(skill_store, "MAX_TENANT_BYTES", 100_000)
+    monkeypatch.setattr(skill_store, "MAX_SHELF_BYTES", 200_000)
+    shelf = SkillStore(FakeEngine(), "default", {})  # type: ignore[arg-type]
     first = await put(shelf, tmp_path / "1", "acme", "a")
     with pytest.raises(ToolFailure, match="skills that tenant acme has used") as refused:
         await put(shelf, tmp_path / "2", "acme", "b")

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from workers.sandboxd.store.base import STATE_SETTING, WorkspaceStore
-from workers.sandboxd.store.folder import FolderStore
-from workers.sandboxd.store.fsspec_store import FsspecStore
+from workers.sandboxd.archives.base import STATE_SETTING, ArchiveStore
+from workers.sandboxd.archives.folder import FolderStore
+from workers.sandboxd.archives.fsspec_store import FsspecStore
 
 
-def open_store(setting: str | None, state: Path, free_bytes: int = 0) -> WorkspaceStore:
+def open_store(setting: str | None, state: Path, free_bytes: int = 0) -> ArchiveStore:
     """A URL's store, else that of a folder; None: a folder below `state`. `free_bytes`: to be left on a folder's disk.
 
     Raises ConfigError when fsspec or the package of a URL's protocol is missing.

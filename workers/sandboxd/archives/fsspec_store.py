@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import structlog
 
 from contract.errors import ConfigError, SandboxUnavailable
-from workers.sandboxd.store.base import (
+from workers.sandboxd.archives.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
     STATE_SETTING,
@@ -31,15 +31,15 @@ log = structlog.get_logger(__name__)
 
 _READ_BYTES = 1024 * 1024
 _DATA, _FACTS = ".tar", ".json"
-_SPOOLED = "parcel-"
+_SPOOLED = "archive-"
 _SEND_S = 480.0
-"""For a whole parcel on its way to the store."""
+"""For a whole archive on its way to the store."""
 
 T = TypeVar("T")
 
 
 class FsspecStore:
-    """A parcel is `<url>/<tenant>/<id>.tar` and, written last, `<id>.json`. It is gathered in `spool`, a folder of this process alone, and then
+    """An archive is `<url>/<tenant>/<id>.tar` and, written last, `<id>.json`. It is gathered in `spool`, a folder of this process alone, and then
     sent. `free_bytes`: nothing is gathered when its disk would have less than this left.
 
     Raises ConfigError when fsspec, or the package that its protocol needs, is not installed.
@@ -104,7 +104,7 @@ class FsspecStore:
         return tally.facts()
 
     def _send(self, name: str, local: Path, facts: StoredFacts, is_void: threading.Event) -> None:
-        """Facts of an older parcel go first: what they would say of the new one is wrong. `is_void`: nobody waits for it any more."""
+        """Facts of an older archive go first: what they would say of the new one is wrong. `is_void`: nobody waits for it any more."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name, _FACTS))
         self._fs.makedirs(self._path(name, "").rpartition("/")[0], exist_ok=True)

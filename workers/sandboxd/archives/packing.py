@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from workers.sandboxd.archives.base import Tally
 from workers.sandboxd.frames import Frame
 from workers.sandboxd.requests import FRAME_COST_BYTES, build_words
-from workers.sandboxd.store.base import Tally
 
 ROOTS = ("/workspace", "/output")
 """The session's files; long outputs, logs of jobs, the carried shell state and what is remembered of files."""
 PARCEL_TIMEOUT_S = 480.0
 _PIECE_BYTES = 4 * 1024 * 1024
-"""What the guest holds of a parcel in memory while it is unpacked."""
+"""What the guest holds of an archive in memory while it is unpacked."""
 _FIFO_FOLDER = "/tmp"
 _FRAME_BYTES = 512 * 1024
 _WAITING_BYTES = 1024 * 1024
@@ -52,7 +52,7 @@ _FEED = 'cat > "$1"'
 
 
 class Guest(Protocol):
-    """What a parcel needs of a sandbox."""
+    """What an archive needs of a sandbox."""
 
     async def ask(
         self,
@@ -71,7 +71,7 @@ class Guest(Protocol):
 
 
 @dataclass(frozen=True)
-class ParcelFacts:
+class ArchiveFacts:
     """What was packed, by size and sha256 in hex. `skipped`: sockets, which nobody can pack. `is_torn`: files changed while they were read."""
 
     bytes: int
@@ -81,18 +81,18 @@ class ParcelFacts:
 
 
 def count_most_bytes(workspace_bytes: int, inodes: int) -> int:
-    """The most a parcel of such a workspace may have: its files, the outputs, /tmp, and what tar needs for each name."""
+    """The most an archive of such a workspace may have: its files, the outputs, /tmp, and what tar needs for each name."""
     return workspace_bytes + 256 * 1024 * 1024 + 4096 * inodes
 
 
 class Packing:
-    """One parcel on its way out: `chunks` once, then `facts`."""
+    """One archive on its way out: `chunks` once, then `facts`."""
 
     def __init__(self, guest: Guest, roots: tuple[str, ...], max_bytes: int) -> None:
         self._guest = guest
         self._roots = roots
         self._max_bytes = max_bytes
-        self.facts: ParcelFacts | None = None
+        self.facts: ArchiveFacts | None = None
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """The tar stream, in pieces of a few MiB at most. Who takes them slowly holds the whole sandbox up: take them to a disk.
@@ -118,15 +118,15 @@ class Packing:
             await _cancelled(packing)
         _check(done, flow.words, "packed", (0, _CHANGED))
         whole = tally.facts()
-        self.facts = ParcelFacts(whole.bytes, whole.sha256, flow.words.count(b"socket ignored"), done["exit_code"] == _CHANGED)
+        self.facts = ArchiveFacts(whole.bytes, whole.sha256, flow.words.count(b"socket ignored"), done["exit_code"] == _CHANGED)
 
 
 async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes], total: int) -> None:
-    """Unpack a parcel of these roots, of `total` bytes, into the places that it was packed from.
+    """Unpack an archive of these roots, of `total` bytes, into the places that it was packed from.
 
     Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and what `read` raises; files may then lie there already.
     """
-    fifo, words = f"{_FIFO_FOLDER}/.parcel-{secrets.token_hex(8)}", bytearray()
+    fifo, words = f"{_FIFO_FOLDER}/.archive-{secrets.token_hex(8)}", bytearray()
     _check(await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_keep(words)), words, "unpacked")
     names = [root.removeprefix("/") for root in roots]
     unpacking = asyncio.ensure_future(guest.ask(_exec(["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names]), sink=_keep(words)))

@@ -1,4 +1,4 @@
-"""The folder with the workspaces of one sandboxd: a private folder each, of the workspace's name."""
+"""The folder with the workspaces of one sandboxd: a private folder for each, of the workspace's name."""
 
 import asyncio
 import errno
@@ -44,7 +44,7 @@ async def run_to_end(work: Callable[[], T], undo: Callable[[], object] | None = 
         raise
 
 
-class Places:
+class WorkspaceStore:
     """The workspaces' folders. All but `of` blocks; made for one event loop, usable from its threads."""
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:

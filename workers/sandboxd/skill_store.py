@@ -34,7 +34,7 @@ MAX_TENANT_BYTES = 256 * 1024**2
 _MEMORY_BYTES = 1024 * 1024
 
 
-class SkillShelf:
+class SkillStore:
     """One volume, as old as this process. `image`: any that the engine has, for what unpacks into it."""
 
     def __init__(self, engine: Engine, image: str, owner: Mapping[str, str]) -> None:

@@ -1,1 +1,0 @@
-"""Where parcels of sessions are kept when their sandbox is not: a folder of this host, or a store that several hosts share."""
