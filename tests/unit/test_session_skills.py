@@ -70,6 +70,16 @@ def test_only_plain_files_within_the_folder_are_the_skills() -> None:
     assert skill.place == "/workspace/.skills/own"
 
 
+def test_a_worker_does_not_parse_what_a_sandbox_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = archive_of((entry("./SKILL.md"), FRONT), (entry("./scripts/a"), b"#!/bin/sh"), (entry("./empty"), b""))
+    expected = load_tar(archive, "own", "acme")
+    for parser in ("workers.skills.archives.read_tar", "contract.skills.parse_skill", "yaml.load"):
+        monkeypatch.setattr(parser, None)
+    skill = find(Liar(archive))
+    assert skill.files == expected.files
+    assert [skill.source.read(file.path) for file in skill.files] == [FRONT, b"", b"#!/bin/sh"]
+
+
 @pytest.mark.parametrize(
     ("bench", "code"),
     [

@@ -1,7 +1,7 @@
 """`python -m workers.skills FOLDER_OR_ZIP`: the skill there as a worker would load it, as JSON, or what makes it none.
 
 `--zip FILE` writes it as a .zip file, `--bundle FILE` as the bundle that is kept of installed skills. `--owner TENANT`: as it would be loaded for that one.
-`--tar`: the path is a name only, and the skill's folder comes as a tar archive on standard input. `--fronts`: standard input is a JSON object of
+`--tar`: the path is a name only, and the skill's folder comes as a tar archive on standard input; the answer has its files with their places in it. `--fronts`: standard input is a JSON object of
 SKILL.md texts by folder, and the answer has their descriptions.
 """
 
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from contract.errors import ToolFailure
 from contract.skills import SkillBroken, parse_skill
-from workers.skills.archives import compress_bundle, load_tar, load_zip, write_zip
+from contract.tar_archives import TarEntry
+from workers.skills.archives import compress_bundle, find_files, load_tar, load_zip, write_zip
 from workers.skills.loader import Skill, load_skill
 
 MEMORY_BYTES = 512 * 1024**2
@@ -30,8 +31,10 @@ def main() -> int:
         if options.fronts:
             sys.stdout.write(json.dumps({"descriptions": _describe(json.load(sys.stdin))}))
             return 0
+        files: dict[str, TarEntry] = {}
         if options.tar:
-            skill = load_tar(sys.stdin.buffer.read(), options.path.name, options.owner)
+            data = sys.stdin.buffer.read()
+            skill, files = load_tar(data, options.path.name, options.owner), find_files(data)
         else:
             skill = (load_zip if options.path.is_file() else load_skill)(options.path, options.owner)
         if options.zip is not None:
@@ -39,7 +42,7 @@ def main() -> int:
                 write_zip(skill, target)
         if options.bundle is not None:
             options.bundle.write_bytes(compress_bundle(skill))
-        told = _tell(skill)
+        told = {**_tell(skill), "files": [(path, one.offset, one.size, one.is_executable) for path, one in files.items()]}
     except (SkillBroken, ToolFailure) as broken:
         told = {"broken": str(broken)}
     except OSError as error:

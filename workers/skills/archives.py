@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from contract.skills import LEFT_OUT, MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SKILL_FILE, BundleFile, SkillBroken
-from contract.tar_archives import TarRefused, read_tar
+from contract.tar_archives import TarEntry, TarRefused, read_tar
 from workers.skills.loader import MAX_DEPTH, Skill, load_files, pack_skill
 from workers.skills.sources import MemorySource
 
@@ -59,17 +59,18 @@ def load_zip(path: Path, owner: str = "") -> Skill:
 
 def load_tar(data: bytes, folder: str, owner: str = "") -> Skill:
     """The skill in a tar archive of its folder, as a session's sandbox makes it. Raises SkillBroken."""
-    return load_members(folder, folder, read_folder(data), owner)
+    members = [Member(path, data[one.offset : one.offset + one.size], one.is_executable) for path, one in find_files(data).items()]
+    return load_members(folder, folder, members, owner)
 
 
-def read_folder(data: bytes) -> list[Member]:
-    """The plain files of a folder in a tar archive; links, devices and folders are left out. Raises SkillBroken."""
-    stream, found = io.BytesIO(data), []
+def find_files(data: bytes) -> dict[str, TarEntry]:
+    """The plain files of a folder in a tar archive, by path; links, devices and folders are left out. Raises SkillBroken."""
+    found = {}
     try:
-        for entry in read_tar(stream, 2 * MAX_BUNDLE_FILES):
+        for entry in read_tar(io.BytesIO(data), 2 * MAX_BUNDLE_FILES):
             path = entry.name.removeprefix("./")
             if entry.kind == "file" and not any(part in ("", ".", "..") for part in path.split("/")):
-                found.append(Member(path, entry.read(stream), entry.is_executable))
+                found[path] = entry
     except TarRefused as error:
         raise SkillBroken(f"its files could not be read: {error}") from error
     return found

@@ -8,7 +8,6 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.skill_sidecars import Sidecar
 from contract.skills import MAX_SKILL_FILE_BYTES, SKILL_FILE, BundleFile, SkillBroken
 from contract.specs import SkillSummary, ToolSpec
-from workers.skills.archives import read_folder
 from workers.skills.examiner import SkillExaminer
 from workers.skills.loader import Skill, SkillTool
 from workers.skills.sources import MemorySource
@@ -42,11 +41,12 @@ class SessionSkills:
 
     def _load(self, name: str, archive: bytes, tenant: str) -> Skill:
         answer = self._examiner.ask((name, "--tar", f"--owner={tenant}"), archive)
-        members = {member.path: member for member in read_folder(archive)}
-        files = tuple(BundleFile(path, len(one.data), one.is_executable, one.data[:2]) for path, one in sorted(members.items()))
+        places = sorted(answer["files"])
+        data = {path: archive[offset : offset + size] for path, offset, size, _ in places}
+        files = tuple(BundleFile(path, size, is_executable, data[path][:2]) for path, _, size, is_executable in places)
         tool = answer["tool"]
         return Skill(
-            MemorySource(f"{ROOT}/{name}", {path: member.data for path, member in members.items()}),
+            MemorySource(f"{ROOT}/{name}", data),
             SkillSummary.model_validate(answer["skill"]),
             answer["body"],
             files,
