@@ -10,6 +10,7 @@ from typing import NoReturn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from contract.json_limits import has_more_values_in_text
 from orchestrator.api.problems import ApiCode, build_response
 
 CHUNK_WITHIN_S = 20.0
@@ -25,6 +26,8 @@ LOGIN_BYTES = 16 * 1024
 """Limit of a body that comes without a key or login."""
 LINGER_S = 5.0
 LINGER_BYTES = 128 * 1024 * 1024
+JSON_VALUES = 10_000
+"""Limit of the values in a JSON body. Each one that is not expected becomes an error of its own, which takes kilobytes."""
 HELD_BYTES = 512 * 1024 * 1024
 """Limit of all bodies together, from their first byte to the end of their requests: half of the memory that a service has as it is deployed here."""
 TENANT_BYTES = HELD_BYTES // 4
@@ -114,6 +117,8 @@ class _Body:
         """`length`: as the request declares it; 0 when it does not."""
         self._scope, self._receive = scope, receive
         self._most, self._length = most, length
+        is_json = most == JSON_BYTES and b"json" in (find_header(scope, b"content-type") or b"json")
+        self._json = bytearray() if is_json else None
         self._held = held
         self._owner = ""
         self._count, self._reserved = 0, 0
@@ -146,7 +151,16 @@ class _Body:
         took_s = asyncio.get_running_loop().time() - self._began_at
         if not self._is_whole and took_s > PATIENCE_S and self._count < took_s * LEAST_BYTES_PER_S:
             return self._refuse(_too_slow())
-        return message
+        return message if self._json is None else self._hold_back(self._json, message)
+
+    def _hold_back(self, held: bytearray, message: Message) -> Message:
+        """The message without its bytes; the last one with all of them, if they do not hold too many values."""
+        held += message.get("body", b"")
+        if not self._is_whole:
+            return {**message, "body": b""}
+        if has_more_values_in_text(held.decode(errors="replace"), JSON_VALUES):
+            return self._refuse(_too_many_values())
+        return {**message, "body": bytes(held)}
 
     def _reserve(self, count: int) -> Response | None:
         """Reserve memory for that many bytes of the body, or return why it is refused. A body without an owner is small, and needs none."""
@@ -189,6 +203,11 @@ async def _throw_away(receive: Receive) -> None:
 
 def _too_large(most: int) -> Response:
     detail = f"at most {most} bytes can be sent here: send less, or large content in parts"
+    return build_response(ApiCode.BODY_TOO_LARGE, detail, headers={"Connection": "close"})
+
+
+def _too_many_values() -> Response:
+    detail = f"a body can have at most {JSON_VALUES} values: send fewer at a time, or large content in a file"
     return build_response(ApiCode.BODY_TOO_LARGE, detail, headers={"Connection": "close"})
 
 

@@ -1,6 +1,7 @@
 """Attacks on the API by what a request says: bodies, heads, ids and names that are made to break something or to find out what is another's."""
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
@@ -40,6 +41,8 @@ BREAKING = {
     "half a character as a key": b'{"instruction": "x", "metadata": {"' + HALF + b'": "' + HALF + b'"}}',
     "half a character in the history": b'{"instruction": "x", "history": [{"role": "user", "content": "' + HALF + b'"}]}',
     "no UTF-8": b'{"instruction": "\xff\xfe"}',
+    "many lists": b'{"instruction": "x", "history": [' + b"[]," * 500_000 + b"0]}",
+    "many unknown keys": b"{" + b",".join(b'"k%d": 1' % number for number in range(150_000)) + b"}",
     "no object": b"[]",
     "nothing": b"",
 }  # fmt: skip
@@ -68,9 +71,18 @@ async def test_no_body_breaks_what_reads_it(api: ApiGround, body: bytes) -> None
     for path in TAKING:
         response = await api["admin"].post(path, content=body, headers=JSON)
         # What is left of it may be all that the route takes.
-        assert response.status_code in (200, 201, 202, 400, 404, 422, 503), (path, response.text)
+        assert response.status_code in (200, 201, 202, 400, 404, 413, 422, 503), (path, response.text)
         if response.status_code >= 400:
             assert told(response)["code"] != "INTERNAL", path
+
+
+async def test_a_body_of_many_values_costs_no_more_than_reading_it(api: ApiGround) -> None:
+    began = time.process_time()
+    for kind in ("many lists", "many unknown keys"):
+        response = await api["acme"].post("/v1/runs", content=BREAKING[kind], headers=JSON)
+        assert (response.status_code, told(response)["code"]) == (413, "BODY_TOO_LARGE")
+    # The service is a part of this process. An error for each key would take seconds.
+    assert time.process_time() - began < 0.5
 
 
 async def test_what_no_orchestrator_could_read_again_is_not_queued(api: ApiGround) -> None:

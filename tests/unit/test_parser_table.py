@@ -4,7 +4,24 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("YAML", "tar", "zip", "JSON Schema", "JSON arguments", "batch lines", "HTML", "PDF", "XML", "SSE", "frames")
+KINDS = (
+    "YAML",
+    "tar",
+    "zip",
+    "JSON Schema",
+    "JSON arguments",
+    "batch lines",
+    "HTML",
+    "PDF",
+    "XML",
+    "SSE",
+    "frames",
+    "git bundles",
+    "ipynb",
+    "native tool calls",
+    "egress proxy",
+    "web JSON",
+)
 
 
 def read_rows() -> list[list[str]]:

@@ -230,7 +230,10 @@ def test_a_service_that_wants_too_long_a_pause_is_passed_over(server: WebServer,
     assert "tavily: tavily answered 429 Too Many Requests; the next service was asked" in result.text()
 
 
-@pytest.mark.parametrize("reply", [says({}, 500), says({}, 401), says("<html>", 200), says("[" * 100_000), b"garbage\r\n\r\n", b""])
+@pytest.mark.parametrize(
+    "reply",
+    [says({}, 500), says({}, 401), says("<html>", 200), says("[" * 100_000), says("[" + "[]," * 500_000 + "0]"), b"garbage\r\n\r\n", b""],
+)
 def test_when_a_service_fails_the_next_is_asked(server: WebServer, reply: bytes) -> None:
     server.replies |= {"/search": reply, "/res/v1/web/search": says(entries("brave", "https://a.example/"))}
     assert search(Service(server, "tavily"), Service(server, "brave")).metadata["provider"] == "brave"

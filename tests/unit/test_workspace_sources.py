@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import tarfile
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -140,3 +141,15 @@ def test_a_bundle_that_cannot_be_cloned_by_itself_is_refused(parts: list[str], s
     git(repository, "bundle", "create", str(tmp_path / "it"), *parts)
     with pytest.raises(ConfigError, match=says):
         load_source(tmp_path / "it")
+
+
+def test_a_bundle_of_short_lines_takes_no_more_memory_than_a_bundle_may_have(tmp_path: Path) -> None:
+    file = tmp_path / "it"
+    file.write_bytes(b"# v2 git bundle\n" + b"a\n" * 4_000_000 + b"\n")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="no HEAD"):
+            load_source(file)
+        assert tracemalloc.get_traced_memory()[1] < MAX_BLOB_BYTES + 2 * file.stat().st_size
+    finally:
+        tracemalloc.stop()

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.json_limits import has_more_values_in_text
 from workers.web.connections import build_tls, open_connection
 from workers.web.exchange import Answer, Request, exchange
 from workers.web.limits import Deadline, FetchLimits
@@ -22,6 +23,8 @@ from workers.web.urls import parse_url
 MAX_WAIT_S = 5.0
 """A service that wants a longer pause is passed over."""
 DEFAULT_WAIT_S = 1.0
+MAX_VALUES = 50_000
+"""Values in an answer: some hundred results have a few thousand."""
 _SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
@@ -86,6 +89,9 @@ class Endpoint:
             # Not the body: a service may repeat the key in it.
             raise ToolFailure(ErrorCode.HTTP_ERROR, f"{self.name} answered {answer.head.phrase}", status=status)
         try:
-            return json.loads(answer.body)
+            text = answer.body.decode()
+            if has_more_values_in_text(text, MAX_VALUES):
+                raise ValueError("too many values")
+            return json.loads(text)
         except (ValueError, RecursionError):
             raise ToolFailure(ErrorCode.HTTP_ERROR, f"{self.name} answered no JSON: check {self.setting}", status=status) from None
