@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import structlog
+from pydantic import JsonValue
 
 from contract.call_events import HIDDEN
 from contract.calls import Clocks, RunFailure, ToolCall, ToolContext, ToolResult
@@ -48,8 +49,7 @@ class BlobStore(Protocol):
     def leave(self, tenant: str, data: bytes, ttl_s: int = ...) -> str: ...
 
 
-@dataclass(frozen=True)
-class FinishedCall:
+class FinishedCall(NamedTuple):
     """A call that has its result. `received_at`: Unix seconds; `requests`: those to sandboxd, in order."""
 
     call: ToolCall
@@ -128,8 +128,9 @@ class Executor:
             else:
                 result = _refusal(call, claim)
             result = result.model_copy(update={"clocks": result.clocks.model_copy(update={"queued_s": queued_s})})
+        finished = FinishedCall(call, context, received_at, result, requests)
         for middleware in self._middleware:
-            middleware.after_call(FinishedCall(call, context, received_at, result, requests))
+            middleware.after_call(finished)
         return result
 
     def _prepare(self, call: ToolCall, context: ToolContext) -> _PreparedCall:
@@ -157,7 +158,11 @@ class Executor:
             result = _attempt(prepared.call, lambda: self._build_result(self._handle(prepared, environment), environment), environment)
         finally:
             hidden = environment.events.close() if environment.events.is_watched else 0
-        added = {**({"aliases_used": prepared.aliases} if prepared.aliases else {}), **({HIDDEN: hidden} if hidden else {})}
+        added: dict[str, JsonValue] = {}
+        if prepared.aliases:
+            added["aliases_used"] = list(prepared.aliases)
+        if hidden:
+            added[HIDDEN] = hidden
         return (result.model_copy(update={"metadata": {**result.metadata, **added}}) if added else result), environment.requests
 
     def _open_environment(self, prepared: _PreparedCall, context: ToolContext) -> ToolEnvironment:

@@ -237,13 +237,13 @@ def _tabled(command: Command, folder: str) -> Danger:
 
 def _subcommand(command: Command, folder: str) -> Danger:
     """`git push --force`: a program, words in this order among its words, and, where there are some, one of the flags."""
-    argv = command.argv
+    argv, own_program = command.argv, command.program
     for program, words, flags, reason in DANGEROUS_SUBCOMMANDS:
-        if command.program != program or not _occur_in_order(words, argv[1:]):
+        if own_program != program or not _occur_in_order(words, argv[1:]):
             continue
         if not flags or any(_has_flag(argv[1:], flag) for flag in flags):
             return _bad(reason)
-    if command.program == "git" and any("=!" in text or text.startswith("core.") for text in argv[1:]):
+    if own_program == "git" and any("=!" in text or text.startswith("core.") for text in argv[1:]):
         return _bad("lets git run another program")
     return NO_DANGER
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import structlog
 from pydantic import JsonValue
@@ -43,8 +43,7 @@ class Outcome:
     spill: Spill | None = None
 
 
-@dataclass(frozen=True)
-class SandboxRequest:
+class SandboxRequest(NamedTuple):
     """One request to sandboxd that has ended. `sandbox_s`: its time in sandboxd, from where the sandbox was ready; `run_s`: the guest's part of it."""
 
     op: str
