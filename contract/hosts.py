@@ -29,7 +29,7 @@ class HostReport(Record):
 
     `queue`: of its incarnation, `host.<host>.<boot>`, or `pool.<host>.<boot>` without sandboxes. `worker`: a word of the process that serves
     the queue; "" when it has ended in order, and its successor, which takes another queue, is awaited. `slots`: calls at a time; `pools`: the shared
-    queues that it serves besides. `process`: by which its successor on the same machine sees at once that it is gone (workers/processes.py).
+    queues that it serves besides. `process`: by which its successor on the same machine sees at once that it is gone (workers/reports.py).
     """
 
     host: str = Field(max_length=64)

@@ -64,6 +64,9 @@ def name_speaker(path: str) -> str:
 def find_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str, int]]:
     """Calls that log, their level, and which argument is the event."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Duty":
+            # A duty of a worker (workers/duties.py) logs its failures under the event that it was given.
+            yield node, "warning", 3
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         owner, method = ast.unparse(node.func.value), node.func.attr
@@ -88,7 +91,8 @@ def read_events(root: Path = ROOT) -> tuple[dict[str, Event], list[str]]:
             event = events.setdefault(said.value, Event())
             event.levels.add(level)
             event.who.add(name_speaker(name))
-            event.fields |= {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+            is_duty = isinstance(call.func, ast.Name)
+            event.fields |= {"error"} if is_duty else {keyword.arg for keyword in call.keywords if keyword.arg is not None}
     return events, complaints
 
 

@@ -316,7 +316,7 @@ class SessionStore:
         return "alive" if report is not None else "silent"
 
     async def close(self, tenant: str, session: str) -> None:
-        """Record that a session has ended, wherever it is or is being opened. A host that has a sandbox of it removes that (workers/session_monitors.py)."""
+        """Record that a session has ended, wherever it is or is being opened. A host that has a sandbox of it removes that (workers/host_duties.py)."""
         keys = [*self._listed_keys(tenant, session), session_facts_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             await self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S, tenant])

@@ -18,7 +18,7 @@ from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once
 from tests.builders import build_spec
 from tests.fakes import build_executor
-from workers.celery_edge.app import Pool, build_app, run_worker
+from workers.celery_edge.app import Pool, build_app, run_celery_worker
 from workers.celery_edge.tasks import register_tasks
 from workers.executor import Executor
 from workers.logs import configure_logging
@@ -76,7 +76,7 @@ def main(pool: str, queue: str, slots: str) -> None:
     executor = partial(_build_executor, broker, registry, queue, SharedClock())
     register_tasks(app, registry, broker.signing_keys(), executor, refusals.count, broker.deployment)
     nothing = lambda: None  # noqa: E731
-    run_worker(app, queue, (queue,), int(slots), "INFO", pool=chosen, on_ready=nothing, on_stop=nothing)
+    run_celery_worker(app, queue, (queue,), int(slots), "INFO", pool=chosen, on_ready=nothing, on_stop=nothing)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from contract.errors import BrokerUnavailable, OperatorError, SandboxUnavailable
 from contract.session_locations import LocationState, SessionLocation
 from store.sessions import WorkerSessionStore
 from workers.checkpoints import AutomaticCheckpoints
-from workers.host_watch import SessionRow, parse_rows
+from workers.host_duties import SessionRow, parse_rows
 from workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)

@@ -32,5 +32,5 @@ def test_one_bash_call_runs_the_known_files_and_stays_below_the_limit(footprint:
     assert report["total"]["files"] <= MOST_FILES
     assert report["total"]["lines"] <= MOST_LINES
     assert every["workers/executor.py"] == len((ROOT / "workers/executor.py").read_text().splitlines())
-    assert "workers/heartbeat.py" not in every, "background work was recorded"
+    assert "workers/duties.py" not in every, "background work was recorded"
     assert "workers/sandboxd/monitor.py" not in every, "background work was recorded"

@@ -1,14 +1,12 @@
 """Sessions whose time ran out on a host: they have no place any more, and do not count; those that ended otherwise keep theirs."""
 
-import threading
-
 import pytest
 
 from contract.errors import BrokerUnavailable
 from contract.names import place_key, tenant_sessions_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
-from workers.session_monitors import ExpiryMonitor
+from workers.host_duties import ExpiryMonitor
 
 NAMES = tenant_sessions_key(DEPLOYMENT, "acme")
 
@@ -20,7 +18,7 @@ class Host:
         self.ground = ground
         self.sandboxd = MemorySandboxd()
         self.sessions = ground.sessions()
-        self.watch = ExpiryMonitor(self.sandboxd.client, self.sessions, threading.Event())
+        self.watch = ExpiryMonitor(self.sessions)
 
     def add(self, session: str, *, idle_s: float, ttl_s: float, **place: object) -> None:
         self.sandboxd.add(f"acme:{session}", idle_s=idle_s, ttl_s=ttl_s)

@@ -22,8 +22,8 @@ from store.hosts import HostStore, WorkerControlStore
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
 from workers.celery_edge.worker_state import parse_session_of
-from workers.control import ControlReader
-from workers.host_report import build_host_report, build_pool_report, find_free_memory
+from workers.control import ControlListener
+from workers.reports import build_host_report, build_pool_report, find_free_memory
 
 KEY = SigningKeys.of("k" * 32, deployment=DEPLOYMENT)
 QUEUE = "host.a.b1"
@@ -85,6 +85,13 @@ def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
 # --- the order to drain -----------------------------------------------------------------------------------------------------
 
 
+class NoOrders:
+    """The handler of a worker that obeys nothing but the order to drain."""
+
+    verbs: frozenset[str] = frozenset()
+    needs_session = True
+
+
 class Worker:
     """The control list of a worker that obeys the order as `answer` says."""
 
@@ -95,8 +102,9 @@ class Worker:
         self.refusal = threading.Event()
         self.answers = True
         self.queue = queue
-        self.reader = ControlReader(WorkerControlStore(server.client()), (queue, *others), KEY, on_refused=self.note)
-        self.reader.serve_drain(self.drain)
+        self.reader = ControlListener(
+            WorkerControlStore(server.client()), (queue, *others), KEY, NoOrders(), self.drain, on_refused=self.note
+        )
         self.reader.start()
         ground.hosts().report(build_report(queue, store="shared"))
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 import redis
@@ -18,8 +19,8 @@ from store.sessions import CLOSED_MARGIN_S, SessionStore
 from tests.builders import build_context
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
-from workers import session_monitors
-from workers.session_monitors import LeftoverMonitor
+from workers.duties import Duty
+from workers.host_duties import LeftoverMonitor
 
 
 class Host:
@@ -31,7 +32,7 @@ class Host:
         self.sandboxd = MemorySandboxd()
         self.sessions = ground.sessions()
         self.stop = threading.Event()
-        self.sweep = LeftoverMonitor(self.sandboxd.client, self.sessions, self.stop)
+        self.sweep = LeftoverMonitor(self.sessions)
 
     async def open(self, session: str, queue: str = "host.a.b1", **row: object) -> None:
         """As far as it comes: a place, and a sandbox here, wherever the place says that it is."""
@@ -123,8 +124,7 @@ async def test_that_a_session_was_closed_is_known_for_as_long_as_a_sandbox_of_it
         assert 60 < await host.client.ttl(place_key(DEPLOYMENT, "acme", "s1")) <= 60 + CLOSED_MARGIN_S
 
 
-async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_monitors, "LOOK_S", 0.01)
+async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host) -> None:
     await host.open("s1")
     await host.orchestrator.close("acme", "s1")
     find, has_failed, failures = host.sessions.find_ended, threading.Event(), [BrokerUnavailable("away"), SandboxUnavailable("away")]
@@ -137,10 +137,11 @@ async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host, 
 
     host.sessions.find_ended = away_at_first  # type: ignore[method-assign, assignment]
     with capture_logs():
-        host.sweep.start()
+        duty = Duty("leftovers", 0.01, partial(host.sweep.look, host.sandboxd.client()), "leftovers_not_closed", host.stop)
+        duty.start()
         assert await asyncio.to_thread(has_failed.wait, 20)
         while host.sandboxd.rows:  # noqa: ASYNC110  # it has no event of ours
             await asyncio.sleep(0.01)
         host.stop.set()
-        await asyncio.to_thread(host.sweep._thread.join, 20)
+        await asyncio.to_thread(duty.join, 20)
     assert host.sandboxd.closed == ["acme:s1"]

@@ -22,8 +22,8 @@ from store.hosts import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from tests.stack import wait_until
+from workers.control import ControlListener, PoolOrders, _interrupt_child, process_holder
 from workers.interrupts import CancelBoard
-from workers.pool_control import PoolControlListener, _interrupt_child, process_holder
 
 HERE, THERE = pool_worker("h1", "aaaa"), pool_worker("h2", "bbbb")
 
@@ -36,8 +36,13 @@ class Worker:
         self.board = CancelBoard()
         self.ended: list[int] = []
         self.is_asked = threading.Semaphore(0)
-        self.listener = PoolControlListener(
-            WorkerControlStore(self._client), WorkerCallStore(server.client(), "d", SharedClock()), self.board, name, pools, KEY, self._end
+        orders = WorkerControlStore(self._client)
+        self.listener = ControlListener(
+            orders,
+            (name, *pools),
+            KEY,
+            PoolOrders(orders, WorkerCallStore(server.client(), "d", SharedClock()), self.board, name, self._end),
+            lambda lossy: False,
         )
         self.listener.start()
 

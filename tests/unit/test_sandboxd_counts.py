@@ -20,9 +20,9 @@ from tests.unit.test_metric_page import report
 from tests.unit.test_sandboxd_ends import stillborn
 from tests.unit.test_sandboxd_hostile_guest import answering, call
 from tests.unit.test_sandboxd_sessions import lose
+from workers.host_duties import SandboxdMetrics
 from workers.sandboxd.runtime.factory import count_states
 from workers.sandboxd.sessions import NewSession
-from workers.sandboxd_counts import SandboxdCounts
 
 QUEUE = "host.h1.b00t"
 
@@ -48,10 +48,10 @@ def build_status(boot: str = "b00t", **counts: Any) -> dict[str, Any]:
     }
 
 
-def build_taker(client: "redis.Redis", *told: dict[str, Any]) -> tuple[SandboxdCounts, list[dict[str, Any]]]:
+def build_taker(client: "redis.Redis", *told: dict[str, Any]) -> tuple[SandboxdMetrics, list[dict[str, Any]]]:
     """A worker's, and the list whose last is what sandboxd tells."""
     statuses = list(told)
-    return SandboxdCounts(WorkerMetricsStore(client, "d"), "h1", QUEUE, lambda: statuses[-1]), statuses
+    return SandboxdMetrics(WorkerMetricsStore(client, "d"), "h1", QUEUE, lambda: statuses[-1]), statuses
 
 
 async def test_starts_failures_and_losses_are_counted(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """What sandboxd is told of tenants between their calls."""
 
-import threading
-
 import pytest
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.tenancy import SandboxTerms, TenantPolicy
+from workers.host_duties import TermsMonitor
 from workers.sandbox_client import SandboxClient
-from workers.terms_watch import TermsWatch
 
 OPEN, CLOSED = SandboxTerms(tenant_class="open"), SandboxTerms(tenant_class="open", network="none")
 
@@ -49,31 +47,31 @@ def book() -> Book:
 
 
 @pytest.fixture
-def watch(host: Host, book: Book) -> TermsWatch:
-    return TermsWatch(lambda: host, book.policy, threading.Event())
+def watch(host: Host, book: Book) -> TermsMonitor:
+    return TermsMonitor(book.policy)
 
 
-def test_terms_are_told_once_and_again_when_they_change(watch: TermsWatch, host: Host, book: Book) -> None:
+def test_terms_are_told_once_and_again_when_they_change(watch: TermsMonitor, host: Host, book: Book) -> None:
     assert (watch.look(host), watch.look(host)) == (2, 0)
     book["acme"] = CLOSED
     assert watch.look(host) == 1
     assert host.told == [("acme", OPEN), ("umbrella", OPEN), ("acme", CLOSED)]
 
 
-def test_a_tenant_that_is_none_any_more_loses_its_network(watch: TermsWatch, host: Host, book: Book) -> None:
+def test_a_tenant_that_is_none_any_more_loses_its_network(watch: TermsMonitor, host: Host, book: Book) -> None:
     watch.look(host)
     book["acme"] = ToolFailure(ErrorCode.UNKNOWN_TENANT, "no such tenant")
     assert (watch.look(host), watch.look(host)) == (1, 0)
     assert host.told[-1] == ("acme", CLOSED)
 
 
-def test_while_nobody_can_say_sandboxd_goes_by_what_it_was_told(watch: TermsWatch, host: Host, book: Book) -> None:
+def test_while_nobody_can_say_sandboxd_goes_by_what_it_was_told(watch: TermsMonitor, host: Host, book: Book) -> None:
     watch.look(host)
     book["acme"], book["umbrella"] = BrokerUnavailable("Redis is away"), CLOSED
     assert (watch.look(host), host.told[-1]) == (1, ("umbrella", CLOSED))
 
 
-def test_a_tenant_that_comes_back_is_told_of_again(watch: TermsWatch, host: Host) -> None:
+def test_a_tenant_that_comes_back_is_told_of_again(watch: TermsMonitor, host: Host) -> None:
     watch.look(host)
     host.tenants = ["umbrella"]
     watch.look(host)

@@ -12,9 +12,8 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from tests.conftest import RedisProcess
 from tests.fake_host import HostGround, MemorySandboxd
 from workers import checkpoints as checkpoints_module
-from workers.checkpointing import QUIET_S, CheckpointMonitor, Watched
-from workers.checkpoints import AutomaticCheckpoints
-from workers.host_watch import SessionRow, parse_rows
+from workers.checkpoints import QUIET_S, AutomaticCheckpoints, CheckpointMonitor, WatchedSession
+from workers.host_duties import SessionRow, parse_rows
 
 
 class Host:
@@ -155,7 +154,7 @@ def row(*, calls: int = 0, idle_s: float = 5.0) -> SessionRow:
     ],
 )
 def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: SessionRow, is_due: bool) -> None:
-    assert Watched(changed_at=1000.0 - changed_since_s).is_due(seen, 1000.0, 60.0) is is_due
+    assert WatchedSession(changed_at=1000.0 - changed_since_s).is_due(seen, 1000.0, 60.0) is is_due
 
 
 @given(
@@ -166,7 +165,7 @@ def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: Ses
 def test_what_stays_changed_is_kept_within_three_times_the_interval_and_never_within_one(
     looks: list[tuple[float, bool, int, float]], every_s: float
 ) -> None:
-    watched, now, kept_at, changed_at = Watched(), 0.0, None, None
+    watched, now, kept_at, changed_at = WatchedSession(), 0.0, None, None
     for step_s, changed, calls, idle_s in looks:
         now += step_s
         seen = SessionRow("acme:s1", calls, 0, idle_s, changed)

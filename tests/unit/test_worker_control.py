@@ -19,7 +19,7 @@ from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryLedger
 from workers import control as control_module
-from workers.control import ControlListener
+from workers.control import ControlListener, SandboxOrders
 
 QUEUE = "host.h1.b00t"
 
@@ -71,7 +71,13 @@ class Desk:
         self.clock = SharedClock()
         self.refused: list[str] = []
         self.listener = ControlListener(
-            WorkerControlStore(self._own), lambda: self.sandboxd, self.ledger, QUEUE, KEY, self.clock, self.refused.append
+            WorkerControlStore(self._own),
+            (QUEUE,),
+            KEY,
+            SandboxOrders(lambda: self.sandboxd, self.ledger),
+            lambda lossy: False,
+            self.clock,
+            self.refused.append,
         )
 
     def send(self, *items: "str | bytes") -> None:

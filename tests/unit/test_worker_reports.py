@@ -12,14 +12,12 @@ from contract.clock import SKEW_TOLD_S, SharedClock
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.hosts import HOST_TTL_S, RESTART_GRACE_S
 from contract.names import POOL_WEB, host_key, hosts_key, slots_key, tombstone_key
-from store.hosts import ReportResult, worker_slots_key
+from store.hosts import Departure, ReportResult, worker_slots_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
-from workers import heartbeat as heartbeat_module
-from workers import incarnation
-from workers.heartbeat import Heartbeat
-from workers.incarnation import Incarnation, take_incarnation
-from workers.processes import describe_process, is_surely_gone
+from workers import reports
+from workers.duties import Duty
+from workers.reports import Heartbeat, Incarnation, describe_process, is_surely_gone, take_incarnation
 
 QUEUE = "host.a.b1"
 
@@ -180,7 +178,7 @@ def test_who_ended_in_order_is_not_waited_for(ground: HostGround) -> None:
 def test_a_second_worker_refuses_to_start_while_the_first_goes_on_reporting(
     ground: HostGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(incarnation, "LOOK_S", 0.01)
+    monkeypatch.setattr(reports, "LOOK_S", 0.01)
     take(ground, "w1")
     stop, other = threading.Event(), HostGround(redis_server).hosts()
 
@@ -202,7 +200,7 @@ def test_a_second_worker_refuses_to_start_while_the_first_goes_on_reporting(
 def test_of_two_machines_with_one_name_the_second_refuses_to_start(
     ground: HostGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(incarnation, "LOOK_S", 0.01)
+    monkeypatch.setattr(reports, "LOOK_S", 0.01)
     elsewhere = "another-machine/1/2/3"
     stop, other = threading.Event(), HostGround(redis_server).hosts()
     other.report(build_report("host.a.b0", "w1", process=elsewhere))
@@ -223,7 +221,7 @@ def test_of_two_machines_with_one_name_the_second_refuses_to_start(
 
 
 def test_a_machine_that_was_started_anew_takes_its_name_again(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incarnation, "STALE_S", 0.05)
+    monkeypatch.setattr(reports, "STALE_S", 0.05)
     ground.hosts().report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
     with capture_logs():
         assert take(ground).queue == "host.a.b1"
@@ -231,8 +229,8 @@ def test_a_machine_that_was_started_anew_takes_its_name_again(ground: HostGround
 
 def test_of_two_workers_that_start_at_the_same_time_the_later_gives_way(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both have looked before either reported.
-    monkeypatch.setattr(incarnation, "_find_ended", lambda *_: ())
-    monkeypatch.setattr(incarnation, "_has_fallen_silent", lambda *_: False)
+    monkeypatch.setattr(reports, "_find_ended", lambda *_: ())
+    monkeypatch.setattr(reports, "_has_fallen_silent", lambda *_: False)
     assert take(ground, "w1").queue == "host.a.b1"
     with pytest.raises(ConfigError, match="since one sandboxd has one worker"):
         take(ground, "w2")
@@ -240,7 +238,7 @@ def test_of_two_workers_that_start_at_the_same_time_the_later_gives_way(ground: 
 
 
 def test_a_worker_that_reports_no_more_is_gone(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incarnation, "STALE_S", 0.05)
+    monkeypatch.setattr(reports, "STALE_S", 0.05)
     take(ground, "w1")
     with capture_logs():
         taken = take(ground, "w2")
@@ -255,7 +253,7 @@ def test_a_process_that_does_not_live_is_gone_at_once(ground: HostGround) -> Non
 
     began = time.monotonic()
     assert [report.worker for report in take(ground).ended] == ["w1"]
-    assert time.monotonic() - began < incarnation.STALE_S
+    assert time.monotonic() - began < reports.STALE_S
 
 
 def test_a_worker_of_another_boot_that_may_live_is_neither_gone_nor_in_the_way(ground: HostGround) -> None:
@@ -280,6 +278,12 @@ class Beating:
         self.reasons: list[str] = []
         self.hosts = ground.hosts()
         self.heart = Heartbeat(self.hosts, build_report, ground.clock, self.note)
+        self._stop = threading.Event()
+        self.duty = Duty("heartbeat", 0.05, self.heart.beat, "worker_not_reported", self._stop, retry_s=0.02, is_first_at_once=True)
+
+    def end(self, departure: Departure) -> None:
+        self._stop.set()
+        self.heart.leave(departure)
 
     def note(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -295,22 +299,20 @@ def await_true(is_so: object, within_s: float = 20.0) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(heartbeat_module, "RETRY_S", 0.02)
-    monkeypatch.setattr(heartbeat_module, "LEAVE_POLL_S", 0.02)
+    monkeypatch.setattr(reports, "LEAVE_POLL_S", 0.02)
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_worker_that_finds_its_tombstone_is_told_once_and_never_reports_again(ground: HostGround) -> None:
     beating = Beating(ground)
     with capture_logs():
-        beating.heart.start()
+        beating.duty.start()
         await_true(lambda: beating.hosts.find(QUEUE) is not None)
         # As the reaper: the report has expired, then the name is given up.
         ground.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
         ground.redis.delete(host_key(DEPLOYMENT, QUEUE))
         assert beating.lost.wait(20)
-        beating.heart.stop("restarting")
+        beating.end("restarting")
 
     assert beating.reasons == ["host.a.b1 was given up for lost"]
     assert beating.hosts.find(QUEUE) is None
@@ -321,9 +323,9 @@ def test_a_worker_that_was_paused_and_replaced_ends(ground: HostGround) -> None:
     beating = Beating(ground)
     ground.hosts().report(build_report(worker="w2"))
     with capture_logs():
-        beating.heart.start()
+        beating.duty.start()
         assert beating.lost.wait(20)
-        beating.heart.stop("stopped")
+        beating.end("stopped")
     seen = beating.hosts.find(QUEUE)
     assert beating.reasons == ["host.a.b1 is another worker's by now"]
     assert seen is not None
@@ -342,12 +344,12 @@ def test_an_outage_of_redis_ends_no_heartbeat(ground: HostGround, monkeypatch: p
 
     with capture_logs() as logs:
         monkeypatch.setattr(beating.hosts, "report", away)
-        beating.heart.start()
+        beating.duty.start()
         assert failures.acquire(timeout=20)
         assert failures.acquire(timeout=20)
         monkeypatch.setattr(beating.hosts, "report", told)
         await_true(lambda: beating.hosts.find(QUEUE) is not None)
-        beating.heart.stop("stopped")
+        beating.end("stopped")
     assert {entry["event"] for entry in logs} == {"worker_not_reported"}
     assert not beating.reasons
 
@@ -355,7 +357,7 @@ def test_an_outage_of_redis_ends_no_heartbeat(ground: HostGround, monkeypatch: p
 @pytest.mark.usefixtures("quick")
 def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_late(ground: HostGround) -> None:
     beating = Beating(ground)
-    beating.heart.start()
+    beating.duty.start()
     ground.redis.lpush(QUEUE, "a call")
     left: list[bool] = []
     leaving = threading.Thread(target=lambda: left.append(beating.heart.leave_drained(lambda: False)))
@@ -364,8 +366,8 @@ def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_lat
     assert not left
     ground.redis.delete(QUEUE)
     leaving.join(20)
-    beating.heart.beat_soon()
-    beating.heart.stop("restarting")
+    beating.duty.run_soon()
+    beating.end("restarting")
     assert left == [True]
     assert beating.hosts.find(QUEUE) is None
 
@@ -375,6 +377,6 @@ def test_a_wrong_clock_is_told_once(ground: HostGround) -> None:
     beating = Beating(ground)
     with capture_logs() as logs:
         for _ in range(3):
-            beating.heart._beat()
+            beating.heart.beat()
     assert [entry["event"] for entry in logs] == ["clock_is_wrong"]
     assert logs[0]["behind_s"] == pytest.approx(35, abs=5)

@@ -1,5 +1,7 @@
 """What a worker may change of where sessions live: only what is its own, and only as it was when it looked."""
 
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ from contract.session_locations import LocationState
 from store.sessions import AdoptionResult
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd, build_report
-from workers import adoption as adoption_module
-from workers.adoption import AdoptionMonitor
+from workers.duties import Duty
+from workers.host_duties import AdoptionMonitor
 
 OURS = "host.a.b2"
 
@@ -24,7 +26,15 @@ def ground(redis_server: RedisProcess) -> HostGround:
 
 
 def adopter(ground: HostGround, sandboxd: MemorySandboxd, *ended: HostReport) -> AdoptionMonitor:
-    return AdoptionMonitor(ground.sessions(OURS), ground.hosts(), ended, sandboxd.client)
+    return AdoptionMonitor(ground.sessions(OURS), ground.hosts(), ended)
+
+
+def start_retries(adoption: AdoptionMonitor, sandboxd: MemorySandboxd) -> Duty:
+    duty = Duty(
+        "adoption", 0.02, partial(adoption.retry, sandboxd.client()), "sessions_not_adopted", threading.Event(), is_first_at_once=True
+    )
+    duty.start()
+    return duty
 
 
 def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fence(ground: HostGround) -> None:
@@ -76,8 +86,8 @@ def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(grou
     starting = adopter(ground, sandboxd)
     with capture_logs():
         assert starting.begin(sandboxd.rows) == {AdoptionResult.CLOSED: 1}
-        starting.start()
-        starting._thread.join(20)
+        duty = start_retries(starting, sandboxd)
+        duty.join(20)
     assert sandboxd.closed == ["acme:s1"]
 
 
@@ -104,8 +114,8 @@ def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_
 
     with capture_logs():
         counts = starting.begin(sandboxd.rows)
-        starting.start()
-        starting._thread.join(20)
+        duty = start_retries(starting, sandboxd)
+        duty.join(20)
 
     assert counts == {AdoptionResult.ADOPTED: 1, AdoptionResult.OURS: 1, AdoptionResult.ELSEWHERE: 1, AdoptionResult.NONE: 1}
     assert sandboxd.closed == ["acme:s2"]
@@ -136,7 +146,6 @@ def test_what_is_known_to_be_gone_gives_its_sessions_before_it_counts_as_lost(gr
 def test_what_an_earlier_incarnation_may_still_have_is_taken_over_once_it_is_known_to_be_gone(
     ground: HostGround, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adoption_module, "RETRY_S", 0.02)
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.a.b1")
@@ -144,15 +153,14 @@ def test_what_an_earlier_incarnation_may_still_have_is_taken_over_once_it_is_kno
     starting = adopter(ground, sandboxd)
     with capture_logs():
         assert starting.begin(sandboxd.rows) == {AdoptionResult.HELD: 1}
-        starting.start()
+        duty = start_retries(starting, sandboxd)
         ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
-        starting._thread.join(20)
+        duty.join(20)
     assert ground.place("acme:s1").queue == OURS
     assert not sandboxd.closed
 
 
 def test_what_could_not_be_decided_is_asked_again_after_an_outage_of_redis(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption_module, "RETRY_S", 0.02)
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.a.b1")
@@ -169,13 +177,12 @@ def test_what_could_not_be_decided_is_asked_again_after_an_outage_of_redis(groun
     with capture_logs():
         assert starting.begin(sandboxd.rows) == {AdoptionResult.HELD: 1}
         monkeypatch.setattr(starting._sessions, "adopt", away_at_first)
-        starting.start()
-        starting._thread.join(20)
+        duty = start_retries(starting, sandboxd)
+        duty.join(20)
     assert ground.place("acme:s1").queue == OURS
 
 
 def test_a_stale_session_is_closed_later_when_sandboxd_is_away(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption_module, "RETRY_S", 0.02)
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.b.b9")
@@ -183,11 +190,11 @@ def test_a_stale_session_is_closed_later_when_sandboxd_is_away(ground: HostGroun
     sandboxd.silent = True
     with capture_logs() as logs:
         starting.begin(sandboxd.rows)
-        starting.start()
+        duty = start_retries(starting, sandboxd)
         while not any(entry["event"] == "stale_session_not_closed" for entry in logs):
-            assert starting._thread.is_alive()
+            assert duty._thread.is_alive()
         sandboxd.silent = False
-        starting._thread.join(20)
+        duty.join(20)
     assert sandboxd.closed == ["acme:s1"]
 
 

@@ -142,7 +142,7 @@ def claim_node(name: str, broker: BrokerSettings) -> str:
     raise ConfigError(f"{MAX_NAMESAKES} workers on this machine are named {name}: give this one another name in TOOLCREW_HOST")
 
 
-def run_worker(
+def run_celery_worker(
     app: Celery,
     node: str,
     queues: Sequence[str],

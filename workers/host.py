@@ -1,0 +1,279 @@
+"""What a worker does beside its calls: it takes its name and its sessions, reports, keeps checkpoints, drains, and ends when it was given up."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import structlog
+
+from contract.clock import SharedClock
+from contract.errors import SandboxUnavailable
+from contract.hosts import HEARTBEAT_S, HostReport
+from contract.names import pool_worker
+from store.connection import connect, connect_once
+from store.hosts import WorkerHostStore
+from store.metrics import WorkerMetricsStore
+from store.sessions import WorkerSessionStore
+from store.tenants import WorkerTenants
+from workers.celery_edge.worker_state import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
+from workers.checkpoints import DEFAULT_EVERY_S, LOOK_EVERY_S, AutomaticCheckpoints, CheckpointMonitor, RecordingSandboxClient
+from workers.draining import Drain
+from workers.duties import Duty
+from workers.host_duties import AdoptionMonitor, ExpiryMonitor, LeftoverMonitor, SandboxdMetrics, SandboxdMonitor, TermsMonitor
+from workers.reports import RETRY_S, Heartbeat, build_host_report, build_pool_report, describe_process, read_store, take_incarnation
+from workers.sandbox_client import SandboxClient
+from workers.settings import WorkerSettings
+
+log = structlog.get_logger(__name__)
+
+SANDBOXD_WAIT_S = 60.0
+ADOPT_EVERY_S = 1.0
+LEFTOVERS_EVERY_S = 10.0
+LOST_S = 15.0
+"""How long calls that run may go on when the worker must not: no process waits for those of an incarnation that was given up."""
+
+
+class Host(Protocol):
+    """The worker as the rest of the deployment knows it. `start` once it serves calls, `stop` when the last call has ended."""
+
+    worker: str
+    queues: tuple[str, ...]
+    control_queues: tuple[str, ...]
+    """Its own first."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def drain(self, lossy: bool) -> bool:
+        """Take the worker out of service, and end; return whether that has begun. `lossy`: even if sessions lose their files."""
+        ...
+
+
+def build_heartbeat_duty(heartbeat: Heartbeat, stop: threading.Event) -> Duty:
+    return Duty("heartbeat", HEARTBEAT_S, heartbeat.beat, "worker_not_reported", stop, retry_s=RETRY_S, is_first_at_once=True)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is the same in all reports of one worker."""
+
+    host: str
+    worker: str
+    process: str
+    slots: int
+    started_at: float
+
+    def fields(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class SandboxHost:
+    """A worker beside a sandboxd. Made before it serves calls: waits for sandboxd, takes the name of its boot, and takes over its sessions.
+
+    Raises SandboxUnavailable, BrokerUnavailable, and ConfigError when another worker serves the sandboxd.
+    """
+
+    def __init__(self, settings: WorkerSettings, clock: SharedClock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._broker = settings.broker()
+        self._open_client: Callable[[], SandboxClient] = partial(SandboxClient, settings.sandboxd_socket)
+        self._stop = threading.Event()
+        self._stop_checkpoints = threading.Event()
+        self._is_serving = False
+        self._is_leaving = False
+        self._drain: Drain | None = None
+        self._drain_lock = threading.Lock()
+        first = self._await_sandboxd()
+        self._is_local = read_store(first) == "local"
+        self._sandboxd = SandboxdMonitor(first, self._end_for_other_boot)
+        self._facts = _Facts(settings.host, secrets.token_hex(4), describe_process(), settings.concurrency, time.time())
+        hosts = WorkerHostStore(connect_once(self._broker), self._broker.deployment, clock)
+        incarnation = take_incarnation(settings.host, str(first["boot"]), hosts, self._report)
+        self.queue, self.worker = incarnation.queue, self._facts.worker
+        self.queues: tuple[str, ...] = (self.queue,)
+        self.control_queues: tuple[str, ...] = (self.queue,)
+        self._sessions = self.open_sessions()
+        self._adoption = AdoptionMonitor(self._sessions, hosts, incarnation.ended)
+        with self._open_client() as sandboxd:
+            self._adoption.begin(str(row["name"]) for row in sandboxd.sessions())
+        self._heartbeat = Heartbeat(hosts, lambda: self._report(self.queue), clock, self._end_for_loss)
+        self._heartbeat_duty = build_heartbeat_duty(self._heartbeat, self._stop)
+        self._checkpoints = AutomaticCheckpoints(self._sessions, clock, self._stop)
+
+    def open_sessions(self) -> WorkerSessionStore:
+        """Return a store with a connection of its own."""
+        return WorkerSessionStore(connect(self._broker), self._broker.deployment, self._settings.host, self.queue)
+
+    def open_call_client(self) -> SandboxClient:
+        """Return a client of sandboxd for one thread or process that runs calls."""
+        if self._is_local:
+            return self._open_client()
+        return RecordingSandboxClient(self._settings.sandboxd_socket, self.open_sessions(), self._clock)
+
+    def start(self) -> None:
+        on_stopping(self._note_leaving)
+        self._is_serving = True
+        for duty in self._build_duties():
+            duty.start()
+
+    def stop(self) -> None:
+        """With sessions, orchestrators wait for its next process. Without, they take what waits in its queue at once."""
+        self._stop.set()
+        self._stop_checkpoints.set()
+        self._heartbeat.leave("restarting" if self._sandboxd.status.get("sessions") else "stopped")
+
+    def drain(self, lossy: bool) -> bool:
+        if self._is_local and not lossy:
+            log.error(
+                "drain_refused",
+                remedy="set TOOLCREW_WORKSPACE_STORE of every sandboxd to one store, or drain with --lossy: sessions lose their files",
+            )
+            return False
+        with self._drain_lock:
+            if self._drain is not None:
+                return False
+            self._drain = Drain(self._open_client, self._sessions, self._checkpoints, find_sessions_at_work, self._stop)
+        log.info("drain_begins")
+        self._stop_checkpoints.set()
+        self._heartbeat_duty.run_soon()
+        threading.Thread(target=self._run_drain, args=(self._drain,), name="drain", daemon=True).start()
+        return True
+
+    def _build_duties(self) -> list[Duty]:
+        """The periodic duties. Each has a thread and a client of its own: a sandboxd or a Redis that is silent holds up no other duty."""
+        broker, stop, client = self._broker, self._stop, self._open_client
+        policies = WorkerTenants(connect(broker), broker.deployment, broker.signing_keys())
+        metrics = WorkerMetricsStore(connect_once(broker), broker.deployment)
+        counts = SandboxdMetrics(metrics, self._facts.host, self.queue, lambda: self._sandboxd.status)
+        expiry, leftovers = ExpiryMonitor(self._sessions), LeftoverMonitor(self._sessions)
+        terms = TermsMonitor(policies.policy)
+        duties = [
+            self._heartbeat_duty,
+            Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.look, client()), "sandboxd_silent", stop),
+            Duty("sandboxd-counts", HEARTBEAT_S, counts.try_keep, "sandboxd_counts_not_kept", stop, is_first_at_once=True),
+            Duty("adoption", ADOPT_EVERY_S, partial(self._adoption.retry, client()), "sessions_not_adopted", stop, is_first_at_once=True),
+            Duty("expiry", HEARTBEAT_S, partial(expiry.look, client()), "expired_sessions_not_forgotten", stop),
+            Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.look, client()), "leftovers_not_closed", stop),
+            Duty("terms", HEARTBEAT_S, partial(terms.look, client()), "terms_not_told", stop),
+        ]
+        every_s = self._checkpoint_every_s()
+        if every_s:
+            monitor = CheckpointMonitor(client, self._sessions, self._checkpoints, every_s, self._stop_checkpoints)
+            look, pause_s = partial(monitor.look, client()), min(LOOK_EVERY_S, every_s)
+            duties.append(Duty("checkpoints", pause_s, look, "checkpoints_not_taken", self._stop_checkpoints))
+        return duties
+
+    def _run_drain(self, drain: Drain) -> None:
+        leave = partial(self._heartbeat.leave_drained, self._stop.is_set)
+        if drain.finish(self._settings.drain_s, leave, is_lossy=self._is_local):
+            log.info("drained", queue=self.queue)
+            end_worker(0)
+
+    def _report(self, queue: str) -> HostReport:
+        drain = self._drain
+        fields: dict[str, Any] = {"trouble": f"draining: {drain.trouble}"} if drain is not None else {}
+        if not self._is_serving:
+            fields = {"healthy": False, "trouble": "starting"}
+        return build_host_report(
+            self._sandboxd.status,
+            is_silent=self._sandboxd.is_silent,
+            queue=queue,
+            busy=count_running(),
+            draining=drain is not None or self._is_leaving,
+            **self._facts.fields(),
+            **fields,
+        )
+
+    def _checkpoint_every_s(self) -> float:
+        """How often checkpoints are taken; 0 for never."""
+        setting_s = self._settings.checkpoint_every_s
+        if not self._is_local:
+            return DEFAULT_EVERY_S if setting_s is None else setting_s
+        if setting_s:
+            log.warning(
+                "checkpoints_not_taken",
+                why="they would not leave this host",
+                remedy="set TOOLCREW_WORKSPACE_STORE to a store that all hosts share",
+            )
+        return 0.0
+
+    def _note_leaving(self) -> None:
+        self._is_leaving = True
+
+    def _end_for_loss(self, reason: str) -> None:
+        log.error("worker_ends", reason=reason, exit_code=EXIT_RESTART)
+        self._stop_checkpoints.set()
+        self._stop.set()
+        end_worker(EXIT_RESTART, within_s=LOST_S)
+
+    def _end_for_other_boot(self, boot: str) -> None:
+        """Its sessions are adopted under a new name, by a worker that begins anew."""
+        log.error("worker_ends", reason=f"sandboxd was started again (boot {boot})", exit_code=EXIT_RESTART)
+        self._is_leaving = True
+        self._stop_checkpoints.set()
+        end_worker(EXIT_RESTART, within_s=LOST_S)
+
+    def _await_sandboxd(self) -> dict[str, Any]:
+        """Return the first status of this host's sandboxd, which may still be starting. Raises SandboxUnavailable when it stays silent."""
+        until = time.monotonic() + SANDBOXD_WAIT_S
+        while True:
+            try:
+                with self._open_client() as client:
+                    return client.status()
+            except SandboxUnavailable:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+
+class PoolHost:
+    """A worker without sandboxes, which serves the queues of pools. `worker`: the name of this incarnation; no other process has it."""
+
+    def __init__(self, settings: WorkerSettings, queues: Sequence[str], clock: SharedClock) -> None:
+        self.worker = pool_worker(settings.host, secrets.token_hex(4))
+        self.queues = tuple(queues)
+        self.control_queues = (self.worker, *queues)
+        self._facts = _Facts(settings.host, self.worker.rpartition(".")[2], describe_process(), settings.concurrency, time.time())
+        self._is_leaving = False
+        self._stop = threading.Event()
+        broker = settings.broker()
+        hosts = WorkerHostStore(connect_once(broker), broker.deployment, clock)
+        self._heartbeat = Heartbeat(hosts, self._report, clock, self._end_for_loss)
+        self._heartbeat_duty = build_heartbeat_duty(self._heartbeat, self._stop)
+
+    def start(self) -> None:
+        on_stopping(self._note_leaving)
+        self._heartbeat_duty.start()
+
+    def stop(self) -> None:
+        """No process waits for it: it has no queue of its own."""
+        self._stop.set()
+        self._heartbeat.leave("drained")
+
+    def drain(self, lossy: bool) -> bool:
+        """Take no more calls, let those that run end, and end. There are no files to lose."""
+        if self._is_leaving:
+            return False
+        self._is_leaving = True
+        self._heartbeat_duty.run_soon()
+        log.info("drain_begins")
+        end_worker(0)
+        return True
+
+    def _report(self) -> HostReport:
+        return build_pool_report(
+            queue=self.worker, pools=self.queues, busy=count_running(), draining=self._is_leaving, **self._facts.fields()
+        )
+
+    def _note_leaving(self) -> None:
+        self._is_leaving = True
+
+    def _end_for_loss(self, reason: str) -> None:
+        log.error("worker_ends", reason=reason, exit_code=EXIT_RESTART)
+        end_worker(EXIT_RESTART, within_s=LOST_S)

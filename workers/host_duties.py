@@ -1,0 +1,309 @@
+"""What a sandbox worker does periodically for its host: each class is one duty, and `look` is one round of it."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.hosts import HEARTBEAT_S, HostReport
+from contract.metrics import (
+    BUCKET,
+    COUNT,
+    KILLS,
+    SANDBOX_OOM,
+    SANDBOX_START_FAILURES,
+    SANDBOX_START_SECONDS,
+    SANDBOXES_LOST,
+    SUM,
+    WARM_SANDBOXES,
+)
+from contract.tenancy import SandboxTerms, TenantPolicy
+from store.hosts import WorkerHostStore
+from store.metrics import Counts, WorkerMetricsStore
+from store.sessions import AdoptionResult, WorkerSessionStore
+from workers.sandbox_client import SandboxClient
+
+log = structlog.get_logger(__name__)
+
+SILENT_S = 3 * HEARTBEAT_S
+"""After so long without an answer nothing new is placed on the host."""
+BATCH = 500
+_PARTS = (COUNT, SUM, *(f"{BUCKET}{bound:g}" for bound in SANDBOX_START_SECONDS.buckets))
+_LABELLED = {"kills": KILLS, "lost": SANDBOXES_LOST}
+_STATES = ("busy", "idle", "paused", "lost", "warm")
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """A session as sandboxd reports it. `name`: `<tenant>:<session>`; `changed`: its files may differ from its last checkpoint; `fence`: of the place
+    under which it was opened there."""
+
+    name: str
+    calls: int
+    jobs: int
+    idle_s: float
+    changed: bool
+    ttl_s: float = float("inf")
+    fence: int = 1
+
+    @property
+    def tenant(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def session(self) -> str:
+        return self.name.partition(":")[2]
+
+
+def parse_rows(rows: Sequence[Mapping[str, Any]]) -> list[SessionRow]:
+    """Return the rows of a reply. A session whose row does not say whether it has changed may have."""
+    return [
+        SessionRow(
+            str(row["name"]),
+            int(row.get("calls", 0)),
+            int(row.get("jobs", 0)),
+            float(row.get("idle_s", 0.0)),
+            bool(row.get("changed", True)),
+            float(row.get("ttl_s", "inf")),
+            int(row.get("fence", 1)),
+        )
+        for row in rows
+    ]
+
+
+class SandboxdMonitor:
+    """Knows the last status of this host's sandboxd. `on_other_boot`: called once when another sandboxd answers than at first."""
+
+    def __init__(self, first: Mapping[str, Any], on_other_boot: Callable[[str], None]) -> None:
+        self.status = first
+        self._boot = str(first["boot"])
+        self._seen_at = time.monotonic()
+        self._on_other_boot = on_other_boot
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the last status is old."""
+        return time.monotonic() - self._seen_at > SILENT_S
+
+    def look(self, client: SandboxClient) -> bool:
+        """Ask for the status; return True when another sandboxd answered. Raises OperatorError, ToolFailure."""
+        self.status = client.status()
+        self._seen_at = time.monotonic()
+        boot = str(self.status["boot"])
+        if boot == self._boot:
+            return False
+        log.error("sandboxd_is_another", was=self._boot, now=boot)
+        self._on_other_boot(boot)
+        return True
+
+
+class AdoptionMonitor:
+    """At a worker's start, decides about the sessions that its sandboxd has: taken over if they are this host's, closed if they live elsewhere or ended.
+
+    `begin` before the worker serves calls; then `retry` for what could not be decided or closed at once."""
+
+    def __init__(self, sessions: WorkerSessionStore, hosts: WorkerHostStore, ended: Sequence[HostReport]) -> None:
+        """`ended`: reports of workers of this host that have ended and whose reports have not expired."""
+        self._sessions = sessions
+        self._hosts = hosts
+        self._ended = ended
+        self._held: list[str] = []
+        self._stale: list[str] = []
+
+    def begin(self, names: Iterable[str]) -> Counter[AdoptionResult]:
+        """Decide about all sessions that sandboxd has (`names`); return how many were decided how. Raises BrokerUnavailable."""
+        counts = self._adopt(list(names))
+        # Only now: when a host is lost, orchestrators move its sessions away.
+        for report in self._ended:
+            self._hosts.dismiss(report)
+        if counts:
+            log.info("sessions_adopted", **{str(result): count for result, count in counts.items()})
+        return counts
+
+    def retry(self, client: SandboxClient) -> bool:
+        """One round; returns whether everything is decided and closed."""
+        if self._held:
+            try:
+                self._adopt(self._held)
+            except BrokerUnavailable as error:
+                log.warning("sessions_not_adopted", left=len(self._held), error=str(error))
+        self._close_stale(client)
+        return not self._held and not self._stale
+
+    def _adopt(self, names: list[str]) -> Counter[AdoptionResult]:
+        counts: Counter[AdoptionResult] = Counter()
+        held = []
+        for at in range(0, len(names), BATCH):
+            for name, result in self._sessions.adopt(names[at : at + BATCH], [report.queue for report in self._ended]).items():
+                counts[result] += 1
+                if result is AdoptionResult.HELD:
+                    held.append(name)
+                elif result in (AdoptionResult.ELSEWHERE, AdoptionResult.CLOSED) and name not in self._stale:
+                    self._stale.append(name)
+        # Only when Redis has answered for all: else they are all asked about again.
+        self._held = held
+        return counts
+
+    def _close_stale(self, client: SandboxClient) -> None:
+        """Close what another host serves from an older or newer state, or what has ended: no call may go on with it."""
+        stale, self._stale = self._stale, []
+        for name in stale:
+            try:
+                client.close(name)
+                log.info("stale_session_closed", session=name.partition(":")[2])
+            except (OperatorError, ToolFailure) as error:
+                log.warning("stale_session_not_closed", error=str(error))
+                self._stale.append(name)
+
+
+class ExpiryMonitor:
+    """Removes the locations of expired sessions, so that they do not count among their tenant's.
+
+    A session has expired if sandboxd removed it after it was idle for its time to live. One that sandboxd lost otherwise may go on from its checkpoint.
+    """
+
+    def __init__(self, sessions: WorkerSessionStore) -> None:
+        self._sessions = sessions
+        self._seen: dict[str, SessionRow] = {}
+        self._seen_at = time.monotonic()
+        self._expired: set[str] = set()
+
+    def look(self, client: SandboxClient) -> int:
+        """One round; returns how many locations were removed. Raises OperatorError: then the next round does it."""
+        rows = {row.name: row for row in parse_rows(client.sessions())}
+        now = time.monotonic()
+        passed_s = now - self._seen_at
+        self._expired |= {name for name, row in self._seen.items() if name not in rows and row.idle_s + passed_s >= row.ttl_s}
+        self._seen, self._seen_at = rows, now
+        count = self._sessions.forget(self._expired) if self._expired else 0
+        self._expired.clear()
+        return count
+
+
+class LeftoverMonitor:
+    """Closes sandboxd's sessions that were closed or live on another host.
+
+    An order to close is lost if the worker that should read it is killed, or if the sandbox is still being made. Then the sandbox would live until its
+    time to live has passed. A session without a location in Redis is left alone.
+    """
+
+    def __init__(self, sessions: WorkerSessionStore) -> None:
+        self._sessions = sessions
+
+    def look(self, client: SandboxClient) -> int:
+        """One round; returns how many were closed. Raises OperatorError, ToolFailure: then the next round does the rest."""
+        fences = {row.name: row.fence for row in parse_rows(client.sessions())}
+        names, count = list(fences), 0
+        for at in range(0, len(names), BATCH):
+            for name in sorted(self._sessions.find_ended(names[at : at + BATCH])):
+                # By its fence: meanwhile the session may have been opened here again.
+                if client.close(name, fence=fences[name]):
+                    log.warning("leftover_session_closed", session=name.partition(":")[2])
+                    count += 1
+        return count
+
+
+class TermsMonitor:
+    """Sends sandboxd the terms of the tenants that have sessions here when their policies have changed.
+
+    So a background job loses a network that was taken back, also between calls.
+
+    `find_policy` raises ToolFailure(UNKNOWN_TENANT) and OperatorError.
+    """
+
+    def __init__(self, find_policy: Callable[[str], TenantPolicy]) -> None:
+        self._find_policy = find_policy
+        self._sent: dict[str, SandboxTerms] = {}
+
+    def look(self, client: SandboxClient) -> int:
+        """One round: send what has changed; returns for how many tenants. Raises OperatorError."""
+        tenants = {str(row["name"]).partition(":")[0] for row in client.sessions()}
+        self._sent = {tenant: terms for tenant, terms in self._sent.items() if tenant in tenants}
+        count = 0
+        for tenant in sorted(tenants):
+            terms = self._find_terms(tenant)
+            if terms is not None and terms != self._sent.get(tenant):
+                client.tell_terms(tenant, terms)
+                self._sent[tenant] = terms
+                count += 1
+        return count
+
+    def _find_terms(self, tenant: str) -> SandboxTerms | None:
+        """Return the terms of the tenant's policy; for a tenant that was removed its last ones without network. None: they cannot be read now."""
+        try:
+            return self._find_policy(tenant).sandbox
+        except ToolFailure as refused:
+            if refused.code is not ErrorCode.UNKNOWN_TENANT:
+                raise
+            return self._sent.get(tenant, SandboxTerms()).model_copy(update={"network": "none"})
+        except OperatorError as error:
+            log.warning("terms_not_known", error=str(error))
+            return None
+
+
+class SandboxdMetrics:
+    """Sends the counts and the present state of the host's sandboxd to the deployment's metrics.
+
+    `status`: returns the last status of sandboxd; another release may report less. When Redis does not answer, the counts are sent later,
+    by this worker or by the next one.
+    """
+
+    def __init__(self, metrics: WorkerMetricsStore, host: str, queue: str, status: Callable[[], Mapping[str, Any]]) -> None:
+        self._metrics = metrics
+        self._host = host
+        self._queue = queue
+        self._status = status
+        self._counts = Counts()
+        self._boot = ""
+        self._is_reported = False
+
+    def keep(self) -> None:
+        """Send what sandboxd reports now. Raises BrokerUnavailable."""
+        status = self._status()
+        if not isinstance(status.get("counts"), Mapping):
+            return
+        if str(status["boot"]) != self._boot:
+            self._boot, self._counts = str(status["boot"]), Counts()
+        _read(status, self._counts)
+        self._metrics.set_gauges(self._queue, _gauges(status))
+        self._metrics.absorb(f"{self._host}.{self._boot}", self._counts)
+
+    def try_keep(self) -> None:
+        """Send it, or log once that Redis does not answer."""
+        try:
+            self.keep()
+            self._is_reported = False
+        except BrokerUnavailable as error:
+            if not self._is_reported:
+                log.warning("sandboxd_counts_not_kept", error=str(error))
+            self._is_reported = True
+
+
+def _read(status: Mapping[str, Any], counts: Counts) -> None:
+    totals = status["counts"]
+    for part in _PARTS:
+        counts.set_total(SANDBOX_START_SECONDS, part, _number(totals.get("starts"), part))
+    counts.set_total(SANDBOX_START_FAILURES, "", _number(totals, "failed_starts"))
+    counts.set_total(SANDBOX_OOM, "", _number(totals, "oom"))
+    for name, metric in _LABELLED.items():
+        for label in metric.values:
+            counts.set_total(metric, "", _number(totals.get(name), label), label)
+    for outcome in WARM_SANDBOXES.values:
+        counts.set_total(WARM_SANDBOXES, "", _number(status.get("pool"), outcome), outcome)
+
+
+def _gauges(status: Mapping[str, Any]) -> dict[str, Any]:
+    states = status.get("states")
+    return {
+        "sandboxes": {state: int(_number(states, state)) for state in _STATES},
+        "warm_target": int(_number(status.get("pool"), "target")),
+    }
+
+
+def _number(fields: object, name: str) -> float:
+    value = fields.get(name) if isinstance(fields, Mapping) else None
+    return float(value) if isinstance(value, int | float) else 0.0
