@@ -55,9 +55,8 @@ class Host:
     def __init__(self, folder: Path, engine: Engine, cgroup_version: int, life_s: float) -> None:
         profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=cgroup_version, life_s=life_s)
         owner = {LABEL_DEPLOYMENT: "images-test", LABEL_SANDBOXD: f"images-{secrets.token_hex(4)}", LABEL_LEASE: "none"}
-        self.factory = SandboxFactory(
-            engine, profile, TmpfsWorkspaces(), Records(folder), SandboxSlots(10), owner, IMAGE, StartCheck(is_hard=True).look
-        )
+        self.factory = SandboxFactory(engine, profile, TmpfsWorkspaces(), Records(folder), SandboxSlots(10), owner, IMAGE)
+        self.factory.check_start = StartCheck(is_hard=True).check
         self.made: list[Sandbox] = []
 
     async def make(self, image: str) -> Sandbox:

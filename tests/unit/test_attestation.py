@@ -100,22 +100,22 @@ PLAN = SandboxPlan("acme/tools:1", "runc", "none", SIZE.bytes, SIZE.inodes, 128 
 
 async def test_an_image_that_hides_its_workspace_is_refused_each_time() -> None:
     """As one whose /tmp is a link to /workspace: what is written there would be gone with the container."""
-    looks, guest = StartCheck(is_hard=True), Telling(with_value("workspace", {"bytes": 64 * MIB, "inodes": 65_536, "type": "tmpfs"}))
+    check, guest = StartCheck(is_hard=True), Telling(with_value("workspace", {"bytes": 64 * MIB, "inodes": 65_536, "type": "tmpfs"}))
     for _ in range(2):
         with pytest.raises(WorkspaceMissed, match=r"image acme/tools:1 does not get its workspace: .*must be folders in an image"):
-            await looks.look(PLAN, SIZE, guest)
+            await check.check(PLAN, SIZE, guest)
 
 
 async def test_only_a_hard_size_is_the_file_systems() -> None:
-    await StartCheck(is_hard=False).look(PLAN, SIZE, Telling(with_value("workspace", {"bytes": 1 << 40, "inodes": 0, "type": "ext4"})))
+    await StartCheck(is_hard=False).check(PLAN, SIZE, Telling(with_value("workspace", {"bytes": 1 << 40, "inodes": 0, "type": "ext4"})))
 
 
 async def test_what_an_image_lacks_is_logged_once_a_runtime() -> None:
-    looks = StartCheck(is_hard=True)
+    check = StartCheck(is_hard=True)
     with capture_logs() as logs:
-        await looks.look(PLAN, SIZE, Telling({**CLEAN, "programs": ["bash", "ripgrep"]}))
-        await looks.look(PLAN, SIZE, Telling({}))  # asked no more
-        await looks.look(replace(PLAN, runtime="runsc"), SIZE, Telling({**CLEAN, "programs": ["bash", "ripgrep"]}))
+        await check.check(PLAN, SIZE, Telling({**CLEAN, "programs": ["bash", "ripgrep"]}))
+        await check.check(PLAN, SIZE, Telling({}))  # asked no more
+        await check.check(replace(PLAN, runtime="runsc"), SIZE, Telling({**CLEAN, "programs": ["bash", "ripgrep"]}))
     assert [line["lack"].split(":")[0] for line in logs] == ["image acme/tools", "image acme/tools"]
 
 

@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -57,36 +57,70 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, END_FOR_GOOD)
 
 
 @dataclass(frozen=True)
-class Daemon:
-    """What serves, and what `status` tells of it."""
+class HostSetup:
+    """What a daemon is built from, whichever kind of workspaces it has."""
 
     settings: SandboxdSettings
+    engine: Engine
     facts: EngineFacts
-    boot: str
     plans: Plans
-    choice: Choice
-    factory: SandboxFactory
-    pools: WarmPools
-    sessions: Sessions
-    checkpoints: Checkpoints
-    monitor: SessionMonitor
-    reaper: Reaper
+    profile: Profile
+    lease: Lease
     skills: SkillStore
+
+
+class Daemon:
+    """What serves, and what `status` says about it."""
+
+    def __init__(self, setup: HostSetup, choice: Choice) -> None:
+        settings, plans = setup.settings, setup.plans
+        self.setup, self.choice = setup, choice
+        self.boot = secrets.token_hex(4)
+        records = Records(settings.state())
+        self.factory = SandboxFactory(
+            setup.engine,
+            setup.profile,
+            choice.workspaces,
+            records,
+            SandboxSlots(settings.max_sandboxes),
+            setup.skills.owner,
+            settings.sandbox_image,
+        )
+        self.factory.check_start = StartCheck(choice.workspaces.is_hard).check
+        limits = PoolLimits(0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
+        self.pools = WarmPools(self.factory, plans.pooled(), limits)
+        store = open_suspension_store(settings.state() / "parcels", settings.host_free_bytes)
+        self.sessions = Sessions(
+            self.factory,
+            self.pools,
+            store,
+            records,
+            limit=settings.max_sessions,
+            revise=plans.revise,
+            equip=partial(_equip, settings, plans),
+        )
+        self.checkpoints = Checkpoints(
+            open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS
+        )
+        self.reaper = Reaper(setup.engine, self.factory, records, setup.lease, settings.deployment, settings.sandboxd_name)
+        idle = IdleTimes(settings.idle_pause_s, settings.idle_evict_s)
+        disk = None if choice.workspaces.kind == "tmpfs" else DiskMonitor(settings.state(), settings.host_free_bytes // 2)
+        self.monitor = SessionMonitor(self.sessions, self.factory, self.reaper, idle, disk, self.checkpoints.forget_old)
 
     def describe(self) -> Mapping[str, Any]:
         """What `status` tells beside the sessions."""
-        settings = self.settings
+        settings = self.setup.settings
         return {
             "boot": self.boot,
             "name": settings.sandboxd_name,
-            "classes": sorted(self.plans.classes),
-            "images": sorted(self.plans.images()),
+            "classes": sorted(self.setup.plans.classes),
+            "images": sorted(self.setup.plans.images()),
             "max_sandboxes": settings.max_sandboxes,
             "max_sessions": settings.max_sessions,
             "memory_free_bytes": available_memory(),
             "disk_free_bytes": shutil.disk_usage(settings.state()).free,
             "store": "local" if settings.workspace_store is None else "shared",
-            "engine": self.facts.version,
+            "engine": self.setup.facts.version,
             "runtime": settings.sandbox_runtime,
             "workspaces": {"kind": self.choice.workspaces.kind, "hard": self.choice.workspaces.is_hard, "note": self.choice.note},
             "room": {"taken": self.factory.slots.taken, "limit": self.factory.slots.limit},
@@ -99,7 +133,7 @@ class Daemon:
     async def close(self, *, for_good: bool = False) -> None:
         """Give up or remove every container. `for_good`: there will be no next sandboxd to keep anything for."""
         await self.pools.close()
-        if self.settings.sandboxd_keep_sessions and not for_good:
+        if self.setup.settings.sandboxd_keep_sessions and not for_good:
             await self.sessions.suspend_all(SUSPEND_S)
         else:
             await self.sessions.close_all()
@@ -132,18 +166,16 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
         stack.push_async_callback(skills.close)
         await skills.open()
 
-        def build(chosen: Choice) -> Daemon:
-            return _build(settings, engine, facts, plans, chosen, profile, lease, owner, skills)
-
-        daemon = build(choice)
+        setup = HostSetup(settings, engine, facts, plans, profile, lease, skills)
+        daemon = Daemon(setup, choice)
         stack.push_async_callback(daemon.close)
         await daemon.reaper.sweep()
         await skills.sweep(lease)
-        proved = await _prove(daemon, engine, profile, build)
+        proved = await _prove(daemon)
         if proved is not daemon:
             stack.push_async_callback(proved.close)
             daemon = proved
-        await _prove_others(daemon, engine, profile)
+        await _prove_others(daemon)
         if daemon.choice.note is not None and settings.sandbox_workspace == "auto":
             log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, why=daemon.choice.note)
         log.info("sessions_adopted", sessions=daemon.sessions.adopt())
@@ -167,51 +199,6 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
         )
 
 
-def _build(
-    settings: SandboxdSettings,
-    engine: Engine,
-    facts: EngineFacts,
-    plans: Plans,
-    choice: Choice,
-    profile: Profile,
-    lease: Lease,
-    owner: Mapping[str, str],
-    skills: SkillStore,
-) -> Daemon:
-    records = Records(settings.state())
-    start_check = StartCheck(choice.workspaces.is_hard)
-    factory = SandboxFactory(
-        engine, profile, choice.workspaces, records, SandboxSlots(settings.max_sandboxes), owner, settings.sandbox_image, start_check.look
-    )
-    limits = PoolLimits(0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
-    pools = WarmPools(factory, plans.pooled(), limits)
-    suspension_store = open_suspension_store(settings.state() / "parcels", settings.host_free_bytes)
-    sessions = Sessions(
-        factory, pools, suspension_store, records, limit=settings.max_sessions, revise=plans.revise, equip=partial(_equip, settings, plans)
-    )
-    reaper = Reaper(engine, factory, records, lease, settings.deployment, settings.sandboxd_name)
-    idle = IdleTimes(settings.idle_pause_s, settings.idle_evict_s)
-    checkpoints = Checkpoints(open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS)
-    return Daemon(
-        settings=settings,
-        facts=facts,
-        boot=secrets.token_hex(4),
-        plans=plans,
-        choice=choice,
-        factory=factory,
-        pools=pools,
-        sessions=sessions,
-        checkpoints=checkpoints,
-        monitor=SessionMonitor(sessions, factory, reaper, idle, _build_watch(settings, choice), checkpoints.forget_old),
-        reaper=reaper,
-        skills=skills,
-    )
-
-
-def _build_watch(settings: SandboxdSettings, choice: Choice) -> DiskMonitor | None:
-    return None if choice.workspaces.kind == "tmpfs" else DiskMonitor(settings.state(), settings.host_free_bytes // 2)
-
-
 def _equip(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: Sandbox) -> None:
     if session.plan.network != "egress":
         return
@@ -225,37 +212,38 @@ def _equip(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: 
     sandbox.tunnels = Tunnels(sandbox.send, sandbox.drain, connect, sandbox.end_hostile)
 
 
-async def _prove(daemon: Daemon, engine: Engine, profile: Profile, rebuild: Callable[[Choice], Daemon]) -> Daemon:
-    """The house, or the same with other workspaces when the engine does not see the ones that were made.
+async def _prove(daemon: Daemon) -> Daemon:
+    """Return the daemon, or one with other workspaces when the engine does not see the ones that were made.
 
     Raises SandboxUnavailable when the engine does not keep the profile.
     """
-    fault = await _try_sandbox(daemon, engine, profile, daemon.plans.standard())
+    setup = daemon.setup
+    fault = await _try_sandbox(daemon, setup.plans.standard())
     if fault is None:
         return daemon
-    settings = daemon.settings
+    settings = setup.settings
     if settings.sandbox_workspace != "auto" or daemon.choice.workspaces.kind != "image":
         raise SandboxUnavailable(fault)
     why = f"the engine does not see those that are made here ({fault})"
-    weaker = rebuild(choose_without_images(why, settings.state(), settings.sandbox_workspace_bytes, settings.host_free_bytes))
-    fault = await _try_sandbox(weaker, engine, profile, weaker.plans.standard())
+    weaker = Daemon(setup, choose_without_images(why, settings.state(), settings.sandbox_workspace_bytes, settings.host_free_bytes))
+    fault = await _try_sandbox(weaker, setup.plans.standard())
     if fault is not None:
         raise SandboxUnavailable(fault)
     return weaker
 
 
-async def _prove_others(daemon: Daemon, engine: Engine, profile: Profile) -> None:
+async def _prove_others(daemon: Daemon) -> None:
     """The same under every other runtime that a class asks for. Raises SandboxUnavailable, which names it."""
-    for plan in daemon.plans.proofs()[1:]:
+    for plan in daemon.setup.plans.proofs()[1:]:
         try:
-            fault = await _try_sandbox(daemon, engine, profile, plan)
+            fault = await _try_sandbox(daemon, plan)
         except SandboxUnavailable as error:
             fault = str(error)
         if fault is not None:
             raise SandboxUnavailable(f"under the runtime '{plan.runtime}' of a tenant class: {fault}")
 
 
-async def _try_sandbox(daemon: Daemon, engine: Engine, profile: Profile, plan: SandboxPlan) -> str | None:
+async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
     """A real sandbox of that plan, inspected and asked; why it does not get its workspace. Raises SandboxUnavailable for all else."""
     factory = daemon.factory
     await factory.slots.take()
@@ -268,12 +256,12 @@ async def _try_sandbox(daemon: Daemon, engine: Engine, profile: Profile, plan: S
             raise
         return str(error)
     try:
-        inspected = await engine.inspect(sandbox.container)
+        inspected = await daemon.setup.engine.inspect(sandbox.container)
         attestation = await ask_attestation(sandbox, timeout_s=10.0)
     finally:
         await factory.discard(sandbox, workspace)
     bind = next((str(found["Source"]) for found in inspected.get("Mounts") or [] if found.get("Destination") == "/workspace"), None)
-    drift = find_drift(profile.build_config(plan, WorkspaceMount(bind), {}), inspected)
+    drift = find_drift(daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}), inspected)
     if drift:
         words = "Run none on it: look for a plugin of its that changes containers, or use another engine or runtime"
         raise SandboxUnavailable(f"the engine does not keep the sandbox profile: {' '.join(drift)} {words}")
@@ -321,7 +309,7 @@ async def _run(settings: SandboxdSettings, engine: Engine, asked: Sequence[int])
     # Before anything is swept: the sandboxes of a sandboxd that lives are no leftovers.
     refuse_second(settings.sandboxd_socket, owner=OWNER)
     async with open_daemon(settings, engine) as daemon:
-        control = ControlRequests(daemon.sessions, daemon.plans, daemon.checkpoints, daemon.skills, daemon.describe)
+        control = ControlRequests(daemon.sessions, daemon.setup.plans, daemon.checkpoints, daemon.setup.skills, daemon.describe)
         server = Server(daemon.sessions, control.answer, settings.allowed_uids())
         await _serve(settings, server, daemon, asked)
 

@@ -63,9 +63,9 @@ class RunningCall:
     budget: int
     sink: Sink
     done: asyncio.Future[dict[str, Any]]
-    timer: asyncio.TimerHandle | None = None
-    ends_by: float = 0.0
-    is_cancelled: bool = False
+    timer: asyncio.TimerHandle | None = field(init=False, default=None)
+    ends_by: float = field(init=False, default=0.0)
+    is_cancelled: bool = field(init=False, default=False)
 
 
 @dataclass(eq=False)
@@ -79,19 +79,19 @@ class Sandbox:
     generation: int
     container: str
     name: str = ""
-    lost: str | None = None
-    loss_told: bool = False
-    is_removed: bool = False
-    tunnels: Connections | None = None
+    lost: str | None = field(init=False, default=None)
+    loss_told: bool = field(init=False, default=False)
+    is_removed: bool = field(init=False, default=False)
+    tunnels: Connections | None = field(init=False, default=None)
     on_removed: Callable[[], None] | None = None
     counts: "Tally | None" = None
-    calls: dict[str, RunningCall] = field(default_factory=dict)
-    _channel: GuestChannel | None = None
-    _hello: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    _removal: "asyncio.Task[SandboxUnavailable | None] | None" = None
-    _removal_failed: bool = False
-    _holders: set[object] = field(default_factory=set)
-    _released_at: float = float("-inf")
+    calls: dict[str, RunningCall] = field(init=False, default_factory=dict)
+    _channel: GuestChannel | None = field(init=False, default=None)
+    _hello: asyncio.Future[None] = field(init=False, default_factory=lambda: asyncio.get_running_loop().create_future())
+    _removal: "asyncio.Task[SandboxUnavailable | None] | None" = field(init=False, default=None)
+    _removal_failed: bool = field(init=False, default=False)
+    _holders: set[object] = field(init=False, default_factory=set)
+    _released_at: float = field(init=False, default=float("-inf"))
 
     async def attach(self, sock: socket.socket) -> None:
         """Take over the container's attached socket and wait for the guest's first word.

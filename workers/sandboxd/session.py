@@ -93,33 +93,36 @@ class Session:
     """
 
     id: str
-    tenant: str
     plan: SandboxPlan
     ttl_s: float
     workspace: Workspace
     sandbox: Sandbox | None
     generation: int = 1
-    archive: str | None = None
-    lost: str | None = None
-    news: str | None = None
-    untold: str | None = None
-    failed_unpacks: int = 0
-    used_at: float = field(default_factory=time.monotonic)
-    looked_at: float = 0.0
-    is_paused: bool = False
-    is_moving: bool = False
-    is_closing: bool = False
-    was_rebuilt: bool = False
-    overfull_bytes: int = 0
     terms: SandboxTerms = field(default_factory=SandboxTerms)
-    fence: int = 1
-    activity: SessionActivity = field(default_factory=SessionActivity)
-    checkpoint: str | None = None
-    automatic_at: float | None = None
-    waiting: list[str] = field(default_factory=list)
-    called_off: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CALLED_OFF))
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    checkpointing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    archive: str | None = field(init=False, default=None)
+    lost: str | None = field(init=False, default=None)
+    news: str | None = field(init=False, default=None)
+    untold: str | None = field(init=False, default=None)
+    failed_unpacks: int = field(init=False, default=0)
+    used_at: float = field(init=False, default_factory=time.monotonic)
+    looked_at: float = field(init=False, default=0.0)
+    is_paused: bool = field(init=False, default=False)
+    is_moving: bool = field(init=False, default=False)
+    is_closing: bool = field(init=False, default=False)
+    was_rebuilt: bool = field(init=False, default=False)
+    overfull_bytes: int = field(init=False, default=0)
+    fence: int = field(init=False, default=1)
+    activity: SessionActivity = field(init=False, default_factory=SessionActivity)
+    checkpoint: str | None = field(init=False, default=None)
+    automatic_at: float | None = field(init=False, default=None)
+    waiting: list[str] = field(init=False, default_factory=list)
+    called_off: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=MAX_CALLED_OFF))
+    lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    checkpointing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+
+    @property
+    def tenant(self) -> str:
+        return self.id.partition(":")[0]
 
     @property
     def is_ready(self) -> bool:

@@ -220,9 +220,7 @@ class Sessions:
     async def _open(self, session: str, start: NewSession) -> Session:
         warm = await self._pools.take(start.plan)
         workspace, sandbox = (warm.workspace, warm.sandbox) if warm is not None else await self._make_cold(start.plan)
-        entry = Session(
-            session, session.partition(":")[0], start.plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxTerms()
-        )
+        entry = Session(session, start.plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxTerms())
         if start.moved is not None:
             _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
         try:

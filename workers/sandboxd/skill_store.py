@@ -39,7 +39,7 @@ class SkillStore:
 
     def __init__(self, engine: Engine, image: str, owner: Mapping[str, str]) -> None:
         self.volume = f"toolcrew-skills-{secrets.token_hex(8)}"
-        self._engine, self._image, self._owner = engine, image, dict(owner)
+        self._engine, self._image, self.owner = engine, image, dict(owner)
         self._secret = secrets.token_bytes(32)
         self._places: dict[tuple[str, str], str] = {}
         self._bytes: Counter[str] = Counter()
@@ -47,7 +47,7 @@ class SkillStore:
 
     async def open(self) -> None:
         """Make the volume. Raises SandboxUnavailable."""
-        await self._engine.make_skill_volume(self.volume, self._owner)
+        await self._engine.make_skill_volume(self.volume, self.owner)
 
     async def close(self) -> None:
         """Remove it; while a container has it, it stays for the sweep of whoever comes next."""
@@ -55,7 +55,7 @@ class SkillStore:
 
     async def sweep(self, lease: Lease) -> None:
         """Remove what sandboxds of this deployment left that are gone. Raises SandboxUnavailable when the engine does not answer."""
-        listed = await self._engine.list_skill_volumes(f"{LABEL_DEPLOYMENT}={self._owner[LABEL_DEPLOYMENT]}")
+        listed = await self._engine.list_skill_volumes(f"{LABEL_DEPLOYMENT}={self.owner[LABEL_DEPLOYMENT]}")
         gone = [name for name, labels in listed.items() if name != self.volume and self._is_left(labels, lease)]
         await settle([self._remove(name) for name in gone])
 
@@ -103,7 +103,7 @@ class SkillStore:
 
     def _is_left(self, labels: Mapping[str, str], lease: Lease) -> bool:
         # We alone have our name, and made no other volume in this life.
-        return labels.get(LABEL_SANDBOXD) == self._owner[LABEL_SANDBOXD] or lease.is_dead(labels.get(LABEL_LEASE, ""))
+        return labels.get(LABEL_SANDBOXD) == self.owner[LABEL_SANDBOXD] or lease.is_dead(labels.get(LABEL_LEASE, ""))
 
     async def _remove(self, volume: str) -> None:
         try:

@@ -17,7 +17,7 @@ from workers.sandboxd.records import Records, SessionRecord
 from workers.sandboxd.runtime.attestation import ask_attestation
 from workers.sandboxd.runtime.factory import SandboxFactory
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_LOST, KEPT, Session, SessionActivity
+from workers.sandboxd.session import FILES_LOST, KEPT, Session
 
 log = structlog.get_logger(__name__)
 
@@ -213,23 +213,11 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
         log.error("workspace_missing", workspace=record.workspace)
         records.forget_session(record.id)
         return None
-    entry = Session(
-        record.id,
-        record.id.partition(":")[0],
-        record.plan,
-        record.ttl_s,
-        workspace,
-        None,
-        record.generation,
-        record.parcel,
-        news=record.news,
-        untold=record.untold,
-        terms=record.terms,
-        fence=record.fence,
-        # What it did between its record and the end of its sandboxd nobody knows.
-        activity=SessionActivity(has_written=record.changed or record.parcel is None),
-        automatic_at=record.automatic_at,
-    )
+    entry = Session(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.terms)
+    entry.archive, entry.news, entry.untold = record.parcel, record.news, record.untold
+    entry.fence, entry.automatic_at = record.fence, record.automatic_at
+    # What it did between its record and the end of its sandboxd nobody knows.
+    entry.activity.has_written = record.changed or record.parcel is None
     if record.parcel is not None:
         entry.used_at -= max(0.0, time.time() - record.used_at)
     else:  # nobody knows when it was last used before its sandboxd was killed: its time starts anew

@@ -155,11 +155,8 @@ class SandboxFactory:
         slots: SandboxSlots,
         owner: Mapping[str, str],
         guest_image: str,
-        look: Callable[[SandboxPlan, WorkspaceSize, Sandbox], Awaitable[None]] | None = None,
     ) -> None:
-        """`owner`: the labels deployment, sandboxd and lease. `guest_image`: one of ours, whose guest images without one are given.
-        `look`: at a new sandbox of a plan, with a workspace of a size; raises SandboxUnavailable when it is not to be used.
-        """
+        """`owner`: the labels deployment, sandboxd and lease. `guest_image`: one of ours, whose guest images without one are given."""
         self.engine = engine
         self.workspaces = workspaces
         self.slots = slots
@@ -168,12 +165,13 @@ class SandboxFactory:
         self._records = records
         self._owner = dict(owner)
         self._guest_image = guest_image
-        self._look = look
         self._prefix = f"toolcrew-{owner[LABEL_SANDBOXD]}"
         self._known: set[str] = set()
         self._unwanted: dict[Sandbox, Workspace | None] = {}
         self._unwanted_workspaces: set[Workspace] = set()
         self._unconfirmed: set[str] = set()
+        self.check_start: Callable[[SandboxPlan, WorkspaceSize, Sandbox], Awaitable[None]] | None = None
+        """Checks a new sandbox and its workspace. Raises SandboxUnavailable when it is not to be used."""
         self.is_ending = False
         self.shortage: str | None = None
 
@@ -215,8 +213,8 @@ class SandboxFactory:
         try:
             with explained(plan.image):
                 await sandbox.attach(attached.sock)
-            if self._look is not None:
-                await self._look(plan, workspace.size, sandbox)
+            if self.check_start is not None:
+                await self.check_start(plan, workspace.size, sandbox)
         except BaseException:
             await asyncio.shield(settle([self.discard(sandbox)]))
             raise
@@ -294,7 +292,7 @@ class StartCheck:
         self._is_hard = is_hard
         self._seen: set[tuple[str, str]] = set()
 
-    async def look(self, plan: SandboxPlan, size: WorkspaceSize, sandbox: Guest) -> None:
+    async def check(self, plan: SandboxPlan, size: WorkspaceSize, sandbox: Guest) -> None:
         """At a new sandbox with a workspace of that size; what its image lacks is logged.
 
         Raises WorkspaceMissed, and SandboxUnavailable when its guest does not tell.
