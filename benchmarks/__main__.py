@@ -18,7 +18,13 @@ from benchmarks.sizes import use_smallest
 from contract.errors import ToolcrewError
 
 FOLDER = Path(__file__).parent
-NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.py") if re.search(r"^def run\(.*\) -> Report:$", path.read_text(), re.MULTILINE)))
+NAMES = tuple(
+    sorted(
+        path.stem
+        for path in FOLDER.glob("*.py")
+        if re.search(r"^def run\(.*\) -> Report:$", path.read_text(), re.MULTILINE)
+    )
+)
 """Every module in this folder with a function `run` that returns a report."""
 GROUPS = {"batch": ("batch_runs", "batch_memory", "batch_queue")}
 SIZED = ("batch_runs", "batch_memory")
@@ -26,11 +32,19 @@ SIZED = ("batch_runs", "batch_memory")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/bench", description="Ours beside floors and peers, from one interleaved run each.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; batch: all of batches; default all")
-    parser.add_argument("--runs", type=int, metavar="N", help=f"how many runs a batch has, of {' and '.join(SIZED)}; default 1000")
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description="Ours beside floors and peers, from one interleaved run each."
+    )
     parser.add_argument(
-        "--smallest", action="store_true", help="run each at its smallest size, to see that it runs; the figures mean nothing"
+        "names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; batch: all of batches; default all"
+    )
+    parser.add_argument(
+        "--runs", type=int, metavar="N", help=f"how many runs a batch has, of {' and '.join(SIZED)}; default 1000"
+    )
+    parser.add_argument(
+        "--smallest",
+        action="store_true",
+        help="run each at its smallest size, to see that it runs; the figures mean nothing",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
@@ -44,7 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     if asked.smallest:
         use_smallest()
     if not asked.names:
-        sys.stderr.write(f"bench: running all {len(names)} benchmarks; name some to run only those: {', '.join(names)}\n")
+        sys.stderr.write(
+            f"bench: running all {len(names)} benchmarks; name some to run only those: {', '.join(names)}\n"
+        )
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:

@@ -1,7 +1,8 @@
-"""What the HTTP API adds to a tool call beside the SDK on the same stack, what 500 readers of a run cost it, and a list of 10,000 runs.
+"""What the HTTP API adds to a tool call beside the SDK on the same stack, what 500 readers of a run cost it, and a list
+of 10,000 runs.
 
-Calls go over one kept connection of a client that does what HTTP takes and nothing else: what is judged is the service, not a library that asks it. The
-same by httpx, most of whose time is its own, is told beside it.
+Calls go over one kept connection of a client that does what HTTP takes and nothing else: what is judged is the service,
+not a library that asks it. The same by httpx, most of whose time is its own, is told beside it.
 """
 
 import asyncio
@@ -50,14 +51,18 @@ def run(rounds: int = ROUNDS) -> Report:
 
 
 async def _run(rounds: int) -> Report:
-    report = Report("api", notes=[f"medians of {rounds} interleaved rounds; {READERS} readers of one run, {PER_S} events a second"])
+    report = Report(
+        "api", notes=[f"medians of {rounds} interleaved rounds; {READERS} readers of one run, {PER_S} events a second"]
+    )
     async with contextlib.AsyncExitStack() as stack:
         sdk = await stack.enter_async_context(ToolClient.embedded())
         assert sdk.stack is not None
         broker = load_settings().broker(sdk.stack.redis_url)
         connection = open_redis(broker)
         stack.push_async_callback(connection.aclose)
-        made = await ApiKeys(connection, broker.deployment, broker.signing_keys()).add(DEFAULT_TENANT, "admin", name="bench")
+        made = await ApiKeys(connection, broker.deployment, broker.signing_keys()).add(
+            DEFAULT_TENANT, "admin", name="bench"
+        )
         api = await stack.enter_async_context(_serving(broker, made.text))
         line = await stack.enter_async_context(_kept_line(api.client.base_url.port or 0, made.text))
         session = await stack.enter_async_context(await sdk.open_session())
@@ -72,14 +77,21 @@ async def _run(rounds: int) -> Report:
         report.add_ms("nothing", seconds["nothing"], "floor: GET /healthz")
         report.add_ms("sdk", seconds["sdk"], "bash_tool true by the SDK")
         report.add_ms("api", seconds["api"], "the same over HTTP")
-        report.add("overhead_ms", (median(seconds["api"]) - median(seconds["sdk"])) * 1000, "what HTTP adds", at_most=3.0)
         report.add(
-            "processor_ms", await _added_ms(api, session, lambda: line.ask("POST", path, body)), "processor time of it in the service"
+            "overhead_ms", (median(seconds["api"]) - median(seconds["sdk"])) * 1000, "what HTTP adds", at_most=3.0
+        )
+        report.add(
+            "processor_ms",
+            await _added_ms(api, session, lambda: line.ask("POST", path, body)),
+            "processor time of it in the service",
         )
         report.add("api_ratio", median(seconds["api"]) / median(seconds["sdk"]), "HTTP / SDK")
         report.add_ms("httpx", seconds["httpx"], "the same over HTTP, by httpx")
         hosted = HostedRuns(
-            connection, broker.deployment, broker.signing_keys(), RedisTenants(connection, broker.deployment, broker.signing_keys())
+            connection,
+            broker.deployment,
+            broker.signing_keys(),
+            RedisTenants(connection, broker.deployment, broker.signing_keys()),
         )
         await _read_by_many(report, api, hosted, connection, broker.deployment)
         await _list_many(report, api, hosted)
@@ -123,7 +135,9 @@ class _Line:
     async def ask(self, method: str, path: str, body: bytes = b"") -> Any:
         """The answer, as JSON. RuntimeError for one that is no 200."""
         length = b"Content-Length: %d\r\n" % len(body) if body else b""
-        self._writer.write(b"%s %s HTTP/1.1\r\n%s%s\r\n%s" % (method.encode(), path.encode(), self._common, length, body))
+        self._writer.write(
+            b"%s %s HTTP/1.1\r\n%s%s\r\n%s" % (method.encode(), path.encode(), self._common, length, body)
+        )
         status, *headers = (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
         told = dict(header.lower().split(b": ", 1) for header in headers if header)
         answer = await self._reader.readexactly(int(told[b"content-length"]))
@@ -176,7 +190,9 @@ async def _ask(client: httpx.AsyncClient, method: str, path: str, **options: Any
     return response
 
 
-async def _read_by_many(report: Report, api: _Api, hosted: HostedRuns, connection: "redis.asyncio.Redis", deployment: str) -> None:
+async def _read_by_many(
+    report: Report, api: _Api, hosted: HostedRuns, connection: "redis.asyncio.Redis", deployment: str
+) -> None:
     run = await hosted.start(DEFAULT_TENANT, RunBody(instruction="a run that nobody works"))
     key, before = run_events_key(deployment, DEFAULT_TENANT, run.id), api.memory_bytes()
     got, are_there = [0] * READERS, asyncio.Semaphore(0)
@@ -208,7 +224,9 @@ async def _read_by_many(report: Report, api: _Api, hosted: HostedRuns, connectio
 
 async def _list_many(report: Report, api: _Api, hosted: HostedRuns) -> None:
     for _ in range(0, RUNS, AT_ONCE):
-        await asyncio.gather(*(hosted.start(DEFAULT_TENANT, RunBody(instruction="Count the files.")) for _ in range(AT_ONCE)))
+        await asyncio.gather(
+            *(hosted.start(DEFAULT_TENANT, RunBody(instruction="Count the files.")) for _ in range(AT_ONCE))
+        )
     for name, query, what in (
         ("list", "limit=50", "a page of 50"),
         ("failed", "limit=50&state=failed", "those that failed, of which there are none"),

@@ -1,4 +1,6 @@
-"""A command that prints 100 MB: how long it takes beside its own time, and what it costs guest, sandboxd and worker in memory."""
+"""A command that prints 100 MB: how long it takes beside its own time, and what it costs guest, sandboxd and worker in
+memory.
+"""
 
 import contextlib
 import threading
@@ -102,9 +104,13 @@ def run(rounds: int = ROUNDS) -> Report:
                 unread.append(_call(client, name, f"{COMMAND} > /dev/null"))
                 ours.append(_call(client, name, COMMAND))
         worker = read_resident(_own_pid()) - worker_before
-    report = Report("bash_output", notes=[f"medians of {rounds} interleaved rounds of `{COMMAND}`, 100 MB, after one to warm up"])
+    report = Report(
+        "bash_output", notes=[f"medians of {rounds} interleaved rounds of `{COMMAND}`, 100 MB, after one to warm up"]
+    )
     report.add("own_ms", median(own) * 1000, "floor: the command into a pipe that cat empties, through sandboxd")
-    report.add("unread_ms", median(unread) * 1000, "floor: the command with its output to /dev/null, which takes nothing")
+    report.add(
+        "unread_ms", median(unread) * 1000, "floor: the command with its output to /dev/null, which takes nothing"
+    )
     report.add("ours_ms", median(ours) * 1000, "ours: with its output captured, and 64 MiB of it in a file")
     report.add("time_ratio", median(ours) / median(own), "ours / the command into a pipe", at_most=1.5)
     report.add("guest_bytes", peaks.guest - before.guest, "growth of the guest, supervisor included", at_most=8 * MIB)

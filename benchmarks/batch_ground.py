@@ -21,8 +21,8 @@ LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class Worked:
-    """A batch that was worked to its end. `seconds`: from its first item's beginning to its last one's end; `cpu_s` and `peak_bytes` (resident): of the
-    process that worked it, from its start to its end."""
+    """A batch that was worked to its end. `seconds`: from its first item's beginning to its last one's end; `cpu_s` and
+    `peak_bytes` (resident): of the process that worked it, from its start to its end."""
 
     seconds: float
     cpu_s: float
@@ -40,11 +40,22 @@ class BatchShell:
         self._redis_url = redis_url
         self._folder = folder
 
-    async def work(self, name: str, lines: Sequence[Mapping[str, Any]], server: ModelServer, concurrency: int) -> Worked:
+    async def work(
+        self, name: str, lines: Sequence[Mapping[str, Any]], server: ModelServer, concurrency: int
+    ) -> Worked:
         """Work a batch of these lines. Raises RuntimeError with the last words of a submit that ended otherwise."""
         file, out = self._folder / f"{name}.jsonl", self._folder / f"{name}-out.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        argv = [str(Path(sys.executable).with_name("toolcrew")), "batch", "submit", str(file), "--output", str(out), "--id", name]
+        argv = [
+            str(Path(sys.executable).with_name("toolcrew")),
+            "batch",
+            "submit",
+            str(file),
+            "--output",
+            str(out),
+            "--id",
+            name,
+        ]
         environment = {
             **server.environment(),
             "TOOLCREW_REDIS_URL": self._redis_url,
@@ -84,9 +95,15 @@ def _answer(row: dict[str, Any]) -> str:
 
 
 def _told(batch_events: Sequence[BatchEvent]) -> tuple[float, int, int]:
-    """Seconds from the first beginning to the last end; how often an item was begun anew; and how many were worked at once, at most."""
+    """Seconds from the first beginning to the last end; how often an item was begun anew; and how many were worked at
+    once, at most.
+    """
     ends = (ItemDone, ItemRetried)
-    changes = sorted((one.at, 1 if isinstance(one, ItemStarted) else -1) for one in batch_events if isinstance(one, (ItemStarted, *ends)))
+    changes = sorted(
+        (one.at, 1 if isinstance(one, ItemStarted) else -1)
+        for one in batch_events
+        if isinstance(one, (ItemStarted, *ends))
+    )
     now = most = 0
     for _, change in changes:
         now += change

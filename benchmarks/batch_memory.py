@@ -1,4 +1,6 @@
-"""What the process that works a batch takes of memory with 1,000 runs in flight that all wait for their model at once."""
+"""What the process that works a batch takes of memory with 1,000 runs in flight that all wait for their model at
+once.
+"""
 
 import asyncio
 import contextlib
@@ -44,7 +46,9 @@ async def _run(runs: int, model: ModelServer) -> Report:
         few = await shell.work("few", lines(1), model, 1)
         many = await shell.work("many", lines(runs), model, runs)
     answered = sum(many.answers.get(f"i{number}") == f"answer {number}" for number in range(runs))
-    report = Report("batch_memory", notes=[f"{runs} chats in one batch, the model silent for {THINKS_S:g} s before each reply"])
+    report = Report(
+        "batch_memory", notes=[f"{runs} chats in one batch, the model silent for {THINKS_S:g} s before each reply"]
+    )
     report.add("right_number", answered, f"of {runs}: answered", at_least=runs)
     report.add("asking_number", model.stats()["most_open"], "connections to the model at once", at_least=0.95 * runs)
     report.add("peak_bytes", many.peak_bytes, "the process that works them, resident at most", at_most=300 * MIB)

@@ -1,4 +1,6 @@
-"""What a run costs Redis and the orchestrator's process while 10, 1,000 or 10,000 others are queued: claimed and ended, and in the whole loop that works a batch."""
+"""What a run costs Redis and the orchestrator's process while 10, 1,000 or 10,000 others are queued: claimed and ended,
+and in the whole loop that works a batch.
+"""
 
 import asyncio
 import contextlib
@@ -56,7 +58,10 @@ def run(rounds: int = ROUNDS) -> Report:
 
 async def _run(rounds: int) -> Report:
     report = Report(
-        "batch_queue", notes=[f"medians of {rounds} interleaved rounds of {RUNS} runs; processor time of Redis and of the orchestrator"]
+        "batch_queue",
+        notes=[
+            f"medians of {rounds} interleaved rounds of {RUNS} runs; processor time of Redis and of the orchestrator"
+        ],
     )
     spent: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for number in range(rounds + 1):
@@ -71,7 +76,12 @@ async def _run(rounds: int) -> Report:
             report.add(f"{name}_{queued}_redis_ms", redis_s * 1000, f"{what}, {queued:,} more queued: Redis, a run")
             report.add(f"{name}_{queued}_own_ms", own_s * 1000, f"{what}, {queued:,} more queued: orchestrator, a run")
         for at, whose in ((0, "redis"), (1, "own")):
-            most = median([after[at] / before[at] for before, after in zip(spent[name, QUEUED[0]], spent[name, QUEUED[-1]], strict=True)])
+            most = median(
+                [
+                    after[at] / before[at]
+                    for before, after in zip(spent[name, QUEUED[0]], spent[name, QUEUED[-1]], strict=True)
+                ]
+            )
             report.add(f"{name}_{whose}_ratio", most, f"{what}, {whose}: {QUEUED[-1]:,} / {QUEUED[0]}", at_most=1.5)
     return report
 
@@ -121,7 +131,12 @@ async def _client(url: str) -> AsyncIterator["redis.asyncio.Redis"]:
 
 async def _submitted(queue: RunQueue, count: int) -> str:
     record = BatchRecord(
-        state=BatchState.IN_PROGRESS, total=count, sha256="0" * 64, concurrency=16, defaults=BatchDefaults(), created_at=time.time()
+        state=BatchState.IN_PROGRESS,
+        total=count,
+        sha256="0" * 64,
+        concurrency=16,
+        defaults=BatchDefaults(),
+        created_at=time.time(),
     )
     await queue.create(TENANT, "b", record)
     await queue.add(TENANT, "b", [(f"run-{number}", _item(number)) for number in range(1, count + 1)])
@@ -129,7 +144,9 @@ async def _submitted(queue: RunQueue, count: int) -> str:
 
 
 def _item(number: int) -> BatchItem:
-    return BatchItem(custom_id=f"i{number}", line=number, url="/v1/agent/runs", work=RunBody(instruction=f"do {number}"))
+    return BatchItem(
+        custom_id=f"i{number}", line=number, url="/v1/agent/runs", work=RunBody(instruction=f"do {number}")
+    )
 
 
 def _outcome(claim: Claim) -> Outcome:
@@ -147,14 +164,18 @@ async def _claimed_and_ended(client: "redis.asyncio.Redis", queue: RunQueue, bat
 
 
 class _PlayedWork:
-    """Works items at once: each has its steps in its log, and tells of them. After RUNS of them nothing is begun any more."""
+    """Works items at once: each has its steps in its log, and tells of them. After RUNS of them nothing is begun any
+    more.
+    """
 
     def __init__(self) -> None:
         self.brake, self.places = Brake(), Places()
         self.ended = 0
         self.drain: Callable[[], None] = lambda: None
 
-    async def work(self, claim: Claim, journal: Journal, _: BatchDefaults, tell: Callable[[BatchEvent], None]) -> Outcome:
+    async def work(
+        self, claim: Claim, journal: Journal, _: BatchDefaults, tell: Callable[[BatchEvent], None]
+    ) -> Outcome:
         told: dict[str, Any] = {"item": claim.record.item.custom_id, "run": claim.run}
         tell(ItemReady(at=time.time(), **told))
         journal.begin()

@@ -1,4 +1,6 @@
-"""A batch of 1,000 runs of five calls on a whole pool, all claimed at once: right results, memory, and what a step costs beside the same loop without a pool."""
+"""A batch of 1,000 runs of five calls on a whole pool, all claimed at once: right results, memory, and what a step
+costs beside the same loop without a pool.
+"""
 
 import asyncio
 import contextlib
@@ -32,7 +34,9 @@ _SPEC = "A line more in a file, and how many it has."
 
 
 def script(calls: int) -> list[dict[str, Any]]:
-    """Of runs that make so many calls: each adds a line to a file of its workspace and counts them, so that what acted twice, or not, shows."""
+    """Of runs that make so many calls: each adds a line to a file of its workspace and counts them, so that what acted
+    twice, or not, shows.
+    """
     rules: list[dict[str, Any]] = [
         {
             "kind": "rule",
@@ -41,11 +45,21 @@ def script(calls: int) -> list[dict[str, Any]]:
         }
         for step in range(calls)
     ]
-    return [*rules, {"kind": "rule", "when": {"observation": "(?P<lines>\\d+)"}, "reply": {"text": "{{item}} acted {{match.lines}} times"}}]
+    return [
+        *rules,
+        {
+            "kind": "rule",
+            "when": {"observation": "(?P<lines>\\d+)"},
+            "reply": {"text": "{{item}} acted {{match.lines}} times"},
+        },
+    ]
 
 
 def lines(runs: int) -> list[Mapping[str, Any]]:
-    return [{"id": f"i{number}", "instruction": f"[item {number}] act", "limits": {"max_iterations": LONG + 1}} for number in range(runs)]
+    return [
+        {"id": f"i{number}", "instruction": f"[item {number}] act", "limits": {"max_iterations": LONG + 1}}
+        for number in range(runs)
+    ]
 
 
 def right(answers: Mapping[str, str], runs: int, calls: int) -> int:
@@ -77,7 +91,8 @@ async def _run(runs: int, model: ModelServer, talkative: ModelServer) -> Report:
     _add_whole(report, whole, runs, step_s)
     _add_step(report, step_s, (long.cpu_s - short.cpu_s) / (PAIRS * (LONG - SHORT)), floors)
     report.notes.append(
-        f"a step: a reply of the model and its one call; from {PAIRS} runs of {LONG} and of {SHORT} calls, {AT_A_TIME} at a time"
+        f"a step: a reply of the model and its one call; from {PAIRS} runs of {LONG} and of {SHORT} calls, {AT_A_TIME} "
+        "at a time"
     )
     return report
 
@@ -115,18 +130,27 @@ async def _one_local(model: OpenAIModel, folder: str, instruction: str) -> str:
         return output.decode()
 
     bash_tool.__doc__ = _SPEC
-    result = await LocalTools([bash_tool]).run(instruction, model=model, dialect="native", options=ReActOptions(max_iterations=LONG + 1))
+    result = await LocalTools([bash_tool]).run(
+        instruction, model=model, dialect="native", options=ReActOptions(max_iterations=LONG + 1)
+    )
     return result.answer or ""
 
 
 def _check(worked: Worked, runs: int, calls: int) -> None:
     """A figure of runs that went wrong would say nothing."""
     if right(worked.answers, runs, calls) != runs:
-        raise RuntimeError(f"{runs - right(worked.answers, runs, calls)} of {runs} runs went wrong: {list(worked.failures)[:3]}")
+        raise RuntimeError(
+            f"{runs - right(worked.answers, runs, calls)} of {runs} runs went wrong: {list(worked.failures)[:3]}"
+        )
 
 
 def _add_whole(report: Report, whole: Worked, runs: int, step_s: float) -> None:
-    report.add("right_number", right(whole.answers, runs, CALLS), f"of {runs} runs of {CALLS} calls: right results", at_least=runs)
+    report.add(
+        "right_number",
+        right(whole.answers, runs, CALLS),
+        f"of {runs} runs of {CALLS} calls: right results",
+        at_least=runs,
+    )
     report.add("retried_number", whole.retried, "begun anew after a failure", at_most=0)
     report.add("in_flight_number", whole.most_in_flight, "in flight at once", at_least=0.95 * runs)
     report.add("peak_bytes", whole.peak_bytes, "the process that works them, resident at most", at_most=300 * MIB)
@@ -134,7 +158,9 @@ def _add_whole(report: Report, whole: Worked, runs: int, step_s: float) -> None:
     report.add("runs_per_s", runs / whole.seconds, "runs")
     report.add("run_ms", whole.seconds * 1000 / runs, "a run, of the whole time")
     report.add(
-        "session_ms", (whole.seconds / runs - CALLS * step_s) * 1000, f"of that its session, opened and closed: all but {CALLS} steps"
+        "session_ms",
+        (whole.seconds / runs - CALLS * step_s) * 1000,
+        f"of that its session, opened and closed: all but {CALLS} steps",
     )
     report.add("cpu_run_ms", whole.cpu_s * 1000 / runs, "a run, processor time of the process that works them")
 

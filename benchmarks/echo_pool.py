@@ -1,4 +1,6 @@
-"""`python -m benchmarks.echo_pool URL QUEUE`: answers every call of a queue at once, as Celery stores results, and does nothing else."""
+"""`python -m benchmarks.echo_pool URL QUEUE`: answers every call of a queue at once, as Celery stores results, and does
+nothing else.
+"""
 
 import json
 import sys
@@ -21,7 +23,14 @@ def main(url: str, queue: str) -> None:
                 task_id = json.loads(item)["headers"]["id"]
                 key = f"celery-task-meta-{task_id}"
                 text = json.dumps(
-                    {"status": "SUCCESS", "result": None, "traceback": None, "children": [], "date_done": "", "task_id": task_id}
+                    {
+                        "status": "SUCCESS",
+                        "result": None,
+                        "traceback": None,
+                        "children": [],
+                        "date_done": "",
+                        "task_id": task_id,
+                    }
                 )
                 pipe.set(key, text, ex=TTL_S)
                 pipe.publish(key, text)

@@ -1,4 +1,6 @@
-"""edit_tool: one replacement in a 10 MB file and in a small one, beside reading and writing the file in the same place, and an empty round trip."""
+"""edit_tool: one replacement in a 10 MB file and in a small one, beside reading and writing the file in the same place,
+and an empty round trip.
+"""
 
 import asyncio
 import contextlib
@@ -19,7 +21,8 @@ _LARGE = "".join(f"{number:08d} " + "x" * 42 + "\n" for number in range(1, 200_0
 _SMALL = _LARGE[:80_000]
 _FILES = {"large.txt": _LARGE, "small.txt": _SMALL}
 _MARKS = ("00001000 x", "00001000 y")
-# What it takes at least to change a byte of a file and never leave half of it: timed inside, without the start of the interpreter.
+# What it takes at least to change a byte of a file and never leave half of it: timed inside, without the start of the
+# interpreter.
 _FLOOR = """
 import os, sys, time
 name = sys.argv[1]
@@ -46,9 +49,16 @@ class ToolRun:
     def edit(self, name: str) -> None:
         turn = self._turn[name]
         self._turn[name] = 1 - turn
-        arguments = {"file_path": name, "old_string": _MARKS[turn], "new_string": _MARKS[1 - turn], "replace_all": False}
+        arguments = {
+            "file_path": name,
+            "old_string": _MARKS[turn],
+            "new_string": _MARKS[1 - turn],
+            "replace_all": False,
+        }
         call = ToolCall(id="bench", name="edit_tool", arguments=arguments)
-        outcome = EDIT_TOOL.handler(arguments, ToolEnvironment(call, self._context, WorkerResources({}, client=self._client)))
+        outcome = EDIT_TOOL.handler(
+            arguments, ToolEnvironment(call, self._context, WorkerResources({}, client=self._client))
+        )
         if not str(outcome.output).startswith("replaced 1 "):
             raise RuntimeError(f"the edit was not made: {outcome.error or outcome.output}")
 
@@ -69,7 +79,9 @@ class Floor:
             "env": {},
             "timeout_s": 30.0,
         }
-        response = self._client.call(self._sandbox, {**request, "capture": {"stdout": 4096, "stderr": 4096}}, call_id="bench")
+        response = self._client.call(
+            self._sandbox, {**request, "capture": {"stdout": 4096, "stderr": 4096}}, call_id="bench"
+        )
         if response.done["exit_code"] != 0:
             raise RuntimeError(f"the floor failed: {response.streams}")
         return float(response.streams["stdout"])
@@ -82,7 +94,12 @@ def run(rounds: int = ROUNDS) -> Report:
         name = client.open("bench", "edit")
         assert name == sandbox_id("bench", "edit")
         for file, content in _FILES.items():
-            client.call(name, {"op": "write_file", "path": file, "mode": "overwrite", "timeout_s": 30.0}, content, call_id="bench")
+            client.call(
+                name,
+                {"op": "write_file", "path": file, "mode": "overwrite", "timeout_s": 30.0},
+                content,
+                call_id="bench",
+            )
         tool, floor = ToolRun(client), Floor(client, name)
         cases: dict[str, Case] = {
             "ping": timed(lambda: client.call(name, {"op": "ping"})),
@@ -101,9 +118,13 @@ def run(rounds: int = ROUNDS) -> Report:
 def _report(seconds: dict[str, list[float]], rounds: int) -> Report:
     report = Report("edit_tool", notes=[f"medians of {rounds} interleaved rounds after {WARM_UP} to warm up"])
     report.add_ms("ping", seconds["ping"], "floor: empty round trip through sandboxd")
-    report.add_ms("floor_large", seconds["floor_large"], "floor: read, write, fsync and rename of 10 MB in the same place")
+    report.add_ms(
+        "floor_large", seconds["floor_large"], "floor: read, write, fsync and rename of 10 MB in the same place"
+    )
     report.add_ms("large", seconds["large"], "ours: edit_tool over sandboxd, one replacement in 10 MB")
-    report.add_ms("floor_small", seconds["floor_small"], "floor: read, write, fsync and rename of 80 KB in the same place")
+    report.add_ms(
+        "floor_small", seconds["floor_small"], "floor: read, write, fsync and rename of 80 KB in the same place"
+    )
     report.add_ms("small", seconds["small"], "ours: edit_tool over sandboxd, one replacement in 80 KB")
     middle = {name: median(values) for name, values in seconds.items()}
     report.add("large_ratio", middle["large"] / middle["floor_large"], "10 MB, ours / floor", at_most=2.0)

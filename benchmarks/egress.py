@@ -1,4 +1,6 @@
-"""The egress proxy beside a relay that does nothing else than copy, over the same sockets: a tunnel's throughput and what opening one costs."""
+"""The egress proxy beside a relay that does nothing else than copy, over the same sockets: a tunnel's throughput and
+what opening one costs.
+"""
 
 import asyncio
 import contextlib
@@ -69,7 +71,13 @@ def _bytes_server() -> Iterator[int]:
 
 
 def _download(path: Path, port: int, mebibytes: int) -> None:
-    rules = {"hosts": ["127.0.0.1"], "private_hosts": ["127.0.0.1"], "ports": [port], "max_bytes": 2**50, "bytes_per_second": 2**40}
+    rules = {
+        "hosts": ["127.0.0.1"],
+        "private_hosts": ["127.0.0.1"],
+        "ports": [port],
+        "max_bytes": 2**50,
+        "bytes_per_second": 2**40,
+    }
     opening = json.dumps({"v": 1, "tenant": "bench", "session": "bench", "rules": rules})
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(str(path))
@@ -101,7 +109,9 @@ def run(rounds: int = ROUNDS) -> Report:
         proxy, relay = folder / "egress.sock", folder / "relay.sock"
         environment = {"TOOLCREW_EGRESS_SOCKET": str(proxy), "TOOLCREW_LOG_LEVEL": "INFO"}
         stack.enter_context(child_process([sys.executable, "-m", "workers.egress"], environment, folder / "egress.log"))
-        stack.enter_context(child_process([sys.executable, "-c", _RELAY, str(relay), str(port)], {}, folder / "relay.log"))
+        stack.enter_context(
+            child_process([sys.executable, "-c", _RELAY, str(relay), str(port)], {}, folder / "relay.log")
+        )
         _wait_for(proxy)
         _wait_for(relay)
         whole = DOWNLOAD_BYTES // (1024 * 1024)
@@ -117,11 +127,26 @@ def run(rounds: int = ROUNDS) -> Report:
 
 def _report(seconds: dict[str, list[float]], rounds: int) -> Report:
     report = Report(
-        "egress", notes=[f"medians of {rounds} interleaved rounds; {DOWNLOAD_BYTES >> 20} MiB a download, {OPENINGS} tunnels a round"]
+        "egress",
+        notes=[
+            f"medians of {rounds} interleaved rounds; {DOWNLOAD_BYTES >> 20} MiB a download, {OPENINGS} tunnels a round"
+        ],
     )
     for case, words in (("relay", "floor: a relay that copies"), ("proxy", "ours: judged, counted and paced")):
         report.add(f"{case}_per_s", (DOWNLOAD_BYTES >> 20) / median(seconds[case]), f"{words}, MiB")
-        report.add(f"{case}_open_ms", median(seconds[f"{case}_open"]) / OPENINGS * 1000, f"{words}, a tunnel opened and closed")
-    report.add("throughput_ratio", median(seconds["relay"]) / median(seconds["proxy"]), "throughput, ours to the floor's", at_least=0.5)
-    report.add("open_ratio", median(seconds["proxy_open"]) / median(seconds["relay_open"]), "opening, ours to the floor's", at_most=6.0)
+        report.add(
+            f"{case}_open_ms", median(seconds[f"{case}_open"]) / OPENINGS * 1000, f"{words}, a tunnel opened and closed"
+        )
+    report.add(
+        "throughput_ratio",
+        median(seconds["relay"]) / median(seconds["proxy"]),
+        "throughput, ours to the floor's",
+        at_least=0.5,
+    )
+    report.add(
+        "open_ratio",
+        median(seconds["proxy_open"]) / median(seconds["relay_open"]),
+        "opening, ours to the floor's",
+        at_most=6.0,
+    )
     return report

@@ -1,4 +1,6 @@
-"""The Docker engine by its SDK alone, with the very container configuration that sandboxd asks for: peers and splits."""
+"""The Docker engine by its SDK alone, with the very container configuration that sandboxd asks for: peers and
+splits.
+"""
 
 import asyncio
 import contextlib
@@ -40,13 +42,17 @@ def sandbox_config() -> Mapping[str, Any]:
             engine.close()
 
     settings = SandboxdSettings()
-    profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=asyncio.run(ask()), life_s=settings.sandbox_max_life_s)
+    profile = Profile(
+        seccomp=load_seccomp_profile(), cgroup_version=asyncio.run(ask()), life_s=settings.sandbox_max_life_s
+    )
     return profile.build_config(Plans(settings).standard(), WorkspaceMount(), LABELS)
 
 
 @contextlib.contextmanager
 def raw_container(api: docker.APIClient, config: Mapping[str, Any]) -> Iterator[tuple[str, socket.socket]]:
-    """Create, attach, start; gives the id and the attached socket once its first byte is there. Removed at the end, whatever happened."""
+    """Create, attach, start; gives the id and the attached socket once its first byte is there. Removed at the end,
+    whatever happened.
+    """
     container = str(api.create_container_from_config(dict(config))["Id"])  # type: ignore[no-untyped-call]
     try:
         attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
@@ -66,7 +72,9 @@ def exec_peer(api: docker.APIClient, container: str) -> Callable[[], None]:
     """`docker exec` of `bash -c true`: created, run to its end with its output, its exit code asked."""
 
     def run() -> None:
-        created = api.exec_create(container, ["/bin/bash", "--noprofile", "--norc", "-c", "true"], stdout=True, stderr=True)
+        created = api.exec_create(
+            container, ["/bin/bash", "--noprofile", "--norc", "-c", "true"], stdout=True, stderr=True
+        )
         api.exec_start(created["Id"], demux=True)
         if api.exec_inspect(created["Id"])["ExitCode"] != 0:
             raise RuntimeError("docker exec did not succeed")
@@ -75,7 +83,9 @@ def exec_peer(api: docker.APIClient, container: str) -> Callable[[], None]:
 
 
 class DirectGuest:
-    """Speaks frames to a guest with nothing between: over pipes, or over an engine's attached socket (`multiplexed`)."""
+    """Speaks frames to a guest with nothing between: over pipes, or over an engine's attached socket
+    (`multiplexed`).
+    """
 
     def __init__(self, receive: Callable[[int], bytes], send: Callable[[bytes], object], *, multiplexed: bool) -> None:
         self._receive = receive
@@ -114,7 +124,9 @@ class DirectGuest:
 
 def memory_of(pid: int) -> dict[str, int]:
     """`usage` and `inactive_file` of the memory cgroup of a process, cgroup version 1 or 2, in bytes."""
-    places = dict((line.split(":", 2)[1], line.split(":", 2)[2]) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines())
+    places = dict(
+        (line.split(":", 2)[1], line.split(":", 2)[2]) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    )
     v1 = next((path for names, path in places.items() if "memory" in names.split(",")), None)
     folder = Path("/sys/fs/cgroup/memory" if v1 is not None else "/sys/fs/cgroup") / (v1 or places[""]).lstrip("/")
     usage = folder / ("memory.usage_in_bytes" if v1 is not None else "memory.current")

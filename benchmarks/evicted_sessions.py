@@ -1,4 +1,6 @@
-"""Five hundred sessions in fifty containers: each is left, loses its container to another, and comes back with its files and its shell."""
+"""Five hundred sessions in fifty containers: each is left, loses its container to another, and comes back with its
+files and its shell.
+"""
 
 import contextlib
 import threading

@@ -1,4 +1,6 @@
-"""Admission's shares of one queue's four slots, on a real Redis with workers that sleep, and what a call through it costs."""
+"""Admission's shares of one queue's four slots, on a real Redis with workers that sleep, and what a call through it
+costs.
+"""
 
 import asyncio
 import contextlib
@@ -45,7 +47,9 @@ class Ground:
         self.workers = asyncio.Semaphore(SLOTS)
         self.used: Counter[str] = Counter()
 
-    async def call(self, tenant: str, seconds: float, by: int = 0, policy: TenantPolicy | None = None, wait_s: float = 600.0) -> None:
+    async def call(
+        self, tenant: str, seconds: float, by: int = 0, policy: TenantPolicy | None = None, wait_s: float = 600.0
+    ) -> None:
         async with self.admissions[by].slot(build_request(tenant, policy, wait_s)) as slot, self.workers:
             started = time.perf_counter()
             await asyncio.sleep(seconds)
@@ -76,16 +80,33 @@ def run(share_s: float = SHARE_S) -> Report:
 async def _run(share_s: float) -> Report:
     report = Report(
         "fairness",
-        notes=[f"{SLOTS} slots, two orchestrators, workers that sleep; costs: medians of {ROUNDS} interleaved rounds of {CALLS}"],
+        notes=[
+            (
+                f"{SLOTS} slots, two orchestrators, workers that sleep; costs: medians of {ROUNDS} interleaved rounds "
+                f"of {CALLS}"
+            )
+        ],
     )
     first, last = await _few_behind_a_flood()
-    report.add("few_first_ms", first * 1000, f"{FEW} calls behind {FLOOD} of another tenant, 10 ms each: the first is done")
+    report.add(
+        "few_first_ms", first * 1000, f"{FEW} calls behind {FLOOD} of another tenant, 10 ms each: the first is done"
+    )
     report.add("few_last_ms", last * 1000, "the last is done; in one queue about 5,000 ms", at_most=300)
     share = await _weighted(share_s)
-    report.add("weight_3_share_ratio", share, f"share of weight 3 beside weight 1, {share_s:g} s of 20 ms calls", at_least=0.7125)
+    report.add(
+        "weight_3_share_ratio",
+        share,
+        f"share of weight 3 beside weight 1, {share_s:g} s of 20 ms calls",
+        at_least=0.7125,
+    )
     report.add("weight_3_off_ratio", abs(share - 0.75) / 0.75, "its distance from three quarters", at_most=0.05)
     held = await _long_calls()
-    report.add("long_held_ratio", held / SLOTS, f"of the slots, what one tenant of {LONG_S:g} s calls holds", at_most=(SLOTS - 1) / SLOTS)
+    report.add(
+        "long_held_ratio",
+        held / SLOTS,
+        f"of the slots, what one tenant of {LONG_S:g} s calls holds",
+        at_most=(SLOTS - 1) / SLOTS,
+    )
     await _costs(report)
     return report
 
@@ -108,7 +129,9 @@ async def _few_behind_a_flood() -> tuple[float, float]:
 
 
 async def _weighted(for_s: float) -> float:
-    """Which share of the workers' seconds the tenant of weight 3 got, each having 24 callers at one of the orchestrators."""
+    """Which share of the workers' seconds the tenant of weight 3 got, each having 24 callers at one of the
+    orchestrators.
+    """
     async with open_ground() as ground:
 
         async def caller(tenant: str, by: int, policy: TenantPolicy) -> None:
@@ -156,12 +179,18 @@ async def _costs(report: Report) -> None:
     for name, what in told.items():
         report.add(f"{name}_redis_ms", median(redis_s[name]) * 1000, f"Redis's processor time a call, {what}")
     base = median(redis_s["waiting_0"])
-    report.add("waiting_ratio", median(redis_s["waiting_5000"]) / base, "5,000 waiting / none, Redis's time", at_most=1.5)
-    report.add("tenants_ratio", median(redis_s["tenants_1000"]) / base, "1,000 tenants / none, Redis's time", at_most=1.5)
+    report.add(
+        "waiting_ratio", median(redis_s["waiting_5000"]) / base, "5,000 waiting / none, Redis's time", at_most=1.5
+    )
+    report.add(
+        "tenants_ratio", median(redis_s["tenants_1000"]) / base, "1,000 tenants / none, Redis's time", at_most=1.5
+    )
 
 
 async def _cost(callers: int, waiting: int, tenants: int) -> tuple[float, float]:
-    """Calls a second, and seconds of Redis's processor a call. Who waits has long calls, which leave room for the measured ones."""
+    """Calls a second, and seconds of Redis's processor a call. Who waits has long calls, which leave room for the
+    measured ones.
+    """
     async with open_ground() as ground:
         await ground.set_slots(callers)
         # Its calls are known to be short before long ones come.
@@ -216,7 +245,9 @@ def open_server() -> Iterator[str]:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
         config = write_redis_config(Path(folder), port, "bench")
-        server = subprocess.Popen([find_redis_server(), str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        server = subprocess.Popen(
+            [find_redis_server(), str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             yield f"redis://:bench@127.0.0.1:{port}/0"
         finally:

@@ -1,4 +1,6 @@
-"""Ten calls of 10 ms behind 2,000 of another tenant through the whole path: two orchestrators, real Redis, Celery workers on prefork."""
+"""Ten calls of 10 ms behind 2,000 of another tenant through the whole path: two orchestrators, real Redis, Celery
+workers on prefork.
+"""
 
 import asyncio
 import contextlib
@@ -50,7 +52,9 @@ async def _run(rounds: int) -> Report:
 
 
 async def _behind(flooding: Session, waiting: Session) -> tuple[float, float]:
-    """Seconds until the few are done that come when the flood is in the queue, and until the flood would have been, at the rate it had."""
+    """Seconds until the few are done that come when the flood is in the queue, and until the flood would have been, at
+    the rate it had.
+    """
     flood = [asyncio.create_task(succeeds(flooding, NAP_TOOL, {})) for _ in range(FLOOD)]
     await asyncio.sleep(LEAD_S)
     done, came = sum(task.done() for task in flood), time.perf_counter()
@@ -70,11 +74,18 @@ async def _ends(session: Session) -> float:
 
 
 def _report(alone: list[float], behind: list[tuple[float, float]], rounds: int) -> Report:
-    note = f"medians of {rounds} rounds; {FEW} calls of {NAP_S * 1000:g} ms behind {FLOOD}, {SLOTS} slots on prefork, both orchestrators in one process"
+    note = (
+        f"medians of {rounds} rounds; {FEW} calls of {NAP_S * 1000:g} ms behind {FLOOD}, {SLOTS} slots on prefork, "
+        "both orchestrators in one process"
+    )
     report = Report("flood", notes=[note])
     took = median([few for few, _ in behind])
     report.add("few_alone_ms", median(alone) * 1000, "the last of the few is done, on an idle pool")
     report.add("few_behind_ms", took * 1000, "the last of the few is done, behind the flood", at_most=300)
-    report.add("flood_ms", median([rest for _, rest in behind]) * 1000, "the flood is done: what the few would wait for in one queue")
+    report.add(
+        "flood_ms",
+        median([rest for _, rest in behind]) * 1000,
+        "the flood is done: what the few would wait for in one queue",
+    )
     report.add("few_ratio", took / median([rest for _, rest in behind]), "behind the flood / in one queue")
     return report

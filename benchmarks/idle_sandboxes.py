@@ -1,4 +1,6 @@
-"""Two hundred idle sandboxes: what each takes of memory, what sandboxd takes for it, and how long all of them take to come and to go."""
+"""Two hundred idle sandboxes: what each takes of memory, what sandboxd takes for it, and how long all of them take to
+come and to go.
+"""
 
 import contextlib
 import os
@@ -39,13 +41,19 @@ def run(sandboxes: int = SANDBOXES, first: int = FIRST) -> Report:
         close_s = _timed_for(range(sandboxes), lambda number: _close(sandboxd.socket, number))
         left = api.containers(all=True, filters={"label": [f"toolcrew.sandboxd={sandboxd.name}"]})
     if len(containers) != sandboxes or left:
-        raise RuntimeError(f"{len(containers)} containers of {sandboxes} sandboxes, and {len(left)} after all were closed")
-    report = Report("idle_sandboxes", notes=[f"{sandboxes} sandboxes; opened and closed by {AT_ONCE} workers at a time"])
+        raise RuntimeError(
+            f"{len(containers)} containers of {sandboxes} sandboxes, and {len(left)} after all were closed"
+        )
+    report = Report(
+        "idle_sandboxes", notes=[f"{sandboxes} sandboxes; opened and closed by {AT_ONCE} workers at a time"]
+    )
     own = [entry["usage"] - entry["inactive_file"] for entry in memory]
     report.add("sandbox_bytes", median(own), "idle sandbox: usage - inactive file cache, median", at_most=16 * MIB)
     report.add("sandbox_max_bytes", max(own), "idle sandbox: the same, the largest")
     report.add("sandboxd_rss_bytes", after, f"sandboxd RSS with {sandboxes} sandboxes")
-    report.add("sandboxd_each_bytes", (after - before) / (sandboxes - first), "sandboxd RSS a sandbox more", at_most=64 * 1024)
+    report.add(
+        "sandboxd_each_bytes", (after - before) / (sandboxes - first), "sandboxd RSS a sandbox more", at_most=64 * 1024
+    )
     report.add("idle_cpu_ratio", cpu_share, "sandboxd's share of a core while all are frozen")
     report.add("open_all_ms", open_s * 1000, "all opened")
     report.add("close_all_ms", close_s * 1000, "all closed, their containers gone")

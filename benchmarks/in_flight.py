@@ -1,4 +1,6 @@
-"""What carrying a call costs the orchestrator's process with 1 to 5,000 in flight, beside a pool that answers at once: publish, hub, clean-up."""
+"""What carrying a call costs the orchestrator's process with 1 to 5,000 in flight, beside a pool that answers at once:
+publish, hub, clean-up.
+"""
 
 import asyncio
 import contextlib
@@ -77,7 +79,9 @@ async def cost(transport: CeleryTransport, queue: str, in_flight: int, calls: in
 
     async def caller() -> None:
         for _ in numbers:
-            await transport.deliver(Delivery("bench", queue, "bench", secrets.token_hex(16), ENVELOPE, time.time() + 60, 60.0))
+            await transport.deliver(
+                Delivery("bench", queue, "bench", secrets.token_hex(16), ENVELOPE, time.time() + 60, 60.0)
+            )
 
     started = time.process_time()
     await asyncio.gather(*(caller() for _ in range(in_flight)))
@@ -89,7 +93,9 @@ def run(rounds: int = ROUNDS) -> Report:
 
 
 async def _run(rounds: int) -> Report:
-    report = Report("in_flight", notes=[f"medians of {rounds} interleaved rounds; processor time of the orchestrator's process"])
+    report = Report(
+        "in_flight", notes=[f"medians of {rounds} interleaved rounds; processor time of the orchestrator's process"]
+    )
     spent: dict[int, list[float]] = {count: [] for count in IN_FLIGHT}
     async with open_transport() as (transport, queue):
         await cost(transport, queue, 50, 500)

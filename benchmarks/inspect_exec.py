@@ -1,7 +1,9 @@
-"""A program in a sandbox of an Inspect evaluation: through our provider, through Inspect's own Docker provider, and through the command that one ends in.
+"""A program in a sandbox of an Inspect evaluation: through our provider, through Inspect's own Docker provider, and
+through the command that one ends in.
 
-Both providers are driven as Inspect drives them, on the same image. Inspect's needs `docker compose` 2.24 or later (a plugin of the docker command, also
-below a folder that DOCKER_CONFIG names); without it only the command is told, which is a part of what that provider does.
+Both providers are driven as Inspect drives them, on the same image. Inspect's needs `docker compose` 2.24 or later (a
+plugin of the docker command, also below a folder that DOCKER_CONFIG names); without it only the command is told, which
+is a part of what that provider does.
 """
 
 import asyncio
@@ -64,7 +66,9 @@ async def _run() -> Report:
     report.add("command_ratio", median(seconds["command"]) / median(seconds["ours"]), "the command alone / ours")
     if "theirs" in seconds:
         report.add_ms("theirs", seconds["theirs"], "the same, Inspect's docker provider")
-        report.add("exec_ratio", median(seconds["theirs"]) / median(seconds["ours"]), "theirs / ours", at_least=AT_LEAST)
+        report.add(
+            "exec_ratio", median(seconds["theirs"]) / median(seconds["ours"]), "theirs / ours", at_least=AT_LEAST
+        )
         report.add_ms("ours_files", seconds["ours_files"], "write_file and read_file of 700 bytes, ours")
         report.add_ms("theirs_files", seconds["theirs_files"], "the same, Inspect's docker provider")
     return report
@@ -75,7 +79,8 @@ async def _has_compose(report: Report) -> bool:
         await validate_docker_compose("2.24.0")
     except PrerequisiteError as error:
         report.notes.append(
-            f"Inspect's docker provider was left out: install docker compose 2.24 or later ({str(error).splitlines()[0][:100]})"
+            "Inspect's docker provider was left out: install docker compose 2.24 or later "
+            f"({str(error).splitlines()[0][:100]})"
         )
         return False
     try:
@@ -109,7 +114,13 @@ async def _sample(provider: Provider, config: str | None) -> AsyncIterator[tuple
 
 def _compose_file(folder: Path) -> str:
     path = folder / "compose.yaml"
-    service = {"image": IMAGE, "entrypoint": ["sleep", "infinity"], "network_mode": "none", "working_dir": "/tmp", "x-local": True}
+    service = {
+        "image": IMAGE,
+        "entrypoint": ["sleep", "infinity"],
+        "network_mode": "none",
+        "working_dir": "/tmp",
+        "x-local": True,
+    }
     path.write_text(json.dumps({"services": {"default": service}}))
     return str(path)
 
@@ -127,7 +138,9 @@ async def _container() -> AsyncIterator[str]:
     try:
         yield made.stdout.strip()
     finally:
-        await asyncio.to_thread(subprocess.run, ["docker", "kill", made.stdout.strip()], capture_output=True, check=False)
+        await asyncio.to_thread(
+            subprocess.run, ["docker", "kill", made.stdout.strip()], capture_output=True, check=False
+        )
 
 
 async def _exec(sandbox: SandboxEnvironment) -> None:

@@ -1,4 +1,6 @@
-"""A thousand sandboxes that come and are killed in every way: what the host, sandboxd and the engine have afterwards is what they had before."""
+"""A thousand sandboxes that come and are killed in every way: what the host, sandboxd and the engine have afterwards is
+what they had before.
+"""
 
 import contextlib
 import os
@@ -40,7 +42,9 @@ _SLEEP = {"op": "exec", "argv": ["sleep", "60"], "timeout_s": 0.2}
 
 @dataclass
 class Traces:
-    """What containers that have been seen leave on a host: their ids, and the mount points that the engine made for them."""
+    """What containers that have been seen leave on a host: their ids, and the mount points that the engine made for
+    them.
+    """
 
     ids: set[str] = field(default_factory=set)
     mounts: set[str] = field(default_factory=set)
@@ -52,7 +56,9 @@ class Traces:
         graph = found["GraphDriver"]["Data"] or {}
         with self.lock:
             self.ids.add(str(found["Id"]))
-            self.mounts |= {str(place) for place in (graph.get("MergedDir"), found["NetworkSettings"]["SandboxKey"]) if place}
+            self.mounts |= {
+                str(place) for place in (graph.get("MergedDir"), found["NetworkSettings"]["SandboxKey"]) if place
+            }
         return int(found["State"]["Pid"])
 
     def left(self, sandboxd: RunningSandboxd, api: docker.APIClient) -> dict[str, list[str]]:
@@ -60,10 +66,14 @@ class Traces:
         label = [f"toolcrew.sandboxd={sandboxd.name}"]
         found = {
             "containers": [str(container["Id"]) for container in api.containers(all=True, filters={"label": label})],
-            "mounts": [point for point in mount_points() if point in self.mounts or self._is_ours(point, sandboxd.state)],
+            "mounts": [
+                point for point in mount_points() if point in self.mounts or self._is_ours(point, sandboxd.state)
+            ],
             "loop devices": [file for file in loop_files() if file.startswith(f"{sandboxd.state}/")],
             "processes": [line for line in _process_lines() if any(name in line for name in self.ids)],
-            "records": [path.name for path in sandboxd.state.glob("*/*") if path.parent.name in ("containers", "sessions")],
+            "records": [
+                path.name for path in sandboxd.state.glob("*/*") if path.parent.name in ("containers", "sessions")
+            ],
             "workspaces": [path.name for path in sandboxd.state.glob("workspaces/*") if path.name != TEMPLATES],
             "parcels": [str(path) for path in sandboxd.state.glob("parcels/*/*")],
         }
@@ -92,7 +102,9 @@ class Rounds:
         self._api = api
 
     def play(self, numbers: Sequence[int], at_once: int = AT_ONCE) -> None:
-        """One sandbox a number, each way in turn. Raises what a round raises: an end that was not told as it should be."""
+        """One sandbox a number, each way in turn. Raises what a round raises: an end that was not told as it should
+        be.
+        """
         with ThreadPoolExecutor(at_once) as pool:
             for way in pool.map(self._play, numbers):
                 self.done[way] += 1
@@ -107,7 +119,11 @@ class Rounds:
     def vitals(self) -> Vitals:
         """Now; `settle` first."""
         folder = Path(f"/proc/{self._sandboxd.pid}")
-        return Vitals(len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), memory_of_process(self._sandboxd.pid)["rss"])
+        return Vitals(
+            len(os.listdir(folder / "fd")),
+            len(os.listdir(folder / "task")),
+            memory_of_process(self._sandboxd.pid)["rss"],
+        )
 
     def _play(self, number: int) -> str:
         way = WAYS[number % len(WAYS)]
@@ -198,7 +214,12 @@ def run(rounds: int = ROUNDS, at_once: int = AT_ONCE) -> Report:
         f"sandboxd's open files, {after.files} after / {before.files} before and {FILES_IN_USE} in use",
         at_most=1.0,
     )
-    report.add("threads_ratio", after.threads / before.threads, f"sandboxd's threads, {after.threads} / {before.threads}", at_most=1.3)
+    report.add(
+        "threads_ratio",
+        after.threads / before.threads,
+        f"sandboxd's threads, {after.threads} / {before.threads}",
+        at_most=1.3,
+    )
     report.add("sandboxd_grown_bytes", after.rss - before.rss, "sandboxd RSS, grown", at_most=4 * MIB)
     if engine_before is not None and engine_after is not None:
         report.add("engine_grown_bytes", engine_after - engine_before, "dockerd RSS, grown")

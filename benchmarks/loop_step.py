@@ -26,7 +26,12 @@ OUTPUT = "x" * 1000
 SPEC = ToolSpec(
     name="echo",
     description="Gives back its text.",
-    parameters={"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"], "additionalProperties": False},
+    parameters={
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+        "additionalProperties": False,
+    },
 )
 
 
@@ -38,7 +43,10 @@ def _content(text: str) -> list[Chunk]:
 def _native_call() -> list[Chunk]:
     opening = {"index": 0, "id": "call", "function": {"name": "echo", "arguments": ""}}
     rest = [{"index": 0, "function": {"arguments": piece}} for piece in ('{"text": "', "some text", '"}')]
-    return [{"choices": [{"index": 0, "delta": {"tool_calls": [entry]}, "finish_reason": None}]} for entry in (opening, *rest)]
+    return [
+        {"choices": [{"index": 0, "delta": {"tool_calls": [entry]}, "finish_reason": None}]}
+        for entry in (opening, *rest)
+    ]
 
 
 TEXT = "Let me look at that file before I say anything about it. " * 3
@@ -109,10 +117,18 @@ async def _measure() -> Report:
         cases[f"{name} floor"] = lambda model=model: _floor(model)
         cases[name] = lambda model=model, dialect=dialect: _ours(model, dialect)
     seconds = await interleave(cases, ROUNDS, warm_up=2)
-    report = Report("loop_step", notes=[f"{STEPS} steps a run with {len(OUTPUT)} characters of output each; floor: chunks and tool alone"])
+    report = Report(
+        "loop_step",
+        notes=[f"{STEPS} steps a run with {len(OUTPUT)} characters of output each; floor: chunks and tool alone"],
+    )
     for name in REPLIES:
         ours, floor = median(seconds[name]), median(seconds[f"{name} floor"])
-        report.add(f"{name}_added_ms", (ours - floor) * 1000, f"a step in the {name} dialect, beside model and tool", at_most=1.0)
+        report.add(
+            f"{name}_added_ms",
+            (ours - floor) * 1000,
+            f"a step in the {name} dialect, beside model and tool",
+            at_most=1.0,
+        )
         report.add(f"{name}_ratio", ours / floor, f"{name}: step / floor")
     return report
 

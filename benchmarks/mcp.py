@@ -1,7 +1,7 @@
 """What MCP over HTTP adds to a tool call beside the SDK on the same stack.
 
-As in benchmarks/api.py, calls go over one kept connection of a client that does what HTTP takes and nothing else; the same by the protocol's own client
-is told beside it.
+As in benchmarks/api.py, calls go over one kept connection of a client that does what HTTP takes and nothing else; the
+same by the protocol's own client is told beside it.
 """
 
 import asyncio
@@ -48,7 +48,9 @@ async def _run(rounds: int) -> Report:
         broker = load_settings().broker(sdk.stack.redis_url)
         connection = open_redis(broker)
         stack.push_async_callback(connection.aclose)
-        key = (await ApiKeys(connection, broker.deployment, broker.signing_keys()).add(DEFAULT_TENANT, name="bench")).text
+        key = (
+            await ApiKeys(connection, broker.deployment, broker.signing_keys()).add(DEFAULT_TENANT, name="bench")
+        ).text
         port = await stack.enter_async_context(_serving(broker))
         session = await stack.enter_async_context(await sdk.open_session())
         line = await stack.enter_async_context(_kept_line(port, f"/mcp/{session.id}", key))
@@ -63,7 +65,9 @@ async def _run(rounds: int) -> Report:
         report.add_ms("nothing", seconds["nothing"], "floor: GET /healthz")
         report.add_ms("sdk", seconds["sdk"], "bash_tool true by the SDK")
         report.add_ms("mcp", seconds["mcp"], "the same by MCP over HTTP")
-        report.add("overhead_ms", (median(seconds["mcp"]) - median(seconds["sdk"])) * 1000, "what MCP adds", at_most=5.0)
+        report.add(
+            "overhead_ms", (median(seconds["mcp"]) - median(seconds["sdk"])) * 1000, "what MCP adds", at_most=5.0
+        )
         report.add("mcp_ratio", median(seconds["mcp"]) / median(seconds["sdk"]), "MCP / SDK")
         report.add_ms("client", seconds["client"], "the same by the protocol's own client")
     return report
@@ -75,8 +79,10 @@ class _Line:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, key: str) -> None:
         self._reader, self._writer = reader, writer
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
-            f"Accept: application/json, text/event-stream\r\nMCP-Protocol-Version: {REVISION}\r\nMcp-Method: tools/call\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: "
+            "application/json\r\n"
+            f"Accept: application/json, text/event-stream\r\nMCP-Protocol-Version: {REVISION}\r\nMcp-Method: "
+            "tools/call\r\n"
             f"Mcp-Name: bash_tool\r\nContent-Length: {len(BODY)}\r\n\r\n"
         )
         self._request = head.encode() + BODY

@@ -1,4 +1,6 @@
-"""What a call of another MCP server's tool takes, over stdio: kept by the session, and started anew for each call, beside bash_tool on the same stack."""
+"""What a call of another MCP server's tool takes, over stdio: kept by the session, and started anew for each call,
+beside bash_tool on the same stack.
+"""
 
 import asyncio
 import json
@@ -18,7 +20,8 @@ import json, sys
 for line in sys.stdin:
     told = json.loads(line)
     tools = [{"name": "nothing", "inputSchema": {"type": "object"}}]
-    results = {"server/discover": {"supportedVersions": ["2026-07-28"]}, "tools/list": {"tools": tools}, "tools/call": {"content": []}}
+    versions = {"supportedVersions": ["2026-07-28"]}
+    results = {"server/discover": versions, "tools/list": {"tools": tools}, "tools/call": {"content": []}}
     if "id" in told:
         print(json.dumps({"jsonrpc": "2.0", "id": told["id"], "result": results[told["method"]]}), flush=True)
 """
@@ -36,7 +39,8 @@ def run(rounds: int = ROUNDS) -> Report:
 
 async def _run(rounds: int) -> Report:
     report = Report(
-        "mcp_servers", notes=[f"medians of {rounds} interleaved rounds, in one open session; first calls: of {FIRSTS} sessions"]
+        "mcp_servers",
+        notes=[f"medians of {rounds} interleaved rounds, in one open session; first calls: of {FIRSTS} sessions"],
     )
     async with ToolClient.embedded() as client:
         async with await client.open_session() as session, await client.open_session() as alone:
@@ -50,7 +54,9 @@ async def _run(rounds: int) -> Report:
         first = [await _first(client) for _ in range(FIRSTS)]
     middle = {name: median(values) for name, values in seconds.items()}
     report.add_ms("bash", seconds["bash"], "bash_tool true")
-    report.add("beside_ratio", middle["bash"] / middle["alone"], "the same / in a session that keeps no server", at_most=1.1)
+    report.add(
+        "beside_ratio", middle["bash"] / middle["alone"], "the same / in a session that keeps no server", at_most=1.1
+    )
     report.add_ms("kept", seconds["kept"], "a tool of a server that the session keeps")
     report.add_ms("anew", seconds["anew"], "a tool of a server that is started for the call")
     report.add_ms("first", first, "the first call of a server that is then kept")

@@ -39,7 +39,8 @@ def run(sandboxes: int = SANDBOXES) -> Report:
         used = [memory_of(pid) for pid in pids]
         after = memory_of_process(sandboxd.pid)
     report = Report(
-        "memory", notes=[f"medians of {sandboxes} sandboxes at once; usage is the memory cgroup's, kernel memory of it included"]
+        "memory",
+        notes=[f"medians of {sandboxes} sandboxes at once; usage is the memory cgroup's, kernel memory of it included"],
     )
     own = [entry["usage"] - entry["inactive_file"] for entry in fresh]
     report.add("sandbox_bytes", median(own), "idle sandbox: usage - inactive file cache", at_most=16 * MIB)

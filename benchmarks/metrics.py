@@ -45,7 +45,10 @@ def run() -> Report:
 
 async def _run() -> Report:
     report = Report(
-        "metrics", notes=[f"{TENANTS} tenants, {HOSTS} hosts, {MESSAGES} messages, {WAITING} calls that wait for slots, {TOOLS} tools"]
+        "metrics",
+        notes=[
+            f"{TENANTS} tenants, {HOSTS} hosts, {MESSAGES} messages, {WAITING} calls that wait for slots, {TOOLS} tools"
+        ],
     )
     with open_server() as url:
         broker = BrokerSettings(redis_url=SecretStr(url), secret=SecretStr("bench"), deployment=DEPLOYMENT)
@@ -87,7 +90,9 @@ async def _own_ms(page: MetricsPage) -> float:
 
 
 async def _looks_ms(client: "redis.asyncio.Redis") -> list[float]:
-    """How long each script of a scrape keeps Redis from everything else; commands inside of them are shorter than what is listed."""
+    """How long each script of a scrape keeps Redis from everything else; commands inside of them are shorter than what
+    is listed.
+    """
     page = MetricsPage(client, DEPLOYMENT)
     await page.render()
     await client.config_set("slowlog-log-slower-than", LISTED_US)
@@ -142,7 +147,9 @@ async def _fill_hosts(client: "redis.asyncio.Redis") -> None:
     async with client.pipeline(transaction=False) as pipe:
         for number in range(HOSTS):
             queue = f"host.h{number}.b"
-            report = HostReport(host=f"h{number}", queue=queue, worker="w", kind="sandbox", slots=8, started_at=0.0, reported_at=0.0)
+            report = HostReport(
+                host=f"h{number}", queue=queue, worker="w", kind="sandbox", slots=8, started_at=0.0, reported_at=0.0
+            )
             pipe.set(host_key(DEPLOYMENT, queue), report.model_dump_json())
             pipe.set(host_gauges_key(DEPLOYMENT, queue), gauges)
             pipe.zadd(hosts_key(DEPLOYMENT), {queue: time.time()})
@@ -150,7 +157,11 @@ async def _fill_hosts(client: "redis.asyncio.Redis") -> None:
         for number in range(MESSAGES):
             key = call_key(DEPLOYMENT, f"tenant-{number % TENANTS}", f"c{number}")
             body = base64.b64encode(b"x" * 1500).decode()
-            message = {"body": body, "headers": {"task": "tool.bash_tool", "id": "x", "call_key": key, "call_attempt": 1}, "properties": {}}
+            message = {
+                "body": body,
+                "headers": {"task": "tool.bash_tool", "id": "x", "call_key": key, "call_attempt": 1},
+                "properties": {},
+            }
             pipe.hset(key, mapping={"state": "queued", "queued_at": time.time()})
             pipe.lpush(f"host.h{number % HOSTS}.b", json.dumps(message))
         await pipe.execute()

@@ -1,4 +1,6 @@
-"""The native assembler on one call's arguments in 16-character deltas, beside the least that keeps them: append, join, parse."""
+"""The native assembler on one call's arguments in 16-character deltas, beside the least that keeps them: append, join,
+parse.
+"""
 
 import functools
 import json
@@ -55,7 +57,10 @@ def run_floor(fragments: Sequence[str]) -> None:
 
 
 def run(size: int = SIZE, rounds: int = ROUNDS) -> Report:
-    report = Report("native_assembler", notes=[f"least processor time of {rounds} interleaved rounds; {size} characters of arguments"])
+    report = Report(
+        "native_assembler",
+        notes=[f"least processor time of {rounds} interleaved rounds; {size} characters of arguments"],
+    )
     small, large = _arguments(size), _arguments(GROWTH * size)
     deltas = build_deltas(small)
     cases = {
@@ -75,4 +80,6 @@ def run(size: int = SIZE, rounds: int = ROUNDS) -> Report:
 
 
 def _arguments(size: int) -> str:
-    return json.dumps({"path": "a.txt", "content": ('a line with "quotes" and 中文\n' * size)[:size]}, ensure_ascii=False)
+    return json.dumps(
+        {"path": "a.txt", "content": ('a line with "quotes" and 中文\n' * size)[:size]}, ensure_ascii=False
+    )

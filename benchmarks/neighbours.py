@@ -1,4 +1,6 @@
-"""What a hostile session costs its neighbours: a warm call beside each attack, as a ratio to the same call on a quiet host in the same run."""
+"""What a hostile session costs its neighbours: a warm call beside each attack, as a ratio to the same call on a quiet
+host in the same run.
+"""
 
 import contextlib
 import multiprocessing
@@ -42,15 +44,23 @@ ATTACKS = (
     ),
     Attack("fork", "a fork bomb at its limit", "f() { f | f & }; f; sleep 60"),
     Attack(
-        "disk", "the workspace filled and emptied", "while :; do dd if=/dev/zero of=/workspace/f bs=1M; rm /workspace/f; done 2>/dev/null"
+        "disk",
+        "the workspace filled and emptied",
+        "while :; do dd if=/dev/zero of=/workspace/f bs=1M; rm /workspace/f; done 2>/dev/null",
     ),
-    Attack("inodes", "all inodes of the workspace taken and freed", "while :; do mkdir d; (cd d; seq 60000 | xargs touch); rm -r d; done"),
+    Attack(
+        "inodes",
+        "all inodes of the workspace taken and freed",
+        "while :; do mkdir d; (cd d; seq 60000 | xargs touch); rm -r d; done",
+    ),
     Attack(
         "sync",
         "a storm of fsync and sync",
         "(while :; do sync; done) & while :; do dd if=/dev/zero of=f bs=4k count=500 oflag=dsync; done 2>/dev/null",
     ),
-    Attack("switches", "pipes that wake each other", "for i in $(seq 16); do (yes | cat | cat >/dev/null) & done; wait"),
+    Attack(
+        "switches", "pipes that wake each other", "for i in $(seq 16); do (yes | cat | cat >/dev/null) & done; wait"
+    ),
     Attack("output", "an output flood in a command", "yes flood"),
     Attack("stream", "an output flood that a worker reads", "yes flood", _FLOOD),
 )
@@ -73,9 +83,16 @@ def run(rounds: int = ROUNDS) -> Report:
         for _ in range(WARM_UP):
             sandbox_call(client, neighbour)
         taken = {attack: _beside(attack, sandboxd.socket, client, neighbour, rounds) for attack in ATTACKS}
-    notes = [f"one attacker and one neighbour; {rounds} rounds an attack, each of {WINDOW_S:g} s quiet and {WINDOW_S:g} s attacked"]
+    notes = [
+        (
+            f"one attacker and one neighbour; {rounds} rounds an attack, each of {WINDOW_S:g} s quiet and {WINDOW_S:g} "
+            "s attacked"
+        )
+    ]
     report = Report("neighbours", notes=notes)
-    report.add_ms("quiet", [took for seconds in taken.values() for took in seconds.quiet], "a warm call, p50 of the quiet halves")
+    report.add_ms(
+        "quiet", [took for seconds in taken.values() for took in seconds.quiet], "a warm call, p50 of the quiet halves"
+    )
     for attack, seconds in taken.items():
         report.add(f"{attack.key}_ratio", seconds.ratio(0.5), f"p50 beside {attack.what} / quiet", at_most=TARGET)
     for attack, seconds in taken.items():
@@ -127,4 +144,9 @@ def _ask(path: str, name: str, script: str, changes: dict[str, Any]) -> None:
     body = script.encode()
     request = {**REQUEST, "script_bytes": len(body), "timeout_s": 120.0, **changes}
     with SandboxClient(path) as client:
-        client.call(name, {key: value for key, value in request.items() if value is not None}, body, on_data=lambda _stream, _data: None)
+        client.call(
+            name,
+            {key: value for key, value in request.items() if value is not None},
+            body,
+            on_data=lambda _stream, _data: None,
+        )

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.noop_worker QUEUE POOL`: a worker exactly like ours, with one task that does nothing. Without arguments: ours, with a tool that
-does nothing and one that takes ten milliseconds."""
+"""`python -m benchmarks.noop_worker QUEUE POOL`: a worker exactly like ours, with one task that does nothing. Without
+arguments: ours, with a tool that does nothing and one that takes ten milliseconds."""
 
 import sys
 import time
@@ -40,7 +40,14 @@ def main(queue: str, pool: str) -> None:
     app.task(name=TASK)(noop)
     kind = cast(Literal["threads", "prefork"], pool)
     run_worker(
-        app, settings.host, (queue,), settings.concurrency, settings.log_level, pool=kind, on_ready=lambda: None, on_stop=lambda: None
+        app,
+        settings.host,
+        (queue,),
+        settings.concurrency,
+        settings.log_level,
+        pool=kind,
+        on_ready=lambda: None,
+        on_stop=lambda: None,
     )
 
 
@@ -48,7 +55,9 @@ def serve_tool() -> None:
     """The pool of operators' tools, as it is shipped."""
     settings = load_worker_settings()
     configure_logging("worker", settings)
-    run_web_worker(settings, [_tool(TOOL, "Does nothing.", _noop_tool), _tool(NAP_TOOL, "Takes ten milliseconds.", _nap_tool)])
+    run_web_worker(
+        settings, [_tool(TOOL, "Does nothing.", _noop_tool), _tool(NAP_TOOL, "Takes ten milliseconds.", _nap_tool)]
+    )
 
 
 def _tool(name: str, description: str, handler: Callable[[dict[str, Any], ToolEnvironment], Outcome]) -> Tool:

@@ -31,13 +31,20 @@ def run() -> Report:
 
 
 async def _run() -> Report:
-    report = Report("page", notes=[f"{RUNS} runs of one tenant; from the request to the last byte, the browser's own part not counted"])
+    report = Report(
+        "page",
+        notes=[f"{RUNS} runs of one tenant; from the request to the last byte, the browser's own part not counted"],
+    )
     with open_server() as url:
-        settings = OrchestratorSettings.model_validate({"redis_url": SecretStr(url), "secret": SecretStr("bench"), "api_key": None})
+        settings = OrchestratorSettings.model_validate(
+            {"redis_url": SecretStr(url), "secret": SecretStr("bench"), "api_key": None}
+        )
         client = open_redis(settings.broker())
         try:
             await until_it_answers(client)
-            key = (await ApiKeys(client, settings.deployment, settings.broker().signing_keys()).add(TENANT, "operator")).text
+            key = (
+                await ApiKeys(client, settings.deployment, settings.broker().signing_keys()).add(TENANT, "operator")
+            ).text
             hosted = HostedRuns(
                 client,
                 settings.deployment,
@@ -66,7 +73,8 @@ async def _start_runs(hosted: HostedRuns) -> str:
     last = ""
     for at in range(0, RUNS, AT_ONCE):
         bodies = [
-            RunBody(instruction=f"Count the files of folder {at + number}, and say which is the largest.") for number in range(AT_ONCE)
+            RunBody(instruction=f"Count the files of folder {at + number}, and say which is the largest.")
+            for number in range(AT_ONCE)
         ]
         started = await asyncio.gather(*(hosted.start(TENANT, body) for body in bodies))
         last = started[-1].id

@@ -1,4 +1,6 @@
-"""What the refilling pool costs running sessions: 100 calls a second, each session's own, beside the refill and without it."""
+"""What the refilling pool costs running sessions: 100 calls a second, each session's own, beside the refill and without
+it.
+"""
 
 import contextlib
 import threading
@@ -92,7 +94,10 @@ def run(rounds: int = ROUNDS, refill_per_s: float | None = None, calls_per_s: fl
     report = Report(
         "pool_refill",
         notes=[
-            f"{rounds} rounds of {QUIET_S:g} s without and the refill of {REFILL} sandboxes; {SESSIONS} sessions; asked for {calls_per_s:g} calls a second"
+            (
+                f"{rounds} rounds of {QUIET_S:g} s without and the refill of {REFILL} sandboxes; {SESSIONS} sessions; "
+                f"asked for {calls_per_s:g} calls a second"
+            )
         ],
     )
     report.add("quiet_per_s", len(quiet) / quiet_s, "calls without a refill")

@@ -33,7 +33,9 @@ class RunningSandboxd:
 
 
 @contextlib.contextmanager
-def child_process(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def child_process(
+    argv: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator["subprocess.Popen[bytes]"]:
     """A child that ends with this block, and, should this process be killed, with it."""
     with log.open("ab") as logfile:
         child = subprocess.Popen(
@@ -61,7 +63,9 @@ def child_process(argv: Sequence[str], environment: Mapping[str, str], log: Path
 
 @contextlib.contextmanager
 def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[RunningSandboxd]:
-    """A sandboxd that answers, without a warm pool unless `settings` say otherwise; its sandboxes go with it. Raises SandboxUnavailable with its last words when it does not start."""
+    """A sandboxd that answers, without a warm pool unless `settings` say otherwise; its sandboxes go with it. Raises
+    SandboxUnavailable with its last words when it does not start.
+    """
     name = f"bench-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as place:
         folder = Path(place)
@@ -99,14 +103,17 @@ def guest_on_pipes(prelude: str = "") -> Iterator["subprocess.Popen[bytes]"]:
     """
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
         boot = (
-            f"import sys; {prelude} sys.path.insert(0, sys.argv[1]); from guest.loop import main, Options; from guest.paths import GuestPaths;"
-            "main(Options(), GuestPaths((sys.argv[2].encode(),), sys.argv[2].encode() + b'/output'))"
+            f"import sys; {prelude} sys.path.insert(0, sys.argv[1]); from guest.loop import main, Options; from "
+            "guest.paths import GuestPaths;main(Options(), GuestPaths((sys.argv[2].encode(),), sys.argv[2].encode() + "
+            "b'/output'))"
         )
         (Path(name) / "output").mkdir()
         python = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
         guest = [python, "-I", "-S", "-u", "-c", boot, str(ROOT / "sandbox-images"), name]
         argv = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *guest]
-        child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, preexec_fn=_die_with_parent)
+        child = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, preexec_fn=_die_with_parent
+        )
         try:
             yield child
         finally:

@@ -1,4 +1,6 @@
-"""The floor of every call through Celery: a worker like ours whose one task does nothing; and ours, with tools that do as little."""
+"""The floor of every call through Celery: a worker like ours whose one task does nothing; and ours, with tools that do
+as little.
+"""
 
 import asyncio
 import contextlib
@@ -22,7 +24,9 @@ from workers.celery_edge.app import build_app
 
 
 class RawCelery:
-    """The no-op worker, awaited in both ways there are: Celery's own `get`, and our hub with a transport that publishes."""
+    """The no-op worker, awaited in both ways there are: Celery's own `get`, and our hub with a transport that
+    publishes.
+    """
 
     def __init__(self, app: Celery, transport: CeleryTransport, queue: str) -> None:
         self._app = app
@@ -44,22 +48,37 @@ def worker_environment(redis_url: str, slots: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running_tools(redis_url: str, slots: int) -> Iterator[None]:
-    """Our own worker of operators' tools on that Redis, on prefork; calls may come a moment before it is there (`until_served`)."""
-    environment = {**worker_environment(redis_url, slots), "TOOLCREW_WORKER_KIND": "web", "TOOLCREW_HOST": "bench-tools"}
+    """Our own worker of operators' tools on that Redis, on prefork; calls may come a moment before it is there
+    (`until_served`).
+    """
+    environment = {
+        **worker_environment(redis_url, slots),
+        "TOOLCREW_WORKER_KIND": "web",
+        "TOOLCREW_HOST": "bench-tools",
+    }
     argv = [sys.executable, "-m", "benchmarks.noop_worker"]
-    with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as folder, child_process(argv, environment, Path(folder) / "log"):
+    with (
+        tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as folder,
+        child_process(argv, environment, Path(folder) / "log"),
+    ):
         yield
 
 
 async def open_raw(
-    redis_url: str, client: "redis.asyncio.Redis", stack: contextlib.AsyncExitStack, pool: str = "threads", slots: int = 4
+    redis_url: str,
+    client: "redis.asyncio.Redis",
+    stack: contextlib.AsyncExitStack,
+    pool: str = "threads",
+    slots: int = 4,
 ) -> RawCelery:
     """A no-op worker like ours on this Redis, which answers. Everything goes with `stack`."""
     broker = load_settings().broker(redis_url)
     queue = f"bench.{secrets.token_hex(4)}"
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-"))
     environment = {**worker_environment(redis_url, slots), "TOOLCREW_HOST": queue.replace(".", "-")}
-    stack.enter_context(child_process([sys.executable, "-m", "benchmarks.noop_worker", queue, pool], environment, Path(folder) / "log"))
+    stack.enter_context(
+        child_process([sys.executable, "-m", "benchmarks.noop_worker", queue, pool], environment, Path(folder) / "log")
+    )
     hub = ResultHub(client)
     await hub.start()
     stack.push_async_callback(hub.close)

@@ -1,4 +1,6 @@
-"""read_tool: a page of 2,000 lines, and a page from the middle of a 10 MB file, beside reading the same on the host and an empty round trip."""
+"""read_tool: a page of 2,000 lines, and a page from the middle of a 10 MB file, beside reading the same on the host and
+an empty round trip.
+"""
 
 import asyncio
 import contextlib
@@ -59,7 +61,9 @@ class ToolRun:
     def read(self, name: str, offset: int, limit: int) -> None:
         arguments = {"file_path": name, "offset": offset, "limit": limit, "column": 1, "encoding": "auto"}
         call = ToolCall(id="bench", name="read_tool", arguments=arguments)
-        outcome = READ_TOOL.handler(arguments, ToolEnvironment(call, self._context, WorkerResources({}, client=self._client)))
+        outcome = READ_TOOL.handler(
+            arguments, ToolEnvironment(call, self._context, WorkerResources({}, client=self._client))
+        )
         if outcome.output is None or f"\n{offset + limit - 1}\t" not in outcome.output:
             raise RuntimeError(f"the page is not whole: {outcome.error or outcome.output}")
 
@@ -73,7 +77,12 @@ def run(rounds: int = ROUNDS) -> Report:
         assert name == sandbox_id("bench", "read")
         for file, content in _FILES.items():
             (folder / file).write_bytes(content)
-            client.call(name, {"op": "write_file", "path": file, "mode": "overwrite", "timeout_s": 30.0}, content, call_id="bench")
+            client.call(
+                name,
+                {"op": "write_file", "path": file, "mode": "overwrite", "timeout_s": 30.0},
+                content,
+                call_id="bench",
+            )
         tool = ToolRun(client)
         page: dict[str, Case] = {
             "host_page": timed(lambda: host_read(folder / "page.txt", 1, PAGE_LINES)),
@@ -86,7 +95,9 @@ def run(rounds: int = ROUNDS) -> Report:
             "host_middle": timed(lambda: host_read(folder / "large.txt", MIDDLE, 100)),
             "middle": timed(lambda: tool.read("large.txt", MIDDLE, 100)),
         }
-        seconds = asyncio.run(run_interleaved(page, rounds, WARM_UP)) | asyncio.run(run_interleaved(middle, rounds, WARM_UP))
+        seconds = asyncio.run(run_interleaved(page, rounds, WARM_UP)) | asyncio.run(
+            run_interleaved(middle, rounds, WARM_UP)
+        )
     return _report(seconds, rounds)
 
 

@@ -15,7 +15,9 @@ Case = Callable[[], float | Awaitable[float]]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie, interpolated between neighbours. ValueError when there are none."""
+    """The value below which `share` of the values lie, interpolated between neighbours. ValueError when there are
+    none.
+    """
     if not values or not 0.0 <= share <= 1.0:
         raise ValueError("a percentile needs values and a share from 0 to 1")
     ordered = sorted(values)
@@ -30,7 +32,9 @@ def median(values: Sequence[float]) -> float:
 
 
 def timed(work: Callable[[], object], *, settle_s: float = 0.0) -> Callable[[], float]:
-    """A case that is `work` and nothing else; `settle_s` passes afterwards for what it leaves running, so that the next does not pay."""
+    """A case that is `work` and nothing else; `settle_s` passes afterwards for what it leaves running, so that the next
+    does not pay.
+    """
 
     def case() -> float:
         started = time.perf_counter()
@@ -43,7 +47,9 @@ def timed(work: Callable[[], object], *, settle_s: float = 0.0) -> Callable[[], 
 
 
 async def interleave(cases: Mapping[str, Case], rounds: int, warm_up: int) -> dict[str, list[float]]:
-    """Seconds of each case in rounds of A B C, A B C, ...: whatever slows the machine down slows all of them. The first rounds are dropped."""
+    """Seconds of each case in rounds of A B C, A B C, ...: whatever slows the machine down slows all of them. The first
+    rounds are dropped.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(warm_up + rounds):
         for name, case in cases.items():
@@ -87,7 +93,11 @@ class Figure:
         """`target: at most 2.50 x, met`; nothing without a target."""
         if self.met is None:
             return ""
-        bound = f"at most {self.shown(self.at_most)}" if self.at_most is not None else f"at least {self.shown(self.at_least or 0.0)}"
+        bound = (
+            f"at most {self.shown(self.at_most)}"
+            if self.at_most is not None
+            else f"at least {self.shown(self.at_least or 0.0)}"
+        )
         return f"target: {bound}, {'met' if self.met else 'MISSED'}"
 
     def _ending(self) -> str | None:
@@ -102,7 +112,9 @@ class Report:
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, key: str, value: float, what: str, *, at_most: float | None = None, at_least: float | None = None) -> None:
+    def add(
+        self, key: str, value: float, what: str, *, at_most: float | None = None, at_least: float | None = None
+    ) -> None:
         self.figures.append(Figure(key, value, what, at_most, at_least))
 
     def add_ms(self, name: str, seconds: Sequence[float], what: str) -> None:
@@ -111,7 +123,10 @@ class Report:
 
     def as_text(self) -> str:
         wide = max((len(figure.what) for figure in self.figures), default=0)
-        lines = [f"{figure.what:<{wide}}  {figure.shown(figure.value):>12}  {figure.verdict()}".rstrip() for figure in self.figures]
+        lines = [
+            f"{figure.what:<{wide}}  {figure.shown(figure.value):>12}  {figure.verdict()}".rstrip()
+            for figure in self.figures
+        ]
         return "\n".join([self.name, *(f"  {line}" for line in lines), *(f"  ({note})" for note in self.notes)])
 
     def as_json(self) -> dict[str, Any]:

@@ -34,7 +34,14 @@ for folder in range({FILES // FILES_A_FOLDER}):
         os.utime(name, (1e9 + random.random() * 1e6,) * 2)
 open("/workspace/tree/.gitignore", "w").write("*.log\\nbuild/\\n__pycache__/\\n")
 """
-_GLOB = {"op": "glob", "pattern": "**/*", "path": "/workspace/tree", "kind": "file", "limit": 100, "max_bytes": MAX_OUTPUT_BYTES}
+_GLOB = {
+    "op": "glob",
+    "pattern": "**/*",
+    "path": "/workspace/tree",
+    "kind": "file",
+    "limit": 100,
+    "max_bytes": MAX_OUTPUT_BYTES,
+}
 _GREP = {
     "op": "grep",
     "path": "/workspace/tree",
@@ -58,7 +65,9 @@ def _search(client: SandboxClient, name: str, request: dict[str, Any], firsts: l
     def work() -> None:
         started = time.perf_counter()
         pieces: list[float] = []
-        done = client.call(name, {**request, "timeout_s": 60.0}, on_data=lambda *_: pieces.append(time.perf_counter() - started)).done
+        done = client.call(
+            name, {**request, "timeout_s": 60.0}, on_data=lambda *_: pieces.append(time.perf_counter() - started)
+        ).done
         if "error" in done or done["partial"] or not done["shown"]:
             raise RuntimeError(f"the search did not succeed: {done}")
         firsts.append(pieces[0])
@@ -87,11 +96,16 @@ def run(rounds: int = ROUNDS) -> Report:
 
 
 def _report(seconds: dict[str, list[float]], firsts: dict[str, list[float]], rounds: int) -> Report:
-    report = Report("search", notes=[f"medians of {rounds} interleaved rounds over {FILES} files in {FILES // FILES_A_FOLDER} folders"])
+    report = Report(
+        "search",
+        notes=[f"medians of {rounds} interleaved rounds over {FILES} files in {FILES // FILES_A_FOLDER} folders"],
+    )
     what = {"glob": "all files", "rare": f"a word of {NEEDLES} files", "common": "a word of nearly all files"}
     for case, words in what.items():
         peer = "rg --files" if case == "glob" else "rg"
-        report.add_ms(f"floor_{case}", seconds[f"floor_{case}"], f"floor: {peer} --sortr modified in the sandbox, {words}")
+        report.add_ms(
+            f"floor_{case}", seconds[f"floor_{case}"], f"floor: {peer} --sortr modified in the sandbox, {words}"
+        )
         report.add_ms(case, seconds[case], f"ours: {'glob' if case == 'glob' else 'grep'}, {words}")
         report.add_ms(f"first_{case}", firsts[case], "ours: first line")
         ratio = median(seconds[case]) / median(seconds[f"floor_{case}"])

@@ -1,4 +1,6 @@
-"""A session's start: its first call from the warm pool beside a warm call, and a cold open beside the docker SDK, for each kind of workspace."""
+"""A session's start: its first call from the warm pool beside a warm call, and a cold open beside the docker SDK, for
+each kind of workspace.
+"""
 
 import asyncio
 import contextlib
@@ -28,7 +30,10 @@ KINDS = ("tmpfs", "image")
 def run(rounds: int = ROUNDS) -> Report:
     config = sandbox_config()
     notes = [
-        f"medians of {rounds} interleaved rounds after {WARM_UP}; removals are not timed; the pool begins to refill beside each first call"
+        (
+            f"medians of {rounds} interleaved rounds after {WARM_UP}; removals are not timed; the pool begins to "
+            "refill beside each first call"
+        )
     ]
     with contextlib.ExitStack() as stack:
         api = open_api()
@@ -51,7 +56,12 @@ def run(rounds: int = ROUNDS) -> Report:
 
 def _add(report: Report, kind: str, seconds: dict[str, list[float]], raw: list[float]) -> None:
     report.add_ms(f"{kind}_cold", seconds["cold"], f"{kind}: open without a pool")
-    report.add(f"{kind}_docker_sdk_ratio", median(seconds["cold"]) / median(raw), f"{kind}: open without a pool / docker SDK", at_most=1.25)
+    report.add(
+        f"{kind}_docker_sdk_ratio",
+        median(seconds["cold"]) / median(raw),
+        f"{kind}: open without a pool / docker SDK",
+        at_most=1.25,
+    )
     report.add_ms(f"{kind}_warm", seconds["warm"], f"{kind}: a warm call")
     report.add_ms(f"{kind}_first", seconds["first"], f"{kind}: open from the pool and the first call")
     report.add(f"{kind}_first_p95_ms", percentile(seconds["first"], 0.95) * 1000, f"{kind}: the same, p95")
@@ -60,12 +70,17 @@ def _add(report: Report, kind: str, seconds: dict[str, list[float]], raw: list[f
 
 
 def _cases_of(stack: contextlib.ExitStack, kind: str) -> dict[str, Case]:
-    """Two sandboxds with workspaces of that kind, one with a pool. Raises SandboxUnavailable where this host cannot have them."""
+    """Two sandboxds with workspaces of that kind, one with a pool. Raises SandboxUnavailable where this host cannot
+    have them.
+    """
     settings = {"TOOLCREW_SANDBOX_WORKSPACE": kind}
     without = _client(stack, stack.enter_context(running_sandboxd(settings)))
     _check_kind(without, kind)
     pooled = _client(
-        stack, stack.enter_context(running_sandboxd({**settings, "TOOLCREW_POOL_TARGET": str(POOL), "TOOLCREW_POOL_REFILL_PER_S": "10"}))
+        stack,
+        stack.enter_context(
+            running_sandboxd({**settings, "TOOLCREW_POOL_TARGET": str(POOL), "TOOLCREW_POOL_REFILL_PER_S": "10"})
+        ),
     )
     name = pooled.open("bench", "warm")
     return {

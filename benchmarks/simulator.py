@@ -1,6 +1,8 @@
-"""10,000 sessions of 1,000 tenants on 500 hosts that exist on paper, through the product's own admission, placement and recovery on a real Redis.
+"""10,000 sessions of 1,000 tenants on 500 hosts that exist on paper, through the product's own admission, placement and
+recovery on a real Redis.
 
-Time is played (benchmarks/simulator_clock.py): a minute of the pool takes what its decisions cost, and no host is needed.
+Time is played (benchmarks/simulator_clock.py): a minute of the pool takes what its decisions cost, and no host is
+needed.
 """
 
 import asyncio
@@ -20,7 +22,15 @@ from benchmarks.fairness import open_server
 from benchmarks.report import Report, median, percentile
 from benchmarks.simulator_clock import JumpingLoop, open_counting_pool, run_jumping
 from benchmarks.simulator_hosts import DEPLOYMENT, World, run_heartbeats
-from benchmarks.simulator_orchestrators import FUTURE_AT, Ends, Orchestrator, Pace, Session, open_orchestrators, play_agent
+from benchmarks.simulator_orchestrators import (
+    FUTURE_AT,
+    Ends,
+    Orchestrator,
+    Pace,
+    Session,
+    open_orchestrators,
+    play_agent,
+)
 from benchmarks.simulator_shares import misgiven, share_out
 from benchmarks.sizes import size
 from contract.names import POOL_WEB, slots_key
@@ -66,14 +76,18 @@ def run() -> Report:
         _await_server(url)
         run_jumping(lambda: _play(url, report))
     report.notes.append(
-        f"{SESSIONS} sessions, {TENANTS} tenants of Zipf's demand, {HOSTS} hosts of 1, 2 and 4 slots, {ORCHESTRATORS} orchestrators; "
-        f"{time.perf_counter() - began:.0f} s, of which {time.process_time() - worked:.0f} s of one processor, for {STEADY_S + SETTLE_S + SHARE_S + FILL_S + LOSS_S + AFTER_S + POOL_SHARE_S:.0f} s of the pool; times are the pool's"
+        f"{SESSIONS} sessions, {TENANTS} tenants of Zipf's demand, {HOSTS} hosts of 1, 2 and 4 slots, {ORCHESTRATORS} "
+        f"orchestrators; {time.perf_counter() - began:.0f} s, of which {time.process_time() - worked:.0f} s of one "
+        f"processor, for {STEADY_S + SETTLE_S + SHARE_S + FILL_S + LOSS_S + AFTER_S + POOL_SHARE_S:.0f} s of the pool; "
+        "times are the pool's"
     )
     return report
 
 
 def _await_server(url: str) -> None:
-    with redis.Redis.from_url(url, socket_timeout=10, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 200)) as client:
+    with redis.Redis.from_url(
+        url, socket_timeout=10, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 200)
+    ) as client:
         client.ping()
 
 
@@ -102,14 +116,18 @@ async def _play(url: str, report: Report) -> None:
 async def _place(ground: Ground, report: Report) -> list[Session]:
     """Sessions as they come, then a burst, which is closed again."""
     sessions = _make_sessions(ground, SESSIONS)
-    await asyncio.gather(*(_open(ground, at, session, ground.chance.uniform(0, STEADY_S)) for at, session in enumerate(sessions)))
+    await asyncio.gather(
+        *(_open(ground, at, session, ground.chance.uniform(0, STEADY_S)) for at, session in enumerate(sessions))
+    )
     report.add(
         "placed_max_ratio",
         _fullest(ground.world),
         "fullest host / mean, by sessions of their most, after opening them in a minute",
         at_most=1.5,
     )
-    report.add("placed_refused_number", ground.ends.refused_openings, "openings refused while there was room", at_most=0)
+    report.add(
+        "placed_refused_number", ground.ends.refused_openings, "openings refused while there was room", at_most=0
+    )
     refused = ground.ends.refused_openings
     burst = _make_sessions(ground, BURST)
     await asyncio.gather(*(_open(ground, at, session, ground.chance.random()) for at, session in enumerate(burst)))
@@ -123,7 +141,9 @@ async def _place(ground: Ground, report: Report) -> list[Session]:
     reports, began = list(ground.world.reports.values()), time.process_time()
     for _ in range(200):
         choose_host(reports, Wanted())
-    report.add("choose_ms", (time.process_time() - began) / 200 * 1000, f"of a real processor, to choose one of {HOSTS} hosts")
+    report.add(
+        "choose_ms", (time.process_time() - began) / 200 * 1000, f"of a real processor, to choose one of {HOSTS} hosts"
+    )
     return [session for session in sessions if session.name in ground.ends.lived]
 
 
@@ -131,7 +151,10 @@ def _make_sessions(ground: Ground, number: int) -> list[Session]:
     """The tenant of rank r has 1/r of what the first has."""
     names = list(ground.weights)
     drawn = ground.chance.choices(names, weights=[1 / (at + 1) for at in range(TENANTS)], k=number)
-    return [Session(tenant, secrets.token_hex(8), TenantPolicy(weight=ground.weights[tenant], sandboxes=100_000)) for tenant in drawn]
+    return [
+        Session(tenant, secrets.token_hex(8), TenantPolicy(weight=ground.weights[tenant], sandboxes=100_000))
+        for tenant in drawn
+    ]
 
 
 async def _open(ground: Ground, at: int, session: Session, after_s: float) -> None:
@@ -153,7 +176,9 @@ async def _at_work(ground: Ground, sessions: Sequence[Session], pace: Pace) -> A
     """While the block runs all of them think and call; then every call that is under way ends."""
     over = asyncio.Event()
     agents = [
-        asyncio.create_task(play_agent(ground.orchestrators[at % ORCHESTRATORS], session, random.Random(SEED + at), pace, over))
+        asyncio.create_task(
+            play_agent(ground.orchestrators[at % ORCHESTRATORS], session, random.Random(SEED + at), pace, over)
+        )
         for at, session in enumerate(sessions)
     ]
     yield
@@ -182,7 +207,9 @@ async def _recover(ground: Ground, sessions: Sequence[Session], report: Report) 
     _tell_recovery(ground, before, report)
 
 
-def _tell_shares(ground: Ground, hosts: Collection[str], sessions: Sequence[Session], begins: float, report: Report) -> None:
+def _tell_shares(
+    ground: Ground, hosts: Collection[str], sessions: Sequence[Session], begins: float, report: Report
+) -> None:
     ends = ground.world.loop.time()
     used: dict[tuple[str, str], float] = defaultdict(float)
     for queue, tenant, began, ended in [*ground.world.runs, *ground.world.running()]:
@@ -206,10 +233,15 @@ def _tell_shares(ground: Ground, hosts: Collection[str], sessions: Sequence[Sess
         f"of the slots of {len(hosts)} hosts used, with {wanted:.1f} times as many wanted",
         at_least=0.95,
     )
-    kinds = (("one", "the one session of a tenant on a host", 1, 1), ("many", "three sessions or more of a tenant on a host", 3, SESSIONS))
+    kinds = (
+        ("one", "the one session of a tenant on a host", 1, 1),
+        ("many", "three sessions or more of a tenant on a host", 3, SESSIONS),
+    )
     for kind, what, least, most in kinds:
         for weight in sorted(set(WEIGHTS)):
-            pairs = [pair for pair, number in living.items() if least <= number <= most and ground.weights[pair[1]] == weight]
+            pairs = [
+                pair for pair, number in living.items() if least <= number <= most and ground.weights[pair[1]] == weight
+            ]
             if pairs:
                 got = sum(used[pair] for pair in pairs) / sum(fair[pair] for pair in pairs)
                 report.add(f"{kind}_weight_{weight:g}_ratio", got, f"{what}, weight {weight:g}: seconds got / fair")
@@ -232,7 +264,11 @@ def _tell_recovery(ground: Ground, before: Ends, report: Report) -> None:
     codes = ends.codes - before.codes
     resent = sum(number - 1 for call, number in starts.items() if ends.idempotent[call])
     doubled = sum(number - 1 for call, number in starts.items() if not ends.idempotent[call])
-    report.add("calls_number", ends.calls - before.calls, f"calls made; meanwhile {DEAD} hosts die and {FROZEN} freeze within {LOSS_S:g} s")
+    report.add(
+        "calls_number",
+        ends.calls - before.calls,
+        f"calls made; meanwhile {DEAD} hosts die and {FROZEN} freeze within {LOSS_S:g} s",
+    )
     report.add("unanswered_number", len(ends.idempotent) - ends.calls, "of them without a result", at_most=0)
     report.add("doubled_number", doubled, "not idempotent, and begun twice", at_most=0)
     report.add("again_number", resent, "idempotent, and begun again")
@@ -245,21 +281,35 @@ def _tell_recovery(ground: Ground, before: Ends, report: Report) -> None:
         report.add(f"{code.lower()}_number", codes[code], what)
     others = {code: number for code, number in codes.items() if code and code not in told}
     report.add("other_number", sum(others.values()), "ended with any other error", at_most=0)
-    report.add("late_number", ground.world.late, "results of frozen hosts that came after their call was given up, and were dropped")
+    report.add(
+        "late_number",
+        ground.world.late,
+        "results of frozen hosts that came after their call was given up, and were dropped",
+    )
     report.add("moved_number", len(ends.moved_s), "sessions opened on another host")
     report.add(
-        "moved_half_ms", median(ends.moved_s) * 1000, "from a host's end until a session of it is open elsewhere, at its next call; median"
+        "moved_half_ms",
+        median(ends.moved_s) * 1000,
+        "from a host's end until a session of it is open elsewhere, at its next call; median",
     )
     report.add("moved_p99_ms", percentile(ends.moved_s, 0.99) * 1000, "the same, 99th percentile")
     if others:
         report.notes.append(f"other errors: {others}")
 
 
-async def _share_pool(client: "redis.asyncio.Redis", loop: JumpingLoop, weights: dict[str, float], report: Report) -> None:
+async def _share_pool(
+    client: "redis.asyncio.Redis", loop: JumpingLoop, weights: dict[str, float], report: Report
+) -> None:
     """One queue that everybody uses, as the web tools' is."""
     await client.set(slots_key(DEPLOYMENT, POOL_WEB), POOL_SLOTS)
-    admissions = [SharedAdmission(client, DEPLOYMENT, clock=lambda: FUTURE_AT + loop.time()) for _ in range(ORCHESTRATORS)]
-    workers, used, waited = asyncio.Semaphore(POOL_SLOTS), defaultdict[str, float](float), defaultdict[str, list[float]](list)
+    admissions = [
+        SharedAdmission(client, DEPLOYMENT, clock=lambda: FUTURE_AT + loop.time()) for _ in range(ORCHESTRATORS)
+    ]
+    workers, used, waited = (
+        asyncio.Semaphore(POOL_SLOTS),
+        defaultdict[str, float](float),
+        defaultdict[str, list[float]](list),
+    )
 
     async def call(at: int, tenant: str) -> None:
         request = SlotRequest(
@@ -282,7 +332,9 @@ async def _share_pool(client: "redis.asyncio.Redis", loop: JumpingLoop, weights:
     demand = {tenant: max(1, round(POOL_CALLS / 7.5 / (at + 1))) for at, tenant in enumerate(weights)}
     calls = [asyncio.create_task(call(at, tenant)) for tenant, number in demand.items() for at in range(number)]
     await asyncio.sleep(POOL_SHARE_S)
-    fair = share_out(POOL_SLOTS * POOL_SHARE_S, {tenant: number * POOL_CALL_S for tenant, number in demand.items()}, weights)
+    fair = share_out(
+        POOL_SLOTS * POOL_SHARE_S, {tenant: number * POOL_CALL_S for tenant, number in demand.items()}, weights
+    )
     small = sorted(wait for tenant, number in demand.items() if number <= 3 for wait in waited[tenant])
     report.add(
         "pool_misgiven_ratio",
@@ -291,7 +343,9 @@ async def _share_pool(client: "redis.asyncio.Redis", loop: JumpingLoop, weights:
         at_most=0.1,
     )
     report.add(
-        "pool_small_wait_ms", percentile(small, 0.99) * 1000, "in it, tenants with three calls or fewer wait for a slot; 99th percentile"
+        "pool_small_wait_ms",
+        percentile(small, 0.99) * 1000,
+        "in it, tenants with three calls or fewer wait for a slot; 99th percentile",
     )
     for task in calls:
         task.cancel()

@@ -1,4 +1,6 @@
-"""An event loop on which waiting costs nothing: its clock jumps to the next timer, but stands still while Redis has not answered."""
+"""An event loop on which waiting costs nothing: its clock jumps to the next timer, but stands still while Redis has not
+answered.
+"""
 
 import asyncio
 import selectors

@@ -1,4 +1,6 @@
-"""Hosts that exist on paper: each takes calls from its real queue by the real ledger, and lets their seconds pass on the loop's clock."""
+"""Hosts that exist on paper: each takes calls from its real queue by the real ledger, and lets their seconds pass on
+the loop's clock.
+"""
 
 import asyncio
 import base64
@@ -33,7 +35,8 @@ AT_ONCE = 10
 NEVER = 4_000_000_000
 """A time at which nobody is late yet."""
 
-# As workers/celery_edge/result_backend.py: only the attempt that the ledger knows has a result. KEYS: result, call. ARGV: stored text, attempt.
+# As workers/celery_edge/result_backend.py: only the attempt that the ledger knows has a result. KEYS: result, call.
+# ARGV: stored text, attempt.
 _STORE = """
 local known = redis.call('HMGET', KEYS[2], 'attempt', 'state')
 if known[1] ~= ARGV[2] then return 0 end

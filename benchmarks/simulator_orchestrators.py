@@ -1,4 +1,6 @@
-"""Orchestrators that play agents: the product's own admission, placement, publishing, ledger, watch, reaper and recovery, over hosts on paper."""
+"""Orchestrators that play agents: the product's own admission, placement, publishing, ledger, watch, reaper and
+recovery, over hosts on paper.
+"""
 
 import asyncio
 import contextlib
@@ -38,7 +40,10 @@ WAIT_S = 300.0
 """How long a call may wait for a slot."""
 SPECS = {
     is_idempotent: ToolSpec(
-        name="read_tool" if is_idempotent else "bash_tool", description="Played.", parameters={"type": "object"}, idempotent=is_idempotent
+        name="read_tool" if is_idempotent else "bash_tool",
+        description="Played.",
+        parameters={"type": "object"},
+        idempotent=is_idempotent,
     )
     for is_idempotent in (True, False)
 }
@@ -55,7 +60,9 @@ class Session:
 
 @dataclass
 class Ends:
-    """What the callers saw. `moved_s`: for each session that moved, seconds from the end of its host until it was open elsewhere."""
+    """What the callers saw. `moved_s`: for each session that moved, seconds from the end of its host until it was open
+    elsewhere.
+    """
 
     calls: int = 0
     codes: Counter[str] = field(default_factory=Counter)
@@ -111,14 +118,22 @@ class Orchestrator:
     """One process's worth."""
 
     def __init__(
-        self, world: World, client: "redis.asyncio.Redis", hub: ResultHub, watch: CallWatch, admission: SharedAdmission, ends: Ends
+        self,
+        world: World,
+        client: "redis.asyncio.Redis",
+        hub: ResultHub,
+        watch: CallWatch,
+        admission: SharedAdmission,
+        ends: Ends,
     ) -> None:
         self._world, self._ends = world, ends
         self._clock = SharedClock(lambda: FUTURE_AT + world.loop.time())
         transport = _Transport(world, Publisher(client, DEPLOYMENT, SharedClock()), hub, watch)
         self.admission = admission
         self.locator = SessionLocator(SessionStore(client, DEPLOYMENT), _Hosts(world), self._send_open, KEYS)
-        self._recovery = Recovery(Carrier(transport, KEYS, admission, self._clock), self.locator, CallStore(client, DEPLOYMENT))
+        self._recovery = Recovery(
+            Carrier(transport, KEYS, admission, self._clock), self.locator, CallStore(client, DEPLOYMENT)
+        )
 
     async def open(self, session: Session) -> bool:
         """Whether it was."""
@@ -136,7 +151,9 @@ class Orchestrator:
         """The code of its one result, "" for success."""
         call = ToolCall(id=secrets.token_hex(8), name=SPECS[is_idempotent].name, arguments={"seconds": seconds})
         now, began = self._clock(), self._world.loop.time()
-        context = ToolContext(tenant=session.tenant, session=session.name, sent_at=now, deadline_at=now + WAIT_S, timeout_s=60)
+        context = ToolContext(
+            tenant=session.tenant, session=session.name, sent_at=now, deadline_at=now + WAIT_S, timeout_s=60
+        )
         errand = Errand(call, context, SPECS[is_idempotent], session.policy, WAIT_S, "interactive", {}, [])
         self._ends.idempotent[call.id] = is_idempotent
         try:
@@ -161,13 +178,17 @@ class Orchestrator:
         if not has_room:
             return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
         if "moved" in opening.arguments:
-            self._ends.moved_s.append(self._world.loop.time() - self._world.stopped_at[self._ends.lived[opening.session]])
+            self._ends.moved_s.append(
+                self._world.loop.time() - self._world.stopped_at[self._ends.lived[opening.session]]
+            )
         self._ends.lived[opening.session] = address.queue
         return ToolResult(call_id=call.id, name=call.name, success=True)
 
 
 @asynccontextmanager
-async def open_orchestrators(world: World, client: "redis.asyncio.Redis", number: int, ends: Ends) -> AsyncIterator[list[Orchestrator]]:
+async def open_orchestrators(
+    world: World, client: "redis.asyncio.Redis", number: int, ends: Ends
+) -> AsyncIterator[list[Orchestrator]]:
     """They share one Redis and know nothing of one another."""
     async with AsyncExitStack() as stack:
         made = []
@@ -175,7 +196,9 @@ async def open_orchestrators(world: World, client: "redis.asyncio.Redis", number
             hub = ResultHub(client)
             await hub.start()
             stack.push_async_callback(hub.close)
-            watch = CallWatch(CallStore(client, DEPLOYMENT), HostStore(client, DEPLOYMENT), hub.fail, clock=world.loop.time)
+            watch = CallWatch(
+                CallStore(client, DEPLOYMENT), HostStore(client, DEPLOYMENT), hub.fail, clock=world.loop.time
+            )
             await watch.start()
             stack.push_async_callback(watch.close)
             admission = SharedAdmission(client, DEPLOYMENT, clock=lambda: FUTURE_AT + world.loop.time())
@@ -197,11 +220,15 @@ class Pace:
         return self.call_s / (self.call_s + self.think_s)
 
 
-async def play_agent(orchestrator: Orchestrator, session: Session, chance: random.Random, pace: Pace, over: asyncio.Event) -> None:
+async def play_agent(
+    orchestrator: Orchestrator, session: Session, chance: random.Random, pace: Pace, over: asyncio.Event
+) -> None:
     """Thinks and calls until it is over; a refused call is no reason to stop."""
     await _think(chance.uniform(0, pace.think_s), over)
     while not over.is_set():
-        await orchestrator.call(session, chance.uniform(pace.call_s / 2, pace.call_s * 3 / 2), is_idempotent=chance.random() < 0.5)
+        await orchestrator.call(
+            session, chance.uniform(pace.call_s / 2, pace.call_s * 3 / 2), is_idempotent=chance.random() < 0.5
+        )
         await _think(chance.expovariate(1 / pace.think_s), over)
 
 

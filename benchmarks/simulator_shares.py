@@ -22,6 +22,11 @@ def share_out(slots: float, wanted: Mapping[T, float], weights: Mapping[T, float
 
 
 def misgiven(used: Mapping[T, float], fair: Mapping[T, float]) -> float:
-    """Which part of all that was used went to somebody else than it should have. Both are made shares of their sums first."""
+    """Which part of all that was used went to somebody else than it should have. Both are made shares of their sums
+    first.
+    """
     all_used, all_fair = sum(used.values()), sum(fair.values())
-    return sum(abs(used.get(name, 0.0) / all_used - fair.get(name, 0.0) / all_fair) for name in used.keys() | fair.keys()) / 2
+    return (
+        sum(abs(used.get(name, 0.0) / all_used - fair.get(name, 0.0) / all_fair) for name in used.keys() | fair.keys())
+        / 2
+    )

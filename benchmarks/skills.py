@@ -1,4 +1,6 @@
-"""A skill's script through the whole embedded stack, beside the same script as a command of bash_tool; and loading two hundred skills."""
+"""A skill's script through the whole embedded stack, beside the same script as a command of bash_tool; and loading two
+hundred skills.
+"""
 
 import asyncio
 import contextlib

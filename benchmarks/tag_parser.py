@@ -1,4 +1,6 @@
-"""The tag parser over streams of 1 M and 8 M characters, beside a list append with one join, and beside a machine for single characters."""
+"""The tag parser over streams of 1 M and 8 M characters, beside a list append with one join, and beside a machine for
+single characters.
+"""
 
 import functools
 import time
@@ -32,7 +34,9 @@ def run_peer(chunks: Sequence[str]) -> None:
 
 
 def best_of(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The least seconds of processor time of each case over interleaved rounds: other processes add time, none takes any away."""
+    """The least seconds of processor time of each case over interleaved rounds: other processes add time, none takes
+    any away.
+    """
     best = dict.fromkeys(cases, float("inf"))
     for _ in range(rounds):
         for name, case in cases.items():
@@ -43,8 +47,9 @@ def best_of(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def growth_of(few: Callable[[], object], many: Callable[[], object], times: int = GROWTH, rounds: int = 5) -> float:
-    """How much longer `many` takes than `few`, of which it is `times` as much. `few` runs that often in a row as one sample: samples of the
-    same length meet the same disturbances, and a short one would be taken at its luckiest moment."""
+    """How much longer `many` takes than `few`, of which it is `times` as much. `few` runs that often in a row as one
+    sample: samples of the same length meet the same disturbances, and a short one would be taken at its luckiest
+    moment."""
 
     def few_in_a_row() -> None:
         for _ in range(times):
@@ -55,7 +60,9 @@ def growth_of(few: Callable[[], object], many: Callable[[], object], times: int 
 
 
 def run(size: int = SIZE, rounds: int = ROUNDS) -> Report:
-    report = Report("tag_parser", notes=[f"least processor time of {rounds} interleaved rounds; streams of {size} characters"])
+    report = Report(
+        "tag_parser", notes=[f"least processor time of {rounds} interleaved rounds; streams of {size} characters"]
+    )
     small = streams(size)
     for chunk in CHUNKS:
         _compare_mixed(report, small["mixed"], chunk, rounds)
@@ -67,8 +74,12 @@ def run(size: int = SIZE, rounds: int = ROUNDS) -> Report:
 
 def _compare_mixed(report: Report, text: str, chunk: int, rounds: int) -> None:
     chunks = cut(text, chunk)
-    least = best_of({"ours": functools.partial(run_ours, chunks), "floor": functools.partial(run_floor, chunks)}, rounds)
-    report.add(f"mixed_{chunk}_chars_per_s", len(text) / least["ours"], f"mixed text in {chunk}-character chunks: characters")
+    least = best_of(
+        {"ours": functools.partial(run_ours, chunks), "floor": functools.partial(run_floor, chunks)}, rounds
+    )
+    report.add(
+        f"mixed_{chunk}_chars_per_s", len(text) / least["ours"], f"mixed text in {chunk}-character chunks: characters"
+    )
     report.add(
         f"mixed_{chunk}_floor_ratio",
         least["ours"] / least["floor"],
@@ -96,4 +107,9 @@ def _compare_growth(report: Report, size: int) -> None:
     for name, text in streams(size).items():
         few, many = cut(text, GROWTH_CHUNK), cut(large.pop(name), GROWTH_CHUNK)
         growth = growth_of(functools.partial(run_ours, few), functools.partial(run_ours, many))
-        report.add(f"{name.replace(' ', '_').replace('<', 'less')}_growth_ratio", growth, f"{GROWTH} times the input, {name}", at_most=10.0)
+        report.add(
+            f"{name.replace(' ', '_').replace('<', 'less')}_growth_ratio",
+            growth,
+            f"{GROWTH} times the input, {name}",
+            at_most=10.0,
+        )

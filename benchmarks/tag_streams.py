@@ -59,7 +59,8 @@ class CharacterMachine:
         self._matched = 0
         self._inside = self._quoted = False
 
-    def feed(self, chunk: str) -> list[tuple[str, object]]:  # noqa: C901 - one loop on purpose: calls would make it slower
+    def feed(self, chunk: str) -> list[tuple[str, object]]:  # noqa: C901
+        # one loop on purpose: calls would make it slower
         events: list[tuple[str, object]] = []
         text: list[str] = []
         inside, quoted, matched, tag = self._inside, self._quoted, self._matched, self._tag

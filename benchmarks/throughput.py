@@ -1,4 +1,6 @@
-"""Calls a second through the whole path, beside raw Celery no-ops on the same kind of pool with as many slots, and how long they take at half load."""
+"""Calls a second through the whole path, beside raw Celery no-ops on the same kind of pool with as many slots, and how
+long they take at half load.
+"""
 
 import asyncio
 import contextlib
@@ -111,7 +113,10 @@ async def half_load(work: Work, per_s: float) -> list[float]:
 
 
 def _report(rates: Mapping[str, list[float]], slow: Mapping[str, list[float]], rounds: int) -> Report:
-    report = Report("throughput", notes=[f"medians of {rounds} interleaved rounds of {CALLS} calls, 50 in flight, {SLOTS} slots each"])
+    report = Report(
+        "throughput",
+        notes=[f"medians of {rounds} interleaved rounds of {CALLS} calls, 50 in flight, {SLOTS} slots each"],
+    )
     rate = {name: median(values) for name, values in rates.items()}
     told = {
         "raw_prefork": "floor: raw Celery no-op, prefork",
@@ -128,5 +133,10 @@ def _report(rates: Mapping[str, list[float]], slow: Mapping[str, list[float]], r
     for name, seconds in slow.items():
         report.add(f"{name}_half_p50_ms", median(seconds) * 1000, f"{name} at half load, p50")
         report.add(f"{name}_half_p99_ms", percentile(seconds, 0.99) * 1000, f"{name} at half load, p99")
-        report.add(f"{name}_tail_ratio", percentile(seconds, 0.99) / median(seconds), f"{name} at half load, p99 / p50", at_most=5.0)
+        report.add(
+            f"{name}_tail_ratio",
+            percentile(seconds, 0.99) / median(seconds),
+            f"{name} at half load, p99 / p50",
+            at_most=5.0,
+        )
     return report

@@ -1,4 +1,6 @@
-"""How long one call of each tool takes through the whole embedded stack: the built-in tools, a skill as a tool, and a tool of an MCP server."""
+"""How long one call of each tool takes through the whole embedded stack: the built-in tools, a skill as a tool, and a
+tool of an MCP server.
+"""
 
 import asyncio
 import contextlib
@@ -27,7 +29,11 @@ ROUNDS, WARM_UP = size((1000, 20), (2, 1))
 SKILL, MCP_TOOL = "word-count", "mcp__small__nothing"
 LINES = 200
 """Of the file that is read, searched and counted."""
-PAGE = b"<html><title>A page</title><body><main><h1>A page</h1>" + b"<p>Text of a paragraph.</p>" * 50 + b"</main></body></html>"
+PAGE = (
+    b"<html><title>A page</title><body><main><h1>A page</h1>"
+    + b"<p>Text of a paragraph.</p>" * 50
+    + b"</main></body></html>"
+)
 FOUND = json.dumps({"results": [{"title": "A page", "url": "https://docs.example/page", "content": "Text."}]}).encode()
 
 
@@ -48,12 +54,18 @@ class _Pages(BaseHTTPRequestHandler):
 
 
 def build_calls(port: int, number: int) -> dict[str, Mapping[str, Any]]:
-    """Tool -> the arguments of its call of that number. They differ where the same ones would change nothing or be served from a cache."""
+    """Tool -> the arguments of its call of that number. They differ where the same ones would change nothing or be
+    served from a cache.
+    """
     return {
         "bash_tool": {"command": "true"},
         "read_tool": {"file_path": "notes.txt"},
         "write_tool": {"file_path": "written.txt", "content": f"version {number}\n"},
-        "edit_tool": {"file_path": "edited.txt", "old_string": f"version {number}.", "new_string": f"version {number + 1}."},
+        "edit_tool": {
+            "file_path": "edited.txt",
+            "old_string": f"version {number}.",
+            "new_string": f"version {number + 1}.",
+        },
         "glob_tool": {"pattern": "*.txt"},
         "grep_tool": {"pattern": "line 1..$", "include": "*.txt"},
         "skill_tool": {"name": SKILL, "action": "run", "script": "count.py", "args": {"files": ["notes.txt"]}},
@@ -81,7 +93,9 @@ def run(rounds: int = ROUNDS) -> Report:
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(serve_pages())
         file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "servers.json"
-        file.write_text(json.dumps({"mcpServers": {"small": {"command": "python3", "args": ["-c", SERVER], "network": "none"}}}))
+        file.write_text(
+            json.dumps({"mcpServers": {"small": {"command": "python3", "args": ["-c", SERVER], "network": "none"}}})
+        )
         settings = {
             "TOOLCREW_MCP_SERVERS": str(file),
             "TOOLCREW_SEARXNG_URL": f"http://127.0.0.1:{port}",
@@ -103,7 +117,10 @@ async def _run(rounds: int, port: int) -> Report:
         await until_served(lambda _: succeeds(session, MCP_TOOL, {}))
         seconds = await interleave(cases, rounds, WARM_UP)
     report = Report(
-        "tools", notes=[f"{rounds} interleaved rounds, one call at a time, in one open session; pages from the loopback address"]
+        "tools",
+        notes=[
+            f"{rounds} interleaved rounds, one call at a time, in one open session; pages from the loopback address"
+        ],
     )
     for name, values in seconds.items():
         report.add(f"{name}_p50_ms", median(values) * 1000, f"{name}, p50")

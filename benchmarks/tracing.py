@@ -1,4 +1,6 @@
-"""What tracing costs a call: the hook while it is off, by itself; and on beside off, through the whole path of one embedded stack."""
+"""What tracing costs a call: the hook while it is off, by itself; and on beside off, through the whole path of one
+embedded stack.
+"""
 
 import asyncio
 import contextlib
@@ -29,7 +31,12 @@ KEYS = SigningKeys.of("a benchmark's secret")
 SPEC = ToolSpec(
     name="echo",
     description="Gives back its text.",
-    parameters={"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"], "additionalProperties": False},
+    parameters={
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+        "additionalProperties": False,
+    },
     pool="web",
 )
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -68,7 +75,9 @@ def _answer(call: ToolCall, _: ToolContext) -> ToolResult:
 class _Hookless(Dispatcher):
     """Without the hook that every call passes while tracing is off."""
 
-    async def _traced(self, call: ToolCall, route: Route, work: Awaitable[ToolResult], run: str | None = None) -> ToolResult:
+    async def _traced(
+        self, call: ToolCall, route: Route, work: Awaitable[ToolResult], run: str | None = None
+    ) -> ToolResult:
         return await work
 
 
@@ -76,7 +85,9 @@ async def _dispatched(door: Dispatcher) -> float:
     """CPU seconds a call."""
     began = time.process_time()
     for _ in range(HOOK_CALLS):
-        result = await door.dispatch(ToolCall(id=f"c{next(_IDS)}", name="echo", arguments={"text": "some text"}), Route("acme", "s", "q"))
+        result = await door.dispatch(
+            ToolCall(id=f"c{next(_IDS)}", name="echo", arguments={"text": "some text"}), Route("acme", "s", "q")
+        )
         if not result.success:
             raise RuntimeError(f"the call did not succeed: {result.text()}")
     return (time.process_time() - began) / HOOK_CALLS
@@ -114,7 +125,9 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _through_all(report: Report) -> float:
-    """Calls of two clients of one stack, of which only one has its calls traced, in turn. Gives the seconds of one that is not."""
+    """Calls of two clients of one stack, of which only one has its calls traced, in turn. Gives the seconds of one that
+    is not.
+    """
     async with contextlib.AsyncExitStack() as stack:
         collector = stack.enter_context(open_collector())
         with environment(collector.environment()):
@@ -122,7 +135,9 @@ async def _through_all(report: Report) -> float:
         assert traced.stack is not None
         plain = await stack.enter_async_context(ToolClient.connect(traced.stack.redis_url))
         clients = {"off": plain, "on": traced}
-        sessions = {name: await stack.enter_async_context(await client.open_session()) for name, client in clients.items()}
+        sessions = {
+            name: await stack.enter_async_context(await client.open_session()) for name, client in clients.items()
+        }
         pids = [os.getpid(), *traced.stack.pids["worker"]]
         cpu: dict[str, list[float]] = {name: [] for name in clients}
 
@@ -146,7 +161,8 @@ async def _through_all(report: Report) -> float:
     report.add("on_ratio", median(seconds["on"]) / median(seconds["off"]), "a call, on / off", at_most=1.05)
     report.add("on_cpu_ratio", used["on"] / used["off"], "its CPU, the sending of spans included, on / off")
     report.notes.append(
-        f"{ROUNDS} interleaved rounds of {CALLS} calls; {len(collector.spans)} spans sent; the collector is in the same process"
+        f"{ROUNDS} interleaved rounds of {CALLS} calls; {len(collector.spans)} spans sent; the collector is in the "
+        "same process"
     )
     return median(seconds["off"]) / CALLS
 
@@ -156,12 +172,19 @@ async def _measure() -> Report:
         "hookless": _Hookless(_Worker(), _Catalog(), KEYS, queue_wait_s=60),
         "hooked": Dispatcher(_Worker(), _Catalog(), KEYS, queue_wait_s=60),
     }
-    seconds = await interleave({name: lambda door=door: _dispatched(door) for name, door in doors.items()}, HOOK_ROUNDS, warm_up=3)
+    seconds = await interleave(
+        {name: lambda door=door: _dispatched(door) for name, door in doors.items()}, HOOK_ROUNDS, warm_up=3
+    )
     hookless, hooked = median(seconds["hookless"]), median(seconds["hooked"])
     report = Report("tracing")
     report.add("hook_ms", (hooked - hookless) * 1000, "off: CPU of the hook in a dispatcher's call")
     off_s = await _through_all(report)
-    report.add("off_ratio", 1 + (hooked - hookless) / off_s, "off: a call through the whole path with the hook / without", at_most=1.01)
+    report.add(
+        "off_ratio",
+        1 + (hooked - hookless) / off_s,
+        "off: a call through the whole path with the hook / without",
+        at_most=1.01,
+    )
     return report
 
 

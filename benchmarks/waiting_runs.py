@@ -1,4 +1,6 @@
-"""What a run takes of memory while it waits for its model: 1,000 at once in one process, each with a call behind it and a stream open."""
+"""What a run takes of memory while it waits for its model: 1,000 at once in one process, each with a call behind it and
+a stream open.
+"""
 
 import asyncio
 import gc
@@ -40,10 +42,18 @@ async def _serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
             head = await reader.readuntil(b"\r\n\r\n")
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-        size = int(next(line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")))
+        size = int(
+            next(line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+        )
         body = json.loads(await reader.readexactly(size))
         if len(body["messages"]) == 2:
-            writer.write(_HEAD + _chunk({"tool_calls": [_CALL]}, None) + _chunk({}, "tool_calls") + _event("[DONE]") + b"0\r\n\r\n")
+            writer.write(
+                _HEAD
+                + _chunk({"tool_calls": [_CALL]}, None)
+                + _chunk({}, "tool_calls")
+                + _event("[DONE]")
+                + b"0\r\n\r\n"
+            )
         else:
             writer.write(_HEAD + _chunk({"content": "Let"}, None))
 
@@ -99,7 +109,10 @@ async def _measure(port: int) -> Report:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await model.aclose()
-    report = Report("waiting_runs", notes=[f"{WAITING} runs in one process, each with an HTTP stream of the model open, after one call"])
+    report = Report(
+        "waiting_runs",
+        notes=[f"{WAITING} runs in one process, each with an HTTP stream of the model open, after one call"],
+    )
     report.add("run_bytes", each, "a run that waits for its model, resident", at_most=100 * 1024)
     return report
 

@@ -1,4 +1,6 @@
-"""One warm `bash -c true`: the host itself, `docker exec`, an empty round trip, the guest alone, and the whole of sandboxd."""
+"""One warm `bash -c true`: the host itself, `docker exec`, an empty round trip, the guest alone, and the whole of
+sandboxd.
+"""
 
 import asyncio
 import contextlib
@@ -90,7 +92,9 @@ def run(rounds: int = ROUNDS) -> Report:
 def _report(seconds: dict[str, list[float]], rounds: int) -> Report:
     report = Report("warm_call", notes=[f"medians of {rounds} interleaved rounds after {WARM_UP} to warm up"])
     report.add_ms("floor_host_spawn", seconds["host_spawn"], "floor: host bash -c true, posix_spawn, no pipes")
-    report.add_ms("floor_host_subprocess", seconds["host_subprocess"], "floor: host bash -c true, subprocess.run with its output")
+    report.add_ms(
+        "floor_host_subprocess", seconds["host_subprocess"], "floor: host bash -c true, subprocess.run with its output"
+    )
     report.add_ms("peer_docker_exec", seconds["docker_exec"], "peer: docker exec of it in the same container")
     report.add_ms("ours", seconds["ours"], "ours: SandboxClient.call through sandboxd")
     report.add_ms("ping", seconds["ping"], "ours: empty round trip through sandboxd (ping)")

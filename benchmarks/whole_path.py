@@ -1,4 +1,6 @@
-"""One `bash_tool true` through the whole embedded stack, beside a raw Celery no-op on the same Redis and a bare sandbox call."""
+"""One `bash_tool true` through the whole embedded stack, beside a raw Celery no-op on the same Redis and a bare sandbox
+call.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""A workspace as an image: make, mount, unmount and remove beside a plain folder, and writing into it beside the disk that it lies on."""
+"""A workspace as an image: make, mount, unmount and remove beside a plain folder, and writing into it beside the disk
+that it lies on.
+"""
 
 import asyncio
 import os
@@ -29,7 +31,10 @@ def run(rounds: int = ROUNDS) -> Report:
         obstacle = find_obstacle(Path(folder), 0)
         if obstacle is not None:
             raise SandboxUnavailable(f"workspaces of the kind image cannot be measured here: {obstacle}")
-        report = Report("workspaces", notes=[f"medians of {rounds} interleaved rounds after {WARM_UP}; images of {SIZE.bytes // MIB} MiB"])
+        report = Report(
+            "workspaces",
+            notes=[f"medians of {rounds} interleaved rounds after {WARM_UP}; images of {SIZE.bytes // MIB} MiB"],
+        )
         asyncio.run(_measure(Path(folder), rounds, report))
         return report
 
@@ -71,10 +76,20 @@ async def _measure(folder: Path, rounds: int, report: Report) -> None:
     report.add("image_mkdir_ratio", median(seconds["life"]) / median(seconds["floor"]), "image / mkdir")
     report.add_ms("disk_write", seconds["write_disk"], f"disk: write {WRITTEN_BYTES // MIB} MiB and fdatasync")
     report.add_ms("image_write", seconds["write_image"], "image: the same")
-    report.add("image_write_ratio", median(seconds["write_image"]) / median(seconds["write_disk"]), "image / disk, written", at_most=2.5)
+    report.add(
+        "image_write_ratio",
+        median(seconds["write_image"]) / median(seconds["write_disk"]),
+        "image / disk, written",
+        at_most=2.5,
+    )
     report.add_ms("disk_files", seconds["files_disk"], f"disk: make and delete {FILES} files of 4 KiB")
     report.add_ms("image_files", seconds["files_image"], "image: the same")
-    report.add("image_files_ratio", median(seconds["files_image"]) / median(seconds["files_disk"]), "image / disk, files", at_most=2.0)
+    report.add(
+        "image_files_ratio",
+        median(seconds["files_image"]) / median(seconds["files_disk"]),
+        "image / disk, files",
+        at_most=2.0,
+    )
 
 
 async def _in_image(workspaces: ImageWorkspaces, work: Callable[[Path], float]) -> float:

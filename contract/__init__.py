@@ -1,1 +1,3 @@
-"""What orchestrator and workers promise each other: records, schemas, codes, names. A leaf: no I/O, imports none of ours."""
+"""What orchestrator and workers promise each other: records, schemas, codes, names. A leaf: no I/O, imports none of
+ours.
+"""

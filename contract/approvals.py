@@ -13,7 +13,8 @@ from contract.calls import ToolCall
 class Decision:
     """Yes or no, with a reason the model may read. `arguments`: run with these instead; they are checked again.
 
-    `digest`: of the request that is answered, for approvers whose answers come from elsewhere; one of another request does not count.
+    `digest`: of the request that is answered, for approvers whose answers come from elsewhere; one of another request
+    does not count.
     """
 
     is_allowed: bool

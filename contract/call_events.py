@@ -1,9 +1,11 @@
-"""What a call tells its caller while it runs: small JSON entries of one Redis stream a call, and the bounds both sides keep.
+"""What a call tells its caller while it runs: small JSON entries of one Redis stream a call, and the bounds both sides
+keep.
 
-The caller makes the stream and names its listener in the signed context; the worker only adds to a stream that is there, and puts the call's
-name into the listener's set (store/call_events.py has the keys), so that one blocked connection serves every call of a process. The caller
-deletes what it has delivered: the length of the stream is what still waits. The last entry is END, which counts the others: it is
-written before the result is, so who has the result can read every event of the call.
+The caller makes the stream and names its listener in the signed context; the worker only adds to a stream that is
+there, and puts the call's name into the listener's set (store/call_events.py has the keys), so that one blocked
+connection serves every call of a process. The caller deletes what it has delivered: the length of the stream is what
+still waits. The last entry is END, which counts the others: it is written before the result is, so who has the result
+can read every event of the call.
 """
 
 import json
@@ -23,7 +25,9 @@ END = "end"
 """Nothing more comes: `count` entries were written before, `hidden_chars` characters of output were not."""
 
 HIDDEN = "output_not_shown_chars"
-"""In a result's metadata: so many characters of its output were not shown while it ran, because the caller was too slow."""
+"""In a result's metadata: so many characters of its output were not shown while it ran, because the caller was too
+slow.
+"""
 
 MAX_PIECE_BYTES = 16 * 1024
 """One piece of output as an entry."""
@@ -96,7 +100,8 @@ def decode_answer(data: object) -> dict[str, Any]:
 
 
 def encode_output(stream: str, text: str) -> list[tuple[int, bytes]]:
-    """`text` in order as entries of at most MAX_PIECE_BYTES, each with how many characters it carries; none for no text.
+    """`text` in order as entries of at most MAX_PIECE_BYTES, each with how many characters it carries; none for no
+    text.
 
     Half a surrogate pair becomes a question mark.
     """

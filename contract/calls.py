@@ -1,4 +1,6 @@
-"""The records of one tool call: what is asked, what travels with it, what comes back. Frozen, fully typed, size-capped."""
+"""The records of one tool call: what is asked, what travels with it, what comes back. Frozen, fully typed,
+size-capped.
+"""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +24,9 @@ MAX_TIMEOUT_S = 600.0
 GRACE_S = 5.0
 """What the dispatcher waits beyond a call's own limit, so that the limit inside the sandbox wins."""
 POOL_GRACE_S = 3.0
-"""How long a call without a sandbox may take to clean up, at its limit or when it is cancelled, before its process is killed."""
+"""How long a call without a sandbox may take to clean up, at its limit or when it is cancelled, before its process is
+killed.
+"""
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -31,7 +35,9 @@ ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 class Record(BaseModel):
     """Base of all wire records: immutable, unknown fields are an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_bytes="base64", val_json_bytes="base64")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_bytes="base64", val_json_bytes="base64"
+    )
 
 
 class ToolCall(Record):
@@ -46,7 +52,8 @@ class ToolContext(Record):
     """What travels with a call.
 
     `deadline_at`: Unix seconds after which a worker must not start it. `timeout_s`: hard limit of the run itself.
-    `blob`: key of bytes in Redis for this call (file content, stdin), or None. It ends with their SHA-256 (store/blobs.py).
+    `blob`: key of bytes in Redis for this call (file content, stdin), or None. It ends with their SHA-256
+    (store/blobs.py).
     """
 
     tenant: Identifier
@@ -61,16 +68,20 @@ class ToolContext(Record):
     cwd: str = Field(default="/workspace", max_length=4096)
     blob: str | None = Field(default=None, max_length=256)
     arguments_blob: str | None = Field(default=None, max_length=256)
-    """Key of the blob that has the call's arguments as JSON, if the envelope would be too large. The call in the envelope then has none.
-    Not in the envelope when None, so that workers of earlier releases can read it."""
+    """Key of the blob that has the call's arguments as JSON, if the envelope would be too large. The call in the
+    envelope then has none. Not in the envelope when None, so that workers of earlier releases can read it."""
     model: str | None = Field(default=None, max_length=256)
     config: dict[str, JsonValue] = Field(default_factory=dict)
     text_arguments: bool = False
     """True when the arguments came from a text dialect: strings may then be coerced by the schema."""
     events: Identifier | None = None
-    """The listener of the process that wants to hear of the call while it runs (contract/call_events.py); None: nobody does."""
+    """The listener of the process that wants to hear of the call while it runs (contract/call_events.py); None: nobody
+    does.
+    """
     trace: Traceparent | None = None
-    """The span that the call is a part of; None, and then not in the envelope at all, which releases without it read: nobody traces it."""
+    """The span that the call is a part of; None, and then not in the envelope at all, which releases without it read:
+    nobody traces it.
+    """
 
 
 class Clocks(Record):
@@ -92,7 +103,9 @@ class KillReport(Record):
 
 
 class SandboxInfo(Record):
-    """Which sandbox ran the call. `rebuilt`: one of this session died and was made anew; `news`: told once, what that cost."""
+    """Which sandbox ran the call. `rebuilt`: one of this session died and was made anew; `news`: told once, what that
+    cost.
+    """
 
     id: str
     generation: int = 1
@@ -167,7 +180,8 @@ class ToolResult(Record):
     def failed(cls, call: ToolCall, code: ErrorCode, error: str, **fields: Any) -> "ToolResult":
         """A result that says why `call` did not succeed; `fields` are any other fields of the record.
 
-        It is always one: what is too long is cut, an id that does not fit is spelled so that it does, and a field that does not fit is left out.
+        It is always one: what is too long is cut, an id that does not fit is spelled so that it does, and a field that
+        does not fit is left out.
         """
         told: dict[str, Any] = {
             "call_id": re.sub(r"[^A-Za-z0-9_-]", "-", call.id)[:64] or "none",

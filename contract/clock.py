@@ -1,4 +1,6 @@
-"""One clock for all hosts: Redis's. What each process's own clock differs by is learned, so that a wrong clock expires no call."""
+"""One clock for all hosts: Redis's. What each process's own clock differs by is learned, so that a wrong clock expires
+no call.
+"""
 
 import time
 from collections.abc import Callable
@@ -10,7 +12,9 @@ SKEW_TOLD_S = 5.0
 
 
 class SharedClock:
-    """Unix seconds as Redis counts them. Until `learn` was called: this host's own. Safe between threads: one float is written."""
+    """Unix seconds as Redis counts them. Until `learn` was called: this host's own. Safe between threads: one float is
+    written.
+    """
 
     def __init__(self, local: Callable[[], float] = time.time) -> None:
         self._local = local

@@ -74,8 +74,9 @@ OPERATOR_CODES = frozenset(
         ErrorCode.INTERNAL,
     }
 )
-"""The codes of the infrastructure: the operator must act, not the model or the tenant. A call that ends with one of them is a FAILURE in Celery, so it is
-red in Flower. All other codes are answers that the model reads, and Celery's state is SUCCESS. Never shown as command output."""
+"""The codes of the infrastructure: the operator must act, not the model or the tenant. A call that ends with one of
+them is a FAILURE in Celery, so it is red in Flower. All other codes are answers that the model reads, and Celery's
+state is SUCCESS. Never shown as command output."""
 
 
 class ToolcrewError(Exception):
@@ -129,7 +130,9 @@ class ModelUnavailable(OperatorError):
 
 
 class ModelInterrupted(ModelUnavailable):
-    """A reply broke off after a part of it was given out. The same request may be sent again; the part may then come again."""
+    """A reply broke off after a part of it was given out. The same request may be sent again; the part may then come
+    again.
+    """
 
 
 class ContextWindowExceeded(ModelUnavailable):
@@ -141,7 +144,9 @@ class ContextWindowExceeded(ModelUnavailable):
 
 
 class ModelRefused(ModelUnavailable):
-    """The server refuses this request for what is in it; another one may pass. `detail`: its words on one line, without secrets."""
+    """The server refuses this request for what is in it; another one may pass. `detail`: its words on one line, without
+    secrets.
+    """
 
     def __init__(self, message: str, detail: str = "") -> None:
         super().__init__(message)
@@ -149,14 +154,18 @@ class ModelRefused(ModelUnavailable):
 
 
 class ModelDenied(ModelUnavailable):
-    """The server refuses us, whatever we ask: no request passes until that is mended. `is_unknown_model`: it is the model's name that it does not know."""
+    """The server refuses us, whatever we ask: no request passes until that is mended. `is_unknown_model`: it is the
+    model's name that it does not know.
+    """
 
     def __init__(self, message: str, *, is_unknown_model: bool = False) -> None:
         super().__init__(message)
         self.is_unknown_model = is_unknown_model
 
 
-RefusalReason = Literal["malformed", "oversized", "version", "signature", "expired", "wrong_task", "wrong_tenant", "repeated"]
+RefusalReason = Literal[
+    "malformed", "oversized", "version", "signature", "expired", "wrong_task", "wrong_tenant", "repeated"
+]
 """Why something in a queue was not run: what is counted."""
 
 

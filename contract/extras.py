@@ -30,7 +30,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 
 def explain_missing(error: ModuleNotFoundError) -> ConfigError:
-    """The refusal of a program whose package is not installed. Raises `error` itself when it is a package of no extra: that is a bug."""
+    """The refusal of a program whose package is not installed. Raises `error` itself when it is a package of no extra:
+    that is a bug.
+    """
     package = (error.name or "").partition(".")[0]
     for extra, packages in EXTRAS.items():
         if package in packages:

@@ -7,12 +7,16 @@ from pydantic import Field
 from contract.calls import Record
 
 RELEASE = "1"
-"""Changes when two sides of different releases would misunderstand one another; new sessions go only to workers that tell the same."""
+"""Changes when two sides of different releases would misunderstand one another; new sessions go only to workers that
+tell the same.
+"""
 HEARTBEAT_S = 3.0
 HOST_TTL_S = 10
 """How long a worker counts as alive after its last report."""
 RESTART_GRACE_S = 30
-"""How long a host that ended in order, with sessions, still counts as alive: its sandboxd keeps them, and its worker is mostly started again."""
+"""How long a host that ended in order, with sessions, still counts as alive: its sandboxd keeps them, and its worker is
+mostly started again.
+"""
 TOMBSTONE_TTL_S = 24 * 3600
 """How long an incarnation that was given up is remembered: it may wake up and must not go on under its name."""
 MAX_TROUBLE_CHARS = 500
@@ -21,15 +25,19 @@ HOST_LOST_TYPE = "HostLost"
 """What stands as the exception's type in the stored result of a call whose host was given up while it waited."""
 
 DRAIN_ORDER = "worker.drain"
-"""The order, on a worker's control list, to be taken out of service: arguments `queue`, whom it is for, and `lossy`, whether files may be lost."""
+"""The order, on a worker's control list, to be taken out of service: arguments `queue`, whom it is for, and `lossy`,
+whether files may be lost.
+"""
 
 
 class HostReport(Record):
-    """One living worker, reported every HEARTBEAT_S seconds; it vanishes HOST_TTL_S after the last one. Sizes in bytes, instants in Unix seconds.
+    """One living worker, reported every HEARTBEAT_S seconds; it vanishes HOST_TTL_S after the last one. Sizes in bytes,
+    instants in Unix seconds.
 
-    `queue`: of its incarnation, `host.<host>.<boot>`, or `pool.<host>.<boot>` without sandboxes. `worker`: a word of the process that serves
-    the queue; "" when it has ended in order, and its successor, which takes another queue, is awaited. `slots`: calls at a time; `pools`: the shared
-    queues that it serves besides. `process`: by which its successor on the same machine sees at once that it is gone (workers/reports.py).
+    `queue`: of its incarnation, `host.<host>.<boot>`, or `pool.<host>.<boot>` without sandboxes. `worker`: a word of
+    the process that serves the queue; "" when it has ended in order, and its successor, which takes another queue, is
+    awaited. `slots`: calls at a time; `pools`: the shared queues that it serves besides. `process`: by which its
+    successor on the same machine sees at once that it is gone (workers/reports.py).
     """
 
     host: str = Field(max_length=64)

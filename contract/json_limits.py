@@ -1,4 +1,6 @@
-"""How large and how deep JSON is: counted no further than the limit, so that the time depends on the limit and not on the sender."""
+"""How large and how deep JSON is: counted no further than the limit, so that the time depends on the limit and not on
+the sender.
+"""
 
 import itertools
 import re
@@ -13,7 +15,9 @@ _NEXT = re.compile(r'(?:[^",\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+[,\[{]', re.DOT
 
 
 def count_values(value: Any, limit: int) -> int:
-    """Return how many values a JSON value holds, itself and those inside of others included; more than `limit` if there are more."""
+    """Return how many values a JSON value holds, itself and those inside of others included; more than `limit` if there
+    are more.
+    """
     pending, count = [value], 0
     while pending and count + len(pending) <= limit:
         part = pending.pop()
@@ -33,7 +37,9 @@ def has_more_values(value: Any, limit: int) -> bool:
 
 
 def has_more_values_in_text(text: str, limit: int) -> bool:
-    """Whether a JSON text holds more than `limit` values. A text with up to twice as many may pass: this is for before it is parsed."""
+    """Whether a JSON text holds more than `limit` values. A text with up to twice as many may pass: this is for before
+    it is parsed.
+    """
     if text.count(",") + text.count("[") + text.count("{") <= 2 * limit:
         return False
     at = 0
@@ -50,7 +56,10 @@ def is_deeper(value: Any, limit: int) -> bool:
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(limit):
         level = [
-            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, dict | list)
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
         ]
         if not level:
             return False

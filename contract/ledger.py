@@ -51,13 +51,16 @@ class Claim(StrEnum):
 
 
 class CallRecord(Record):
-    """The fields of the hash, all text in Redis; absent ones are not known. Instants in Unix seconds of the shared clock.
+    """The fields of the hash, all text in Redis; absent ones are not known. Instants in Unix seconds of the shared
+    clock.
 
-    `holder`: who runs it (contract/hosts.py: holder_name); `claim`: a word of the claim that started it, by which one that is sent again knows itself;
-    `code`: the result's error code, "" when it succeeded; `nonce`: the attempt that was published last, and a random word; `task`: under which task id.
-    `ticket`: signed by the sender, and removed by the worker that decides about the call: without it the call may have begun, whatever `state` says.
-    `killed`: who ended it from outside and why, as a sentence; a call that has it is not sent again. `node`: the Celery name of the worker that runs it.
-    `noticed_by`, `reason`: of a lost call, the process that noticed the loss and what it saw; `ended_at` is then the time of that.
+    `holder`: who runs it (contract/hosts.py: holder_name); `claim`: a word of the claim that started it, by which one
+    that is sent again knows itself; `code`: the result's error code, "" when it succeeded; `nonce`: the attempt that
+    was published last, and a random word; `task`: under which task id. `ticket`: signed by the sender, and removed by
+    the worker that decides about the call: without it the call may have begun, whatever `state` says. `killed`: who
+    ended it from outside and why, as a sentence; a call that has it is not sent again. `node`: the Celery name of the
+    worker that runs it. `noticed_by`, `reason`: of a lost call, the process that noticed the loss and what it saw;
+    `ended_at` is then the time of that.
     """
 
     state: CallState
@@ -84,8 +87,8 @@ class CallRecord(Record):
 def seal_ticket(keys: SigningKeys, tenant: str, call_id: str, attempt: int) -> str:
     """Return the ticket of an attempt that is about to be published.
 
-    All other fields are written by scripts without a signature. A process without the secret that claims that a call's host was lost cannot make a
-    ticket, so a call that runs is not sent again for such a claim.
+    All other fields are written by scripts without a signature. A process without the secret that claims that a call's
+    host was lost cannot make a ticket, so a call that runs is not sent again for such a claim.
     """
     return keys.seal(f"ticket {tenant} {call_id} {attempt}", "")
 
@@ -103,4 +106,6 @@ def parse_record(fields: Mapping[bytes, bytes]) -> CallRecord | None:
     """The record of a hash; None for no hash. Raises ValidationError for one that is none of ours."""
     if not fields:
         return None
-    return CallRecord.model_validate({name.decode(): value.decode(errors="replace") for name, value in fields.items()}, strict=False)
+    return CallRecord.model_validate(
+        {name.decode(): value.decode(errors="replace") for name, value in fields.items()}, strict=False
+    )

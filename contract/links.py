@@ -23,6 +23,8 @@ def show_call(call_id: str, tenant: str, session: str | None, run: str | None) -
 
 
 def parse_shown_call(shown: object) -> str | None:
-    """Return the id of the call from the text of `show_call`; None for any other text. Every process that may send events can write any text there."""
+    """Return the id of the call from the text of `show_call`; None for any other text. Every process that may send
+    events can write any text there.
+    """
     found = _SHOWN_CALL.fullmatch(shown) if isinstance(shown, str) else None
     return found[1] if found else None

@@ -1,4 +1,6 @@
-"""A log event as one line: fields in their order, secrets struck out, bounded, and nothing in it that could forge a line or drive a terminal."""
+"""A log event as one line: fields in their order, secrets struck out, bounded, and nothing in it that could forge a
+line or drive a terminal.
+"""
 
 import contextlib
 import json
@@ -43,7 +45,9 @@ _COLORS = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical
 class LogLines:
     """Makes lines. `fixed`: fields of every one; `is_colored`: of the console's."""
 
-    def __init__(self, form: LogFormat, masker: Masker, fixed: Mapping[str, str] | None = None, *, is_colored: bool = False) -> None:
+    def __init__(
+        self, form: LogFormat, masker: Masker, fixed: Mapping[str, str] | None = None, *, is_colored: bool = False
+    ) -> None:
         self._form = form
         self._masker = masker
         self._fixed = dict(fixed or {})
@@ -61,7 +65,9 @@ class LogLines:
             line = self._line(level, event, at, self._clean_all(ordered, most))
             if len(line.encode(errors="replace")) <= MAX_LINE_BYTES:
                 return line
-        kept = {name: ordered[name] for name in FIELDS if name in ordered} | {"fields_left_out": len(set(ordered) - set(FIELDS))}
+        kept = {name: ordered[name] for name in FIELDS if name in ordered} | {
+            "fields_left_out": len(set(ordered) - set(FIELDS))
+        }
         return self._line(level, event, at, self._clean_all(kept, _LAST_RESORT))
 
     def text(self, event: str, fields: Mapping[str, Any]) -> str:
@@ -113,7 +119,9 @@ class LogLines:
         if not self._is_colored:
             return f"{clock} {level:<8} {event:<24} {_to_logfmt(fields)}".rstrip()
         pairs = " ".join(f"\x1b[2m{name}=\x1b[0m{_quote(value)}" for name, value in fields.items())
-        return f"\x1b[2m{clock}\x1b[0m \x1b[{_COLORS.get(level, '0')}m{level:<8}\x1b[0m \x1b[1m{event:<24}\x1b[0m {pairs}"
+        return (
+            f"\x1b[2m{clock}\x1b[0m \x1b[{_COLORS.get(level, '0')}m{level:<8}\x1b[0m \x1b[1m{event:<24}\x1b[0m {pairs}"
+        )
 
 
 def find_last_words(lines: Sequence[str]) -> str | None:
@@ -123,7 +131,9 @@ def find_last_words(lines: Sequence[str]) -> str | None:
         if told is None:
             continue
         if line.startswith("{"):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off, or a line of somebody else: the next may be whole
+            with contextlib.suppress(
+                ValueError, KeyError, TypeError
+            ):  # cut off, or a line of somebody else: the next may be whole
                 return str(json.loads(line)["error"])
         elif told["error"]:
             quoted = told["error"]
@@ -138,7 +148,9 @@ def _judge(name: str) -> tuple[str, bool]:
 
 
 def escape_line(text: str) -> str:
-    """The text on one line: line ends, controls, terminal escapes, direction marks and all else that does not print are written out."""
+    """The text on one line: line ends, controls, terminal escapes, direction marks and all else that does not print are
+    written out.
+    """
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else _escape(character) for character in text)
@@ -164,7 +176,10 @@ def _show(value: object) -> str:
 def _without_secrets(value: Any) -> Any:
     """The same, without what stands under a secret's name."""
     if isinstance(value, Mapping):
-        return {name: f"{MARK}{name}]" if inner and _judge(str(name))[1] else _without_secrets(inner) for name, inner in value.items()}
+        return {
+            name: f"{MARK}{name}]" if inner and _judge(str(name))[1] else _without_secrets(inner)
+            for name, inner in value.items()
+        }
     return [_without_secrets(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
@@ -188,7 +203,9 @@ def _plain(values: Iterable[object]) -> Iterable[str]:
 
 
 def _find_exception(exc_info: object) -> BaseException | None:
-    """The exception that `exc_info` names, as logging has it: the exception, its triple, or true for the one being handled."""
+    """The exception that `exc_info` names, as logging has it: the exception, its triple, or true for the one being
+    handled.
+    """
     if isinstance(exc_info, BaseException):
         return exc_info
     if isinstance(exc_info, tuple):
@@ -197,7 +214,9 @@ def _find_exception(exc_info: object) -> BaseException | None:
 
 
 def describe_exception(error: BaseException) -> tuple[str, str]:
-    """What was raised, and where: `ValueError: x; caused by KeyError: 'y'` and `workers/a.py:12 run > workers/b.py:3 read; ...`."""
+    """What was raised, and where: `ValueError: x; caused by KeyError: 'y'` and `workers/a.py:12 run > workers/b.py:3
+    read; ...`.
+    """
     chain = list(_exception_chain(error))
     return "; ".join(f"{link}{_exception_text(one)}" for link, one in chain), "; ".join(
         f"{link}{_exception_place(one)}" for link, one in chain
@@ -233,6 +252,8 @@ def _exception_text(error: BaseException) -> str:
 
 
 def _exception_place(error: BaseException) -> str:
-    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)]
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
     shown = " > ".join(f"{'/'.join(file.split('/')[-3:])}:{line} {name}" for file, line, name in frames[-MAX_FRAMES:])
     return f"... > {shown}" if len(frames) > MAX_FRAMES else shown or "nowhere"

@@ -1,4 +1,6 @@
-"""Lines of what is said through the standard library's logging: our own events, and what libraries say, as one event of ours."""
+"""Lines of what is said through the standard library's logging: our own events, and what libraries say, as one event of
+ours.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -40,6 +42,7 @@ class RecordLines(logging.Formatter):
 def _quote(record: logging.LogRecord) -> dict[str, Any]:
     try:
         message = record.getMessage()
-    except Exception:  # noqa: BLE001  # a library's mistake, of whatever kind: what it meant to say is shown as it stands
+    except Exception:  # noqa: BLE001
+        # a library's mistake, of whatever kind: what it meant to say is shown as it stands
         message = f"{record.msg} {record.args!r}"
     return {"logger": record.name, "message": message}

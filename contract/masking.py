@@ -1,4 +1,6 @@
-"""Secrets struck out of text: values that are known, in the forms they travel in, and what has the shape of a well-known key."""
+"""Secrets struck out of text: values that are known, in the forms they travel in, and what has the shape of a
+well-known key.
+"""
 
 import base64
 import json
@@ -39,7 +41,8 @@ def _shape(kind: str, hints: str, pattern: str, flags: int = 0) -> _Shape:
     return _Shape(kind, tuple(hints.split("|")), re.compile(pattern, flags))
 
 
-# Texts are hostile: each pattern reads a bounded number of characters before it decides, or begins only where a word does.
+# Texts are hostile: each pattern reads a bounded number of characters before it decides, or begins only where a word
+# does.
 _SHAPES = (
     _shape(
         "private key",
@@ -63,7 +66,9 @@ _SHAPES = (
     _shape("Slack token", "xox", r"(?<![A-Za-z0-9])xox[abeoprs]-[A-Za-z0-9-]{10,}"),
     _shape("Hugging Face token", "hf_", r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{30,}"),
     _shape("JWT", "eyJ", r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"),
-    _shape("bearer token", "earer|EARER", r"(?P<kept>(?i:bearer)[ \t:]{1,8})(?=[^\s\"']{0,200}\d)[A-Za-z0-9._~+/=-]{8,}"),
+    _shape(
+        "bearer token", "earer|EARER", r"(?P<kept>(?i:bearer)[ \t:]{1,8})(?=[^\s\"']{0,200}\d)[A-Za-z0-9._~+/=-]{8,}"
+    ),
     _shape(
         "credentials",
         "asic |ASIC ",
@@ -126,7 +131,9 @@ class Masker:
 
 
 def passwords_of(kind: str, urls: str) -> dict[str, str]:
-    """The passwords in a URL, or in several with `;` between: each as it is written there and as who asks for it gets it. Kind -> value."""
+    """The passwords in a URL, or in several with `;` between: each as it is written there and as who asks for it gets
+    it. Kind -> value.
+    """
     found: dict[str, str] = {}
     for at, url in enumerate(urls.split(";")):
         name = kind + (f" {at + 1}" if at else "")

@@ -1,8 +1,9 @@
 """The closed set of metrics: what is counted where, under which name, with which labels and bounds.
 
-Counters and histograms are summed up in one hash in Redis (store/metrics.py), which any process of either side adds to; gauges are read when somebody asks.
-A field of the hash is one number: `<part>` TAB `<metric>` TAB `<label value>`..., where the part of a counter is empty, and those of a histogram are
-`count`, `sum` and `le:<bound>` (that bucket alone). `#<metric>` counts the series of a metric, which are bounded: whatever comes beyond goes under OTHER.
+Counters and histograms are summed up in one hash in Redis (store/metrics.py), which any process of either side adds to;
+gauges are read when somebody asks. A field of the hash is one number: `<part>` TAB `<metric>` TAB `<label value>`...,
+where the part of a counter is empty, and those of a histogram are `count`, `sum` and `le:<bound>` (that bucket alone).
+`#<metric>` counts the series of a metric, which are bounded: whatever comes beyond goes under OTHER.
 """
 
 from collections.abc import Sequence
@@ -41,9 +42,9 @@ _START_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `help`: one line; `look`: when an operator looks at it; `most`: how many series the whole deployment may have of it (0: a gauge's
-    are as many as there are queues, hosts or tenants); `values`: of its one label, told from the start, so that the first of a kind is seen to be one
-    more than none."""
+    """One metric. `help`: one line; `look`: when an operator looks at it; `most`: how many series the whole deployment
+    may have of it (0: a gauge's are as many as there are queues, hosts or tenants); `values`: of its one label, told
+    from the start, so that the first of a kind is seen to be one more than none."""
 
     name: str
     kind: Kind
@@ -70,7 +71,8 @@ def _gauge(name: str, help_: str, look: str, *labels: str) -> Metric:
 CALLS = _counter(
     "toolcrew_tool_calls_total",
     "Calls that have been answered, each once, whoever answered.",
-    "the share of errors, by code; codes of the infrastructure (HOST_LOST, SANDBOX_UNAVAILABLE) are yours, the others mostly the model's",
+    "the share of errors, by code; codes of the infrastructure (HOST_LOST, SANDBOX_UNAVAILABLE) are yours, the others "
+    "mostly the model's",
     "tool",
     "status",
     "error_code",
@@ -104,14 +106,23 @@ TRANSFER_SECONDS = _histogram(
     "tenants wait for their share, or Redis is slow",
 )
 OUTPUT_BYTES = _histogram(
-    "toolcrew_tool_output_bytes", _BYTES, "UTF-8 bytes of calls' outputs.", "what models are made to read", "tool", most=200
+    "toolcrew_tool_output_bytes",
+    _BYTES,
+    "UTF-8 bytes of calls' outputs.",
+    "what models are made to read",
+    "tool",
+    most=200,
 )
 OUTPUT_TRUNCATED = _counter(
-    "toolcrew_tool_output_truncated_total", "Calls whose output was cut, which it says.", "a tool's output rarely fits", "tool"
+    "toolcrew_tool_output_truncated_total",
+    "Calls whose output was cut, which it says.",
+    "a tool's output rarely fits",
+    "tool",
 )
 CALLS_ENDED = _counter(
     "toolcrew_calls_ended_total",
-    "Calls by what is known of them at their end: done, lost (not run), unknown (may have acted), not_run (refused or too late).",
+    "Calls by what is known of them at their end: done, lost (not run), unknown (may have acted), not_run (refused or "
+    "too late).",
     "lost and unknown follow from hosts that went away",
     "state",
     most=8,
@@ -133,7 +144,9 @@ REFUSED_ENVELOPES = _counter(
     most=16,
     values=get_args(RefusalReason),
 )
-APPROVALS_ASKED = _counter("toolcrew_approvals_asked_total", "Calls that somebody was asked about.", "how much people have to decide")
+APPROVALS_ASKED = _counter(
+    "toolcrew_approvals_asked_total", "Calls that somebody was asked about.", "how much people have to decide"
+)
 APPROVALS = _counter(
     "toolcrew_approvals_total",
     "Answers to those questions: approved, modified, rejected (also when nobody answered in time).",
@@ -149,7 +162,9 @@ RUNS_ENDED = _counter(
     "stop_reason",
     most=32,
 )
-ITERATIONS = _histogram("toolcrew_agent_iterations", _STEPS, "Model replies of a run.", "runs need more steps than they did")
+ITERATIONS = _histogram(
+    "toolcrew_agent_iterations", _STEPS, "Model replies of a run.", "runs need more steps than they did"
+)
 TOKENS = _counter(
     "toolcrew_llm_tokens_total",
     "Tokens as the model servers count them; direction: input or output.",
@@ -159,7 +174,12 @@ TOKENS = _counter(
     most=200,
 )
 MODEL_SECONDS = _histogram(
-    "toolcrew_llm_request_duration_seconds", _SECONDS, "How long model replies took.", "a model server is slow", "model", most=100
+    "toolcrew_llm_request_duration_seconds",
+    _SECONDS,
+    "How long model replies took.",
+    "a model server is slow",
+    "model",
+    most=100,
 )
 SANDBOX_START_SECONDS = _histogram(
     "toolcrew_sandbox_start_seconds",
@@ -167,7 +187,9 @@ SANDBOX_START_SECONDS = _histogram(
     "How long containers took to start, those of the warm pool and the proof at sandboxd's own start included.",
     "the engine or the disk is busy",
 )
-SANDBOX_START_FAILURES = _counter("toolcrew_sandbox_start_failures_total", "Containers that could not be started.", "see sandboxd's log")
+SANDBOX_START_FAILURES = _counter(
+    "toolcrew_sandbox_start_failures_total", "Containers that could not be started.", "see sandboxd's log"
+)
 SANDBOXES_LOST = _counter(
     "toolcrew_sandbox_lost_total",
     "Sandboxes that ended while a session had them; reason: ended, guest_gave_up or guest_broke_protocol.",
@@ -177,7 +199,9 @@ SANDBOXES_LOST = _counter(
     values=("ended", "guest_gave_up", "guest_broke_protocol"),
 )
 SANDBOX_OOM = _counter(
-    "toolcrew_sandbox_oom_total", "Commands of which the kernel killed a process for want of memory.", "raise a class's memory"
+    "toolcrew_sandbox_oom_total",
+    "Commands of which the kernel killed a process for want of memory.",
+    "raise a class's memory",
 )
 KILLS = _counter(
     "toolcrew_sandbox_kills_total",
@@ -197,7 +221,10 @@ WARM_SANDBOXES = _counter(
 )
 
 QUEUE_MESSAGES = _gauge(
-    "toolcrew_queue_messages", "Messages that lie in a queue.", "they pile up: workers are too few or stand still", "queue"
+    "toolcrew_queue_messages",
+    "Messages that lie in a queue.",
+    "they pile up: workers are too few or stand still",
+    "queue",
 )
 QUEUE_OLDEST = _gauge(
     "toolcrew_queue_oldest_message_seconds",
@@ -205,7 +232,9 @@ QUEUE_OLDEST = _gauge(
     "the best sign of a queue that nobody serves",
     "queue",
 )
-QUEUE_SLOTS = _gauge("toolcrew_queue_slots", "Calls at a time that a queue's living workers serve.", "0: nobody serves it", "queue")
+QUEUE_SLOTS = _gauge(
+    "toolcrew_queue_slots", "Calls at a time that a queue's living workers serve.", "0: nobody serves it", "queue"
+)
 QUEUE_SLOTS_IN_USE = _gauge(
     "toolcrew_queue_slots_in_use",
     "Slots of a queue that calls in flight use, as `toolcrew top` and the pages show them.",
@@ -221,23 +250,31 @@ QUEUE_CALLS = _gauge(
 )
 QUEUE_OLDEST_CALL = _gauge(
     "toolcrew_queue_oldest_waiting_call_seconds",
-    "How long the oldest call has waited for a slot of a queue that no limit of its own tenant stops; 0 when none waits.",
+    "How long the oldest call has waited for a slot of a queue that no limit of its own tenant stops; 0 when none "
+    "waits.",
     "more workers would help",
     "queue",
 )
 TENANT_CALLS = _gauge(
     "toolcrew_tenant_calls",
-    "Calls of a tenant that run or are on their way (in_flight), and that wait for a slot (waiting). Left out with TOOLCREW_METRICS_TENANTS=false.",
+    "Calls of a tenant that run or are on their way (in_flight), and that wait for a slot (waiting). Left out with "
+    "TOOLCREW_METRICS_TENANTS=false.",
     "who is busy, and who waits",
     "tenant",
     "state",
 )
 TENANTS = _gauge("toolcrew_tenants", "Registered tenants.", "")
-CALLS_RUNNING = _gauge("toolcrew_calls", "Calls now, by the ledger's words: queued in Redis, or running in a worker.", "", "state")
-DEAD_QUEUES = _gauge(
-    "toolcrew_dead_host_queues", "Queues of hosts that report no more and still have messages.", "any orchestrator clears them; none runs"
+CALLS_RUNNING = _gauge(
+    "toolcrew_calls", "Calls now, by the ledger's words: queued in Redis, or running in a worker.", "", "state"
 )
-DEAD_MESSAGES = _gauge("toolcrew_dead_host_queue_messages", "Messages in those.", "calls whose sender has not been told yet")
+DEAD_QUEUES = _gauge(
+    "toolcrew_dead_host_queues",
+    "Queues of hosts that report no more and still have messages.",
+    "any orchestrator clears them; none runs",
+)
+DEAD_MESSAGES = _gauge(
+    "toolcrew_dead_host_queue_messages", "Messages in those.", "calls whose sender has not been told yet"
+)
 LOST_HOSTS = _gauge(
     "toolcrew_lost_hosts",
     "Worker incarnations that stopped reporting without a word and are not cleared yet.",
@@ -251,16 +288,27 @@ HOSTS = _gauge(
     "state",
 )
 HOST_SLOTS = _gauge("toolcrew_host_slots", "Calls at a time that a host's workers run.", "", "host", "kind")
-HOST_BUSY = _gauge("toolcrew_host_busy", "Calls that they run now.", "busy near slots for long: too few", "host", "kind")
+HOST_BUSY = _gauge(
+    "toolcrew_host_busy", "Calls that they run now.", "busy near slots for long: too few", "host", "kind"
+)
 HOST_SESSIONS = _gauge("toolcrew_host_sessions", "Sessions that live on a host.", "", "host")
 HOST_MAX_SESSIONS = _gauge("toolcrew_host_max_sessions", "Sessions that may.", "", "host")
 HOST_SANDBOXES = _gauge("toolcrew_host_sandboxes", "Containers that a host's sessions have.", "", "host")
-HOST_MAX_SANDBOXES = _gauge("toolcrew_host_max_sandboxes", "Containers that it may have.", "near it idle sessions are packed away", "host")
+HOST_MAX_SANDBOXES = _gauge(
+    "toolcrew_host_max_sandboxes", "Containers that it may have.", "near it idle sessions are packed away", "host"
+)
 HOST_MEMORY = _gauge(
-    "toolcrew_host_memory_free_bytes", "Memory that a host could still give.", "near 0 no warm sandboxes are made", "host", "kind"
+    "toolcrew_host_memory_free_bytes",
+    "Memory that a host could still give.",
+    "near 0 no warm sandboxes are made",
+    "host",
+    "kind",
 )
 HOST_DISK = _gauge(
-    "toolcrew_host_disk_free_bytes", "Free disk where sandboxd keeps workspaces.", "below a limit nothing is started", "host"
+    "toolcrew_host_disk_free_bytes",
+    "Free disk where sandboxd keeps workspaces.",
+    "below a limit nothing is started",
+    "host",
 )
 SANDBOXES = _gauge(
     "toolcrew_sandbox_active",
@@ -270,14 +318,24 @@ SANDBOXES = _gauge(
     "state",
 )
 WARM_TARGET = _gauge(
-    "toolcrew_warm_pool_target", "Warm sandboxes that a host is to keep.", "warm below it for long: see sandboxd's log", "host"
+    "toolcrew_warm_pool_target",
+    "Warm sandboxes that a host is to keep.",
+    "warm below it for long: see sandboxd's log",
+    "host",
 )
 RUNS = _gauge(
-    "toolcrew_runs", "Durable runs: waiting, delayed (tried again later) or running.", "nobody works them: start an orchestrator", "state"
+    "toolcrew_runs",
+    "Durable runs: waiting, delayed (tried again later) or running.",
+    "nobody works them: start an orchestrator",
+    "state",
 )
 BATCHES = _gauge("toolcrew_batches_waiting", "Batches with runs that wait.", "")
-APPROVALS_WAITING = _gauge("toolcrew_approvals_waiting", "Questions that wait for a person now.", "somebody is to answer")
-REDIS_MEMORY = _gauge("toolcrew_redis_memory_used_bytes", "Memory that Redis uses.", "near its limit Redis takes no more calls")
+APPROVALS_WAITING = _gauge(
+    "toolcrew_approvals_waiting", "Questions that wait for a person now.", "somebody is to answer"
+)
+REDIS_MEMORY = _gauge(
+    "toolcrew_redis_memory_used_bytes", "Memory that Redis uses.", "near its limit Redis takes no more calls"
+)
 REDIS_MEMORY_MAX = _gauge("toolcrew_redis_memory_max_bytes", "What Redis may use; 0: no limit of its own.", "")
 REDIS_CLIENTS = _gauge("toolcrew_redis_clients", "Connections to Redis.", "")
 UNREADABLE = _gauge(
@@ -293,7 +351,9 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in list(globals().v
 
 
 def clean_label(value: str) -> str:
-    """A label value as it is kept: one line of printable text, cut to MAX_LABEL_CHARS. Names of tools and models are other people's data."""
+    """A label value as it is kept: one line of printable text, cut to MAX_LABEL_CHARS. Names of tools and models are
+    other people's data.
+    """
     cut = value[:MAX_LABEL_CHARS]
     return cut if cut.isprintable() else "".join(char if char.isprintable() else "?" for char in cut)
 
@@ -327,6 +387,8 @@ def _parts(metric: Metric) -> frozenset[str]:
 
 
 _PARTS = {
-    metric.name: frozenset({COUNT, SUM, *(f"{BUCKET}{bound:g}" for bound in metric.buckets)} if metric.kind == "histogram" else {""})
+    metric.name: frozenset(
+        {COUNT, SUM, *(f"{BUCKET}{bound:g}" for bound in metric.buckets)} if metric.kind == "histogram" else {""}
+    )
     for metric in METRICS.values()
 }

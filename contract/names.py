@@ -6,7 +6,9 @@ from typing import Literal, get_args
 POOL_WEB = "pool.web"
 POOL_TOOLS = "pool.tools"
 POOL_QUEUES = {"web": POOL_WEB, "tools": POOL_TOOLS}
-"""Pool of a ToolSpec -> queue, for the pools whose calls any of their workers may run. All others run where their session lives."""
+"""Pool of a ToolSpec -> queue, for the pools whose calls any of their workers may run. All others run where their
+session lives.
+"""
 CATALOG_POOLS = ("sandbox", "web", "tools")
 """The pools that publish a catalog; of two tools of one name that of the first is taken."""
 
@@ -32,11 +34,12 @@ def deployment_key(deployment: str, name: str) -> str:
 
 
 def tenant_key(deployment: str, tenant: str, name: str) -> str:
-    """Return the Redis key `name` of one tenant: a kind, or `<kind>.<id>`, and fixed words after a colon, as in `call.c1:events`.
+    """Return the Redis key `name` of one tenant: a kind, or `<kind>.<id>`, and fixed words after a colon, as in
+    `call.c1:events`.
 
-    Two builders never build equal keys, and a pattern of a Redis user (`t:*:call.*`) matches the keys of one kind only, whatever tenants, sessions and
-    calls are called: the name of a deployment's key never begins with `t:`, names and ids contain no colon and no dot, and the words after the last
-    colon contain no dot."""
+    Two builders never build equal keys, and a pattern of a Redis user (`t:*:call.*`) matches the keys of one kind only,
+    whatever tenants, sessions and calls are called: the name of a deployment's key never begins with `t:`, names and
+    ids contain no colon and no dot, and the words after the last colon contain no dot."""
     return deployment_key(deployment, f"t:{tenant}:{name}")
 
 
@@ -71,7 +74,9 @@ def catalog_names_key(deployment: str, pool: str) -> str:
 
 
 def pool_worker(host: str, boot: str) -> str:
-    """One incarnation of a worker without sandboxes: the queue of its control list, and the beginning of its names as a holder of calls."""
+    """One incarnation of a worker without sandboxes: the queue of its control list, and the beginning of its names as a
+    holder of calls.
+    """
     return f"pool.{host}.{boot}"
 
 
@@ -96,7 +101,9 @@ def seen_tenants_key(deployment: str) -> str:
 
 
 def kills_key(deployment: str) -> str:
-    """The sorted set of the orders of the last minute to end calls, by the Unix time at which each was given (orchestrator/dispatch/call_kills.py)."""
+    """The sorted set of the orders of the last minute to end calls, by the Unix time at which each was given
+    (orchestrator/dispatch/call_kills.py).
+    """
     return deployment_key(deployment, "kills")
 
 
@@ -106,7 +113,9 @@ def host_key(deployment: str, queue: str) -> str:
 
 
 def hosts_key(deployment: str) -> str:
-    """The sorted set of all worker incarnations, by the Unix time of their last report: what the reaper goes through."""
+    """The sorted set of all worker incarnations, by the Unix time of their last report: what the reaper goes
+    through.
+    """
     return deployment_key(deployment, "hosts")
 
 
@@ -121,7 +130,9 @@ def slots_key(deployment: str, queue: str) -> str:
 
 
 def tenants_key(deployment: str) -> str:
-    """The hash of the registered tenants, name to TenantPolicy, and their version under VERSION_FIELD (contract/tenancy.py)."""
+    """The hash of the registered tenants, name to TenantPolicy, and their version under VERSION_FIELD
+    (contract/tenancy.py).
+    """
     return deployment_key(deployment, "tenants")
 
 
@@ -136,8 +147,8 @@ def refusals_key(deployment: str) -> str:
 
 
 def runs_prefix(deployment: str) -> str:
-    """Return the prefix of the keys of the queue of runs (store/runs.py): `leases` (sorted set, by when they end), `delayed` (by when they are due),
-    `batches` (those that have work, by when one was last claimed from), `cancels`."""
+    """Return the prefix of the keys of the queue of runs (store/runs.py): `leases` (sorted set, by when they end),
+    `delayed` (by when they are due), `batches` (those that have work, by when one was last claimed from), `cancels`."""
     return deployment_key(deployment, "runs:")
 
 
@@ -147,12 +158,16 @@ def admission_prefix(deployment: str) -> str:
 
 
 BlobPool = Literal["sandbox", "web"]
-"""The workers that read and write a blob: those next to a sandboxd, or those of the kind web. Redis refuses the other ones."""
+"""The workers that read and write a blob: those next to a sandboxd, or those of the kind web. Redis refuses the other
+ones.
+"""
 BLOB_POOLS: tuple[BlobPool, ...] = get_args(BlobPool)
 
 
 def blob_key(deployment: str, tenant: str, pool: BlobPool, name: str) -> str:
-    """Return the key of bytes that are too large or too raw for an envelope; they expire. store/blobs.py builds `name`."""
+    """Return the key of bytes that are too large or too raw for an envelope; they expire. store/blobs.py builds
+    `name`.
+    """
     return tenant_key(deployment, tenant, f"blob-{pool}.{name}")
 
 
@@ -166,9 +181,11 @@ HUB_SHARDS = tuple(f"{shard:02x}" for shard in range(256))
 
 
 def result_channel_pattern(hub: str) -> str:
-    """The one pub/sub pattern on which a hub hears its results, and those of the few others whose id begins with the same two hex digits.
+    """The one pub/sub pattern on which a hub hears its results, and those of the few others whose id begins with the
+    same two hex digits.
 
-    Not the hub's whole id: Redis's users may subscribe only to patterns that are written out in their rules, so there is a fixed number of them.
+    Not the hub's whole id: Redis's users may subscribe only to patterns that are written out in their rules, so there
+    is a fixed number of them.
     """
     return f"celery-task-meta-{hub[:2]}*"
 

@@ -1,4 +1,6 @@
-"""Whether the switches and a tenant's policy let a call through: asked before it is sent and, since the queue is not trusted, before it is run."""
+"""Whether the switches and a tenant's policy let a call through: asked before it is sent and, since the queue is not
+trusted, before it is run.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,13 +12,16 @@ from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy, say_subject, tools_of
 
 RELEASING = frozenset({"session.close", "session.cancel"})
-"""Verbs that only end things: served for tenants that are registered no more, so that nothing of theirs is left over."""
+"""Verbs that only end things: served for tenants that are registered no more, so that nothing of theirs is left
+over.
+"""
 
 
 def check_call(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
     """By arguments as `prepare_arguments` gives them: aliases are folded, so none hides a command.
 
-    Raises ToolFailure: PERMISSION_DENIED for a tool that the tenant may not use, SECURITY_REFUSED for a command that a `deny` rule is about.
+    Raises ToolFailure: PERMISSION_DENIED for a tool that the tenant may not use, SECURITY_REFUSED for a command that a
+    `deny` rule is about.
     """
     check_tools(policy, tenant, spec, arguments)
     used = tools_of(spec, arguments)
@@ -27,10 +32,15 @@ def check_call(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Map
     denying = next(((rule, one) for rule, one in rules if touches(rule.argv_prefix, script)), None)
     if denying is not None:
         rule, one = denying
-        words = f"commands with '{' '.join(rule.argv_prefix)}' are" if rule.argv_prefix else f"{say_subject(spec.name, one)} is"
+        words = (
+            f"commands with '{' '.join(rule.argv_prefix)}' are"
+            if rule.argv_prefix
+            else f"{say_subject(spec.name, one)} is"
+        )
         raise ToolFailure(
             ErrorCode.SECURITY_REFUSED if rule.argv_prefix else ErrorCode.PERMISSION_DENIED,
-            f"{spec.name} was not run: {words} forbidden by the policy of tenant {tenant}; do without, or ask the operator",
+            f"{spec.name} was not run: {words} forbidden by the policy of tenant {tenant}; do without, or ask the "
+            "operator",
             was_refused=True,
         )
 
@@ -41,14 +51,17 @@ def check_tools(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Ma
         if not policy.allows_tool(used):
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
-                f"{spec.name} was not run: {say_subject(spec.name, used)} is not allowed for tenant {tenant}; use another tool, or have the operator "
-                f"allow it (toolcrew tenants set {tenant} --tools NAMES)",
+                f"{spec.name} was not run: {say_subject(spec.name, used)} is not allowed for tenant {tenant}; use "
+                f"another tool, or have the operator allow it (toolcrew tenants set {tenant} --tools NAMES)",
                 was_refused=True,
             )
 
 
-def check_switches(find: Callable[[str], Switch | None], spec: ToolSpec, arguments: Mapping[str, Any] | None = None) -> None:
-    """By prepared arguments; None, before they are: the called tool alone. `find`: why the tool of a name is off. Verbs of sessions are never off.
+def check_switches(
+    find: Callable[[str], Switch | None], spec: ToolSpec, arguments: Mapping[str, Any] | None = None
+) -> None:
+    """By prepared arguments; None, before they are: the called tool alone. `find`: why the tool of a name is off. Verbs
+    of sessions are never off.
 
     Raises ToolFailure(TOOL_DISABLED), and what `find` raises.
     """
@@ -57,5 +70,7 @@ def check_switches(find: Callable[[str], Switch | None], spec: ToolSpec, argumen
     for used in tools_of(spec, arguments or {}):
         switch = find(used)
         if switch is not None:
-            other = "" if used == spec.name else f"{spec.name} was not run, since it would run a program as {used} does: "
+            other = (
+                "" if used == spec.name else f"{spec.name} was not run, since it would run a program as {used} does: "
+            )
             raise ToolFailure(ErrorCode.TOOL_DISABLED, other + switch.refusal(used))

@@ -34,13 +34,16 @@ class Switch(Record):
     def refusal(self, name: str) -> str:
         """What a model is told that calls the tool nevertheless."""
         why = f" ({self.reason})" if self.reason else ""
-        return f"the tool {name} is turned off by an administrator{why}: do not call it again; use another tool, or say what cannot be done"
+        return (
+            f"the tool {name} is turned off by an administrator{why}: do not call it again; use another tool, or say "
+            "what cannot be done"
+        )
 
 
 @dataclass(frozen=True)
 class ToolState:
-    """A registered tool as an administrator sees it. `everywhere`: present exactly when it is off for all tenants; `own`: when it is for the one
-    whose view this is, whatever holds for all."""
+    """A registered tool as an administrator sees it. `everywhere`: present exactly when it is off for all tenants;
+    `own`: when it is for the one whose view this is, whatever holds for all."""
 
     spec: ToolSpec
     everywhere: Switch | None = None
@@ -106,7 +109,8 @@ class Tool(Generic[Handler]):
         return self.spec.dangerous
 
     def execute(self, arguments: Mapping[str, Any], context: Any) -> Any:
-        """Run the handler with checked arguments and the context that it takes. Returns its result; an awaitable of it for an async handler.
+        """Run the handler with checked arguments and the context that it takes. Returns its result; an awaitable of it
+        for an async handler.
 
         Raises ToolFailure(INVALID_ARGUMENTS), and what the handler raises.
         """
@@ -115,10 +119,11 @@ class Tool(Generic[Handler]):
 
 
 class ToolRegistry(Generic[Handler]):
-    """Tools by name. Registering a name again replaces the tool, and does not turn it on; an unknown name gives None, never an exception.
+    """Tools by name. Registering a name again replaces the tool, and does not turn it on; an unknown name gives None,
+    never an exception.
 
-    Two views: `describe` lists all that is registered, `specs` what a model may be told of. `get` finds what is off, too: who runs tools asks
-    `switch` first.
+    Two views: `describe` lists all that is registered, `specs` what a model may be told of. `get` finds what is off,
+    too: who runs tools asks `switch` first.
     """
 
     def __init__(self, tools: Iterable[Tool[Handler]] = ()) -> None:
@@ -129,12 +134,16 @@ class ToolRegistry(Generic[Handler]):
             self.register(tool)
 
     def free_after_fork(self) -> None:
-        """From now on a process that is forked while another thread changes the registry gets it whole, with nobody holding its lock."""
+        """From now on a process that is forked while another thread changes the registry gets it whole, with nobody
+        holding its lock.
+        """
         lock = self._lock
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
     def register(self, tool: Tool[Handler]) -> None:
-        """Add `tool` under its spec's name; a tool of that name is replaced. Raises jsonschema.SchemaError for parameters that no call could meet."""
+        """Add `tool` under its spec's name; a tool of that name is replaced. Raises jsonschema.SchemaError for
+        parameters that no call could meet.
+        """
         check_schema(tool.spec.parameters)
         with self._lock:
             self._tools[tool.spec.name] = tool
@@ -150,7 +159,9 @@ class ToolRegistry(Generic[Handler]):
             return self._tools.get(name)
 
     def disable(self, name: str, switch: Switch | None = None) -> bool:
-        """Turn the tool off until `enable`; False when there is none of that name. Raises ValueError for a verb of sessions: none works without."""
+        """Turn the tool off until `enable`; False when there is none of that name. Raises ValueError for a verb of
+        sessions: none works without.
+        """
         with self._lock:
             tool = self._tools.get(name)
             if tool is None:
@@ -177,7 +188,9 @@ class ToolRegistry(Generic[Handler]):
             return [ToolState(self._tools[name].spec, self._switches.get(name)) for name in sorted(self._tools)]
 
     def specs(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
-        """Specs of the tools that are on, by name order; `names` keeps only those, "all" (alone or in the list) keeps every one."""
+        """Specs of the tools that are on, by name order; `names` keeps only those, "all" (alone or in the list) keeps
+        every one.
+        """
         with self._lock:
             found = [self._tools[name].spec for name in sorted(self._tools) if name not in self._switches]
         return filter_specs(found, names)
@@ -212,7 +225,8 @@ def seal_switch(keys: SigningKeys, field: str, switch: Switch) -> str:
 def parse_switches(keys: SigningKeys, sealed: Mapping[bytes, bytes]) -> dict[str, Switch]:
     """Return the switches of a Redis hash by their fields.
 
-    A switch that cannot be verified or read still turns its tool off, so that a damaged record never turns a tool on. Its text is not used.
+    A switch that cannot be verified or read still turns its tool off, so that a damaged record never turns a tool on.
+    Its text is not used.
     """
     found = {}
     for name, data in sealed.items():
@@ -235,4 +249,6 @@ def filter_specs(specs: Iterable[ToolSpec], names: Iterable[str] | Literal["all"
 
 def find_state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str, policy: TenantPolicy) -> ToolState:
     """Return the tool's state for a tenant with that policy, as an administrator sees it."""
-    return ToolState(spec, switches.get(spec.name), switches.get(switch_field(spec.name, tenant)), policy.allows_tool(spec.name))
+    return ToolState(
+        spec, switches.get(spec.name), switches.get(switch_field(spec.name, tenant)), policy.allows_tool(spec.name)
+    )

@@ -1,4 +1,6 @@
-"""Arguments against a tool's JSON Schema: fold aliases, coerce text, fill defaults, validate. Sentences a model can act on."""
+"""Arguments against a tool's JSON Schema: fold aliases, coerce text, fill defaults, validate. Sentences a model can act
+on.
+"""
 
 import copy
 import difflib
@@ -26,7 +28,9 @@ MAX_NAME_CHARS = 100
 MAX_VALUES = 10_000
 """Values in the arguments of a call, those inside of others included."""
 MAX_STEPS = 250_000
-"""Values in the arguments of a call times parts of the schema. A check looks at each part for each value; a step takes up to 7 µs."""
+"""Values in the arguments of a call times parts of the schema. A check looks at each part for each value; a step takes
+up to 7 µs.
+"""
 MAX_QUICK_VALUES = 1000
 MAX_QUICK_STEPS = 10_000
 MAX_ERRORS = 5
@@ -44,8 +48,8 @@ def prepare_arguments(
 ) -> tuple[dict[str, Any], list[str]]:
     """Arguments as the tool's handler gets them, and the aliases that were used (`given -> canonical`).
 
-    Order: coercion of strings (only when `text`: the arguments came from a text dialect), aliases, defaults, schema, custom `checks`.
-    Raises ToolFailure(INVALID_ARGUMENTS), the model's fault.
+    Order: coercion of strings (only when `text`: the arguments came from a text dialect), aliases, defaults, schema,
+    custom `checks`. Raises ToolFailure(INVALID_ARGUMENTS), the model's fault.
     """
     room = _Room(spec)
     given, aliases = _fold_aliases(spec, room.take(coerce_text(spec, arguments) if text else arguments))
@@ -61,10 +65,15 @@ def prepare_arguments(
 
 
 def coerce_text(spec: ToolSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that a text dialect read, strings, as the types of the schema where the conversion is exact. Nothing else is touched."""
+    """Arguments that a text dialect read, strings, as the types of the schema where the conversion is exact. Nothing
+    else is touched.
+    """
     properties = _properties(spec.parameters)
     named = {name: properties.get(spec.aliases.get(name, name)) for name in arguments}
-    return {name: _coerce(schema, value) if (schema := named[name]) is not None else value for name, value in arguments.items()}
+    return {
+        name: _coerce(schema, value) if (schema := named[name]) is not None else value
+        for name, value in arguments.items()
+    }
 
 
 def is_quick(spec: ToolSpec, arguments: Mapping[str, Any], *, text: bool = False) -> bool:
@@ -90,19 +99,22 @@ class _Room:
         if self._left < 0:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"{self._tool}: the arguments have more than {self._limit} values ({TEXT_UNIT_CHARS} characters of a text count as one): "
-                "pass fewer at a time, or write them to a file",
+                f"{self._tool}: the arguments have more than {self._limit} values ({TEXT_UNIT_CHARS} characters of a "
+                "text count as one): pass fewer at a time, or write them to a file",
             )
         return value
 
 
 def check_schema(parameters: Mapping[str, Any]) -> None:
-    """Raises jsonschema.SchemaError when `parameters` is not a JSON Schema (2020-12) of an object, or refers to what is not within it."""
+    """Raises jsonschema.SchemaError when `parameters` is not a JSON Schema (2020-12) of an object, or refers to what is
+    not within it.
+    """
     Draft202012Validator.check_schema(dict(parameters))
     for reference in _references(parameters):
         if not _is_within(parameters, reference):
             raise SchemaError(
-                f"the schema refers to '{_short(reference)}', which is not within it: put it under $defs and refer to #/$defs/NAME"
+                f"the schema refers to '{_short(reference)}', which is not within it: put it under $defs and refer to "
+                "#/$defs/NAME"
             )
     if parameters.get("type") != "object":
         raise SchemaError("parameters of a tool are an object: its schema must say so with 'type': 'object'")
@@ -146,8 +158,14 @@ def _fold_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[dict[st
         items = schema.get("items")
         if isinstance(items, Mapping) and isinstance(folded.get(name), list):
             fields = _properties(items)
-            aliases = {alias: canonical for alias, canonical in spec.aliases.items() if canonical in fields and alias not in fields}
-            folded[name] = [_fold(spec.name, aliases, item, used) if isinstance(item, Mapping) else item for item in folded[name]]
+            aliases = {
+                alias: canonical
+                for alias, canonical in spec.aliases.items()
+                if canonical in fields and alias not in fields
+            }
+            folded[name] = [
+                _fold(spec.name, aliases, item, used) if isinstance(item, Mapping) else item for item in folded[name]
+            ]
     return folded, list(used)
 
 
@@ -156,7 +174,9 @@ def _fold(tool: str, aliases: Mapping[str, str], arguments: Mapping[str, Any], u
     for name, value in arguments.items():
         canonical = aliases.get(name, name)
         if canonical in folded or (canonical != name and canonical in arguments):
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{tool}: '{name}' and '{canonical}' mean the same parameter; give it once")
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"{tool}: '{name}' and '{canonical}' mean the same parameter; give it once"
+            )
         if canonical != name:
             used[f"{name} -> {canonical}"] = None
         folded[canonical] = value
@@ -173,7 +193,8 @@ def _check_unknown(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
             hint = f"; did you mean '{near[0]}'?" if near else "."
             listing = ", ".join(known) if known else "none"
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: unknown parameter '{_short(name)}'{hint} Known parameters: {listing}"
+                ErrorCode.INVALID_ARGUMENTS,
+                f"{spec.name}: unknown parameter '{_short(name)}'{hint} Known parameters: {listing}",
             )
 
 
@@ -188,14 +209,20 @@ def _errors(spec: ToolSpec, given: Mapping[str, Any], prepared: dict[str, Any]) 
         if facts.accepts(given):
             return []
         found = facts.validator.iter_errors(prepared)
-        return sorted(itertools.islice(found, MAX_ERRORS), key=lambda error: (list(map(str, error.path)), error.message))
+        return sorted(
+            itertools.islice(found, MAX_ERRORS), key=lambda error: (list(map(str, error.path)), error.message)
+        )
     except RecursionError as error:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep") from error
     except OverflowError as error:
         # A whole number may be larger than the fraction that it is to be a multiple of can be divided into.
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: a number in the arguments is too large") from error
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: a number in the arguments is too large"
+        ) from error
     except Unresolvable as error:
-        raise ToolFailure(ErrorCode.INTERNAL, f"{spec.name}: its schema refers to '{_short(error.ref)}', which is not within it") from error
+        raise ToolFailure(
+            ErrorCode.INTERNAL, f"{spec.name}: its schema refers to '{_short(error.ref)}', which is not within it"
+        ) from error
 
 
 def _fill(schema: Mapping[str, Any], value: Any, take: Take) -> Any:
@@ -209,7 +236,9 @@ def _fill(schema: Mapping[str, Any], value: Any, take: Take) -> Any:
 
 
 def _fill_object(schema: Mapping[str, Any], given: Mapping[str, Any], take: Take) -> dict[str, Any]:
-    """`take` gets each default that is used: a few hundred bytes of lists as defaults inside each other stand for gigabytes."""
+    """`take` gets each default that is used: a few hundred bytes of lists as defaults inside each other stand for
+    gigabytes.
+    """
     filled = dict(given)
     for name, sub in _properties(schema).items():
         if name not in filled and "default" in sub:
@@ -220,7 +249,9 @@ def _fill_object(schema: Mapping[str, Any], given: Mapping[str, Any], take: Take
 
 
 def _coerce(schema: Mapping[str, Any], value: Any) -> Any:
-    """A string as the schema's type where the conversion is exact; otherwise the value as it is, for validation to judge."""
+    """A string as the schema's type where the conversion is exact; otherwise the value as it is, for validation to
+    judge.
+    """
     if not isinstance(value, str):
         return value
     types = schema.get("type", [])
@@ -337,7 +368,12 @@ _BOUNDS: Mapping[str, Mapping[str, Callable[[Any, Any], bool]]] = {
         "maxLength": lambda value, bound: len(value) <= bound,
         "enum": lambda value, bound: value in bound,
     },
-    "number": {"minimum": operator.ge, "maximum": operator.le, "exclusiveMinimum": operator.gt, "exclusiveMaximum": operator.lt},
+    "number": {
+        "minimum": operator.ge,
+        "maximum": operator.le,
+        "exclusiveMinimum": operator.gt,
+        "exclusiveMaximum": operator.lt,
+    },
     "boolean": {},
 }
 _ANNOTATIONS = {"type", "title", "description", "default"}
@@ -358,8 +394,9 @@ def _simple_parameter(schema: Any) -> _Parameter | None:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is known about a schema. `parts`: how many a check of one value looks at, at most. `simple`: its simple parameters; None when a default does
-    not fit, or the schema asks for more than parameters and which of them are required: then `validator` decides alone."""
+    """What is known about a schema. `parts`: how many a check of one value looks at, at most. `simple`: its simple
+    parameters; None when a default does not fit, or the schema asks for more than parameters and which of them are
+    required: then `validator` decides alone."""
 
     schema: Mapping[str, Any]
     validator: Any
@@ -370,7 +407,8 @@ class _Facts:
     def accepts(self, given: Mapping[str, Any]) -> bool:
         """Return whether simple checks accept the arguments. False says nothing about them.
 
-        jsonschema takes about ten times as long for what nearly all calls are, once in the orchestrator and once in the worker.
+        jsonschema takes about ten times as long for what nearly all calls are, once in the orchestrator and once in the
+        worker.
         """
         if self.simple is None or any(name not in given for name in self.schema.get("required", ())):
             return False
@@ -378,7 +416,9 @@ class _Facts:
 
 
 _FACTS: dict[int, _Facts] = {}
-"""By the identity of the schema: its text would have to be built for every call. The schema is kept with them, so that no other one gets its identity."""
+"""By the identity of the schema: its text would have to be built for every call. The schema is kept with them, so that
+no other one gets its identity.
+"""
 
 
 def _facts(schema: Mapping[str, Any]) -> _Facts:
@@ -397,7 +437,9 @@ def _facts(schema: Mapping[str, Any]) -> _Facts:
             and not any(error.path for error in validator.iter_errors(_fill_object(schema, {}, lambda value: value)))
         )
         is_simple = has_sound_defaults and schema.keys() <= _SIMPLE_KEYS
-        parameters = {name: _simple_parameter(part) for name, part in schema.get("properties", {}).items()} if is_simple else {}
+        parameters = (
+            {name: _simple_parameter(part) for name, part in schema.get("properties", {}).items()} if is_simple else {}
+        )
         simple = {name: parameter for name, parameter in parameters.items() if parameter is not None}
         known = _FACTS[id(schema)] = _Facts(schema, validator, count, has_lists, simple if is_simple else None)
     return known
@@ -412,7 +454,9 @@ _SINGLE = (
 
 
 def applied_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], bool]]:
-    """Yield each schema that a check of one value may look at, references followed, with whether a reference leads back to it from inside."""
+    """Yield each schema that a check of one value may look at, references followed, with whether a reference leads back
+    to it from inside.
+    """
     left = [(schema, frozenset[str]())]
     while left:
         part, above = left.pop()
@@ -438,7 +482,9 @@ def _inner_schemas(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def count_parts(schema: Mapping[str, Any]) -> int:
-    """Return how much of a schema is looked at, without the schemas inside: itself, and the values of its lists, as in `enum`."""
+    """Return how much of a schema is looked at, without the schemas inside: itself, and the values of its lists, as in
+    `enum`.
+    """
     values = (value for key, value in schema.items() if key not in _HOLDERS and isinstance(value, dict | list))
     return 1 + sum(count_values(value, MAX_STEPS) for value in values)
 

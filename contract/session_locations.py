@@ -1,4 +1,6 @@
-"""The location of a session: on which host it lives, and how it is opened on another one. store/sessions.py draws its states."""
+"""The location of a session: on which host it lives, and how it is opened on another one. store/sessions.py draws its
+states.
+"""
 
 import json
 from collections.abc import Mapping
@@ -26,10 +28,11 @@ class LocationState(StrEnum):
 class SessionLocation(Record):
     """The fields of the hash, all text in Redis. Instants in Unix seconds; "" for no checkpoint.
 
-    `start`: the signed arguments of `session.open` (seal_start). `checkpoint`: the last one, taken at `checkpoint_at`. `automatic`: the last one that a
-    worker took by itself; it may be older than `checkpoint`, and is deleted after the next one. `ttl_s`: how long the session lives without a call.
-    `moving_until`: from then on another process may open the session elsewhere. `held`: the fence of the last hold by a drain; while it equals `fence`,
-    the host that held the session has all its files."""
+    `start`: the signed arguments of `session.open` (seal_start). `checkpoint`: the last one, taken at `checkpoint_at`.
+    `automatic`: the last one that a worker took by itself; it may be older than `checkpoint`, and is deleted after the
+    next one. `ttl_s`: how long the session lives without a call. `moving_until`: from then on another process may open
+    the session elsewhere. `held`: the fence of the last hold by a drain; while it equals `fence`, the host that held
+    the session has all its files."""
 
     state: LocationState
     queue: str
@@ -45,7 +48,9 @@ class SessionLocation(Record):
 
 
 def seal_start(keys: SigningKeys, tenant: str, session: str, arguments: Mapping[str, Any]) -> str:
-    """Return the signed arguments with which the session is opened on another host: its image, its network, its sizes."""
+    """Return the signed arguments with which the session is opened on another host: its image, its network, its
+    sizes.
+    """
     return keys.seal(f"start {tenant} {session}", json.dumps(arguments))
 
 

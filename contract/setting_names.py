@@ -1,4 +1,6 @@
-"""Every environment variable of toolcrew by name, so that a misspelled one is an error in every process instead of being ignored."""
+"""Every environment variable of toolcrew by name, so that a misspelled one is an error in every process instead of
+being ignored.
+"""
 
 import difflib
 import re
@@ -9,7 +11,8 @@ from contract.setting_rows import PREFIX
 
 MAX_SHOWN = 5
 
-# Read by a settings class of some process. No process knows the classes of all others; tests/unit/test_setting_names.py compares.
+# Read by a settings class of some process. No process knows the classes of all others; tests/unit/test_setting_names.py
+# compares.
 _SETTINGS = """
 API_BURST
 API_KEY
@@ -141,7 +144,9 @@ _SERVICE_LINK = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_[0-9]+_(
 
 
 def check_names(environment: Iterable[str]) -> None:
-    """Raises ConfigError for variables that begin with TOOLCREW_ and that nothing reads, with the nearest known name of each."""
+    """Raises ConfigError for variables that begin with TOOLCREW_ and that nothing reads, with the nearest known name of
+    each.
+    """
     known = SETTINGS | OTHERS
     given = (name.upper().removeprefix(PREFIX) for name in environment if name.upper().startswith(PREFIX))
     unknown = sorted(name for name in given if name not in known and not _SERVICE_LINK.fullmatch(name))

@@ -1,4 +1,6 @@
-"""A process's settings as rows that people and programs are shown: name, value, where it comes from. Secrets are masked."""
+"""A process's settings as rows that people and programs are shown: name, value, where it comes from. Secrets are
+masked.
+"""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +39,9 @@ def variable_names(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 
 def build_rows(settings: BaseModel) -> Iterator[SettingRow]:
-    """Every field, in the order of the class. What was given was given by the environment: nothing else gives settings."""
+    """Every field, in the order of the class. What was given was given by the environment: nothing else gives
+    settings.
+    """
     masker = Masker()
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
@@ -60,7 +64,9 @@ def _shown_of(name: str, value: object, masker: Masker) -> str | None:
 
 
 def _shown(value: object, masker: Masker) -> str | None:
-    """Without secrets: those that are declared as such, passwords in URLs, and what has the shape of a well-known key."""
+    """Without secrets: those that are declared as such, passwords in URLs, and what has the shape of a well-known
+    key.
+    """
     if value is None:
         return None
     if isinstance(value, SecretStr):
@@ -71,7 +77,9 @@ def _shown(value: object, masker: Masker) -> str | None:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return str(value)
-    return masker.mask(str(value) if isinstance(value, PurePath | Enum) else json.dumps(_plain(value), ensure_ascii=False))
+    return masker.mask(
+        str(value) if isinstance(value, PurePath | Enum) else json.dumps(_plain(value), ensure_ascii=False)
+    )
 
 
 def _plain(value: object) -> Any:
@@ -91,9 +99,13 @@ def _without_secret(text: str) -> str:
     """Of a URL where it leads to, for that is what one looks for; of anything else nothing."""
     try:
         parts = [urlsplit(one) for one in text.split(";")]
-        if all(part.scheme in _REDIS and part.hostname and part.path.strip("/").isdigit() == bool(part.path.strip("/")) for part in parts):
+        if all(
+            part.scheme in _REDIS and part.hostname and part.path.strip("/").isdigit() == bool(part.path.strip("/"))
+            for part in parts
+        ):
             return ";".join(
-                f"{part.scheme}://{MASK + '@' if '@' in part.netloc else ''}{part.netloc.rpartition('@')[2]}{part.path}" for part in parts
+                f"{part.scheme}://{MASK + '@' if '@' in part.netloc else ''}{part.netloc.rpartition('@')[2]}{part.path}"
+                for part in parts
             )
     except ValueError:
         return MASK

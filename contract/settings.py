@@ -1,4 +1,6 @@
-"""BrokerSettings, which must be equal on both sides of the queue; and how each side reads its settings from the environment."""
+"""BrokerSettings, which must be equal on both sides of the queue; and how each side reads its settings from the
+environment.
+"""
 
 import os
 import re
@@ -31,23 +33,30 @@ def check_environment() -> None:
 def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
     """Read the settings of one process. `environment`: this process's.
 
-    Raises ConfigError for a variable that is missing or wrong, and for one that begins with TOOLCREW_ and that no process reads.
+    Raises ConfigError for a variable that is missing or wrong, and for one that begins with TOOLCREW_ and that no
+    process reads.
     """
     check_names(environment)
     try:
         return settings()
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise ConfigError(_describe_error(settings, str(first["loc"][0]), first["type"], first["msg"], first["loc"][1:])) from error
+        raise ConfigError(
+            _describe_error(settings, str(first["loc"][0]), first["type"], first["msg"], first["loc"][1:])
+        ) from error
     except SettingsError as error:
         # Without the cause, which holds the value.
         found = _FIELD.search(str(error))
         if found is None:
-            raise ConfigError("a variable is not valid JSON: write lists and objects as JSON (docs/settings.md)") from None
+            raise ConfigError(
+                "a variable is not valid JSON: write lists and objects as JSON (docs/settings.md)"
+            ) from None
         raise ConfigError(_describe_json(settings, found[1])) from None
 
 
-def _describe_error(settings: type[BaseSettings], given: str, kind: str, message: str, below: tuple[int | str, ...]) -> str:
+def _describe_error(
+    settings: type[BaseSettings], given: str, kind: str, message: str, below: tuple[int | str, ...]
+) -> str:
     """`given`: the field, or the variable that set it."""
     is_field = given in settings.model_fields
     name = variable_names(given, settings.model_fields[given])[0] if is_field else given.upper()
@@ -71,11 +80,12 @@ def _describe_json(settings: type[BaseSettings], given: str) -> str:
 
 
 class BrokerSettings(BaseModel):
-    """Where Redis is and how it is spoken to, which deployment this is, and the secrets that sign what crosses the queue.
+    """Where Redis is and how it is spoken to, which deployment this is, and the secrets that sign what crosses the
+    queue.
 
-    `redis_url`: `redis://`, `rediss://` for TLS, or `sentinel://user:password@host:port/db;sentinel://host:port` with `redis_sentinel_master`, where TLS
-    is spoken when `redis_ca` is given. `redis_ca`, `redis_cert`, `redis_key`: paths of PEM files. Certificate and host name are always checked.
-    `secrets_previous` are still accepted, and sign nothing.
+    `redis_url`: `redis://`, `rediss://` for TLS, or `sentinel://user:password@host:port/db;sentinel://host:port` with
+    `redis_sentinel_master`, where TLS is spoken when `redis_ca` is given. `redis_ca`, `redis_cert`, `redis_key`: paths
+    of PEM files. Certificate and host name are always checked. `secrets_previous` are still accepted, and sign nothing.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -100,16 +110,20 @@ class BrokerSettings(BaseModel):
             _check_other(part, first)
         if self.is_sentinel and not self.redis_sentinel_master:
             raise ConfigError(
-                "TOOLCREW_REDIS_URL names sentinels: set TOOLCREW_REDIS_SENTINEL_MASTER to the name under which they watch the master"
+                "TOOLCREW_REDIS_URL names sentinels: set TOOLCREW_REDIS_SENTINEL_MASTER to the name under which they "
+                "watch the master"
             )
         if not self.is_sentinel and self.redis_sentinel_master:
             raise ConfigError(
-                "TOOLCREW_REDIS_SENTINEL_MASTER is for a TOOLCREW_REDIS_URL of sentinel://: name the sentinels there, or unset it"
+                "TOOLCREW_REDIS_SENTINEL_MASTER is for a TOOLCREW_REDIS_URL of sentinel://: name the sentinels there, "
+                "or unset it"
             )
         given = [name for name in ("redis_ca", "redis_cert", "redis_key") if getattr(self, name)]
         if given and not self.is_tls:
             name = f"TOOLCREW_{given[0].upper()}"
-            raise ConfigError(f"{name} is set, but nothing would be encrypted: write TOOLCREW_REDIS_URL as rediss://, or unset it")
+            raise ConfigError(
+                f"{name} is set, but nothing would be encrypted: write TOOLCREW_REDIS_URL as rediss://, or unset it"
+            )
         if bool(self.redis_cert) != bool(self.redis_key):
             raise ConfigError("TOOLCREW_REDIS_CERT and TOOLCREW_REDIS_KEY belong together: set both, or neither")
         return self
@@ -154,19 +168,21 @@ class BrokerSettings(BaseModel):
     def signing_keys(self) -> SigningKeys:
         """Keys of the signatures: of the secret, else of the Redis password, which whoever may call already holds.
 
-        Raises ConfigError when there is neither, for a queue that anyone may write to must not run commands; and for a Redis user without a secret:
-        the others have other passwords.
+        Raises ConfigError when there is neither, for a queue that anyone may write to must not run commands; and for a
+        Redis user without a secret: the others have other passwords.
         """
         previous = [secret.get_secret_value() for secret in self.secrets_previous]
         if self.secret is not None and self.secret.get_secret_value():
             return SigningKeys.of(self.secret.get_secret_value(), previous, self.deployment)
         if self.user is not None:
             raise ConfigError(
-                f"TOOLCREW_SECRET is not set, and the password of Redis's user '{self.user}' is not everybody's: set it to the same random text on both sides"
+                f"TOOLCREW_SECRET is not set, and the password of Redis's user '{self.user}' is not everybody's: set "
+                "it to the same random text on both sides"
             )
         if self.password is None:
             raise ConfigError(
-                "Redis has no password and TOOLCREW_SECRET is not set, so calls cannot be signed: set TOOLCREW_SECRET to the same random text on both sides"
+                "Redis has no password and TOOLCREW_SECRET is not set, so calls cannot be signed: set TOOLCREW_SECRET "
+                "to the same random text on both sides"
             )
         return SigningKeys.of(self.password, previous, self.deployment)
 
@@ -177,12 +193,16 @@ class BrokerSettings(BaseModel):
     def connection_advice(self, said: str) -> str:
         """What to check when a connection failed, by what was said."""
         if "CERTIFICATE_VERIFY_FAILED" in said:
-            return "its certificate must be valid, name the host of TOOLCREW_REDIS_URL, and come from an authority of this system or the one in TOOLCREW_REDIS_CA"
+            return (
+                "its certificate must be valid, name the host of TOOLCREW_REDIS_URL, and come from an authority of "
+                "this system or the one in TOOLCREW_REDIS_CA"
+            )
         if self.is_tls and "No such file" in said:
             return "TOOLCREW_REDIS_CA, TOOLCREW_REDIS_CERT or TOOLCREW_REDIS_KEY names a file that is not there"
         if self.is_tls:
             return (
-                "does it run, does it speak TLS there, and does it ask for a certificate of ours (TOOLCREW_REDIS_CERT, TOOLCREW_REDIS_KEY)?"
+                "does it run, does it speak TLS there, and does it ask for a certificate of ours (TOOLCREW_REDIS_CERT, "
+                "TOOLCREW_REDIS_KEY)?"
             )
         if self.is_sentinel:
             return "do the sentinels run, and do they watch a master by the name in TOOLCREW_REDIS_SENTINEL_MASTER?"
@@ -193,7 +213,11 @@ class BrokerSettings(BaseModel):
         if not self.is_tls:
             return {}
         files = {"ssl_ca_certs": self.redis_ca, "ssl_certfile": self.redis_cert, "ssl_keyfile": self.redis_key}
-        return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **{name: path for name, path in files.items() if path}}
+        return {
+            "ssl_cert_reqs": "required",
+            "ssl_check_hostname": True,
+            **{name: path for name, path in files.items() if path},
+        }
 
     def sentinel_options(self) -> dict[str, Any]:
         """What the connections to the sentinels themselves are told beside their addresses."""
@@ -204,7 +228,9 @@ class BrokerSettings(BaseModel):
         return {**told, "ssl": True, **self.tls_options()} if self.is_tls else told
 
     def celery_options(self) -> dict[str, Any]:
-        """Settings of a Celery app that say where broker and results are. Transport options of its own are to be joined with these."""
+        """Settings of a Celery app that say where broker and results are. Transport options of its own are to be joined
+        with these.
+        """
         url = self.redis_url.get_secret_value()
         where: dict[str, Any] = {"broker_url": url, "result_backend": url, "broker_transport_options": {}}
         if self.is_tls:
@@ -220,10 +246,13 @@ class BrokerSettings(BaseModel):
 
 def _check_address(part: SplitResult) -> None:
     if part.scheme not in SCHEMES:
-        raise ConfigError(f"TOOLCREW_REDIS_URL begins with '{part.scheme}://': write redis://, rediss:// for TLS, or sentinel://")
+        raise ConfigError(
+            f"TOOLCREW_REDIS_URL begins with '{part.scheme}://': write redis://, rediss:// for TLS, or sentinel://"
+        )
     if part.query or part.fragment:
         raise ConfigError(
-            "TOOLCREW_REDIS_URL has options behind a '?': leave them out. TLS has TOOLCREW_REDIS_CA, _CERT and _KEY, and always checks certificates"
+            "TOOLCREW_REDIS_URL has options behind a '?': leave them out. TLS has TOOLCREW_REDIS_CA, _CERT and _KEY, "
+            "and always checks certificates"
         )
     try:
         port, database = part.port, int(part.path.strip("/") or 0)
@@ -231,7 +260,8 @@ def _check_address(part: SplitResult) -> None:
         port, database = 0, -1
     if not part.hostname or port == 0 or database < 0:
         raise ConfigError(
-            "TOOLCREW_REDIS_URL is none: write it as redis://user:password@host:6379/0, with % for special characters of a password"
+            "TOOLCREW_REDIS_URL is none: write it as redis://user:password@host:6379/0, with % for special characters "
+            "of a password"
         )
 
 
@@ -240,7 +270,8 @@ def _check_other(part: SplitResult, first: SplitResult) -> None:
     told, known = [(one.username, one.password, one.path.strip("/")) for one in (part, first)]
     if any(mine and mine != its for mine, its in zip(told, known, strict=True)):
         raise ConfigError(
-            "TOOLCREW_REDIS_URL has a user, password or database behind a later sentinel: write those of Redis in its first address"
+            "TOOLCREW_REDIS_URL has a user, password or database behind a later sentinel: write those of Redis in its "
+            "first address"
         )
 
 

@@ -1,4 +1,6 @@
-"""Keys that sign calls, results and stored records. One key signs and several are accepted, so a secret can change while calls run."""
+"""Keys that sign calls, results and stored records. One key signs and several are accepted, so a secret can change
+while calls run.
+"""
 
 import hashlib
 import hmac
@@ -9,21 +11,26 @@ from contract.errors import EnvelopeRefused
 
 KEY_ID_CHARS = 12
 UNSEAL_LUA = """
--- The text of a sealed record. Scripts cannot check signatures: they use it only to find records that are removed or wait.
+-- The text of a sealed record. Scripts cannot check signatures: they use it only to find records that are removed or
+-- wait.
 local function unsealed(text) return string.match(text or '', '^%x+%.%x+%.(.*)$') or text or '' end
 """
 
 
 @dataclass(frozen=True)
 class SigningKey:
-    """A key derived from a secret and a deployment, and the short id by which a receiver finds it. The id reveals nothing about the secret."""
+    """A key derived from a secret and a deployment, and the short id by which a receiver finds it. The id reveals
+    nothing about the secret.
+    """
 
     id: str
     key: bytes = field(repr=False)
 
     @classmethod
     def of(cls, secret: str, deployment: str = "") -> "SigningKey":
-        """Derive the key. The deployment is part of it, so that a record of one deployment is refused by every other."""
+        """Derive the key. The deployment is part of it, so that a record of one deployment is refused by every
+        other.
+        """
         key = hashlib.sha256(b"toolcrew signing v3\0" + deployment.encode() + b"\0" + secret.encode()).digest()
         return cls(hashlib.sha256(b"toolcrew key id\0" + key).hexdigest()[:KEY_ID_CHARS], key)
 
@@ -64,14 +71,17 @@ class SigningKeys:
         return f"{self.current.id}.{self.current.sign(purpose, text.encode(errors='surrogatepass'))}.{text}"
 
     def unseal(self, purpose: str, sealed: str | bytes) -> str:
-        """Return the text of a sealed record. Raises EnvelopeRefused unless an accepted key signed it for this purpose."""
+        """Return the text of a sealed record. Raises EnvelopeRefused unless an accepted key signed it for this
+        purpose.
+        """
         given = sealed.decode(errors="replace") if isinstance(sealed, bytes) else sealed
         key_id, _, rest = given.partition(".")
         signature, _, text = rest.partition(".")
         if not self.holds(key_id, purpose, text.encode(errors="surrogatepass"), signature):
             raise EnvelopeRefused(
-                f"the signature of this record ({purpose.partition(' ')[0]}) is wrong: its writer does not share TOOLCREW_SECRET with this "
-                "process. Use the same secret everywhere; if you do, another program has written to Redis",
+                f"the signature of this record ({purpose.partition(' ')[0]}) is wrong: its writer does not share "
+                "TOOLCREW_SECRET with this process. Use the same secret everywhere; if you do, another program has "
+                "written to Redis",
                 "signature",
             )
         return text
@@ -81,7 +91,8 @@ class SigningKeys:
 class ResultSeal:
     """Signs and checks the results of one tenant's calls, so that a process that can write to Redis cannot forge one.
 
-    A result is valid for one attempt: the answer "not run" of an earlier attempt must not cause that a later one, which runs, is sent again.
+    A result is valid for one attempt: the answer "not run" of an earlier attempt must not cause that a later one, which
+    runs, is sent again.
     """
 
     keys: SigningKeys
@@ -93,7 +104,9 @@ class ResultSeal:
         return self.keys.seal(self._purpose(), text)
 
     def open(self, sealed: str) -> str:
-        """Return the text of a signed result. Raises EnvelopeRefused unless an accepted key signed it for this tenant and attempt."""
+        """Return the text of a signed result. Raises EnvelopeRefused unless an accepted key signed it for this tenant
+        and attempt.
+        """
         return self.keys.unseal(self._purpose(), sealed)
 
     def _purpose(self) -> str:

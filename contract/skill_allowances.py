@@ -1,4 +1,6 @@
-"""`allowed-tools` of a SKILL.md: which calls a skill asks to make unasked. What becomes of that is its tenant's to say (orchestrator/runs/active_skills.py)."""
+"""`allowed-tools` of a SKILL.md: which calls a skill asks to make unasked. What becomes of that is its tenant's to say
+(orchestrator/runs/active_skills.py).
+"""
 
 import re
 from collections.abc import Iterable
@@ -17,7 +19,9 @@ _COMMANDS = "bash_tool"
 
 
 def parse_allowed_tools(value: Any, warnings: list[str]) -> tuple[AllowedTool, ...]:
-    """What the front matter's value names: a text of entries, or a list of them. What cannot be kept to is left out, with a warning."""
+    """What the front matter's value names: a text of entries, or a list of them. What cannot be kept to is left out,
+    with a warning.
+    """
     if value is None:
         return ()
     texts = value if isinstance(value, list) else [value]
@@ -50,10 +54,18 @@ def _entry(tool: str, about: str | None, warnings: list[str]) -> AllowedTool | N
         if about is None or about.strip() in ("*", ":*"):
             return AllowedTool(tool=name)
         words = tuple(_PREFIX_MARK.sub("", about.strip()).split())
-        if name == _COMMANDS and words and _PREFIX_MARK.search(about.strip()) and not any("*" in word for word in words):
+        if (
+            name == _COMMANDS
+            and words
+            and _PREFIX_MARK.search(about.strip())
+            and not any("*" in word for word in words)
+        ):
             return AllowedTool(tool=name, argv_prefix=words)
     except ValidationError:
         warnings.append(f"allowed-tools: {tool[:80]!r} is ignored: it is no name of a tool, or its words are too many")
         return None
-    warnings.append(f"allowed-tools: {tool[:40]}({about[:80]}) is ignored: of commands the first words can be given, as Bash(git log:*)")
+    warnings.append(
+        f"allowed-tools: {tool[:40]}({about[:80]}) is ignored: of commands the first words can be given, as Bash(git "
+        "log:*)"
+    )
     return None

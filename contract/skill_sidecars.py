@@ -1,4 +1,6 @@
-"""skill.tool.json: the file beside a SKILL.md that makes a skill a tool of its own name. Not of the standard, so that the skill stays one."""
+"""skill.tool.json: the file beside a SKILL.md that makes a skill a tool of its own name. Not of the standard, so that
+the skill stays one.
+"""
 
 import json
 from collections.abc import Collection, Mapping
@@ -22,9 +24,10 @@ class SidecarBroken(ValueError):
 
 
 class Sidecar(BaseModel):
-    """What it says. `entrypoint`: a file of the skill; `interpreter`: what runs it, None: as its first line and its suffix say; `args` json-stdin: the
-    arguments as one JSON object on standard input; argv: as `--name=value`, those that are true as `--name`, lists once for each value. `timeout`:
-    seconds; `network`: it is of no use to sandboxes without."""
+    """What it says. `entrypoint`: a file of the skill; `interpreter`: what runs it, None: as its first line and its
+    suffix say; `args` json-stdin: the arguments as one JSON object on standard input; argv: as `--name=value`, those
+    that are true as `--name`, lists once for each value. `timeout`: seconds; `network`: it is of no use to sandboxes
+    without."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -65,7 +68,9 @@ def tell_broken_sidecar(error: SidecarBroken) -> str:
 def build_skill_spec(skill: SkillSummary, sidecar: Sidecar) -> ToolSpec:
     """The tool that the skill is then. Raises SidecarBroken for a name that no tool can have."""
     if not skill.name.replace("-", "").replace("_", "").isalnum() or len(skill.name) > _NAME_CHARS:
-        raise SidecarBroken(f"a tool's name has letters, digits, - and _, at most {_NAME_CHARS}: the skill's name cannot be one")
+        raise SidecarBroken(
+            f"a tool's name has letters, digits, - and _, at most {_NAME_CHARS}: the skill's name cannot be one"
+        )
     about = f"It runs in the session's sandbox, {NO_NETWORK}" + ("; it needs network." if sidecar.network else ".")
     try:
         return ToolSpec(

@@ -1,4 +1,6 @@
-"""Agent Skills as their files say them: SKILL.md's front matter and text, and what a bundle may hold. Lenient with warnings; nothing is read here."""
+"""Agent Skills as their files say them: SKILL.md's front matter and text, and what a bundle may hold. Lenient with
+warnings; nothing is read here.
+"""
 
 import datetime
 import hashlib
@@ -19,7 +21,9 @@ LEFT_OUT = frozenset({".git", "__pycache__"})
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 MAX_BUNDLE_FILES = 2000
 MAX_ARCHIVE_BYTES = MAX_BUNDLE_BYTES + 8192 * MAX_BUNDLE_FILES
-"""A bundle as tar: beside its bytes for each file two heads, the longest name that a file system has, and what fills up its blocks."""
+"""A bundle as tar: beside its bytes for each file two heads, the longest name that a file system has, and what fills up
+its blocks.
+"""
 MAX_SKILL_FILE_BYTES = 1024 * 1024
 INTERPRETERS: Mapping[str, str] = {".py": "python3", ".sh": "bash", ".js": "node"}
 """Suffix of a script that has no line `#!` -> what runs it."""
@@ -81,7 +85,9 @@ class BundleDigest:
 
 
 def parse_skill(text: str, folder: str) -> SkillText:
-    """SKILL.md's text; `folder`: the name of the folder that it is in. Raises SkillBroken without a name or description to go by."""
+    """SKILL.md's text; `folder`: the name of the folder that it is in. Raises SkillBroken without a name or description
+    to go by.
+    """
     front, body = _split(text)
     fields, warnings = _read_front_matter(front)
     name = _text_of(fields, "name", warnings)
@@ -89,7 +95,8 @@ def parse_skill(text: str, folder: str) -> SkillText:
         raise SkillBroken("its front matter has no name: add `name: " + (folder or "my-skill") + "`")
     if not _USABLE_NAME.fullmatch(name):
         raise SkillBroken(
-            f"its name {name[:100]!r} cannot be used: take small letters, digits and single hyphens, at most {STANDARD_NAME_CHARS}"
+            f"its name {name[:100]!r} cannot be used: take small letters, digits and single hyphens, at most "
+            f"{STANDARD_NAME_CHARS}"
         )
     if not _STANDARD_NAME.fullmatch(name) or len(name) > STANDARD_NAME_CHARS:
         warnings.append(f"the name is not of small letters, digits and single hyphens, at most {STANDARD_NAME_CHARS}")
@@ -97,7 +104,9 @@ def parse_skill(text: str, folder: str) -> SkillText:
         warnings.append(f"the name {name} differs from the folder's, {folder[:100]}")
     description = _text_of(fields, "description", warnings)
     if description is None:
-        raise SkillBroken("its front matter has no description: say in a sentence what the skill does and when to use it")
+        raise SkillBroken(
+            "its front matter has no description: say in a sentence what the skill does and when to use it"
+        )
     description = _bounded(description, "description", STANDARD_DESCRIPTION_CHARS, MAX_SKILL_DESCRIPTION, warnings)
     compatibility = _text_of(fields, "compatibility", warnings)
     if compatibility is not None:
@@ -113,7 +122,9 @@ def parse_skill(text: str, folder: str) -> SkillText:
 
 
 def check_bundle(files: Iterable[BundleFile]) -> list[str]:
-    """Warnings about a bundle's files. Raises SkillBroken when they are too many, too large, or lead out of the folder."""
+    """Warnings about a bundle's files. Raises SkillBroken when they are too many, too large, or lead out of the
+    folder.
+    """
     found, size, warnings = 0, 0, []
     for file in files:
         found, size = found + 1, size + file.size
@@ -124,7 +135,10 @@ def check_bundle(files: Iterable[BundleFile]) -> list[str]:
         if found > MAX_BUNDLE_FILES:
             raise SkillBroken(f"it has more than {MAX_BUNDLE_FILES} files: leave out what the skill does not use")
         if size > MAX_BUNDLE_BYTES:
-            raise SkillBroken(f"its files are larger than {MAX_BUNDLE_BYTES // 1024 // 1024} MiB: leave out what the skill does not use")
+            raise SkillBroken(
+                f"its files are larger than {MAX_BUNDLE_BYTES // 1024 // 1024} MiB: leave out what the skill does not "
+                "use"
+            )
     return warnings
 
 
@@ -152,7 +166,9 @@ def _split(text: str) -> tuple[str, str]:
     """Front matter and body."""
     lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     if lines[0].rstrip() != "---":
-        raise SkillBroken("it has no front matter: begin SKILL.md with a line ---, `name:`, `description:` and a line ---")
+        raise SkillBroken(
+            "it has no front matter: begin SKILL.md with a line ---, `name:`, `description:` and a line ---"
+        )
     end = next((number for number, line in enumerate(lines[1:], start=1) if line.rstrip() == "---"), None)
     if end is None:
         raise SkillBroken("its front matter has no end: close it with a line ---")
@@ -180,25 +196,38 @@ def _parse_yaml(front: str) -> dict[Any, Any]:
     except SkillBroken:
         raise
     # PyYAML's constructors raise all of these for text that is tagged as something else (`!!int x`).
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (
+        yaml.YAMLError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         where = getattr(error, "problem_mark", None)
         line = f" in line {where.line + 2} of SKILL.md" if where is not None else ""
-        raise SkillBroken(f"its front matter is no YAML{line} ({getattr(error, 'problem', None) or type(error).__name__})") from error
+        raise SkillBroken(
+            f"its front matter is no YAML{line} ({getattr(error, 'problem', None) or type(error).__name__})"
+        ) from error
     if not isinstance(fields, dict):
         raise SkillBroken("its front matter is no list of `key: value`")
     return fields
 
 
 def _check_yaml(front: str) -> None:
-    """Read the events of the text, of which there are at most as many as characters, before anything is built from them.
+    """Read the events of the text, of which there are at most as many as characters, before anything is built from
+    them.
 
-    An alias, or a merge key, stands for everything that it names again: a few hundred bytes of them take seconds and gigabytes to build.
+    An alias, or a merge key, stands for everything that it names again: a few hundred bytes of them take seconds and
+    gigabytes to build.
     """
     depth = nodes = 0
     for event in yaml.parse(front, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise SkillBroken(
-                "its front matter has anchors or aliases (& or *): write each value where it is needed, or put it into quotes"
+                "its front matter has anchors or aliases (& or *): write each value where it is needed, or put it into "
+                "quotes"
             )
         if getattr(event, "tag", None) is not None:
             raise SkillBroken("its front matter has a tag (!): write the value without it, or put it into quotes")
@@ -210,11 +239,15 @@ def _check_yaml(front: str) -> None:
             depth -= 1
         nodes += isinstance(event, yaml.NodeEvent)
         if depth > _MAX_DEPTH or nodes > _MAX_NODES:
-            raise SkillBroken("its front matter is nested too deeply, or has too many values: it needs plain values only")
+            raise SkillBroken(
+                "its front matter is nested too deeply, or has too many values: it needs plain values only"
+            )
 
 
 def _parse_plain(front: str) -> dict[Any, Any] | None:
-    """Lines `key: value` as they are written, deeper ones belonging to the line above; None when it is something else."""
+    """Lines `key: value` as they are written, deeper ones belonging to the line above; None when it is something
+    else.
+    """
     fields: dict[Any, Any] = {}
     key = None
     for line in front.split("\n"):
@@ -229,7 +262,9 @@ def _parse_plain(front: str) -> dict[Any, Any] | None:
         elif line.strip() and not line.startswith("#"):
             return None
     # A structure that is broken is not text.
-    return None if any(value[:1] in ("[", "{", "|", ">", "&", "*", "!", '"', "'") for value in fields.values()) else fields
+    return (
+        None if any(value[:1] in ("[", "{", "|", ">", "&", "*", "!", '"', "'") for value in fields.values()) else fields
+    )
 
 
 def _unquoted(value: str) -> str:
@@ -257,6 +292,7 @@ def _text_of(fields: Mapping[Any, Any], key: str, warnings: list[str]) -> str | 
 def _bounded(text: str, key: str, standard: int, most: int, warnings: list[str]) -> str:
     if len(text) > standard:
         warnings.append(
-            f"{key} has {len(text)} characters, the standard allows {standard}" + (f"; it was cut at {most}" if len(text) > most else "")
+            f"{key} has {len(text)} characters, the standard allows {standard}"
+            + (f"; it was cut at {most}" if len(text) > most else "")
         )
     return text[:most]

@@ -1,7 +1,8 @@
 """Reads tar archives that a sandbox or a tenant made, in time and memory proportional to their size.
 
-The standard library's tarfile is not used for these: a PAX global header makes it copy all fields for each entry, chained extended headers exhaust
-its stack, a sparse entry of some bytes becomes gigabytes, and one of its patterns is quadratic in Python before 3.11.10.
+The standard library's tarfile is not used for these: a PAX global header makes it copy all fields for each entry,
+chained extended headers exhaust its stack, a sparse entry of some bytes becomes gigabytes, and one of its patterns is
+quadratic in Python before 3.11.10.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,14 @@ MAX_EXTENDED_BYTES = 64 * 1024
 MAX_NAME_BYTES = 4096
 
 Kind = Literal["file", "folder", "symlink", "hardlink", "special"]
-_KINDS: dict[bytes, Kind] = {b"0": "file", b"\0": "file", b"7": "file", b"1": "hardlink", b"2": "symlink", b"5": "folder"}
+_KINDS: dict[bytes, Kind] = {
+    b"0": "file",
+    b"\0": "file",
+    b"7": "file",
+    b"1": "hardlink",
+    b"2": "symlink",
+    b"5": "folder",
+}
 _SPECIAL = frozenset((b"3", b"4", b"6"))
 """Devices and pipes."""
 _EXTENDED = {b"x": "pax", b"L": "path", b"K": "linkpath"}
@@ -26,7 +34,9 @@ class TarRefused(ValueError):
 
 @dataclass(frozen=True)
 class TarEntry:
-    """One entry. `offset`: where its `size` bytes begin in the stream; 0 bytes unless it is a file. `link`: the target of a link."""
+    """One entry. `offset`: where its `size` bytes begin in the stream; 0 bytes unless it is a file. `link`: the target
+    of a link.
+    """
 
     name: str
     kind: Kind
@@ -42,9 +52,11 @@ class TarEntry:
 
 
 def read_tar(stream: IO[bytes], max_entries: int) -> Iterator[TarEntry]:
-    """The entries of the archive in `stream`, which can seek. ustar, GNU long names, and path, linkpath and size of PAX headers are understood.
+    """The entries of the archive in `stream`, which can seek. ustar, GNU long names, and path, linkpath and size of PAX
+    headers are understood.
 
-    Raises TarRefused: sparse entries, global headers, chained extended headers, sizes beyond the archive, more than `max_entries` headers.
+    Raises TarRefused: sparse entries, global headers, chained extended headers, sizes beyond the archive, more than
+    `max_entries` headers.
     """
     end = stream.seek(0, 2)
     at, fields = 0, dict[str, str]()
@@ -87,7 +99,9 @@ def _build_entry(header: bytes, flag: bytes, at: int, size: int, fields: dict[st
     link = fields.get("linkpath") or _text(header[157:257])
     if len(name.encode("utf-8", "surrogateescape")) > MAX_NAME_BYTES or "\0" in name or "\0" in link:
         raise TarRefused("an entry has a name that no file can have")
-    return TarEntry(name.rstrip("/") or name, kind, bool(_number(header[100:108]) & 0o100), at, size if kind == "file" else 0, link)
+    return TarEntry(
+        name.rstrip("/") or name, kind, bool(_number(header[100:108]) & 0o100), at, size if kind == "file" else 0, link
+    )
 
 
 def _check_header(header: bytes) -> None:

@@ -12,17 +12,21 @@ from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import ToolSpec
 
 DEFAULT_TENANT = "default"
-"""Always known. Until the first tenant is registered, every name is served with this one's policy. From then on only registered names are served, even
-after all tenants were removed."""
+"""Always known. Until the first tenant is registered, every name is served with this one's policy. From then on only
+registered names are served, even after all tenants were removed."""
 POLICY_FRESH_S = 1.0
 """How old what a process knows of the tenants may be."""
 MAX_PAUSE_REASON_CHARS = 500
 MAX_POLICY_BYTES = 256 * 1024
 """Of a signed policy. A longer one is neither written nor read."""
 VERSION_FIELD = "#version"
-"""Of the hash of tenants, no tenant's name: a new word with every change, so that one small read tells whether anything has changed."""
+"""Of the hash of tenants, no tenant's name: a new word with every change, so that one small read tells whether anything
+has changed.
+"""
 VERB_TOOLS = {"session.exec": "bash_tool", "session.write_file": "write_tool", "session.read_file": "read_tool"}
-"""Verbs of sessions that do what a tool does: what forbids the tool forbids them. All other verbs are every tenant's."""
+"""Verbs of sessions that do what a tool does: what forbids the tool forbids them. All other verbs are every
+tenant's.
+"""
 SKILL_TOOL, BASH_TOOL = "skill_tool", "bash_tool"
 NetworkPolicy = Literal["none", "egress"]
 SkillDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -42,17 +46,22 @@ class CommandRule(Record):
 
 
 class SandboxTerms(Record):
-    """The part of a tenant's policy that concerns its sandboxes. A session carries it to sandboxd, which never gives more than its class has.
+    """The part of a tenant's policy that concerns its sandboxes. A session carries it to sandboxd, which never gives
+    more than its class has.
 
     `tenant_class`: of the host (TOOLCREW_TENANT_CLASSES), which decides runtime and sizes. None: what the class says.
     """
 
-    tenant_class: str = Field(default="default", min_length=1, max_length=64, description="The class of the hosts that its sandboxes have.")
-    images: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=100)] | None = Field(
-        default=None, description="Images that its sandboxes may have."
+    tenant_class: str = Field(
+        default="default", min_length=1, max_length=64, description="The class of the hosts that its sandboxes have."
+    )
+    images: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=100)] | None = (
+        Field(default=None, description="Images that its sandboxes may have.")
     )
     network: NetworkPolicy | None = Field(default=None, description="The most that its sandboxes have of the network.")
-    workspace_bytes: int | None = Field(default=None, ge=1024 * 1024, le=2**50, description="The most that a workspace has.")
+    workspace_bytes: int | None = Field(
+        default=None, ge=1024 * 1024, le=2**50, description="The most that a workspace has."
+    )
 
 
 class TenantPolicy(Record):
@@ -67,7 +76,9 @@ class TenantPolicy(Record):
     queued: int = Field(default=10_000, ge=1, le=1_000_000, description="Calls that may wait.")
     rate_per_s: float | None = Field(default=None, ge=0.001, le=1_000_000, description="Calls begun a second.")
     burst: int = Field(default=100, ge=1, le=1_000_000, description="Calls begun at once, beyond the rate.")
-    sandboxes: int = Field(default=1000, ge=0, le=1_000_000, strict=True, description="Sessions open at a time, on all hosts together.")
+    sandboxes: int = Field(
+        default=1000, ge=0, le=1_000_000, strict=True, description="Sessions open at a time, on all hosts together."
+    )
     commands: Annotated[tuple[CommandRule, ...], Field(max_length=1000)] = Field(
         default=(), description="deny, ask or allow, as deny:bash_tool:git push; all of its rules."
     )
@@ -76,7 +87,9 @@ class TenantPolicy(Record):
     """None of its calls and runs starts; `pause_reason` says why."""
     pause_reason: str = Field(default="", max_length=MAX_PAUSE_REASON_CHARS)
     is_removed: bool = False
-    """The tenant was removed. Its name stays reserved, because its runs, files and checkpoints may still be stored under it."""
+    """The tenant was removed. Its name stays reserved, because its runs, files and checkpoints may still be stored
+    under it.
+    """
     trusted_skills: Annotated[tuple[SkillDigest, ...], Field(max_length=1000)] = Field(
         default=(), description="Digests of skills whose allowed-tools need no approval once a run has loaded them."
     )
@@ -90,17 +103,20 @@ class TenantPolicy(Record):
 
 
 def tools_of(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tools by which a call is judged, its own first: each must be allowed and on. By prepared arguments, those that the tool will get: there are
-    no aliases in them, and defaults stand where nothing was given.
+    """The tools by which a call is judged, its own first: each must be allowed and on. By prepared arguments, those
+    that the tool will get: there are no aliases in them, and defaults stand where nothing was given.
 
-    A skill that runs does what bash does: what forbids that one, turns it off or asks about it does so with the call."""
+    A skill that runs does what bash does: what forbids that one, turns it off or asks about it does so with the
+    call."""
     if spec.is_installed_skill:
         return (spec.name, SKILL_TOOL, BASH_TOOL)
     if spec.name != SKILL_TOOL or arguments.get("action") != "run":
         return (spec.name,)
     name = arguments.get("name")
     # Without a script it is the tool that the skill is.
-    return (SKILL_TOOL, BASH_TOOL) if "script" in arguments or not isinstance(name, str) else (SKILL_TOOL, BASH_TOOL, name)
+    return (
+        (SKILL_TOOL, BASH_TOOL) if "script" in arguments or not isinstance(name, str) else (SKILL_TOOL, BASH_TOOL, name)
+    )
 
 
 REGISTERED_LUA = (
@@ -116,13 +132,16 @@ end
 
 
 def say_subject(name: str, used: str) -> str:
-    """What a refusal of the call for the sake of `used`, one of its tools, is about: the words before "is forbidden"."""
+    """What a refusal of the call for the sake of `used`, one of its tools, is about: the words before "is
+    forbidden".
+    """
     return "it" if used == name else f"it would run a program as {used} does, which"
 
 
 def seal_policy(keys: SigningKeys, tenant: str, policy: TenantPolicy) -> str:
     """Return the signed policy. It is valid for this tenant only."""
-    # Only fields that differ from the default: a release with one more field can still be read by its neighbour until the field is used.
+    # Only fields that differ from the default: a release with one more field can still be read by its neighbour until
+    # the field is used.
     return keys.seal(f"policy {tenant}", policy.model_dump_json(exclude_defaults=True))
 
 
@@ -130,16 +149,23 @@ def parse_policy(keys: SigningKeys, tenant: str, sealed: bytes) -> TenantPolicy:
     """Return the tenant's policy. Raises ConfigError with what is wrong and what to do."""
     advice = f"run the same release everywhere, or set it again (toolcrew tenants set {tenant} --from FILE)"
     if len(sealed) > MAX_POLICY_BYTES:
-        raise ConfigError(f"the policy of tenant {tenant} is larger than {MAX_POLICY_BYTES} bytes, so nothing is served for it: {advice}")
+        raise ConfigError(
+            f"the policy of tenant {tenant} is larger than {MAX_POLICY_BYTES} bytes, so nothing is served for it: "
+            f"{advice}"
+        )
     try:
         return TenantPolicy.model_validate_json(keys.unseal(f"policy {tenant}", sealed), strict=True)
     except EnvelopeRefused as error:
-        raise RecordRefused(f"the policy of tenant {tenant} cannot be verified, so nothing is served for it: {advice}. {error}") from error
+        raise RecordRefused(
+            f"the policy of tenant {tenant} cannot be verified, so nothing is served for it: {advice}. {error}"
+        ) from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         told = f"{where}: {first['msg']}" if where else first["msg"]
-        raise ConfigError(f"the policy of tenant {tenant} cannot be read ({told}), so nothing is served for it: {advice}") from error
+        raise ConfigError(
+            f"the policy of tenant {tenant} cannot be read ({told}), so nothing is served for it: {advice}"
+        ) from error
 
 
 def parse_tenants(keys: SigningKeys, told: Mapping[bytes, bytes]) -> dict[str, TenantPolicy | ConfigError]:

@@ -26,7 +26,9 @@ _LIMITS = {
 
 
 def render_tool(spec: ToolSpec) -> str:
-    """Description, parameters, limits, flags and other names of the parameters; headed by the tool's name as a second-level heading."""
+    """Description, parameters, limits, flags and other names of the parameters; headed by the tool's name as a
+    second-level heading.
+    """
     parts = [f"## {spec.name}", spec.description, "\n".join(_parameter_rows(spec)), "\n".join(_facts(spec))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -72,9 +74,16 @@ def _facts(spec: ToolSpec) -> Iterator[str]:
     flags = ("requires_permission", "dangerous", "read_only", "idempotent")
     yield "- Flags: " + (", ".join(flag for flag in flags if getattr(spec, flag)) or "none") + "."
     if spec.command_parameter is not None:
-        yield f"- Judged by the command in `{spec.command_parameter}`: catastrophic ones are refused, dangerous ones asked about."
+        yield (
+            f"- Judged by the command in `{spec.command_parameter}`: catastrophic ones are refused, dangerous ones "
+            "asked about."
+        )
     if spec.aliases:
-        yield "- Other names that are understood: " + ", ".join(f"`{alias}` for `{name}`" for alias, name in spec.aliases.items()) + "."
+        yield (
+            "- Other names that are understood: "
+            + ", ".join(f"`{alias}` for `{name}`" for alias, name in spec.aliases.items())
+            + "."
+        )
 
 
 def _code(value: object) -> str:

@@ -13,7 +13,9 @@ _NOTHING = "0"
 
 @dataclass(frozen=True, slots=True)
 class SpanRef:
-    """A span, by the ids of its trace and its own in hexadecimal. `is_sampled`: it is recorded, and so is what belongs to it."""
+    """A span, by the ids of its trace and its own in hexadecimal. `is_sampled`: it is recorded, and so is what belongs
+    to it.
+    """
 
     trace_id: str
     span_id: str
@@ -46,7 +48,9 @@ Traceparent = Annotated[str, AfterValidator(_check)]
 
 
 def derive_id(*parts: str) -> str:
-    """64 hexadecimal digits made of these names. Whoever knows them finds the same id: another process that goes on with a run, and a run's trace file."""
+    """64 hexadecimal digits made of these names. Whoever knows them finds the same id: another process that goes on
+    with a run, and a run's trace file.
+    """
     return hashlib.sha256("\0".join(("toolcrew", *parts)).encode(errors="surrogatepass")).hexdigest()
 
 

@@ -66,7 +66,9 @@ def read_output(path: Path) -> Output:
             row = json.loads(line)
             rows.setdefault(row["custom_id"], []).append(row)
         except (ValueError, KeyError, TypeError, RecursionError):
-            notes.append(f"{path.name}:{number}: not a row: if the batch still runs or was killed, resume it and check again")
+            notes.append(
+                f"{path.name}:{number}: not a row: if the batch still runs or was killed, resume it and check again"
+            )
     return Output(rows, notes)
 
 
@@ -97,8 +99,14 @@ def judge_answer(line: Mapping[str, Any], row: Row) -> Verdict:
     answer = find_answer(reply)
     if answer is None:
         return Verdict(name, "wrong", f"no line begins with ANSWER: in {reply[-MAX_TOLD_CHARS:]!r}")
-    is_right = is_number(answer, expected, float(line["tolerance"])) if line["kind"] == "number" else _plain(answer) == _plain(expected)
-    return Verdict(name, "right" if is_right else "wrong", expected if is_right else f"expected {expected!r}, came {answer!r}")
+    is_right = (
+        is_number(answer, expected, float(line["tolerance"]))
+        if line["kind"] == "number"
+        else _plain(answer) == _plain(expected)
+    )
+    return Verdict(
+        name, "right" if is_right else "wrong", expected if is_right else f"expected {expected!r}, came {answer!r}"
+    )
 
 
 def find_reply(row: Row) -> str | None:
@@ -143,11 +151,17 @@ def print_table(verdicts: Sequence[Verdict], output: Output) -> bool:
     unknown = sorted(output.rows.keys() - {verdict.item for verdict in verdicts})
     notes = [
         *output.notes,
-        *(f"the row {name!r} belongs to no item of this batch: check the file that this batch wrote" for name in unknown),
+        *(
+            f"the row {name!r} belongs to no item of this batch: check the file that this batch wrote"
+            for name in unknown
+        ),
     ]
     for note in notes:
         sys.stdout.write(f"note: {_printable(note)}\n")
-    counts = {word: sum(verdict.word == word for verdict in verdicts) for word in ("right", "wrong", "failed", "missing", "twice")}
+    counts = {
+        word: sum(verdict.word == word for verdict in verdicts)
+        for word in ("right", "wrong", "failed", "missing", "twice")
+    }
     rest = ", ".join(f"{count} {word}" for word, count in counts.items() if count and word != "right")
     sys.stdout.write(f"{counts['right']} of {len(verdicts)} right{f'; {rest}' if rest else ''}\n")
     return counts["right"] == len(verdicts) and not notes
@@ -158,12 +172,18 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def run_check(folder: Path, description: str, build_judge: Callable[[argparse.Namespace], Judge], *, needs_artifacts: bool = False) -> int:
+def run_check(
+    folder: Path, description: str, build_judge: Callable[[argparse.Namespace], Judge], *, needs_artifacts: bool = False
+) -> int:
     """The whole program of a check.py: 0 all right, 1 not all, 2 nothing could be judged."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="what the batch wrote with --output")
-    parser.add_argument("--expected", type=Path, default=folder / "expected.jsonl", help="default: the one beside this script")
-    parser.add_argument("--artifacts", type=Path, metavar="DIR", required=needs_artifacts, help="where the batch put the items' files")
+    parser.add_argument(
+        "--expected", type=Path, default=folder / "expected.jsonl", help="default: the one beside this script"
+    )
+    parser.add_argument(
+        "--artifacts", type=Path, metavar="DIR", required=needs_artifacts, help="where the batch put the items' files"
+    )
     asked = parser.parse_args()
     try:
         expected = read_jsonl(asked.expected, "make it first, as the README beside it tells")

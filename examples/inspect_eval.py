@@ -1,6 +1,8 @@
-"""An evaluation with Inspect on sandboxes of the pool that TOOLCREW_REDIS_URL names. The model is Inspect's mock, which plays what is written here.
+"""An evaluation with Inspect on sandboxes of the pool that TOOLCREW_REDIS_URL names. The model is Inspect's mock, which
+plays what is written here.
 
-Run it: python examples/inspect_eval.py [LOG_FOLDER], or with a model of yours: inspect eval examples/inspect_eval.py --model openai/gpt-5
+Run it: python examples/inspect_eval.py [LOG_FOLDER], or with a model of yours: inspect eval examples/inspect_eval.py
+--model openai/gpt-5
 """
 
 import sys
@@ -35,7 +37,9 @@ def sums() -> Task:
         )
         for numbers in ([1, 2, 3], [10, 20, 30, 40])
     ]
-    return Task(dataset=samples, solver=[use_tools(bash(timeout=30)), generate()], scorer=sum_is_written(), sandbox="toolcrew")
+    return Task(
+        dataset=samples, solver=[use_tools(bash(timeout=30)), generate()], scorer=sum_is_written(), sandbox="toolcrew"
+    )
 
 
 def play(messages: list[ChatMessage], tools: list[ToolInfo], choice: ToolChoice, config: GenerateConfig) -> ModelOutput:
@@ -54,7 +58,11 @@ def main() -> int:
     log = eval(sums(), model=model, display="plain", log_dir=sys.argv[1] if len(sys.argv) > 1 else "logs")[0]
     for sample in log.samples or []:
         print(sample.id, sample.target, {name: score.answer for name, score in (sample.scores or {}).items()})
-    return 0 if log.status == "success" and all(s.scores and s.scores["sum_is_written"].value for s in log.samples or []) else 1
+    return (
+        0
+        if log.status == "success" and all(s.scores and s.scores["sum_is_written"].value for s in log.samples or [])
+        else 1
+    )
 
 
 if __name__ == "__main__":

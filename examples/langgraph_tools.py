@@ -1,4 +1,6 @@
-"""A LangGraph agent whose tools run in a sandbox. The model is scripted, so it runs without network: put a chat model of yours in its place."""
+"""A LangGraph agent whose tools run in a sandbox. The model is scripted, so it runs without network: put a chat model
+of yours in its place.
+"""
 
 import asyncio
 import os
@@ -17,7 +19,13 @@ SCRIPT = [
     AIMessage("", tool_calls=[{"id": "call_1", "name": "read_tool", "args": {"file_path": "/workspace/numbers.txt"}}]),
     AIMessage(
         "",
-        tool_calls=[{"id": "call_2", "name": "bash_tool", "args": {"command": "seq 5 > numbers.txt; echo $(($(paste -sd+ numbers.txt)))"}}],
+        tool_calls=[
+            {
+                "id": "call_2",
+                "name": "bash_tool",
+                "args": {"command": "seq 5 > numbers.txt; echo $(($(paste -sd+ numbers.txt)))"},
+            }
+        ],
     ),
     AIMessage("There was no such file, so I made one. The sum is 15."),
 ]

@@ -1,4 +1,6 @@
-"""An agent of the OpenAI Agents SDK whose tools run in a sandbox, and whose run stops for a yes. The model is scripted, so it runs without network."""
+"""An agent of the OpenAI Agents SDK whose tools run in a sandbox, and whose run stops for a yes. The model is scripted,
+so it runs without network.
+"""
 
 import asyncio
 import os
@@ -11,7 +13,11 @@ from orchestrator.adapters.openai_agents import as_agents_tools
 
 MODEL = ScriptedModel(
     [
-        [function_call("write_tool", {"file_path": "/workspace/numbers.txt", "content": "1\n2\n3\n4\n5\n"}, call_id="call_1")],
+        [
+            function_call(
+                "write_tool", {"file_path": "/workspace/numbers.txt", "content": "1\n2\n3\n4\n5\n"}, call_id="call_1"
+            )
+        ],
         [function_call("bash_tool", {"command": "echo $(($(paste -sd+ numbers.txt)))"}, call_id="call_2")],
         [assistant_message("The sum is 15.")],
     ]

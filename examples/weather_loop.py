@@ -1,7 +1,9 @@
-"""The tool loop by JSON decisions, whole: the user asks, the model decides to call a tool, its result is injected, the model replies.
+"""The tool loop by JSON decisions, whole: the user asks, the model decides to call a tool, its result is injected, the
+model replies.
 
-From the project's folder: `python examples/weather_loop.py`. A fixed script plays the model; `--model NAME` asks the model of that name at
-the endpoint that the environment names. `--model local` asks the small one on this machine, which calls well but seldom finds the end.
+From the project's folder: `python examples/weather_loop.py`. A fixed script plays the model; `--model NAME` asks the
+model of that name at the endpoint that the environment names. `--model local` asks the small one on this machine, which
+calls well but seldom finds the end.
 """
 
 import argparse

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from orchestrator.sdk.client import ToolClient
     from orchestrator.sdk.local_tools import LocalTools
     from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
-    from orchestrator.sdk.tool_loop import ContextEngine, ToolLoopDeps, create_output_controller, create_tool_registry, run_tool_loop
+    from orchestrator.sdk.tool_loop import (
+        ContextEngine,
+        ToolLoopDeps,
+        create_output_controller,
+        create_tool_registry,
+        run_tool_loop,
+    )
 
 _HOMES = {
     "AIMessage": "orchestrator.loop.chat_messages",

@@ -1,4 +1,6 @@
-"""`python -m orchestrator`: the command `toolcrew`, for programs that know the interpreter and not where commands lie."""
+"""`python -m orchestrator`: the command `toolcrew`, for programs that know the interpreter and not where commands
+lie.
+"""
 
 from orchestrator.cli.main import main
 

@@ -16,10 +16,12 @@ CANCELLED = "CANCELLED"
 
 
 class CallSpans:
-    """Spans of a call while it is made. `is_own`: the span of the call itself is this one's to end; else a run has it. `leave`: takes spans of a call that
-    is given up here; None: they end."""
+    """Spans of a call while it is made. `is_own`: the span of the call itself is this one's to end; else a run has it.
+    `leave`: takes spans of a call that is given up here; None: they end."""
 
-    def __init__(self, tracer: Tracer, span: Span, *, is_own: bool, leave: Callable[[Span], None] | None = None) -> None:
+    def __init__(
+        self, tracer: Tracer, span: Span, *, is_own: bool, leave: Callable[[Span], None] | None = None
+    ) -> None:
         self.span = span
         self._leave = leave
         self._tracer = tracer
@@ -54,7 +56,9 @@ class CallSpans:
         # Whoever goes on with the call in another process finds the same id.
         ref = SpanRef(parent.trace_id, attempt_span_id(call.id, attempt), parent.is_sampled)
         links = [earlier.ref] if earlier is not None else []
-        self._attempt = self._tracer.start(f"send {call.name}", told, kind="producer", parent=parent, ref=ref, links=links)
+        self._attempt = self._tracer.start(
+            f"send {call.name}", told, kind="producer", parent=parent, ref=ref, links=links
+        )
         return self._attempt
 
     def finish(self, result: ToolResult | None) -> None:

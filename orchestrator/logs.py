@@ -16,8 +16,8 @@ log = get_logger(__name__)
 
 
 def configure_logging(settings: OrchestratorSettings, service: str = "orchestrator") -> None:
-    """For a service: what the orchestrator's parts have to say goes to stderr, one event a line, as the workers write it; so what libraries
-    warn of, Python's own warnings, and what nobody has caught."""
+    """For a service: what the orchestrator's parts have to say goes to stderr, one event a line, as the workers write
+    it; so what libraries warn of, Python's own warnings, and what nobody has caught."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(RecordLines(build_lines(settings.log_format, service, secrets_of_settings(settings))))
     root = logging.getLogger()
@@ -30,11 +30,13 @@ def configure_logging(settings: OrchestratorSettings, service: str = "orchestrat
 
 
 def build_lines(form: LogFormat | None, service: str, secrets: Mapping[str, str]) -> LogLines:
-    """Lines for this process's stderr. `form` None: for a person when that is a terminal, else for programs. `secrets`: beside those of the
-    environment, name -> value."""
+    """Lines for this process's stderr. `form` None: for a person when that is a terminal, else for programs. `secrets`:
+    beside those of the environment, name -> value."""
     is_terminal = sys.stderr.isatty()
     masker = Masker({**secrets_of_environment(), **secrets})
-    return LogLines(form or ("console" if is_terminal else "json"), masker, {"service": service}, is_colored=is_terminal)
+    return LogLines(
+        form or ("console" if is_terminal else "json"), masker, {"service": service}, is_colored=is_terminal
+    )
 
 
 def _say_uncaught() -> None:

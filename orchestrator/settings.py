@@ -22,7 +22,9 @@ _WEB_URL = r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$"
 class OrchestratorSettings(BaseSettings):
     """Every field is `TOOLCREW_<NAME>`; the model's own variables keep their usual names."""
 
-    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True
+    )
 
     redis_url: SecretStr | None = None
     deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -42,7 +44,9 @@ class OrchestratorSettings(BaseSettings):
     dialect: Literal["native", "tags", "json", "auto"] = "native"
     approvals: Literal["auto", "ask", "never", "queue"] = "ask"
     approvers: Literal["tenant", "operator"] = "tenant"
-    """Who answers what waits in the queue of questions: also the tenant whose call it is, or operators alone (docs/approvals.md)."""
+    """Who answers what waits in the queue of questions: also the tenant whose call it is, or operators alone
+    (docs/approvals.md).
+    """
     approval_wait_s: float = Field(default=300.0, gt=0, le=7 * 86_400)
     """How long a call waits for its answer."""
     approval_policy: Path | None = None
@@ -83,7 +87,9 @@ class OrchestratorSettings(BaseSettings):
     page_url: str | None = Field(default=None, pattern=_WEB_URL)
     """Where people reach the API's pages: Flower links to the page of a call."""
     trace_url: str | None = Field(default=None, pattern=r"^https?://[^\s\"'<>]*\{trace_id\}[^\s\"'<>]*$")
-    """Where people look at a trace, with {trace_id} in place of its id: pages of runs link to it while tracing is on."""
+    """Where people look at a trace, with {trace_id} in place of its id: pages of runs link to it while tracing is
+    on.
+    """
     embedded_flower: bool = True
     embedded_api: bool = True
     """False leaves it out of an embedded stack, which then starts sooner and is smaller."""
@@ -97,12 +103,19 @@ class OrchestratorSettings(BaseSettings):
         """What both sides must agree on. Raises ConfigError when no Redis is named."""
         chosen = SecretStr(url) if url else self.redis_url
         if chosen is None:
-            raise ConfigError("TOOLCREW_REDIS_URL is not set: set it to the pool's Redis, or use ToolClient.embedded() or `toolcrew up`")
-        return BrokerSettings.model_validate({name: getattr(self, name) for name in BrokerSettings.model_fields} | {"redis_url": chosen})
+            raise ConfigError(
+                "TOOLCREW_REDIS_URL is not set: set it to the pool's Redis, or use ToolClient.embedded() or `toolcrew "
+                "up`"
+            )
+        return BrokerSettings.model_validate(
+            {name: getattr(self, name) for name in BrokerSettings.model_fields} | {"redis_url": chosen}
+        )
 
     def needs_egress(self) -> bool:
         """Whether an embedded stack has to have an egress proxy of its own."""
-        return self.egress_socket is None and any(terms.get("network") == "egress" for terms in self.tenant_classes.values())
+        return self.egress_socket is None and any(
+            terms.get("network") == "egress" for terms in self.tenant_classes.values()
+        )
 
     def for_children(self) -> dict[str, str]:
         """What the processes of an embedded stack must share with this one, as environment variables."""
@@ -143,12 +156,16 @@ def is_interactive() -> bool:
 
 
 def program(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command of a program of ours. -P: in the folder where it is started there may be anything, also a package of a name that it imports."""
+    """The command of a program of ours. -P: in the folder where it is started there may be anything, also a package of
+    a name that it imports.
+    """
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def secrets_of_environment() -> dict[str, str]:
-    """What this process's environment holds under names of secrets (..._API_KEY, ..._TOKEN, ..._SECRET, ..._PASSWORD), for masking it."""
+    """What this process's environment holds under names of secrets (..._API_KEY, ..._TOKEN, ..._SECRET, ..._PASSWORD),
+    for masking it.
+    """
     return {name: value for name, value in os.environ.items() if value and SECRET_NAME.search(name)}
 
 

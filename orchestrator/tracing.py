@@ -1,4 +1,6 @@
-"""Which run and which call this task is at work for, and the spans that are made of that. Used only while tracing is on."""
+"""Which run and which call this task is at work for, and the spans that are made of that. Used only while tracing is
+on.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,8 +25,11 @@ _RUN: ContextVar[RunSpans | None] = ContextVar("toolcrew-run-spans", default=Non
 _CALL: ContextVar[CallSpans | None] = ContextVar("toolcrew-call-spans", default=None)
 
 
-def open_process_tracer(settings: OrchestratorSettings | None = None, secrets: Mapping[str, str] | None = None) -> Tracer | None:
-    """The tracer of this process's clients; None: tracing is off. What settings, environment and `secrets` (kind -> value) hold is masked.
+def open_process_tracer(
+    settings: OrchestratorSettings | None = None, secrets: Mapping[str, str] | None = None
+) -> Tracer | None:
+    """The tracer of this process's clients; None: tracing is off. What settings, environment and `secrets` (kind ->
+    value) hold is masked.
 
     Raises ConfigError with what is missing or wrong.
     """
@@ -66,12 +71,16 @@ def current_run() -> RunSpans | None:
 
 
 @contextmanager
-def call_spans(tracer: Tracer, call: ToolCall, tenant: str, session: str | None, run: str | None) -> Iterator[CallSpans]:
+def call_spans(
+    tracer: Tracer, call: ToolCall, tenant: str, session: str | None, run: str | None
+) -> Iterator[CallSpans]:
     """What is done in the block is done for that call: a run's has its span already, any other gets one."""
     of_run = _RUN.get()
     span = of_run.call(call.id) if of_run is not None else None
     leave = of_run.leave if of_run is not None else None
-    spans = CallSpans(tracer, span or _begin(tracer, call, tenant, session, run, of_run), is_own=span is None, leave=leave)
+    spans = CallSpans(
+        tracer, span or _begin(tracer, call, tenant, session, run, of_run), is_own=span is None, leave=leave
+    )
     token = _CALL.set(spans)
     try:
         yield spans
@@ -85,7 +94,9 @@ def current_call() -> CallSpans | None:
     return _CALL.get()
 
 
-def _begin(tracer: Tracer, call: ToolCall, tenant: str, session: str | None, run: str | None, of_run: RunSpans | None) -> Span:
+def _begin(
+    tracer: Tracer, call: ToolCall, tenant: str, session: str | None, run: str | None, of_run: RunSpans | None
+) -> Span:
     who: Attributes = {names.TENANT: tenant, names.SESSION: session, names.RUN: run, names.CONVERSATION: session or run}
     parent = of_run.span.ref if of_run is not None else tracer.ambient()
     root = tracer.root() if parent is None else parent

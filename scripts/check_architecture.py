@@ -43,7 +43,16 @@ ARROWS: dict[str, frozenset[str]] = {
 # Package -> third-party modules it may import; a package that is not named may import any that has no wall.
 THIRD_PARTY: dict[str, frozenset[str]] = {
     "contract": frozenset(
-        {"annotated_types", "jsonschema", "pydantic", "pydantic_core", "pydantic_settings", "referencing", "typing_extensions", "yaml"}
+        {
+            "annotated_types",
+            "jsonschema",
+            "pydantic",
+            "pydantic_core",
+            "pydantic_settings",
+            "referencing",
+            "typing_extensions",
+            "yaml",
+        }
     ),
     "guest": frozenset(),
 }
@@ -95,7 +104,7 @@ ACTING_MODULES = (
 ACTING_CALLS = frozenset({"open", "print", "input"})
 ACTING_METHODS = frozenset({"read_bytes", "read_text", "write_bytes", "write_text"})
 
-MAX_LINES = 800
+MAX_LINES = 900
 # Checked for length and docstring only.
 OTHER_SOURCES = ("scripts", "tests", "benchmarks")
 

@@ -63,14 +63,17 @@ async def demo_model(settings: OrchestratorSettings, console: Console) -> AsyncI
     columns = TextColumn("weights of the local model"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("weights", total=None, visible=False)
-        context = choose_model(settings, progress=lambda there, total: bar.update(task, completed=there, total=total, visible=True))
+        context = choose_model(
+            settings, progress=lambda there, total: bar.update(task, completed=there, total=total, visible=True)
+        )
         try:
             chosen = await context.__aenter__()
         except (ConfigError, ModelUnavailable) as error:
             if settings.openai_base_url or settings.openai_api_key or settings.model:
                 raise
             console.print(
-                f"[bold red]no model to be had[/]: {error}\n[bold red]The scripted model stands in: it plays a fixed part, nothing is thought.[/]"
+                f"[bold red]no model to be had[/]: {error}\n[bold red]The scripted model stands in: it plays a fixed "
+                "part, nothing is thought.[/]"
             )
             context = choose_model(settings, SCRIPTED)
             chosen = await context.__aenter__()
@@ -88,7 +91,8 @@ async def run_jobs(folder: Path, jobs: list[Job], console: Console) -> bool:
     async with demo_model(settings, console) as chosen, ToolClient.embedded(settings=settings) as client:
         assert client.stack is not None
         console.print(
-            f"model {chosen.model.name} and stack are up after {time.monotonic() - started:.1f} s: redis, sandboxd, worker, Flower\n"
+            f"model {chosen.model.name} and stack are up after {time.monotonic() - started:.1f} s: redis, sandboxd, "
+            "worker, Flower\n"
         )
         for number, job in enumerate(jobs, start=1):
             console.rule(f"job {number} of {len(jobs)}: {job.instruction}", align="left")
@@ -96,7 +100,9 @@ async def run_jobs(folder: Path, jobs: list[Job], console: Console) -> bool:
             is_right = job.fact in result.answer
             right += is_right
             console.print(
-                f"[bold green]right[/]: it says {job.fact}\n" if is_right else f"[bold red]wrong[/]: the answer should say {job.fact}\n"
+                f"[bold green]right[/]: it says {job.fact}\n"
+                if is_right
+                else f"[bold red]wrong[/]: the answer should say {job.fact}\n"
             )
         console.print(f"{right} of {len(jobs)} answers are right, {time.monotonic() - started:.1f} s in all")
     return right == len(jobs)

@@ -1,4 +1,6 @@
-"""Takes the pages that lie outside of docs/ into the site, and turns links between files of the repository into links between its pages."""
+"""Takes the pages that lie outside of docs/ into the site, and turns links between files of the repository into links
+between its pages.
+"""
 
 import posixpath
 import re
@@ -38,7 +40,9 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     here = page.file.src_uri
     file = _INSIDE.get(here, f"docs/{here}")
     parts = _FENCE.split(markdown)
-    return "".join(part if number % 2 else _LINK.sub(lambda found: _turned(found, file), part) for number, part in enumerate(parts))
+    return "".join(
+        part if number % 2 else _LINK.sub(lambda found: _turned(found, file), part) for number, part in enumerate(parts)
+    )
 
 
 def _turned(found: "re.Match[str]", file: str) -> str:
@@ -49,6 +53,7 @@ def _turned(found: "re.Match[str]", file: str) -> str:
     if target.startswith("docs/"):
         return f"]({target.removeprefix('docs/')}{mark})"
     log.warning(
-        f"{file} links to {found[1]}, which is no page of the site: name it as `code`, or take it into OUTSIDE of scripts/docs_hooks.py"
+        f"{file} links to {found[1]}, which is no page of the site: name it as `code`, or take it into OUTSIDE of "
+        "scripts/docs_hooks.py"
     )
     return found[0]

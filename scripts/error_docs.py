@@ -42,7 +42,9 @@ MODEL = "the next move is the model's; nothing is wrong with the deployment"
 DO = {
     ErrorCode.TOOL_NOT_FOUND: "check the name: `toolcrew tools ls`",
     ErrorCode.TOOL_DISABLED: "`toolcrew tools ls` says who turned it off, and why; `toolcrew tools enable NAME`",
-    ErrorCode.PERMISSION_DENIED: "an approval ([approvals.md](approvals.md)), the tenant's policy ([tenants.md](tenants.md)), or the file's mode",
+    ErrorCode.PERMISSION_DENIED: (
+        "an approval ([approvals.md](approvals.md)), the tenant's policy ([tenants.md](tenants.md)), or the file's mode"
+    ),
     ErrorCode.SECURITY_REFUSED: "nothing: it holds whoever asks ([SECURITY.md](../SECURITY.md))",
     ErrorCode.NO_SPACE: "make room, or give the tenant a larger workspace (`toolcrew tenants set --workspace-bytes`)",
     ErrorCode.TIMEOUT: "give the call longer (`timeout`), or run it in the background",
@@ -66,11 +68,17 @@ API = {
     ApiCode.METHOD_NOT_ALLOWED: ("the address does not take that method", "the header `Allow` says which"),
     ApiCode.MALFORMED_REQUEST: ("the body or a parameter cannot be read", "`errors` says which part"),
     ApiCode.BODY_TOO_LARGE: ("the body is larger than the address takes", "send less, or files one by one"),
-    ApiCode.UNSUPPORTED_MEDIA_TYPE: ("the body is of another type than the address takes", "send the type that `/openapi.json` names"),
+    ApiCode.UNSUPPORTED_MEDIA_TYPE: (
+        "the body is of another type than the address takes",
+        "send the type that `/openapi.json` names",
+    ),
     ApiCode.TOO_SLOW: ("the body did not come in time", "send it again, faster"),
     ApiCode.TOO_MANY_REQUESTS: ("the key has made too many requests", "wait for `Retry-After`; `TOOLCREW_API_RATE`"),
     ApiCode.CONFLICT: ("what is there does not allow it now", "read it again, then decide"),
-    ApiCode.IDEMPOTENCY_MISMATCH: ("the idempotency key was used for another request", "make a new one for each request"),
+    ApiCode.IDEMPOTENCY_MISMATCH: (
+        "the idempotency key was used for another request",
+        "make a new one for each request",
+    ),
     ApiCode.IDEMPOTENCY_IN_PROGRESS: ("the request of that idempotency key is still worked", "ask again in a moment"),
     ApiCode.NOT_READY: ("the service has no connection to its Redis", "see `/readyz` and its log"),
 }
@@ -89,15 +97,20 @@ REASONS: dict[str, str] = {
 def build_page() -> str:
     """The whole page. Raises KeyError for a code without words."""
     rows = "".join(
-        f"| `{code.value}` | {'operator' if code in OPERATOR_CODES else 'model'} | {status_of(code)} | {'FAILURE' if code in OPERATOR_CODES else 'SUCCESS'} | {MEANINGS[code]} | {DO.get(code, MODEL)} |\n"
+        (
+            f"| `{code.value}` | {'operator' if code in OPERATOR_CODES else 'model'} | {status_of(code)} | "
+            f"{'FAILURE' if code in OPERATOR_CODES else 'SUCCESS'} | {MEANINGS[code]} | {DO.get(code, MODEL)} |\n"
+        )
         for code in ErrorCode
     )
     api = "".join(f"| `{code.value}` | {status_of(code)} | {API[code][0]} | {API[code][1]} |\n" for code in ApiCode)
     reasons = "".join(f"| `{reason}` | {REASONS[reason]} |\n" for reason in get_args(RefusalReason))
     return (
-        f"{INTRO}{rows}\n## Codes of the API alone\n\nOf requests that do not get as far as the pool ([api.md](api.md)).\n\n"
-        f"| code | HTTP | means | what to do |\n|---|---|---|---|\n{api}\n## What workers refuse\n\nCounted by reason in "
-        f"`toolcrew_refused_envelopes_total` ([metrics.md](metrics.md)); nothing of it was run.\n\n| reason | means |\n|---|---|\n{reasons}"
+        f"{INTRO}{rows}\n## Codes of the API alone\n\nOf requests that do not get as far as the pool "
+        "([api.md](api.md)).\n\n"
+        f"| code | HTTP | means | what to do |\n|---|---|---|---|\n{api}\n## What workers refuse\n\nCounted by reason "
+        "in `toolcrew_refused_envelopes_total` ([metrics.md](metrics.md)); nothing of it was run.\n\n| reason | means "
+        f"|\n|---|---|\n{reasons}"
     )
 
 

@@ -63,14 +63,22 @@ def build_page() -> str:
 def _operation(path: str, method: str, told: Mapping[str, Any]) -> str:
     lines = [f"\n### {method.upper()} {path}\n\n{_text(told.get('description') or told.get('summary'))}\n"]
     rows = [
-        f"| `{one['name']}` | {one['in']} | {_type(one.get('schema', {}))}{', required' if one.get('required') else ''} | {_cell(one.get('description'))} |\n"
+        (
+            f"| `{one['name']}` | {one['in']} | "
+            f"{_type(one.get('schema', {}))}{', required' if one.get('required') else ''} | "
+            f"{_cell(one.get('description'))} |\n"
+        )
         for one in told.get("parameters", [])
     ]
     if rows:
         lines.append("\n| parameter | in | type | means |\n|---|---|---|---|\n" + "".join(rows))
     body = told.get("requestBody", {}).get("content", {})
     if body:
-        lines.append("\nBody: " + ", ".join(f"`{kind}` {_type(one.get('schema', {}))}".rstrip() for kind, one in body.items()) + ".\n")
+        lines.append(
+            "\nBody: "
+            + ", ".join(f"`{kind}` {_type(one.get('schema', {}))}".rstrip() for kind, one in body.items())
+            + ".\n"
+        )
     answers = [
         f"{status}{' ' + _type(schema) if (schema := next(iter(one.get('content', {}).values()), {}).get('schema')) else ''}"
         for status, one in told["responses"].items()
@@ -105,7 +113,11 @@ def _type(schema: Mapping[str, Any]) -> str:
     kind = schema.get("type", "anything")
     if kind == "array":
         return f"list of {_type(schema.get('items', {}))}"
-    return "bytes" if schema.get("format") == "binary" else (kind if isinstance(kind, str) else " or ".join(kind)) + _bounds(schema)
+    return (
+        "bytes"
+        if schema.get("format") == "binary"
+        else (kind if isinstance(kind, str) else " or ".join(kind)) + _bounds(schema)
+    )
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:

@@ -65,7 +65,9 @@ def _describe_file(member: tarfile.TarInfo, content: bytes) -> str:
 def _parse_packages(status: str) -> Iterator[str]:
     """`name version architecture` of each package that dpkg's record says is installed."""
     for paragraph in status.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and not line.startswith(" "))
+        fields = dict(
+            line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and not line.startswith(" ")
+        )
         if fields.get("Status", "").endswith(" installed"):
             yield f"{fields['Package']} {fields['Version']} {fields['Architecture']}"
 

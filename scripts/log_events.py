@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Keeps docs/log-events.md: every event that the sources log, with its levels, who says it and what it carries, read from the code.
+"""Keeps docs/log-events.md: every event that the sources log, with its levels, who says it and what it carries, read
+from the code.
 
     .venv/bin/python scripts/log_events.py [--check]
 
-What an event means, and what to do then, stands in the page's last column and is kept; a new event gets a row whose last column is to be
-written. With --check nothing is written: exit status 1, and a line for each, when the page is not what the sources say, when a meaning is
-missing, or when an event is no literal in snake_case.
+What an event means, and what to do then, stands in the page's last column and is kept; a new event gets a row whose
+last column is to be written. With --check nothing is written: exit status 1, and a line for each, when the page is not
+what the sources say, when a meaning is missing, or when an event is no literal in snake_case.
 """
 
 import ast
@@ -18,7 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "log-events.md"
 PACKAGES = ("contract", "telemetry", "store", "orchestrator", "workers")
-LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error", "critical": "critical"}
+LEVELS = {
+    "debug": "debug",
+    "info": "info",
+    "warning": "warning",
+    "error": "error",
+    "exception": "error",
+    "critical": "critical",
+}
 UNWRITTEN = "to be written"
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 ROW = re.compile(r"^\| `(?P<event>[^`]+)` \|.*\| (?P<meaning>[^|]*) \|$", re.MULTILINE)
@@ -79,20 +87,28 @@ def find_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str, int]]:
 def read_events(root: Path = ROOT) -> tuple[dict[str, Event], list[str]]:
     """Event -> what the sources say of it; and complaints about calls that are no such event."""
     # What libraries say has one name, which their logger's name tells apart.
-    events = {"library_said": Event({"debug", "info", "warning", "error", "critical"}, {"every process"}, {"logger", "message"})}
+    events = {
+        "library_said": Event(
+            {"debug", "info", "warning", "error", "critical"}, {"every process"}, {"logger", "message"}
+        )
+    }
     complaints = []
     for path in sorted(file for package in PACKAGES for file in (root / package).rglob("*.py")):
         name = path.relative_to(root).as_posix()
         for call, level, at in find_calls(ast.parse(path.read_text())):
             said = call.args[at] if len(call.args) > at else None
             if not isinstance(said, ast.Constant) or not isinstance(said.value, str) or not NAME.fullmatch(said.value):
-                complaints.append(f"{name}:{call.lineno}: log an event's name in snake_case, as a literal, and the rest as its fields")
+                complaints.append(
+                    f"{name}:{call.lineno}: log an event's name in snake_case, as a literal, and the rest as its fields"
+                )
                 continue
             event = events.setdefault(said.value, Event())
             event.levels.add(level)
             event.who.add(name_speaker(name))
             is_duty = isinstance(call.func, ast.Name)
-            event.fields |= {"error"} if is_duty else {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+            event.fields |= (
+                {"error"} if is_duty else {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+            )
     return events, complaints
 
 
@@ -108,7 +124,9 @@ def build_page(events: dict[str, Event], meanings: dict[str, str]) -> str:
     for name, event in sorted(events.items()):
         levels = ", ".join(sorted(event.levels, key=order.index))
         fields = ", ".join(f"`{one}`" for one in sorted(event.fields))
-        rows.append(f"| `{name}` | {levels} | {', '.join(sorted(event.who))} | {fields} | {meanings.get(name, UNWRITTEN)} |\n")
+        rows.append(
+            f"| `{name}` | {levels} | {', '.join(sorted(event.who))} | {fields} | {meanings.get(name, UNWRITTEN)} |\n"
+        )
     return INTRO + "".join(rows)
 
 
@@ -122,7 +140,9 @@ def main() -> int:
     elif whole != page:
         complaints.append("docs/log-events.md is not what the sources say: run scripts/log_events.py")
     complaints += [
-        f"docs/log-events.md: write what {name} means, and what to do" for name in events if UNWRITTEN in meanings.get(name, UNWRITTEN)
+        f"docs/log-events.md: write what {name} means, and what to do"
+        for name in events
+        if UNWRITTEN in meanings.get(name, UNWRITTEN)
     ]
     for complaint in complaints:
         print(complaint, file=sys.stderr)

@@ -40,7 +40,9 @@ def build_page(page: str) -> str:
     before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
-        raise ValueError(f"docs/metrics.md has lost the lines {BEGIN.strip()} and {END.strip()}: put them back around its tables")
+        raise ValueError(
+            f"docs/metrics.md has lost the lines {BEGIN.strip()} and {END.strip()}: put them back around its tables"
+        )
     return f"{before}{BEGIN}\n{build_tables()}\n{END}{after}"
 
 

@@ -32,12 +32,18 @@ SHOWN = {
 async def main() -> int:
     """Gives the exit status."""
     with open_redis_server() as server:
-        async with open_api(server.url) as api, open_redis(api_settings(server.url).broker()) as client, open_browser() as browser:
+        async with (
+            open_api(server.url) as api,
+            open_redis(api_settings(server.url).broker()) as client,
+            open_browser() as browser,
+        ):
             world = World(client, api_settings(server.url))
             words = await furnish(world)
             async with world.work_run("Find out why the nightly build takes an hour, and say what to do.") as worked:
                 worked.begin_step(1, "I look at what the build does first.")
-                worked.print_output(worked.send_call({"command": "time make -j2 all"}), "cc -O2 -c scan.c\ncc -O2 -c parse.c\n")
+                worked.print_output(
+                    worked.send_call({"command": "time make -j2 all"}), "cc -O2 -c scan.c\ncc -O2 -c parse.c\n"
+                )
                 words["RUN"] = worked.id
                 return await take_all(Visitors(browser, api), words)
 
@@ -46,7 +52,9 @@ async def furnish(world: World) -> dict[str, str]:
     """What stands in the pictures; gives the words of their addresses."""
     await world.publish("bash_tool", "read_tool", "webfetch_tool")
     await world.report_host("blue", busy=3, sessions=7, sandboxes=9, disk_free_bytes=120 * 1024**3)
-    await world.report_host("green", queue="host.green.b00t", busy=1, sessions=2, sandboxes=4, disk_free_bytes=80 * 1024**3)
+    await world.report_host(
+        "green", queue="host.green.b00t", busy=1, sessions=2, sandboxes=4, disk_free_bytes=80 * 1024**3
+    )
     for number in range(3):
         await world.open_session("acme", f"session-{number}")
     failed = Attempt(failure=FailureKind.MODEL, code="TIMEOUT", message="the model did not answer in time")
@@ -54,7 +62,9 @@ async def furnish(world: World) -> dict[str, str]:
     await world.submit_batch("acme", "nightly", "tickets of the day", stories)
     for number in range(3):
         await world.hosted.start("acme", RunBody(instruction=f"Count the open tickets of group {number}."))
-    question = await world.ask("rm -rf build/ \u202e&& cu\u0430l http://cache.test\n", warning="it removes a folder and all that is in it")
+    question = await world.ask(
+        "rm -rf build/ \u202e&& cu\u0430l http://cache.test\n", warning="it removes a folder and all that is in it"
+    )
     return {"QUESTION": question.id}
 
 
@@ -71,7 +81,9 @@ async def take_all(visitors: Visitors, words: dict[str, str]) -> int:
             sys.stdout.write(f"{file.name}  {file.stat().st_size} bytes\n")
             too_large += [name] if file.stat().st_size > MAX_BYTES else []
     if too_large:
-        sys.stderr.write(f"page_pictures: more than {MAX_BYTES} bytes: {', '.join(too_large)}; make their windows smaller\n")
+        sys.stderr.write(
+            f"page_pictures: more than {MAX_BYTES} bytes: {', '.join(too_large)}; make their windows smaller\n"
+        )
     return 1 if too_large else 0
 
 

@@ -1,4 +1,5 @@
-"""Makes the pictures of docs/: an embedded stack, calls of two tenants as any day has them, and Chromium, which shows what people see of it.
+"""Makes the pictures of docs/: an embedded stack, calls of two tenants as any day has them, and Chromium, which shows
+what people see of it.
 
 A new picture is a line in PICTURES. Arguments name the pictures to make; without any, all are made.
 """
@@ -32,8 +33,8 @@ TENANTS = ("acme", "bolt")
 
 @dataclass(frozen=True)
 class Picture:
-    """A page as it is seen in a window of that size. `of`: "flower" or "api"; `path`: with `{task}` for the task of a call that failed to be in time;
-    `awaits`: a CSS selector of what must be there."""
+    """A page as it is seen in a window of that size. `of`: "flower" or "api"; `path`: with `{task}` for the task of a
+    call that failed to be in time; `awaits`: a CSS selector of what must be there."""
 
     name: str
     of: str
@@ -53,7 +54,9 @@ PICTURES = (
 async def main(names: list[str]) -> int:
     wanted = [picture for picture in PICTURES if not names or picture.name in names]
     if unknown := set(names) - {picture.name for picture in PICTURES}:
-        sys.stderr.write(f"pictures: there is no {', '.join(sorted(unknown))}: add it to PICTURES, or see what is there\n")
+        sys.stderr.write(
+            f"pictures: there is no {', '.join(sorted(unknown))}: add it to PICTURES, or see what is there\n"
+        )
         return 2
     FOLDER.mkdir(exist_ok=True)
     too_large = []
@@ -97,7 +100,10 @@ async def open_world() -> AsyncIterator[tuple[StackInfo, str]]:
         sessions = [await client.open_session(tenant=tenant) for tenant in TENANTS]
         await until_flower_hears(stack, sessions[0])
         late = await work(sessions)
-        running = [asyncio.create_task(session.call("bash_tool", {"command": "sleep 600"}, timeout_s=600)) for session in sessions]
+        running = [
+            asyncio.create_task(session.call("bash_tool", {"command": "sleep 600"}, timeout_s=600))
+            for session in sessions
+        ]
         await until_flower_shows(stack, late)
         yield stack, await task_of(stack, late)
         for task in running:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes every page of docs/ that is made from the code: settings, commands, errors, HTTP API, tools, metrics, log events.
+"""Writes every page of docs/ that is made from the code: settings, commands, errors, HTTP API, tools, metrics, log
+events.
 
     .venv/bin/python scripts/reference.py [--check]
 

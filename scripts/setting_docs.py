@@ -38,14 +38,22 @@ ends the process with the variable's name. A variable that begins with `TOOLCREW
 nearest known name. Secrets are never printed.
 """
 PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
-    ("The orchestrator", "`toolcrew`, the SDK, `toolcrew serve api`, `toolcrew batch work`, Flower.", OrchestratorSettings),
+    (
+        "The orchestrator",
+        "`toolcrew`, the SDK, `toolcrew serve api`, `toolcrew batch work`, Flower.",
+        OrchestratorSettings,
+    ),
     (
         "Tracing",
         "Of every process. The other variables of OpenTelemetry's exporter are its own ([tracing.md](tracing.md)).",
         TracingSettings,
     ),
     ("Workers", "`toolcrew worker start`, of both kinds.", WorkerSettings),
-    ("sandboxd", "`python -m workers.sandboxd`; more of each in [operations-sandboxes.md](operations-sandboxes.md).", SandboxdSettings),
+    (
+        "sandboxd",
+        "`python -m workers.sandboxd`; more of each in [operations-sandboxes.md](operations-sandboxes.md).",
+        SandboxdSettings,
+    ),
     ("Web tools", "Read by workers of the kind web.", WebSettings),
     ("The egress proxy", "`python -m workers.egress` ([egress.md](egress.md)).", EgressSettings),
 )
@@ -61,13 +69,16 @@ MADE = {
 }
 # Meanings that go without saying beside the class, and not on a page of their own.
 PLAIN = {
-    "redis_url": "The pool's Redis: `redis://user:password@host:port/db`, `rediss://` for TLS, `sentinel://` for sentinels ([wire-security.md](wire-security.md)).",
+    "redis_url": ("The pool's Redis: `redis://user:password@host:port/db`, `rediss://` for TLS, `sentinel://` for sentinels "
+"([wire-security.md](wire-security.md))."),
     "deployment": "The name that all processes of one deployment share; it is in every key.",
-    "secret": "What calls, results and orders are signed with, the same on both sides; without it Redis's password ([wire-security.md](wire-security.md)).",
+    "secret": ("What calls, results and orders are signed with, the same on both sides; without it Redis's password "
+"([wire-security.md](wire-security.md))."),
     "redis_cert": "PEM file of this process's certificate, where Redis asks for one.",
     "redis_key": "PEM file of that certificate's key.",
     "redis_sentinel_password": "The sentinels' own password.",
-    "model": "The model's name at `OPENAI_BASE_URL`. `local` and `scripted` are models that are shipped with toolcrew; they are refused while `OPENAI_BASE_URL` is set.",
+    "model": ("The model's name at `OPENAI_BASE_URL`. `local` and `scripted` are models that are shipped with toolcrew; they "
+"are refused while `OPENAI_BASE_URL` is set."),
     "dialect": "How the model asks for tools; `auto`: what it can do ([dialects.md](dialects.md)).",
     "approvals": "What becomes of calls that need approval ([approvals.md](approvals.md)).",
     "model_file": "Weights of the local model, instead of those that are loaded ([local-model.md](local-model.md)).",
@@ -107,10 +118,13 @@ def build_page() -> str:
     """The whole page. Raises SystemExit for a setting that says nowhere what it means."""
     parts = [INTRO]
     for title, about, settings in PROCESSES:
-        parts.append(f"\n## {title}\n\n{about}\n\n| variable | type | default | means |\n|---|---|---|---|\n{_rows(settings)}")
+        parts.append(
+            f"\n## {title}\n\n{about}\n\n| variable | type | default | means |\n|---|---|---|---|\n{_rows(settings)}"
+        )
     fields = ", ".join(f"`{name}`" for name in TenantClass.model_fields)
     parts.append(
-        f"\nAn object of `TOOLCREW_TENANT_CLASSES` has {fields}; what each does: [operations-sandboxes.md](operations-sandboxes.md#tenant-classes).\n"
+        f"\nAn object of `TOOLCREW_TENANT_CLASSES` has {fields}; what each does: "
+        "[operations-sandboxes.md](operations-sandboxes.md#tenant-classes).\n"
     )
     return "".join(parts)
 
@@ -142,12 +156,24 @@ def _type_of(field: FieldInfo) -> str:
     if "mode" in str(field.metadata):
         return "mode in octal"
     text = _name_of(field.annotation)
-    bounds = [f"{sign} {getattr(one, attr):g}" for one in field.metadata for attr, sign in _BOUNDS if getattr(one, attr, None) is not None]
+    bounds = [
+        f"{sign} {getattr(one, attr):g}"
+        for one in field.metadata
+        for attr, sign in _BOUNDS
+        if getattr(one, attr, None) is not None
+    ]
     return text + (f", {' and '.join(bounds)}" if bounds else "")
 
 
 _BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
-_NAMES = {"str": "text", "int": "number", "float": "number", "bool": "true or false", "SecretStr": "secret", "Path": "path"}
+_NAMES = {
+    "str": "text",
+    "int": "number",
+    "float": "number",
+    "bool": "true or false",
+    "SecretStr": "secret",
+    "Path": "path",
+}
 
 
 def _name_of(kind: Any) -> str:
@@ -178,7 +204,13 @@ def _default_of(name: str, field: FieldInfo) -> str:
         return f"`{value:04o}`"
     if isinstance(value, bool | list):
         return f"`{json.dumps(value)}`"
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`" if isinstance(value, str | int | PurePath) else _cell(str(value))
+    return (
+        f"`{value:g}`"
+        if isinstance(value, float)
+        else f"`{value}`"
+        if isinstance(value, str | int | PurePath)
+        else _cell(str(value))
+    )
 
 
 def _cell(text: str) -> str:

@@ -1,11 +1,12 @@
 """Runs the whole test suite in parts side by side: `.venv/bin/python scripts/test_parts.py [ROOT]`.
 
-A part is the test files of one directory below tests/, run by a pytest of its own: most of them wait for programs, so one processor
-serves more than one.
-Of a part that passes its count is told, and its warnings and skips. Of a part that fails the log is told as it is, but for the lines
-of the tests that passed; of one that died (pytest's own fault, a signal) also those that ran last. What failed is named at the end.
+A part is the test files of one directory below tests/, run by a pytest of its own: most of them wait for programs, so
+one processor serves more than one. Of a part that passes its count is told, and its warnings and skips. Of a part that
+fails the log is told as it is, but for the lines of the tests that passed; of one that died (pytest's own fault, a
+signal) also those that ran last. What failed is named at the end.
 
-The exit status is that of the first part that failed, else 0. A signal ends every part in order, so that its fixtures clear up.
+The exit status is that of the first part that failed, else 0. A signal ends every part in order, so that its fixtures
+clear up.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def say(sentence: str) -> None:
 
 
 def find_parts(root: Path) -> list[str]:
-    """Every directory below tests/ with a test file in it, however deep, the longest first; tests/ itself must have none."""
+    """Every directory below tests/ with a test file in it, however deep, the longest first; tests/ itself must have
+    none.
+    """
     files = list((root / "tests").rglob("test_*.py"))
     astray = sorted(str(file.relative_to(root)) for file in files if file.parent == root / "tests")
     if astray:
@@ -107,7 +110,8 @@ def start(root: Path, name: str, folder: Path) -> Part:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for us, who pass it on once: a second one would break off the clearing up
+            # Ctrl-C is for us, who pass it on once: a second one would break off the clearing up
+            start_new_session=True,
             preexec_fn=tie_to_parent,
         )
     return Part(name, log, process)
@@ -149,7 +153,13 @@ def verdict(part: Part) -> str:
     # A program that outlives its test may say something behind it.
     last = next((line for line in reversed(lines) if _COUNTED.match(line)), None)
     counted = last.decode(errors="replace").strip("= ") if last is not None else "no result"
-    death = f" (died of {signal.Signals(-status).name})" if status < 0 else f" (status {status})" if status > TESTS_FAILED else ""
+    death = (
+        f" (died of {signal.Signals(-status).name})"
+        if status < 0
+        else f" (status {status})"
+        if status > TESTS_FAILED
+        else ""
+    )
     return f"{part.name}: {counted}{death}"
 
 

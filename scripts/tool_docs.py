@@ -55,7 +55,9 @@ MEANINGS = {
     ErrorCode.NO_MATCH: "the text to replace is not in the file; the sentence says why, and what comes closest",
     ErrorCode.AMBIGUOUS_MATCH: "it is there more than once; line numbers are told",
     ErrorCode.NO_CHANGE: "old and new text are the same",
-    ErrorCode.STALE_FILE: "the file has changed since this session saw it; the difference is told, and the same call then passes",
+    ErrorCode.STALE_FILE: (
+        "the file has changed since this session saw it; the difference is told, and the same call then passes"
+    ),
     ErrorCode.INVALID_PATTERN: "no valid pattern; the place of the mistake is told",
     ErrorCode.TIMEOUT: "the limit was reached and everything the call started was killed; what was printed is there",
     ErrorCode.CANCELLED: "whoever asked has left",
@@ -67,7 +69,10 @@ MEANINGS = {
     ErrorCode.BROKER_UNAVAILABLE: "Redis does not answer",
     ErrorCode.UNKNOWN_TENANT: "no tenant of that name is registered",
     ErrorCode.UNAUTHENTICATED: "the API key is none, was revoked or has expired",
-    ErrorCode.RATE_LIMITED: "the tenant has too many calls waiting, or none became free in time; `metadata.retry_after_s` tells when to try again",
+    ErrorCode.RATE_LIMITED: (
+        "the tenant has too many calls waiting, or none became free in time; `metadata.retry_after_s` tells when to "
+        "try again"
+    ),
     ErrorCode.QUOTA_EXCEEDED: "the tenant has all that its policy gives it",
     ErrorCode.HOST_LOST: "the session's host is gone, and the call was not run",
     ErrorCode.OUTCOME_UNKNOWN: "the call may or may not have acted",

@@ -1,4 +1,6 @@
-"""API keys and logins to the pages: which tenant and role a key stands for. Redis has only a signed record with a digest of the key; the key itself is shown once."""
+"""API keys and logins to the pages: which tenant and role a key stands for. Redis has only a signed record with a
+digest of the key; the key itself is shown once.
+"""
 
 import copy
 import hashlib
@@ -66,7 +68,9 @@ if redis.call('LLEN', KEYS[2]) > tonumber(ARGV[3]) then redis.call('DEL', redis.
 
 
 class ApiKeyRecord(Record):
-    """What is kept of a key. `digest`: SHA-256 of it, in hexadecimal; `tail`: its last characters, for recognition. Instants in Unix seconds."""
+    """What is kept of a key. `digest`: SHA-256 of it, in hexadecimal; `tail`: its last characters, for recognition.
+    Instants in Unix seconds.
+    """
 
     tenant: Identifier
     role: Role
@@ -108,11 +112,16 @@ class NewKey:
 
 
 class ApiKeys:
-    """The keys in Redis, each read again after at most KEY_FRESH_S seconds. `signing` signs and checks their records. `clock`: Unix seconds. The audit
-    names the user of this program as the actor of a change, or the actor of `acting_as`."""
+    """The keys in Redis, each read again after at most KEY_FRESH_S seconds. `signing` signs and checks their records.
+    `clock`: Unix seconds. The audit names the user of this program as the actor of a change, or the actor of
+    `acting_as`."""
 
     def __init__(
-        self, client: "redis.asyncio.Redis", deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time
+        self,
+        client: "redis.asyncio.Redis",
+        deployment: str,
+        signing: SigningKeys,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._client, self._signing = client, signing
         self._tenants, self._key, self._audit = tenants_key(deployment), api_keys_key(deployment), audit_key(deployment)
@@ -129,7 +138,9 @@ class ApiKeys:
         return mine
 
     async def authenticate(self, text: str) -> Identity:
-        """Who the key stands for. Raises ToolFailure(UNAUTHENTICATED) for one that is unknown, revoked or expired; BrokerUnavailable."""
+        """Who the key stands for. Raises ToolFailure(UNAUTHENTICATED) for one that is unknown, revoked or expired;
+        BrokerUnavailable.
+        """
         parts = _KEY.fullmatch(text)
         key_id = parts[1] if parts is not None else ""
         record = await self._find(key_id) if key_id else None
@@ -138,7 +149,8 @@ class ApiKeys:
         if record is None or not is_right:
             raise ToolFailure(
                 ErrorCode.UNAUTHENTICATED,
-                "the API key is none, or was revoked: check that all of it was copied, or have the operator make another (toolcrew tenants keys add TENANT)",
+                "the API key is none, or was revoked: check that all of it was copied, or have the operator make "
+                "another (toolcrew tenants keys add TENANT)",
             )
         return self._identity(key_id, record)
 
@@ -179,7 +191,10 @@ class ApiKeys:
         with broker_errors("no API key was created"):
             added = await self._add_script(keys=keys, args=args)
         if added != 1:
-            raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: register it first (toolcrew tenants add {tenant})")
+            raise ToolFailure(
+                ErrorCode.UNKNOWN_TENANT,
+                f"there is no tenant {tenant}: register it first (toolcrew tenants add {tenant})",
+            )
         return NewKey(key_id, text, record)
 
     async def revoke(self, key_id: str) -> bool:
@@ -194,7 +209,9 @@ class ApiKeys:
         return bool(was_there)
 
     async def all(self) -> dict[str, ApiKeyRecord | ConfigError]:
-        """Every key by its id, oldest first; in place of a record that cannot be read: why. Raises BrokerUnavailable."""
+        """Every key by its id, oldest first; in place of a record that cannot be read: why. Raises
+        BrokerUnavailable.
+        """
         with broker_errors("the API keys were not read"):
             told: Any = await self._client.hgetall(self._key)
         found: dict[str, ApiKeyRecord | ConfigError] = {}
@@ -204,13 +221,16 @@ class ApiKeys:
                 found[key_id] = self._parse(key_id, data)
             except ConfigError as error:
                 found[key_id] = error
-        return dict(sorted(found.items(), key=lambda item: item[1].created_at if isinstance(item[1], ApiKeyRecord) else 0.0))
+        return dict(
+            sorted(found.items(), key=lambda item: item[1].created_at if isinstance(item[1], ApiKeyRecord) else 0.0)
+        )
 
     def _identity(self, key_id: str, record: ApiKeyRecord) -> Identity:
         if record.expires_at is not None and self._clock() >= record.expires_at:
             raise ToolFailure(
                 ErrorCode.UNAUTHENTICATED,
-                f"the API key {key_id} has expired: have the operator make another (`toolcrew tenants keys add {record.tenant}`)",
+                f"the API key {key_id} has expired: have the operator make another (`toolcrew tenants keys add "
+                f"{record.tenant}`)",
             )
         return Identity(record.tenant, record.role, key_id, record.name)
 
@@ -259,12 +279,15 @@ class Credential:
         self._text = text
 
     async def check(self, tenant: str) -> Identity:
-        """Raises ToolFailure: UNAUTHENTICATED, PERMISSION_DENIED when the key is not for that tenant; BrokerUnavailable."""
+        """Raises ToolFailure: UNAUTHENTICATED, PERMISSION_DENIED when the key is not for that tenant;
+        BrokerUnavailable.
+        """
         identity = await self._identify()
         if not identity.may_act_for(tenant):
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
-                f"the API key is for tenant {identity.tenant} and not for {tenant}: leave the tenant out, or use a key of that one",
+                f"the API key is for tenant {identity.tenant} and not for {tenant}: leave the tenant out, or use a key "
+                "of that one",
             )
         return identity
 
@@ -280,7 +303,9 @@ class ShownCredential(Credential):
 
 
 def _digest(text: str) -> str:
-    """A plain hash, and no slow one: the secret is 32 random bytes, which nobody finds by trying; and each call asks."""
+    """A plain hash, and no slow one: the secret is 32 random bytes, which nobody finds by trying; and each call
+    asks.
+    """
     return hashlib.sha256(b"toolcrew api key v1\0" + text.encode(errors="surrogatepass")).hexdigest()
 
 
@@ -290,8 +315,9 @@ def _purpose(key_id: str) -> str:
 
 
 class LoginStore:
-    """The logins to the pages. A login maps a random token, which only the cookie has, to the id of an API key; Redis has the digest of the token. A login
-    ends LOGIN_S after it began. Every method raises BrokerUnavailable when Redis does not answer."""
+    """The logins to the pages. A login maps a random token, which only the cookie has, to the id of an API key; Redis
+    has the digest of the token. A login ends LOGIN_S after it began. Every method raises BrokerUnavailable when Redis
+    does not answer."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, signing: SigningKeys) -> None:
         self._client, self._deployment, self._signing = client, deployment, signing

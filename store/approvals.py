@@ -1,4 +1,5 @@
-"""Questions about calls that need approval, in Redis: asked by the process that runs the calls, answered once, from any other process.
+"""Questions about calls that need approval, in Redis: asked by the process that runs the calls, answered once, from any
+other process.
 
 Questions and answers are signed, bounded in size, and bound to one call by its digest.
 """
@@ -66,13 +67,15 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 _ASK = (
     _NOW
     + """
--- KEYS: question, answer, all questions, the tenant's. ARGV: id, question, digest, asker, how long it waits and how long it is known, both in ms,
--- most of a tenant.
+-- KEYS: question, answer, all questions, the tenant's. ARGV: id, question, digest, asker, how long it waits and how
+-- long it is known, both in ms, most of a tenant.
 local answer = redis.call('GET', KEYS[2])
 if answer then return {'answered', answer} end
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
 redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
-if not redis.call('ZSCORE', KEYS[4], ARGV[1]) and redis.call('ZCARD', KEYS[4]) >= tonumber(ARGV[7]) then return {'full'} end
+if not redis.call('ZSCORE', KEYS[4], ARGV[1]) and redis.call('ZCARD', KEYS[4]) >= tonumber(ARGV[7]) then
+  return {'full'}
+end
 local expires_at = now + ARGV[5]
 redis.call('HSETNX', KEYS[1], 'created_at', now)
 redis.call('HSET', KEYS[1], 'question', ARGV[2], 'digest', ARGV[3], 'asker', ARGV[4], 'expires_at', expires_at)
@@ -99,7 +102,8 @@ _ANSWER = (
     AUDIT_LUA
     + _NOW
     + """
--- KEYS: question, answer, all questions, the tenant's, audit. ARGV: id, digest, answer, how long it is kept in ms, entry.
+-- KEYS: question, answer, all questions, the tenant's, audit. ARGV: id, digest, answer, how long it is kept in ms,
+-- entry.
 local answer = redis.call('GET', KEYS[2])
 if answer then return {'answered', answer} end
 local kept = redis.call('HMGET', KEYS[1], 'digest', 'expires_at')
@@ -117,8 +121,9 @@ return {'done'}
 
 
 class ApprovalQuestion(Record):
-    """The question whether a call may run with exactly these arguments. `command`: the shell command of the call, if its tool takes one. `reason`: why
-    approval is needed; `warning`: why the call is dangerous, "" when it is not. `digest`: the answer is bound to it."""
+    """The question whether a call may run with exactly these arguments. `command`: the shell command of the call, if
+    its tool takes one. `reason`: why approval is needed; `warning`: why the call is dangerous, "" when it is not.
+    `digest`: the answer is bound to it."""
 
     id: str = Field(pattern=rf"^[0-9a-f]{{{ID_CHARS}}}$")
     tenant: Identifier
@@ -132,7 +137,9 @@ class ApprovalQuestion(Record):
 
 
 class ApprovalAnswer(Record):
-    """The decision about the call with that digest, its author and its time (Unix seconds). `arguments`: run with these instead."""
+    """The decision about the call with that digest, its author and its time (Unix seconds). `arguments`: run with these
+    instead.
+    """
 
     id: str
     tenant: Identifier
@@ -157,7 +164,9 @@ class UnknownQuestion(ToolFailure):
 
     def __init__(self, id_: str) -> None:
         shown = id_ if len(id_) == ID_CHARS and id_.isalnum() else "of that id"
-        super().__init__(ErrorCode.INVALID_ARGUMENTS, f"there is no question {shown}: list those that wait (toolcrew approve ls)")
+        super().__init__(
+            ErrorCode.INVALID_ARGUMENTS, f"there is no question {shown}: list those that wait (toolcrew approve ls)"
+        )
 
 
 class AlreadyAnswered(ToolFailure):
@@ -165,7 +174,8 @@ class AlreadyAnswered(ToolFailure):
 
     def __init__(self, answer: ApprovalAnswer) -> None:
         super().__init__(
-            ErrorCode.INVALID_ARGUMENTS, f"it was {answer.describe()} already, and a call is decided once: nothing was changed"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"it was {answer.describe()} already, and a call is decided once: nothing was changed",
         )
         self.answer = answer
 
@@ -176,7 +186,8 @@ class QuestionOver(ToolFailure):
     def __init__(self, at: float) -> None:
         super().__init__(
             ErrorCode.INVALID_ARGUMENTS,
-            f"nobody waits for this answer any more since {format_instant(at)}: its time was up, or its run has ended; answer another",
+            f"nobody waits for this answer any more since {format_instant(at)}: its time was up, or its run has ended; "
+            "answer another",
         )
 
 
@@ -212,7 +223,8 @@ class QuestionPage:
 
 
 class ApprovalQueue:
-    """The questions of one deployment. `approvers`: the role that may answer. Every method raises BrokerUnavailable when Redis does not answer.
+    """The questions of one deployment. `approvers`: the role that may answer. Every method raises BrokerUnavailable
+    when Redis does not answer.
 
     An actor of the role tenant sees and answers its own tenant's; other tenants' questions do not exist for it.
     """
@@ -225,31 +237,52 @@ class ApprovalQueue:
         approvers: Approvers = "tenant",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._client, self._deployment, self._keys, self._approvers, self._clock = client, deployment, keys, approvers, clock
+        self._client, self._deployment, self._keys, self._approvers, self._clock = (
+            client,
+            deployment,
+            keys,
+            approvers,
+            clock,
+        )
         self._ask_script, self._withdraw_script = client.register_script(_ASK), client.register_script(_WITHDRAW)
         self._answer_script = client.register_script(_ANSWER)
 
     async def ask(self, question: ApprovalQuestion, asker: str, wait_s: float) -> ApprovalAnswer | None:
-        """Add a question, or extend the time of one that is there. `asker`: a token with which the caller may withdraw it. Return the answer, if there is one.
+        """Add a question, or extend the time of one that is there. `asker`: a token with which the caller may withdraw
+        it. Return the answer, if there is one.
 
-        Raises ToolFailure(QUOTA_EXCEEDED) when too many of the tenant's are open; EnvelopeRefused for an answer with a wrong signature.
+        Raises ToolFailure(QUOTA_EXCEEDED) when too many of the tenant's are open; EnvelopeRefused for an answer with a
+        wrong signature.
         """
         wait_ms = int(min(wait_s, MAX_WAIT_S) * 1000)
-        args = [question.id, seal(self._keys, question), question.digest, asker, wait_ms, wait_ms + int(OVER_KEPT_S * 1000), MAX_PENDING]
+        args = [
+            question.id,
+            seal(self._keys, question),
+            question.digest,
+            asker,
+            wait_ms,
+            wait_ms + int(OVER_KEPT_S * 1000),
+            MAX_PENDING,
+        ]
         reply = await self._run(self._ask_script, [*self._keys_of(question.id), *self._sets(question.tenant)], args)
         if reply[0] == b"full":
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
-                f"it needs approval, and {MAX_PENDING} calls of the tenant wait for one already: try again when some have been answered",
+                f"it needs approval, and {MAX_PENDING} calls of the tenant wait for one already: try again when some "
+                "have been answered",
             )
         return unseal(self._keys, ApprovalAnswer, question.id, reply[1]) if reply[0] == b"answered" else None
 
     async def withdraw(self, question: ApprovalQuestion, asker: str) -> None:
         """Close a question, unless another process has asked it again."""
-        await self._run(self._withdraw_script, [self._keys_of(question.id)[0], *self._sets(question.tenant)], [question.id, asker])
+        await self._run(
+            self._withdraw_script, [self._keys_of(question.id)[0], *self._sets(question.tenant)], [question.id, asker]
+        )
 
     async def answers(self, ids: Sequence[str]) -> dict[str, ApprovalAnswer | EnvelopeRefused]:
-        """Return the answers of those questions that have one, and an EnvelopeRefused for one with a wrong signature."""
+        """Return the answers of those questions that have one, and an EnvelopeRefused for one with a wrong
+        signature.
+        """
         found: dict[str, ApprovalAnswer | EnvelopeRefused] = {}
         for at in range(0, len(ids), _AT_ONCE):
             some = ids[at : at + _AT_ONCE]
@@ -260,15 +293,20 @@ class ApprovalQueue:
                     found[id_] = self._opened(id_, sealed)
         return found
 
-    async def pending(self, actor: Actor, tenant: str | None = None, cursor: str | None = None, limit: int = 50) -> QuestionPage:
-        """Return open questions of all tenants that the actor may see, or of one. Raises ToolFailure: PERMISSION_DENIED for another tenant's, INVALID_ARGUMENTS."""
+    async def pending(
+        self, actor: Actor, tenant: str | None = None, cursor: str | None = None, limit: int = 50
+    ) -> QuestionPage:
+        """Return open questions of all tenants that the actor may see, or of one. Raises ToolFailure: PERMISSION_DENIED
+        for another tenant's, INVALID_ARGUMENTS.
+        """
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
         if actor.role == "tenant":
             tenant = tenant or actor.tenant
         if not actor.may_act_for(tenant):
             raise ToolFailure(
-                ErrorCode.PERMISSION_DENIED, f"the API key is for tenant {actor.tenant} and not for {tenant}: leave the tenant out"
+                ErrorCode.PERMISSION_DENIED,
+                f"the API key is for tenant {actor.tenant} and not for {tenant}: leave the tenant out",
             )
         after, found, at = _parse_cursor(cursor), list[PendingQuestion](), 0
         key = self._sets(tenant)[-1] if tenant is not None else approvals_key(self._deployment)
@@ -300,10 +338,11 @@ class ApprovalQueue:
         return pending
 
     async def decide(self, id_: str, decision: Decision, *, digest: str, actor: Actor) -> ApprovalAnswer:
-        """ApprovalAnswer a question, once; `digest`: of the question as the actor saw it. The audit gets its entry in the same step.
+        """ApprovalAnswer a question, once; `digest`: of the question as the actor saw it. The audit gets its entry in
+        the same step.
 
-        Raises UnknownQuestion, AlreadyAnswered, QuestionOver, OtherCall; ToolFailure: PERMISSION_DENIED where only operators answer, INVALID_ARGUMENTS for
-        arguments or a reason that cannot be kept.
+        Raises UnknownQuestion, AlreadyAnswered, QuestionOver, OtherCall; ToolFailure: PERMISSION_DENIED where only
+        operators answer, INVALID_ARGUMENTS for arguments or a reason that cannot be kept.
         """
         question = (await self.get(id_, actor)).question
         if actor.role == "tenant" and self._approvers == "operator":
@@ -314,7 +353,13 @@ class ApprovalQueue:
         if digest != question.digest:
             raise OtherCall()
         answer = build_answer(question, decision, actor, self._clock())
-        details = {"tool": answer.tool, "call": question.call.id, "run": question.run, "digest": digest, "reason": answer.reason}
+        details = {
+            "tool": answer.tool,
+            "call": question.call.id,
+            "run": question.run,
+            "digest": digest,
+            "reason": answer.reason,
+        }
         details["arguments"] = "changed" if answer.arguments is not None else ""
         action: Literal["approval.allow", "approval.deny"] = "approval.allow" if answer.is_allowed else "approval.deny"
         entry = build_entry(actor, action, id_, tenant=question.tenant, details=details)
@@ -341,7 +386,9 @@ class ApprovalQueue:
         return [(int(score), member.decode()) for member, score in rows]
 
     async def _read(self, ids: Sequence[str]) -> dict[str, PendingQuestion]:
-        """Return the questions that are stored, also expired ones. One with a wrong signature is left out, and logged."""
+        """Return the questions that are stored, also expired ones. One with a wrong signature is left out, and
+        logged.
+        """
         pipe = self._client.pipeline(transaction=False)
         for id_ in ids:
             pipe.hmget(self._keys_of(id_)[0], ["question", "created_at", "expires_at"])
@@ -379,7 +426,9 @@ class ApprovalQueue:
             return await script(keys=keys, args=args)
 
     def _keys_of(self, id_: str) -> tuple[str, str]:
-        """Return the keys of a question and its answer. Raises UnknownQuestion for an invalid id, which could name another key."""
+        """Return the keys of a question and its answer. Raises UnknownQuestion for an invalid id, which could name
+        another key.
+        """
         if len(id_) != ID_CHARS or not set(id_) <= set("0123456789abcdef"):
             raise UnknownQuestion(id_)
         key = approval_key(self._deployment, id_)
@@ -394,20 +443,29 @@ def _parse_cursor(text: str | None) -> tuple[int, str]:
         return 0, ""
     score, dash, id_ = text.partition("-")
     if not (dash and score.isascii() and score.isdecimal() and len(score) <= 15 and len(id_) == ID_CHARS):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "that is no cursor of the questions: give one as a page gave it, or leave it out")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            "that is no cursor of the questions: give one as a page gave it, or leave it out",
+        )
     return int(score), id_
 
 
 def question_id(tenant: str, run: str, digest: str) -> str:
-    """Return the id of the question about a call. Every process that continues the run uses the same id. The digest has tenant, session, call id, tool and arguments."""
+    """Return the id of the question about a call. Every process that continues the run uses the same id. The digest has
+    tenant, session, call id, tool and arguments.
+    """
     return hashlib.sha256(dump_plain(["toolcrew question v1", tenant, run, digest]).encode()).hexdigest()[:ID_CHARS]
 
 
 def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: float) -> ApprovalAnswer:
-    """Return the signed record of a decision. Raises ToolFailure(INVALID_ARGUMENTS) for arguments or a reason that cannot be stored."""
+    """Return the signed record of a decision. Raises ToolFailure(INVALID_ARGUMENTS) for arguments or a reason that
+    cannot be stored.
+    """
     arguments = dict(decision.arguments) if decision.arguments is not None else None
     if arguments is not None and not decision.is_allowed:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "a call that is refused runs with no arguments: leave them out, or allow it")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, "a call that is refused runs with no arguments: leave them out, or allow it"
+        )
     try:
         text = dump_plain(arguments)
         # As the call has them when it runs, so that nothing is kept that it could not have.
@@ -425,12 +483,17 @@ def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: 
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the answer cannot be kept: {first['loc'][0]}: {first['msg']}") from error
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the answer cannot be kept: {first['loc'][0]}: {first['msg']}"
+        ) from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the arguments are no plain JSON: {error}; write one JSON object") from error
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the arguments are no plain JSON: {error}; write one JSON object"
+        ) from error
     if len(text) > MAX_ARGUMENT_BYTES:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the arguments are {len(text)} bytes as JSON; at most {MAX_ARGUMENT_BYTES} are kept: write less"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"the arguments are {len(text)} bytes as JSON; at most {MAX_ARGUMENT_BYTES} are kept: write less",
         )
     return answer
 
@@ -446,7 +509,9 @@ def unseal(keys: SigningKeys, kind: type[Kept], id_: str, sealed: bytes) -> Kept
     try:
         return kind.model_validate(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise EnvelopeRefused("this record is of another release: upgrade the program that reads it", "version") from error
+        raise EnvelopeRefused(
+            "this record is of another release: upgrade the program that reads it", "version"
+        ) from error
 
 
 def is_whole(question: ApprovalQuestion) -> bool:

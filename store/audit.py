@@ -1,7 +1,8 @@
-"""Who changed what: one entry in Redis for every change that an administrator or an approver makes, written in the step that makes it.
+"""Who changed what: one entry in Redis for every change that an administrator or an approver makes, written in the step
+that makes it.
 
-What operators and administrators change is in one stream; what the holders of a tenant's keys change is in a stream of that tenant, so that a tenant
-can only push out entries of its own.
+What operators and administrators change is in one stream; what the holders of a tenant's keys change is in a stream of
+that tenant, so that a tenant can only push out entries of its own.
 """
 
 import os
@@ -68,18 +69,22 @@ local function audit(key, entry)
   if entry == '' then return end
   local actor, most = cjson.decode(entry).actor, {MAX_ENTRIES}
   -- `key` ends with 'audit'; this is tenant_audit_key.
-  if actor.role == 'tenant' then key, most = string.sub(key, 1, -6) .. 't:' .. actor.tenant .. ':audit', {MAX_TENANT_ENTRIES} end
+  if actor.role == 'tenant' then
+    key, most = string.sub(key, 1, -6) .. 't:' .. actor.tenant .. ':audit', {MAX_TENANT_ENTRIES}
+  end
   redis.call('XADD', key, 'MAXLEN', '~', most, '*', 'entry', entry)
 end
 """
-"""For scripts that change something: `audit(audit_key, entry as text)` writes the entry to the stream of its actor. An entry '' is none."""
+"""For scripts that change something: `audit(audit_key, entry as text)` writes the entry to the stream of its actor. An
+entry '' is none.
+"""
 
 _ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
 
 
 class Actor(Record):
-    """`key`: the id of an API key; "local" for whoever has the pool's own secrets, whose `name` is that of the system's user. `tenant`: whose key it
-    is; None for local ones."""
+    """`key`: the id of an API key; "local" for whoever has the pool's own secrets, whose `name` is that of the system's
+    user. `tenant`: whose key it is; None for local ones."""
 
     key: str = Field(max_length=64)
     role: Role
@@ -100,7 +105,8 @@ class Actor(Record):
 
 
 class AuditEntry(Record):
-    """One change. `tenant`: whom it is about, None when that is everybody. `target`: the tool, tenant, key, approval, call, host, batch, run, session or skill.
+    """One change. `tenant`: whom it is about, None when that is everybody. `target`: the tool, tenant, key, approval,
+    call, host, batch, run, session or skill.
 
     `details` never hold a secret, nor what a call says."""
 
@@ -125,7 +131,9 @@ class Audited:
 
 @dataclass(frozen=True)
 class AuditPage:
-    """Entries, newest first. `cursor`: where older ones begin, None when there are none; a page may be short, or empty, and not be the last."""
+    """Entries, newest first. `cursor`: where older ones begin, None when there are none; a page may be short, or empty,
+    and not be the last.
+    """
 
     entries: tuple[Audited, ...]
     cursor: str | None
@@ -141,7 +149,12 @@ def local_actor() -> Actor:
 
 
 def build_entry(
-    actor: Actor, action: AuditAction, target: str, *, tenant: str | None = None, details: Mapping[str, str | None] | None = None
+    actor: Actor,
+    action: AuditAction,
+    target: str,
+    *,
+    tenant: str | None = None,
+    details: Mapping[str, str | None] | None = None,
 ) -> AuditEntry:
     """An entry; details that are None or "" are left out, longer ones than fit are shortened visibly.
 
@@ -153,7 +166,9 @@ def build_entry(
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"nothing was changed: {where} cannot be written down: {first['msg']}") from error
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"nothing was changed: {where} cannot be written down: {first['msg']}"
+        ) from error
 
 
 def entry_text(entry: AuditEntry) -> str:
@@ -174,7 +189,8 @@ class Audit:
         self._add = client.register_script(_ADD)
 
     async def add(self, entry: AuditEntry) -> None:
-        """For changes that are not made in Redis: before them, so that none is without its entry. Others write theirs by AUDIT_LUA or `note_entry`.
+        """For changes that are not made in Redis: before them, so that none is without its entry. Others write theirs
+        by AUDIT_LUA or `note_entry`.
 
         Raises BrokerUnavailable: nothing was written, and nothing is to be done.
         """
@@ -195,7 +211,8 @@ class Audit:
         actions: tuple[AuditAction, ...] = (),
         target: str | None = None,
     ) -> AuditPage:
-        """Newest first; `after`: the cursor of the page before. Only those about `tenant`, of one of `actions`, of `target`, where these are given.
+        """Newest first; `after`: the cursor of the page before. Only those about `tenant`, of one of `actions`, of
+        `target`, where these are given.
 
         Raises ToolFailure(INVALID_ARGUMENTS) for a cursor or limit that is none, BrokerUnavailable.
         """
@@ -218,7 +235,9 @@ class Audit:
         return AuditPage(tuple(found), str(cursor))
 
     async def _owners(self, tenant: str | None) -> list[str]:
-        """The owners of the streams that may hold entries about that tenant, or about any: "" for the operators', else a tenant."""
+        """The owners of the streams that may hold entries about that tenant, or about any: "" for the operators', else
+        a tenant.
+        """
         if tenant is not None:
             return ["", tenant]
         with broker_errors(_WHAT):
@@ -236,7 +255,8 @@ class Audit:
         with broker_errors(_WHAT):
             streams: Any = await pipe.execute()
         of_streams = [
-            [(_Position.of(id_.decode(), owner), fields) for id_, fields in rows] for owner, rows in zip(owners, streams, strict=True)
+            [(_Position.of(id_.decode(), owner), fields) for id_, fields in rows]
+            for owner, rows in zip(owners, streams, strict=True)
         ]
         # A stream that gave all that was asked for has more: what is older than its last row may not be next.
         oldest = [rows[-1][0] for rows in of_streams if len(rows) == count]
@@ -245,7 +265,9 @@ class Audit:
 
 
 class _Position(NamedTuple):
-    """Where an entry is among those of all streams, oldest first. `owner`: of its stream; orders entries of the same instant."""
+    """Where an entry is among those of all streams, oldest first. `owner`: of its stream; orders entries of the same
+    instant.
+    """
 
     milliseconds: int
     sequence: int
@@ -269,7 +291,9 @@ _Row = tuple[_Position, Mapping[bytes, bytes]]
 
 
 def _fits(entry: AuditEntry, tenant: str | None, actions: tuple[AuditAction, ...], target: str | None) -> bool:
-    return tenant in (None, entry.tenant) and (not actions or entry.action in actions) and target in (None, entry.target)
+    return (
+        tenant in (None, entry.tenant) and (not actions or entry.action in actions) and target in (None, entry.target)
+    )
 
 
 def _parse(position: _Position, fields: Mapping[bytes, bytes]) -> Audited | None:
@@ -285,7 +309,9 @@ def _parse_cursor(text: str) -> _Position:
     found = _CURSOR.fullmatch(text)
     position = _Position(int(found[1]), int(found[2]), found[3] or "") if found is not None else None
     if position is None or max(position.milliseconds, position.sequence) >= 2**64:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "that is no cursor of the audit: give one as a page gave it, or leave it out")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, "that is no cursor of the audit: give one as a page gave it, or leave it out"
+        )
     return position
 
 

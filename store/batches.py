@@ -26,14 +26,17 @@ HOSTED_BATCH = "@runs"
 
 
 def batch_key(deployment: str, tenant: str, batch: str) -> str:
-    """Return the key of the hash of a batch (BatchRecord). With suffixes: `:waiting` (sorted set), `:delayed` and `:running` (sets), `:ended` (sorted set)
-    and `:items` (list) of its runs' ids, and `:events` (stream). HOSTED_BATCH has `:index` (sorted set, by when they were started), its parts
-    `:succeeded`, `:failed` and `:cancelled`, and `:sessions` (hash, of the sessions in which hosted runs work)."""
+    """Return the key of the hash of a batch (BatchRecord). With suffixes: `:waiting` (sorted set), `:delayed` and
+    `:running` (sets), `:ended` (sorted set) and `:items` (list) of its runs' ids, and `:events` (stream). HOSTED_BATCH
+    has `:index` (sorted set, by when they were started), its parts `:succeeded`, `:failed` and `:cancelled`, and
+    `:sessions` (hash, of the sessions in which hosted runs work)."""
     return tenant_key(deployment, tenant, f"batch.{batch}")
 
 
 def batches_key(deployment: str, tenant: str) -> str:
-    """Return the key of the sorted set of a tenant's batches, by when they were submitted. It may contain batches that have expired."""
+    """Return the key of the sorted set of a tenant's batches, by when they were submitted. It may contain batches that
+    have expired.
+    """
     return tenant_key(deployment, tenant, "batch-ids")
 
 
@@ -68,10 +71,12 @@ class RunLimits(Record):
 
 
 class Ground(Record):
-    """Where an item works. `workspace`: a folder, an archive or a git bundle, read by whoever works the item; `restore`: a checkpoint instead.
+    """Where an item works. `workspace`: a folder, an archive or a git bundle, read by whoever works the item;
+    `restore`: a checkpoint instead.
 
-    `artifacts`: patterns below /workspace of what is to be copied out at the end. `session`: an open one of the tenant's, instead of one of the item's
-    own; it stays open. Left out of the bytes where there is none: releases before it can read those.
+    `artifacts`: patterns below /workspace of what is to be copied out at the end. `session`: an open one of the
+    tenant's, instead of one of the item's own; it stays open. Left out of the bytes where there is none: releases
+    before it can read those.
     """
 
     workspace: str | None = None
@@ -83,7 +88,9 @@ class Ground(Record):
 
 
 class RunBody(Record):
-    """An agent run. `history`: messages before the instruction, in the OpenAI wire shape. `tools` None: all that the model can cope with."""
+    """An agent run. `history`: messages before the instruction, in the OpenAI wire shape. `tools` None: all that the
+    model can cope with.
+    """
 
     instruction: str = Field(min_length=1)
     history: tuple[dict[str, JsonValue], ...] = ()
@@ -104,7 +111,9 @@ class CallBody(Record):
 
 
 class BatchItem(Record):
-    """One line. `line`: its number in the file, from 1. `url`: the shape that its row's body has. `priority`: higher ones begin first."""
+    """One line. `line`: its number in the file, from 1. `url`: the shape that its row's body has. `priority`: higher
+    ones begin first.
+    """
 
     custom_id: str = Field(min_length=1, max_length=MAX_ID_CHARS)
     line: int = Field(ge=1)
@@ -123,7 +132,8 @@ class Failure(Record):
 
 
 class Outcome(Record):
-    """How an item ended: exactly one a run. `run`: its id; `body`: what the row's response holds, None with a failure that left nothing to tell.
+    """How an item ended: exactly one a run. `run`: its id; `body`: what the row's response holds, None with a failure
+    that left nothing to tell.
 
     A failed run keeps its body, too, where it has one: the last text, the steps, the usage.
     """
@@ -146,7 +156,9 @@ class BatchState(StrEnum):
 
 
 class BatchDefaults(Record):
-    """What holds for lines that do not say it. `retries`: how often an item is started again after an infrastructure failure."""
+    """What holds for lines that do not say it. `retries`: how often an item is started again after an infrastructure
+    failure.
+    """
 
     model: str | None = None
     dialect: str | None = None
@@ -157,7 +169,9 @@ class BatchDefaults(Record):
     artifacts: str | None = None
     """The folder that items' artifacts are copied to, on the machine of the orchestrator."""
     asks_people: bool = Field(default=False, exclude_if=lambda asks: not asks)
-    """Approvals are asked in the queue of questions (docs/approvals.md). False is left out of the bytes, so that earlier releases can read them."""
+    """Approvals are asked in the queue of questions (docs/approvals.md). False is left out of the bytes, so that
+    earlier releases can read them.
+    """
 
 
 class RowPlace(Record):
@@ -169,8 +183,8 @@ class RowPlace(Record):
 
 
 class BatchRecord(Record):
-    """`sha256`: of the input file; `concurrency`: items at a time, over all orchestrators. `failed`: by kind. `is_detached`: run by the
-    orchestrators of the service; else by the process that names the batch."""
+    """`sha256`: of the input file; `concurrency`: items at a time, over all orchestrators. `failed`: by kind.
+    `is_detached`: run by the orchestrators of the service; else by the process that names the batch."""
 
     state: BatchState
     total: int
@@ -200,7 +214,9 @@ def parse_batch(keys: SigningKeys, tenant: str, batch: str, fields: Mapping[byte
     """Return the record of a batch's hash. Raises ConfigError as `parse_run` does."""
     values: dict[str, Any] = decode_fields(fields)
     with readable(f"batch {batch} of tenant {tenant}"):
-        values["defaults"] = BatchDefaults.model_validate_json(keys.unseal(f"defaults {tenant} {batch}", values.get("defaults", "")))
+        values["defaults"] = BatchDefaults.model_validate_json(
+            keys.unseal(f"defaults {tenant} {batch}", values.get("defaults", ""))
+        )
         rows = values.pop("rows", "")
         values["rows"] = RowPlace.model_validate_json(keys.unseal(f"rows {tenant} {batch}", rows)) if rows else None
         values["failed"] = {kind: int(values.pop(f"failed:{kind}", 0)) for kind in FailureKind}
@@ -229,7 +245,9 @@ def decode_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:
 
 
 class _Event(Record):
-    """`at`: Unix seconds. `item`: its custom_id; `run`: the id of its run; `attempt`: which of the item's it belongs to, from 1."""
+    """`at`: Unix seconds. `item`: its custom_id; `run`: the id of its run; `attempt`: which of the item's it belongs
+    to, from 1.
+    """
 
     at: float
     item: str
@@ -238,8 +256,8 @@ class _Event(Record):
 
 
 class ItemStarted(_Event):
-    """The item has started. `waited_s`: in the queue since it was submitted, or given back. `attempt` above 1: again, after a failure; `is_resumed`: another
-    process had started it and died."""
+    """The item has started. `waited_s`: in the queue since it was submitted, or given back. `attempt` above 1: again,
+    after a failure; `is_resumed`: another process had started it and died."""
 
     type: Literal["item_started"] = "item_started"
     is_resumed: bool = False
@@ -248,7 +266,9 @@ class ItemStarted(_Event):
 
 
 class ItemReady(_Event):
-    """The item's sandbox and workspace are ready: limits of the run count from here. `setup_s`: since it was started."""
+    """The item's sandbox and workspace are ready: limits of the run count from here. `setup_s`: since it was
+    started.
+    """
 
     type: Literal["item_ready"] = "item_ready"
     setup_s: float = 0.0
@@ -276,7 +296,9 @@ class CallDone(_Event):
 
 
 class ItemDone(_Event):
-    """The one end of an item. `failure` None: it succeeded. `seconds`: since it was started; `cost` None: no prices are known."""
+    """The one end of an item. `failure` None: it succeeded. `seconds`: since it was started; `cost` None: no prices are
+    known.
+    """
 
     type: Literal["item_done"] = "item_done"
     failure: FailureKind | None = None
@@ -300,7 +322,9 @@ class ItemRetried(_Event):
 
 
 class BatchNotice(_Event):
-    """A message about the whole batch, `item` "": submitted, resumed, cancelling, an endpoint that does not answer. `is_warning`: the summary repeats it."""
+    """A message about the whole batch, `item` "": submitted, resumed, cancelling, an endpoint that does not answer.
+    `is_warning`: the summary repeats it.
+    """
 
     type: Literal["batch_noted"] = "batch_noted"
     item: str = ""
@@ -309,7 +333,9 @@ class BatchNotice(_Event):
     is_warning: bool = Field(default=False, exclude_if=lambda is_warning: not is_warning)
 
 
-BatchEvent = Annotated[ItemStarted | ItemReady | StepDone | CallDone | ItemDone | ItemRetried | BatchNotice, Field(discriminator="type")]
+BatchEvent = Annotated[
+    ItemStarted | ItemReady | StepDone | CallDone | ItemDone | ItemRetried | BatchNotice, Field(discriminator="type")
+]
 _ANY: TypeAdapter[BatchEvent] = TypeAdapter(BatchEvent)
 
 
@@ -340,7 +366,9 @@ def parse_batch_event(text: str | bytes) -> BatchEvent:
 
 
 KEPT = 20_000
-"""Events that a stream holds: a reader that is further behind misses some, but no outcome, which the runs' records have."""
+"""Events that a stream holds: a reader that is further behind misses some, but no outcome, which the runs' records
+have.
+"""
 EVERY_S = 0.2
 AT_ONCE = 1000
 MAX_UNWRITTEN = 50_000
@@ -388,7 +416,9 @@ class BatchEventWriter:
                 with broker_errors("the events were not written"):
                     await pipe.execute()
             except BrokerUnavailable as error:
-                log.warning("batch_events_not_written", waiting=len(self._unwritten), dropped=self._dropped, error=str(error))
+                log.warning(
+                    "batch_events_not_written", waiting=len(self._unwritten), dropped=self._dropped, error=str(error)
+                )
                 return
             del self._unwritten[: len(some)]
 
@@ -396,7 +426,9 @@ class BatchEventWriter:
 class BatchEventReader:
     """One watcher of one batch's stream."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, tenant: str, batch: str, after: str = START) -> None:
+    def __init__(
+        self, client: "redis.asyncio.Redis", deployment: str, tenant: str, batch: str, after: str = START
+    ) -> None:
         self._client = client
         self._key = batch_key(deployment, tenant, batch) + ":events"
         self._after = after
@@ -404,7 +436,9 @@ class BatchEventReader:
     async def read(self, wait_s: float) -> Sequence[BatchEvent]:
         """Return the events since the last read; wait up to `wait_s` for one. Raises BrokerUnavailable."""
         with broker_errors("the events of the batch were not read"):
-            reply: Any = await self._client.xread({self._key: self._after}, count=AT_ONCE, block=max(1, int(wait_s * 1000)))
+            reply: Any = await self._client.xread(
+                {self._key: self._after}, count=AT_ONCE, block=max(1, int(wait_s * 1000))
+            )
         batch_events: list[BatchEvent] = []
         for entry in _entries(reply):
             self._after = entry[0].decode()

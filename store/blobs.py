@@ -1,10 +1,10 @@
 """Blobs: bytes that travel next to a call or a result, in Redis. A blob's key ends with the SHA-256 of its bytes.
 
-The key travels in the signed call or result, so its signature covers the bytes as well. A process that can write to Redis but does not have
-the secret can only delete them.
+The key travels in the signed call or result, so its signature covers the bytes as well. A process that can write to
+Redis but does not have the secret can only delete them.
 
-The blobs of a tenant have a limit. A hash of the tenant has the size of each blob; a blob that was read or has expired is removed from it when the limit
-is reached.
+The blobs of a tenant have a limit. A hash of the tenant has the size of each blob; a blob that was read or has expired
+is removed from it when the limit is reached.
 """
 
 import contextlib
@@ -20,7 +20,9 @@ from store.connection import RedisClient, SyncRedis, broker_errors
 from store.tasks import Backoff
 
 TENANT_BLOB_BYTES = 128 * 1024 * 1024
-"""Limit of the blobs of a tenant at a time, for each pool of workers: a quarter of the memory that Redis has as it is deployed here."""
+"""Limit of the blobs of a tenant at a time, for each pool of workers: a quarter of the memory that Redis has as it is
+deployed here.
+"""
 LEAST_CHARGE = 32 * 1024
 """A smaller blob counts as so many bytes, so that a tenant never has more than 4096 of them to count."""
 CHECK_FIRST_BYTES = 1024 * 1024
@@ -33,8 +35,8 @@ RESULT_ROOM_WAIT_S = 10.0
 """How long a result waits for it: the call has acted, and its caller waits."""
 ROOM_PAUSE_S = 0.2
 _DIGEST_CHARS = 64
-# KEYS: sizes. ARGV: what the keys of the blobs begin with, the blob's name ('' to ask only), its size, the limit, time to live of the sizes.
-# 1: there is room, and the blob counts from now on. 0: there is none, and the blob was deleted.
+# KEYS: sizes. ARGV: what the keys of the blobs begin with, the blob's name ('' to ask only), its size, the limit, time
+# to live of the sizes. 1: there is room, and the blob counts from now on. 0: there is none, and the blob was deleted.
 ROOM_LUA = """
 local size, most = tonumber(ARGV[3]), tonumber(ARGV[4])
 local total = tonumber(redis.call('HGET', KEYS[1], 'total') or 0)
@@ -74,11 +76,13 @@ class Blobs:
     async def leave(self, tenant: str, data: bytes, pool: BlobPool = "sandbox") -> str:
         """Store bytes for a worker of that pool until the call has ended (`drop`), and return their key.
 
-        Waits ROOM_WAIT_S for room in the tenant's limit. Raises ToolFailure: FILE_TOO_LARGE, QUOTA_EXCEEDED; BrokerUnavailable.
+        Waits ROOM_WAIT_S for room in the tenant's limit. Raises ToolFailure: FILE_TOO_LARGE, QUOTA_EXCEEDED;
+        BrokerUnavailable.
         """
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(
-                ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call: send them in parts"
+                ErrorCode.FILE_TOO_LARGE,
+                f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call: send them in parts",
             )
         key = new_blob_key(self._deployment, tenant, pool, data)
         until = Backoff(ROOM_WAIT_S)
@@ -105,13 +109,17 @@ class Blobs:
             await self._client.unlink(key)
 
     async def take(self, tenant: str, key: str) -> bytes:
-        """Return a result's bytes and delete them. `key` comes from the signed result. Raises ToolFailure, BrokerUnavailable."""
+        """Return a result's bytes and delete them. `key` comes from the signed result. Raises ToolFailure,
+        BrokerUnavailable.
+        """
         if not is_blob_of(key, self._deployment, tenant):
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the result's content belongs to another tenant")
         with broker_errors("the result's content was not read"):
             data = await self._client.get(key)
         if data is None:
-            raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the result's content is gone: it lay more than {BLOB_TTL_S} s")
+            raise ToolFailure(
+                ErrorCode.OUTCOME_UNKNOWN, f"the result's content is gone: it lay more than {BLOB_TTL_S} s"
+            )
         assert isinstance(data, bytes)
         check_blob(key, data)
         await self.drop(key)
@@ -127,17 +135,22 @@ class WorkerBlobs:
         self._pool: BlobPool = pool
 
     def take(self, tenant: str, key: str) -> bytes:
-        """Return the bytes that came with a call. The caller deletes them when the call has ended: a lost call is sent again with them.
+        """Return the bytes that came with a call. The caller deletes them when the call has ended: a lost call is sent
+        again with them.
 
-        Raises ToolFailure if they are another tenant's or another pool's, have changed or have expired; BrokerUnavailable.
+        Raises ToolFailure if they are another tenant's or another pool's, have changed or have expired;
+        BrokerUnavailable.
         """
         if not is_blob_of(key, self._deployment, tenant, (self._pool,)):
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the content of this call belongs to another tenant or to other workers")
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED, "the content of this call belongs to another tenant or to other workers"
+            )
         with broker_errors("the call was not run, because its content was not read"):
             data = self._client.get(key)
         if data is None:
             raise ToolFailure(
-                ErrorCode.OUTCOME_UNKNOWN, f"the content of this call is gone: its caller gave it up, or it lay more than {BLOB_TTL_S} s"
+                ErrorCode.OUTCOME_UNKNOWN,
+                f"the content of this call is gone: its caller gave it up, or it lay more than {BLOB_TTL_S} s",
             )
         assert isinstance(data, bytes)
         check_blob(key, data)
@@ -149,7 +162,9 @@ class WorkerBlobs:
         Raises ToolFailure: FILE_TOO_LARGE, QUOTA_EXCEEDED; BrokerUnavailable.
         """
         if len(data) > MAX_BLOB_BYTES:
-            raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call")
+            raise ToolFailure(
+                ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call"
+            )
         key = new_blob_key(self._deployment, tenant, self._pool, data)
         until = time.monotonic() + RESULT_ROOM_WAIT_S
         with broker_errors("the bytes of a result were not stored"):
@@ -161,7 +176,9 @@ class WorkerBlobs:
 
     def _store(self, tenant: str, key: str, data: bytes, ttl_s: int) -> bool:
         """Return False, and store nothing, if the tenant has no room for it."""
-        if len(data) > CHECK_FIRST_BYTES and not self._client.eval(*room_arguments(self._deployment, tenant, self._pool, "", len(data))):
+        if len(data) > CHECK_FIRST_BYTES and not self._client.eval(
+            *room_arguments(self._deployment, tenant, self._pool, "", len(data))
+        ):
             return False
         pipe = self._client.pipeline(transaction=True)
         pipe.set(key, data, ex=ttl_s)
@@ -175,25 +192,40 @@ def new_blob_key(deployment: str, tenant: str, pool: BlobPool, data: bytes) -> s
 
 
 def check_blob(key: str, data: bytes) -> None:
-    """Check bytes that were read from Redis against their key, which must come from a signed record. Raises ToolFailure(ENVELOPE_REFUSED)."""
+    """Check bytes that were read from Redis against their key, which must come from a signed record. Raises
+    ToolFailure(ENVELOPE_REFUSED).
+    """
     if hashlib.sha256(data).hexdigest() != key[-_DIGEST_CHARS:]:
         raise ToolFailure(
             ErrorCode.ENVELOPE_REFUSED,
-            "the content in Redis is not the content that was signed, and was refused: another program has written to Redis. Find it, then "
-            "send the call again",
+            "the content in Redis is not the content that was signed, and was refused: another program has written to "
+            "Redis. Find it, then send the call again",
         )
 
 
-def room_arguments(deployment: str, tenant: str, pool: BlobPool, key: str, size: int) -> tuple[str, int, str, str, str, int, int, int]:
-    """The arguments of EVAL that count a blob of that size, which was just stored under `key`. Without a key they ask whether there is room for one."""
+def room_arguments(
+    deployment: str, tenant: str, pool: BlobPool, key: str, size: int
+) -> tuple[str, int, str, str, str, int, int, int]:
+    """The arguments of EVAL that count a blob of that size, which was just stored under `key`. Without a key they ask
+    whether there is room for one.
+    """
     start = blob_key(deployment, tenant, pool, "")
-    return ROOM_LUA, 1, f"{start}sizes", start, key.removeprefix(start), max(size, LEAST_CHARGE), TENANT_BLOB_BYTES, SIZES_TTL_S
+    return (
+        ROOM_LUA,
+        1,
+        f"{start}sizes",
+        start,
+        key.removeprefix(start),
+        max(size, LEAST_CHARGE),
+        TENANT_BLOB_BYTES,
+        SIZES_TTL_S,
+    )
 
 
 def no_room(tenant: str) -> ToolFailure:
     """The failure of a blob beyond the limit."""
     return ToolFailure(
         ErrorCode.QUOTA_EXCEEDED,
-        f"the contents of the running calls of tenant {tenant} take {TENANT_BLOB_BYTES // 2**20} MiB of Redis, which is the limit of one tenant: "
-        "wait until some of them have ended, and send it again",
+        f"the contents of the running calls of tenant {tenant} take {TENANT_BLOB_BYTES // 2**20} MiB of Redis, which "
+        "is the limit of one tenant: wait until some of them have ended, and send it again",
     )

@@ -3,15 +3,16 @@
 ::
 
     worker                          Redis                                        orchestrator that sent the call
-                                    events  stream   <--- create, delete ------  before the call is sent; after its result is there
+                                    events  stream   <--- create, delete ------  before the call is sent; after it ended
     add  ------- XADD, if it is there --->  events
-         ------- ZADD, the call's name -->  wakes   sorted set  --- take_wakes ->  one blocked connection for all calls of a process
+         ------- ZADD, the call's name -->  wakes   sorted set  --- take_wakes ->  one blocked connection a process
                                             events  -------------- read ------->  the handlers of the call
     await_room  <------------------  room   list     <--- acknowledge ---------  after the handlers: deletes the entries
-    await_answer  <----------------  answers list    <--- push_answer ---------  the reply to a question of the running call
+    await_answer  <----------------  answers list    <--- push_answer ---------  the reply to a question of the call
 
-The orchestrator creates the stream and the worker only adds to it (XADD NOMKSTREAM): if the stream is missing, no process reads the events, and the
-worker stops writing. All keys expire, so that nothing remains if the orchestrator dies.
+The orchestrator creates the stream and the worker only adds to it (XADD NOMKSTREAM): if the stream is missing, no
+process reads the events, and the worker stops writing. All keys expire, so that nothing remains if the orchestrator
+dies.
 """
 
 import asyncio
@@ -44,7 +45,9 @@ COMMANDS_AT_ONCE = 1000
 RETRY_S = 0.5
 _TEMPORARY = (MasterDownError, OutOfMemoryError, ReadOnlyError)
 _TEMPORARY_PREFIXES = ("BUSY", "MISCONF", "NOREPLICAS")
-"""Replies of a Redis that is full, is a replica, or cannot write at the moment. Redis repeats any other refusal however often the command is sent."""
+"""Replies of a Redis that is full, is a replica, or cannot write at the moment. Redis repeats any other refusal however
+often the command is sent.
+"""
 
 Command = tuple[str | bytes | int, ...]
 Entry = tuple[bytes, Mapping[Any, Any]]
@@ -76,8 +79,8 @@ def wakes_key(deployment: str, listener: str) -> str:
 
 
 class PendingCommands:
-    """Commands to which no caller waits for the reply. They are sent in order, many in one round trip, and again after an outage: they must be
-    repeatable."""
+    """Commands to which no caller waits for the reply. They are sent in order, many in one round trip, and again after
+    an outage: they must be repeatable."""
 
     def __init__(self, client: RedisClient) -> None:
         self._client = client
@@ -98,7 +101,11 @@ class PendingCommands:
         """Send what waits, for at most that time, and stop."""
         if self._task is None:
             return
-        await asyncio.wait({self._task, waiting := asyncio.create_task(self._sent.wait())}, timeout=within_s, return_when="FIRST_COMPLETED")
+        await asyncio.wait(
+            {self._task, waiting := asyncio.create_task(self._sent.wait())},
+            timeout=within_s,
+            return_when="FIRST_COMPLETED",
+        )
         waiting.cancel()
         await cancel_all((self._task,))
 
@@ -134,9 +141,11 @@ class PendingCommands:
 
 
 class CallEventStore:
-    """The events of the calls that one process has sent. `listener`: its id, which the signed context of each call carries to the worker.
+    """The events of the calls that one process has sent. `listener`: its id, which the signed context of each call
+    carries to the worker.
 
-    The asynchronous methods raise BrokerUnavailable when Redis does not answer. `acknowledge` and `delete` never wait: Redis gets them soon.
+    The asynchronous methods raise BrokerUnavailable when Redis does not answer. `acknowledge` and `delete` never wait:
+    Redis gets them soon.
     """
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
@@ -151,10 +160,13 @@ class CallEventStore:
         return call_event_keys(self._deployment, tenant, call_id)
 
     async def create(self, keys: CallEventKeys, ttl_s: int) -> None:
-        """Create the empty stream of a call. Raises BrokerUnavailable also if the stream is there: another process reads this call."""
+        """Create the empty stream of a call. Raises BrokerUnavailable also if the stream is there: another process
+        reads this call.
+        """
         with broker_errors("the stream of the call's events was not created"):
             async with self._client.pipeline(transaction=True) as pipe:
-                # No process reads by this group. XGROUP CREATE is the one command that makes an empty stream, and it refuses one that is there.
+                # No process reads by this group. XGROUP CREATE is the one command that makes an empty stream, and it
+                # refuses one that is there.
                 pipe.xgroup_create(keys.events, "caller", id="$", mkstream=True)
                 pipe.expire(keys.events, ttl_s)
                 await pipe.execute()
@@ -168,7 +180,9 @@ class CallEventStore:
                 await pipe.execute()
 
     async def take_wakes(self) -> list[str] | None:
-        """Return the names of calls that have new events, those that waited longest first. Return None if there is none for IDLE_S."""
+        """Return the names of calls that have new events, those that waited longest first. Return None if there is none
+        for IDLE_S.
+        """
         with broker_errors("the calls with new events were not read"):
             rows: Any = await self._client.zpopmin(self._wakes, WAKES_AT_ONCE)
             if not rows:
@@ -179,7 +193,9 @@ class CallEventStore:
         return [name.decode(errors="replace") for name, _ in rows]
 
     async def read(self, positions: Sequence[tuple[CallEventKeys, str]]) -> list[list[Entry]]:
-        """Return the next entries of each stream, at most READ_COUNT, in one round trip. A position: a call's keys, and the id of the last entry read."""
+        """Return the next entries of each stream, at most READ_COUNT, in one round trip. A position: a call's keys, and
+        the id of the last entry read.
+        """
         with broker_errors("the events of running calls were not read"):
             pipe = self._client.pipeline(transaction=False)
             for keys, last_id in positions:
@@ -190,7 +206,10 @@ class CallEventStore:
         """Delete entries that were handled, and let a worker that waits for room continue."""
         # One item in `room` is enough: the worker reads the length of the stream when it wakes.
         self._pending.add(
-            ("XDEL", keys.events, *entries), ("LPUSH", keys.room, 1), ("LTRIM", keys.room, 0, 0), ("EXPIRE", keys.room, ttl_s)
+            ("XDEL", keys.events, *entries),
+            ("LPUSH", keys.room, 1),
+            ("LTRIM", keys.room, 0, 0),
+            ("EXPIRE", keys.room, ttl_s),
         )
 
     def delete(self, keys: CallEventKeys) -> None:
@@ -208,7 +227,8 @@ class CallEventStore:
 class WorkerCallEventStore:
     """The events of one running call, for its worker. Every method raises BrokerUnavailable when Redis does not answer.
 
-    `client`: one that sends every command once (`connect_once`), so that no entry is added twice. `listener`: the process that reads the events.
+    `client`: one that sends every command once (`connect_once`), so that no entry is added twice. `listener`: the
+    process that reads the events.
     """
 
     def __init__(self, client: SyncRedis, deployment: str, tenant: str, call_id: str, listener: str) -> None:
@@ -217,12 +237,15 @@ class WorkerCallEventStore:
         self._wakes = wakes_key(deployment, listener)
 
     def add(self, event: bytes) -> int | None:
-        """Add an event and wake its reader. Return how many wait to be read; None if there is no stream: no process reads it any more."""
+        """Add an event and wake its reader. Return how many wait to be read; None if there is no stream: no process
+        reads it any more.
+        """
         with broker_errors("an event of the call was not written"):
             pipe = self._client.pipeline(transaction=False)
             pipe.xadd(self._keys.events, entry_fields(event), nomkstream=True)  # type: ignore[arg-type]
             pipe.xlen(self._keys.events)
-            # NX keeps the time of the oldest event, and the oldest is read first: a noisy call does not push others back.
+            # NX keeps the time of the oldest event, and the oldest is read first: a noisy call does not push others
+            # back.
             pipe.zadd(self._wakes, {self._keys.name: time.time()}, nx=True)
             pipe.expire(self._wakes, WAKES_TTL_S)
             replies = pipe.execute()
@@ -251,5 +274,7 @@ class WorkerCallEventStore:
 
 
 def _slice(seconds: float) -> float:
-    """Return a time-out for one blocking command. It is never so short that Redis takes it for 0, which means no time-out."""
+    """Return a time-out for one blocking command. It is never so short that Redis takes it for 0, which means no
+    time-out.
+    """
     return max(0.05, min(seconds, WAIT_SLICE_S))

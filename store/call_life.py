@@ -1,4 +1,6 @@
-"""The life of one call through every process: what its record, its queue, its worker, its session and its result say of it now."""
+"""The life of one call through every process: what its record, its queue, its worker, its session and its result say of
+it now.
+"""
 
 import json
 import re
@@ -16,7 +18,17 @@ from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolF
 from contract.hosts import HOST_TTL_S, parse_holder
 from contract.ledger import CallRecord, CallState, parse_record
 from contract.links import flower_task_url
-from contract.names import admission_prefix, call_key, host_key, host_of, is_blob_of, place_key, result_key, seen_tenants_key, tenants_key
+from contract.names import (
+    admission_prefix,
+    call_key,
+    host_key,
+    host_of,
+    is_blob_of,
+    place_key,
+    result_key,
+    seen_tenants_key,
+    tenants_key,
+)
 from contract.session_locations import SessionLocation
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
@@ -31,7 +43,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OWN_RUN = re.compile(r"([0-9a-f]{16})-[0-9]+-[0-9]+")
 """A call of a run that a program worked by itself."""
 
-# KEYS: queue. ARGV: what only the call's message has. Gives how many are taken before it, -1 when it is not among the first 5,000, and how many wait in all.
+# KEYS: queue. ARGV: what only the call's message has. Gives how many are taken before it, -1 when it is not among the
+# first 5,000, and how many wait in all.
 _POSITION = """
 local length, at = redis.call('LLEN', KEYS[1]), 0
 while at < length and at < 5000 do
@@ -47,7 +60,9 @@ return {-1, length}
 
 @dataclass(frozen=True)
 class Waiting:
-    """Where a call waits: for a slot (`admission`), or in the broker's queue. `ahead`: how many of `waiting` go before it, None when that is not known."""
+    """Where a call waits: for a slot (`admission`), or in the broker's queue. `ahead`: how many of `waiting` go before
+    it, None when that is not known.
+    """
 
     where: str
     queue: str
@@ -57,8 +72,9 @@ class Waiting:
 
 @dataclass(frozen=True)
 class CallLife:
-    """All that is known of a call. `record` None: it waits for its first slot. `is_held`: whether the worker that runs it still reports; `result`: while
-    it is kept for whoever takes it; `place`: of its session, None when that is closed or has expired."""
+    """All that is known of a call. `record` None: it waits for its first slot. `is_held`: whether the worker that runs
+    it still reports; `result`: while it is kept for whoever takes it; `place`: of its session, None when that is closed
+    or has expired."""
 
     call: str
     tenant: str
@@ -82,12 +98,16 @@ class CallLife:
         """What to do about a call that was lost; None for any other call."""
         if self.state == CallState.RUNNING and self.is_held is False:
             return (
-                f"Its worker stopped reporting. The program that sent the call marks it as lost within {HOST_TTL_S} s. If that program ended too, no result "
-                "will come: check whether the call has acted before you send it again."
+                f"Its worker stopped reporting. The program that sent the call marks it as lost within {HOST_TTL_S} s. "
+                "If that program ended too, no result will come: check whether the call has acted before you send it "
+                "again."
             )
         code = self.record.code if self.record is not None else ""
         if self.state == CallState.UNKNOWN or code == ErrorCode.OUTCOME_UNKNOWN:
-            return "The call may have acted. Check that before you send it again. `toolcrew hosts` shows which hosts report."
+            return (
+                "The call may have acted. Check that before you send it again. `toolcrew hosts` shows which hosts "
+                "report."
+            )
         if self.state == CallState.LOST:
             return "The call was not run. It is safe to send it again. `toolcrew hosts` shows which hosts report."
         return None
@@ -135,9 +155,13 @@ class CallLife:
 
 
 class CallLives:
-    """Looks calls up in one deployment. `flower_url`: where people reach Flower, None: nowhere. Every method raises BrokerUnavailable."""
+    """Looks calls up in one deployment. `flower_url`: where people reach Flower, None: nowhere. Every method raises
+    BrokerUnavailable.
+    """
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, flower_url: str | None = None) -> None:
+    def __init__(
+        self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, flower_url: str | None = None
+    ) -> None:
         self._client = client
         self._deployment = deployment
         self._keys = keys
@@ -145,7 +169,9 @@ class CallLives:
         self._position = client.register_script(_POSITION)
 
     async def read(self, tenant: str, call_id: str) -> CallLife | None:
-        """What is known of a tenant's call; None for nothing. One that waits because its tenant is paused only its own program knows."""
+        """What is known of a tenant's call; None for nothing. One that waits because its tenant is paused only its own
+        program knows.
+        """
         if not _NAME.fullmatch(call_id):
             return None
         record = await self._record(tenant, call_id)
@@ -192,14 +218,17 @@ class CallLives:
         owners = await self.owners(text)
         if len(owners) > 1:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"several tenants have a call {text}: name one by --tenant: {', '.join(owners[:20])}"
+                ErrorCode.INVALID_ARGUMENTS,
+                f"several tenants have a call {text}: name one by --tenant: {', '.join(owners[:20])}",
             )
         if not owners:
             raise unknown_call(text, None)
         return owners[0], text
 
     async def owners(self, call_id: str) -> list[str]:
-        """The tenants that have a call of that id, among those that are registered, have opened a session, or wait for a slot with it."""
+        """The tenants that have a call of that id, among those that are registered, have opened a session, or wait for
+        a slot with it.
+        """
         if not _NAME.fullmatch(call_id):
             return []
         registered: Any = await _told(self._client.hkeys(tenants_key(self._deployment)))
@@ -217,7 +246,8 @@ class CallLives:
             return parse_record(fields)
         except ValidationError as error:
             raise BrokerUnavailable(
-                f"the record of call {call_id} in Redis is none of ours: run the same release everywhere, or look at it with a later one"
+                f"the record of call {call_id} in Redis is none of ours: run the same release everywhere, or look at "
+                "it with a later one"
             ) from error
 
     async def _waiting_life(self, tenant: str, call_id: str) -> CallLife | None:
@@ -292,8 +322,8 @@ def unknown_call(text: str, tenant: str | None) -> ToolFailure:
     whose = f" of tenant {tenant}" if tenant is not None else ""
     return ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
-        f"nothing is known of call {text[:128]}{whose}: look at the id and --tenant; calls are remembered for a day, and one that waits because its "
-        "tenant is paused is known to its own program alone",
+        f"nothing is known of call {text[:128]}{whose}: look at the id and --tenant; calls are remembered for a day, "
+        "and one that waits because its tenant is paused is known to its own program alone",
     )
 
 
@@ -317,7 +347,9 @@ def _place_json(place: SessionLocation) -> dict[str, Any]:
 
 def _result_json(result: ToolResult) -> dict[str, Any]:
     """What it tells of how the call went; its output is the caller's."""
-    told = result.model_dump(mode="json", include={"success", "error", "error_code", "truncated", "clocks", "kill", "sandbox"})
+    told = result.model_dump(
+        mode="json", include={"success", "error", "error_code", "truncated", "clocks", "kill", "sandbox"}
+    )
     if isinstance(told["sandbox"], dict):
         told["sandbox"].pop("news")
     return told

@@ -1,4 +1,5 @@
-"""The records of calls in Redis: one hash for each call id. Every script that changes the state of a call is in this file.
+"""The records of calls in Redis: one hash for each call id. Every script that changes the state of a call is in this
+file.
 
 ::
 
@@ -16,7 +17,7 @@
 
     script          called by                                    moves
     publish         orchestrator (publisher.py)                  no record -> queued; queued by renew -> queued
-    claim           worker, before it runs the call              queued -> running, or forbidden when its deadline has passed
+    claim           worker, before it runs the call              queued -> running, or forbidden after its deadline
     confirm         worker, some seconds later                   queued -> running, if Redis has lost its last second
     refuse          worker, for a call that it must not run      queued -> forbidden
     finish          worker, with the result                      running -> done
@@ -26,9 +27,10 @@
     reap            orchestrator, for the queue of a dead host   queued -> lost
     change          orchestrator                                 lost -> queued (renew), or unknown or lost (give up)
 
-Invariant: a call begins at most once, and ends once. Every script decides by the record's state and attempt in one atomic step, so a message that a
-queue repeats, a worker that was taken for dead, and two orchestrators cannot both win. Redis may lose its last second (`appendfsync everysec`): then an
-earlier attempt's record is there again, and the comments of `_GATE` say which message may still decide.
+Invariant: a call begins at most once, and ends once. Every script decides by the record's state and attempt in one
+atomic step, so a message that a queue repeats, a worker that was taken for dead, and two orchestrators cannot both win.
+Redis may lose its last second (`appendfsync everysec`): then an earlier attempt's record is there again, and the
+comments of `_GATE` say which message may still decide.
 """
 
 import json
@@ -74,8 +76,9 @@ MAX_REASON_CHARS = 500
 
 # --- Scripts of orchestrators -----------------------------------------------------------------------------------------
 
-# KEYS: call, queue; for a session's call also its location, the queue's host, and the tenant's sessions. ARGV: attempt, nonce, tool, message, task, ticket;
-# for a session's call also session and fence. Returns what became of it, and Redis's time, in one line.
+# KEYS: call, queue; for a session's call also its location, the queue's host, and the tenant's sessions. ARGV: attempt,
+# nonce, tool, message, task, ticket; for a session's call also session and fence. Returns what became of it, and
+# Redis's time, in one line.
 PUBLISH = """
 local time = redis.call('TIME')
 local function answer(word) return {ok = word .. ' ' .. time[1] .. ' ' .. time[2]} end
@@ -98,8 +101,9 @@ if not first then
 end
 redis.call('LPUSH', KEYS[2], ARGV[4])
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[8] or '', 'queue', KEYS[2],
-  'queued_at', time[1] .. '.' .. string.format('%06d', time[2]), 'nonce', ARGV[2], 'task', ARGV[5], 'ticket', ARGV[6])
+redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[8] or '',
+  'queue', KEYS[2], 'queued_at', time[1] .. '.' .. string.format('%06d', time[2]),
+  'nonce', ARGV[2], 'task', ARGV[5], 'ticket', ARGV[6])
 redis.call('EXPIRE', KEYS[1], CALL_TTL_S)
 if place then
   local life = math.ceil(tonumber(place[4]) or 0) + LOCATION_MARGIN_S
@@ -109,8 +113,9 @@ end
 return answer('sent')
 """.replace("CALL_TTL_S", str(CALL_TTL_S)).replace("LOCATION_MARGIN_S", str(LOCATION_MARGIN_S))
 
-# KEYS: call. ARGV: attempt, seconds that a call is remembered. Returns the state that the call was in; `superseded` when another attempt decides.
-# An earlier attempt that was given up is there when Redis has lost what renewed it: as for a claim, ours decides.
+# KEYS: call. ARGV: attempt, seconds that a call is remembered. Returns the state that the call was in; `superseded`
+# when another attempt decides. An earlier attempt that was given up is there when Redis has lost what renewed it: as
+# for a claim, ours decides.
 _FORBID_ATTEMPT = """
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt')
 local known, attempt = tonumber(record[2] or '1') or 1e9, tonumber(ARGV[1])
@@ -125,7 +130,8 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 return 'queued'
 """
 
-# KEYS: call. ARGV: the attempt as known, the new state, the new attempt, the error code. Returns the state that the record has now.
+# KEYS: call. ARGV: the attempt as known, the new state, the new attempt, the error code. Returns the state that the
+# record has now.
 _CHANGE = """
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'killed')
 if not record[1] then return '' end
@@ -143,20 +149,23 @@ end
 return ARGV[2]
 """
 
-# KEYS: call. ARGV: the attempt and the state as known, the new state, the process that noticed the loss, the reason. Returns 1 when it was so.
+# KEYS: call. ARGV: the attempt and the state as known, the new state, the process that noticed the loss, the reason.
+# Returns 1 when it was so.
 _LOSE = """
 local record = redis.call('HMGET', KEYS[1], 'attempt', 'state')
 if record[1] ~= ARGV[1] or record[2] ~= ARGV[2] then return 0 end
 local time = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'state', ARGV[3], 'ended_at', string.format('%d.%06d', time[1], time[2]), 'noticed_by', ARGV[4], 'reason', ARGV[5])
+local ended_at = string.format('%d.%06d', time[1], time[2])
+redis.call('HSET', KEYS[1], 'state', ARGV[3], 'ended_at', ended_at, 'noticed_by', ARGV[4], 'reason', ARGV[5])
 return 1
 """
 
 _KILL = (
     AUDIT_LUA
     + f"""
--- KEYS: call, orders, audit. ARGV: the order, what is noted in the call, the entry of the audit, '1' when the sender of the call says so: then a call
--- without a record waits for its slot. Returns the state that the call has then; '' when nothing is known of it, and its sender is still to read the order.
+-- KEYS: call, orders, audit. ARGV: the order, what is noted in the call, the entry of the audit, '1' when the sender of
+-- the call says so: then a call without a record waits for its slot. Returns the state that the call has then; '' when
+-- nothing is known of it, and its sender is still to read the order.
 local record = redis.call('HMGET', KEYS[1], 'state', 'killed')
 local time, state = redis.call('TIME'), record[1]
 local now = string.format('%d.%06d', time[1], time[2])
@@ -186,10 +195,11 @@ return state
 """
 )
 
-# KEYS: report, queue, its control list, tombstone, hosts. ARGV: queue, tombstone's life, batch, the result before the task's id, the result after it, the
-# result's life, prefix of results, forget before, not after, the process that reaps, the reason. Returns how many messages were taken; -1 when the host
-# lives, or that is not known: a script that waited while Redis stood still finds every report expired. The caller of a call that has started, has ended,
-# or was sent again gets its answer elsewhere.
+# KEYS: report, queue, its control list, tombstone, hosts. ARGV: queue, tombstone's life, batch, the result before the
+# task's id, the result after it, the result's life, prefix of results, forget before, not after, the process that
+# reaps, the reason. Returns how many messages were taken; -1 when the host lives, or that is not known: a script that
+# waited while Redis stood still finds every report expired. The caller of a call that has started, has ended, or was
+# sent again gets its answer elsewhere.
 _REAP = """
 local now = tonumber(redis.call('TIME')[1])
 if redis.call('EXISTS', KEYS[1]) == 1 or now > tonumber(ARGV[9]) then return -1 end
@@ -223,16 +233,16 @@ return taken
 
 # --- Scripts of workers -----------------------------------------------------------------------------------------------
 
-# In every script of a worker: KEYS[1] the call; ARGV[1] its attempt, ARGV[2] seconds that it is remembered, ARGV[3] a random word of this decision, by which
-# a script that is sent again, because the first answer was lost, recognises its own decision. `verdict` tells whether this message may decide about the
-# call, "granted", or not:
+# In every script of a worker: KEYS[1] the call; ARGV[1] its attempt, ARGV[2] seconds that it is remembered, ARGV[3] a
+# random word of this decision, by which a script that is sent again, because the first answer was lost, recognises its
+# own decision. `verdict` tells whether this message may decide about the call, "granted", or not:
 #
-#   no record                           decides: Redis has lost its last second, or another program has published the message
-#   `queued`, attempt N                 decides: the normal case
-#   `queued` or `lost`, attempt < N     decides: Redis has lost what renewed the call, and the earlier attempt was given up
-#   any other state, attempt < N        started: Redis has lost what renewed the call, and an earlier attempt may have acted
-#   decided by this very message        the same decision again
-#   any other state, attempt N          started: a repetition; or forbidden, given up, or lost with its host's queue
+#   no record                        decides: Redis lost its last second, or another program published the message
+#   `queued`, attempt N              decides: the normal case
+#   `queued` or `lost`, attempt < N  decides: Redis lost what renewed the call; the earlier attempt was given up
+#   any other state, attempt < N     started: Redis lost what renewed the call; an earlier attempt may have acted
+#   decided by this very message     the same decision again
+#   any other state, attempt N       started: a repetition; or forbidden, given up, or lost with its host's queue
 #   attempt > N                         superseded
 _GATE = """
 local time = redis.call('TIME')
@@ -251,7 +261,8 @@ end
 local is_again = verdict == 'started' and record[3] == ARGV[3]
 """
 
-# KEYS: call, location. ARGV: attempt, ttl, word, holder, deadline, fence, whether a session that moves will do, tool, session, node.
+# KEYS: call, location. ARGV: attempt, ttl, word, holder, deadline, fence, whether a session that moves will do, tool,
+# session, node.
 _CLAIM = (
     _GATE
     + """
@@ -264,7 +275,8 @@ if tonumber(now) > tonumber(ARGV[5]) then
 end
 if ARGV[6] ~= '' then
   local place = redis.call('HMGET', KEYS[2], 'fence', 'state')
-  if place[1] ~= ARGV[6] or (place[2] ~= 'open' and not (ARGV[7] == '1' and place[2] == 'moving')) then return {'moved', now} end
+  local may_run = place[2] == 'open' or (ARGV[7] == '1' and place[2] == 'moving')
+  if place[1] ~= ARGV[6] or not may_run then return {'moved', now} end
 end
 note('state', 'running', 'holder', ARGV[4], 'started_at', now, 'tool', ARGV[8], 'session', ARGV[9], 'node', ARGV[10])
 return {'granted', now}
@@ -304,8 +316,9 @@ redis.call('EXPIRE', KEYS[1], ARGV[1])
 return 1
 """
 
-# KEYS: result, call. ARGV: the stored text, its ttl; attempt ("" when the call has not run), ttl of the call, code, sandbox. Returns 0 when a later attempt
-# is on its way, whose result is waited for. An earlier attempt in the record is what is left when Redis has lost this one.
+# KEYS: result, call. ARGV: the stored text, its ttl; attempt ("" when the call has not run), ttl of the call, code,
+# sandbox. Returns 0 when a later attempt is on its way, whose result is waited for. An earlier attempt in the record is
+# what is left when Redis has lost this one.
 _FINISH = """
 if ARGV[3] ~= '' then
   local known = redis.pcall('HMGET', KEYS[2], 'attempt', 'state')
@@ -328,7 +341,9 @@ return 1
 
 
 class KillOrder(Record):
-    """An order to end a call: who gives it, and why. `entry`: the entry of the audit, written by the process that carries the order out."""
+    """An order to end a call: who gives it, and why. `entry`: the entry of the audit, written by the process that
+    carries the order out.
+    """
 
     tenant: Identifier
     call: Identifier
@@ -342,7 +357,9 @@ class KillOrder(Record):
 
 
 class CallStore:
-    """The records of calls, for orchestrators. Every method raises BrokerUnavailable when Redis does not answer. `process`: the name of this one."""
+    """The records of calls, for orchestrators. Every method raises BrokerUnavailable when Redis does not answer.
+    `process`: the name of this one.
+    """
 
     def __init__(self, client: RedisClient, deployment: str, process: str = "") -> None:
         self._client = client
@@ -367,7 +384,10 @@ class CallStore:
                     for tenant, call_id in calls[at : at + READ_BATCH]:
                         pipe.hgetall(call_key(self._deployment, tenant, call_id))
                     found = await pipe.execute()
-            records += [_parse_record(call_id, fields) for (_, call_id), fields in zip(calls[at : at + READ_BATCH], found, strict=True)]
+            records += [
+                _parse_record(call_id, fields)
+                for (_, call_id), fields in zip(calls[at : at + READ_BATCH], found, strict=True)
+            ]
         return records
 
     async def now(self) -> float:
@@ -377,40 +397,56 @@ class CallStore:
         return float(seconds + micros / 1e6)
 
     async def forbid(self, tenant: str, call_id: str, attempt: int) -> str:
-        """Forbid a call that no worker has taken. Return its state until now: `queued` when it was waiting and is forbidden now, `superseded` when the
-        record is about another attempt."""
+        """Forbid a call that no worker has taken. Return its state until now: `queued` when it was waiting and is
+        forbidden now, `superseded` when the record is about another attempt."""
         with broker_errors("it is not known whether the call has started"):
             state = await self._forbid(keys=[call_key(self._deployment, tenant, call_id)], args=[attempt, CALL_TTL_S])
         return _text(state)
 
     async def lose(self, tenant: str, call_id: str, attempt: int, expected: CallState, reason: str) -> bool:
-        """Mark the call as lost, with the time, this process and the reason. Return False if its state is not `expected`."""
+        """Mark the call as lost, with the time, this process and the reason. Return False if its state is not
+        `expected`.
+        """
         with broker_errors("the call was not marked as lost"):
             arguments = [attempt, expected.value, CallState.LOST.value, self._process, reason]
             return bool(await self._lose(keys=[call_key(self._deployment, tenant, call_id)], args=arguments))
 
     async def renew(self, tenant: str, call_id: str, attempt: int) -> bool:
-        """Let a lost call be sent again as the next attempt: from then on its earlier worker can neither start nor finish it. This holds also for a call that
-        has ended, but whose result was lost. Return False when it was forbidden, or sent again by another process."""
+        """Let a lost call be sent again as the next attempt: from then on its earlier worker can neither start nor
+        finish it. This holds also for a call that has ended, but whose result was lost. Return False when it was
+        forbidden, or sent again by another process."""
         return await self._set(tenant, call_id, attempt, CallState.QUEUED, attempt + 1) == CallState.QUEUED
 
-    async def give_up(self, tenant: str, call_id: str, attempt: int, state: CallState, code: ErrorCode) -> CallState | None:
-        """Mark the call as ended with `code`: no process waits for it. Return its state, which is `done` if it ended normally meanwhile."""
+    async def give_up(
+        self, tenant: str, call_id: str, attempt: int, state: CallState, code: ErrorCode
+    ) -> CallState | None:
+        """Mark the call as ended with `code`: no process waits for it. Return its state, which is `done` if it ended
+        normally meanwhile.
+        """
         found = await self._set(tenant, call_id, attempt, state, attempt, code.value)
         return CallState(found) if found else None
 
     async def kill(self, order: KillOrder, *, is_ours: bool = False) -> CallState | None:
-        """Note an order to end a call; it may be repeated. Return the state that the call has then: FORBIDDEN, when it never begins; None when nothing is
-        known of it, so that only the program that makes it (`is_ours`), if there is one, can say so."""
-        keys = [call_key(self._deployment, order.tenant, order.call), kills_key(self._deployment), audit_key(self._deployment)]
+        """Note an order to end a call; it may be repeated. Return the state that the call has then: FORBIDDEN, when it
+        never begins; None when nothing is known of it, so that only the program that makes it (`is_ours`), if there is
+        one, can say so."""
+        keys = [
+            call_key(self._deployment, order.tenant, order.call),
+            kills_key(self._deployment),
+            audit_key(self._deployment),
+        ]
         with broker_errors("the call was not killed"):
-            state = await self._kill(keys=keys, args=[order.model_dump_json(), order.describe(), order.entry, int(is_ours)])
+            state = await self._kill(
+                keys=keys, args=[order.model_dump_json(), order.describe(), order.entry, int(is_ours)]
+            )
         return CallState(_text(state)) if state else None
 
     async def recent_kills(self, after: float) -> list[tuple[float, KillOrder]]:
         """Return the orders of the last minute that were given after that instant, each with its own."""
         with broker_errors("it is not known which calls are to be ended"):
-            rows: Any = await self._client.zrangebyscore(kills_key(self._deployment), f"({after!r}", "+inf", withscores=True)
+            rows: Any = await self._client.zrangebyscore(
+                kills_key(self._deployment), f"({after!r}", "+inf", withscores=True
+            )
         return [(float(at), order) for text, at in rows if (order := _parse_order(text)) is not None]
 
     async def kill_reason(self, tenant: str, call_id: str) -> tuple[str, bool]:
@@ -421,12 +457,20 @@ class CallStore:
         return reason, state == CallState.FORBIDDEN
 
     async def reap(self, queue: str, now: int) -> bool:
-        """Give up the incarnation `queue` unless it lives, and answer the calls in its queue. Return whether it is lost: it can never go on under that name.
+        """Give up the incarnation `queue` unless it lives, and answer the calls in its queue. Return whether it is
+        lost: it can never go on under that name.
 
-        Any orchestrator may reap; the script makes it one act. `now`: Redis's time when reports were known to come in, at most TRUSTED_S ago when the script runs.
+        Any orchestrator may reap; the script makes it one act. `now`: Redis's time when reports were known to come in,
+        at most TRUSTED_S ago when the script runs.
         """
         deployment = self._deployment
-        keys = [host_key(deployment, queue), queue, control_queue(queue), tombstone_key(deployment, queue), hosts_key(deployment)]
+        keys = [
+            host_key(deployment, queue),
+            queue,
+            control_queue(queue),
+            tombstone_key(deployment, queue),
+            hosts_key(deployment),
+        ]
         before, after = _lost_result(queue)
         arguments: list[str | int] = [queue, TOMBSTONE_TTL_S, REAP_BATCH, before, after, RESULT_TTL_S, result_key("")]
         arguments += [FORGET_S, now + TRUSTED_S, self._process, _describe_lost_queue(queue)]
@@ -445,19 +489,27 @@ class CallStore:
         return [queue for queue in (name.decode() for name in names) if await self.reap(queue, now)]
 
     async def announce(self, channel: str, event: str) -> None:
-        """Publish an event of Celery in place of a worker that is dead. `channel`: without the number of the Redis database, which kombu puts before it."""
+        """Publish an event of Celery in place of a worker that is dead. `channel`: without the number of the Redis
+        database, which kombu puts before it.
+        """
         database = self._client.connection_pool.connection_kwargs.get("db") or 0
         with broker_errors("the event was not published"):
             await self._client.publish(f"/{database}.{channel}", event)
 
-    async def _set(self, tenant: str, call_id: str, attempt: int, state: CallState, new_attempt: int, code: str = "") -> str:
+    async def _set(
+        self, tenant: str, call_id: str, attempt: int, state: CallState, new_attempt: int, code: str = ""
+    ) -> str:
         with broker_errors("the state of the call was not changed"):
-            found = await self._change(keys=[call_key(self._deployment, tenant, call_id)], args=[attempt, state.value, new_attempt, code])
+            found = await self._change(
+                keys=[call_key(self._deployment, tenant, call_id)], args=[attempt, state.value, new_attempt, code]
+            )
         return _text(found)
 
 
 def _lost_result(queue: str) -> tuple[str, str]:
-    """Return the stored result of a call that was in a dead host's queue, as the texts before and after the task's id."""
+    """Return the stored result of a call that was in a dead host's queue, as the texts before and after the task's
+    id.
+    """
     error = {"exc_type": HOST_LOST_TYPE, "exc_message": [_describe_lost_queue(queue)], "exc_module": "toolcrew"}
     fields = json.dumps({"status": "FAILURE", "result": error, "traceback": None, "children": []})
     return '{"task_id": ', ", " + fields[1:]
@@ -493,8 +545,9 @@ def _text(value: Any) -> str:
 class WorkerCallStore:
     """The records of calls, for workers: a call is started once or refused once, whatever a queue repeats.
 
-    Every answer tells the shared clock Redis's time. A repetition that Redis has forgotten altogether is caught before it comes here
-    (workers/celery_edge/broker_transport.py). `node`: the worker's name in Celery. Every method raises BrokerUnavailable when Redis does not answer.
+    Every answer tells the shared clock Redis's time. A repetition that Redis has forgotten altogether is caught before
+    it comes here (workers/celery_edge/broker_transport.py). `node`: the worker's name in Celery. Every method raises
+    BrokerUnavailable when Redis does not answer.
     """
 
     def __init__(self, client: SyncRedis, deployment: str, clock: SharedClock, node: str = "") -> None:
@@ -510,7 +563,8 @@ class WorkerCallStore:
     def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
         """Return whether the call may start now, on behalf of `holder`. After BrokerUnavailable it must not start.
 
-        A claim past the call's deadline forbids the call: EXPIRED. A claim for a session that is elsewhere by now changes nothing: MOVED.
+        A claim past the call's deadline forbids the call: EXPIRED. A claim for a session that is elsewhere by now
+        changes nothing: MOVED.
         """
         key = self._key(context.tenant, call.id)
         fence = context.fence if context.session is not None and context.fence is not None else ""
@@ -520,7 +574,9 @@ class WorkerCallStore:
         return self._decide(self._claim, [key, location], context.attempt, arguments)
 
     def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
-        """Note again that a call runs which was granted here before: GRANTED when Redis had lost that, wherever its session is by now."""
+        """Note again that a call runs which was granted here before: GRANTED when Redis had lost that, wherever its
+        session is by now.
+        """
         arguments = [holder, call.name, context.session or "", self._node]
         return self._decide(self._confirm, [self._key(context.tenant, call.id)], context.attempt, arguments)
 
@@ -537,7 +593,11 @@ class WorkerCallStore:
         """Return who runs the call, as it named itself in its claim; None when it does not run."""
         with broker_errors("it is not known who runs the call"):
             state, holder = self._client.hmget(self._key(tenant, call_id), "state", "holder")
-        return holder.decode(errors="replace") if state == CallState.RUNNING.encode() and isinstance(holder, bytes) else None
+        return (
+            holder.decode(errors="replace")
+            if state == CallState.RUNNING.encode() and isinstance(holder, bytes)
+            else None
+        )
 
     def _key(self, tenant: str, call_id: str) -> str:
         return call_key(self._deployment, tenant, call_id)
@@ -559,15 +619,18 @@ class FinishedCalls:
         self._finish = WorkerScript(client, _FINISH)
 
     def store(self, task_id: str, text: str, ttl_s: int, record: tuple[str, int, str, str] | None) -> bool:
-        """Store a result. `record`: the key of the call's record, its attempt, the error code and the sandbox; None: the call was not run, and its record
-        stays as it is. Return False when the call was sent again meanwhile: its caller waits for that attempt's result."""
+        """Store a result. `record`: the key of the call's record, its attempt, the error code and the sandbox; None:
+        the call was not run, and its record stays as it is. Return False when the call was sent again meanwhile: its
+        caller waits for that attempt's result."""
         key = result_key(task_id)
         call, attempt, code, sandbox = record if record is not None else (key, "", "", "")
         return bool(self._finish(keys=[key, call], args=[text, ttl_s, attempt, CALL_TTL_S, code, sandbox]))
 
 
 class RefusalCounter:
-    """Counts what was refused at the queue, by reason, in one hash of the deployment. `client`: one that sends every command once (`connect_once`)."""
+    """Counts what was refused at the queue, by reason, in one hash of the deployment. `client`: one that sends every
+    command once (`connect_once`).
+    """
 
     def __init__(self, client: SyncRedis, deployment: str) -> None:
         self._client = client

@@ -37,7 +37,9 @@ class CatalogSource(Protocol):
     async def specs(self) -> tuple[ToolSpec, ...]: ...
 
     def explain_missing(self, name: str) -> str | None:
-        """Why a tool that there is cannot be called now, and what to do; None: there is no such tool. As of the last `specs`."""
+        """Why a tool that there is cannot be called now, and what to do; None: there is no such tool. As of the last
+        `specs`.
+        """
         ...
 
 
@@ -57,7 +59,9 @@ class RedisCatalog:
         self._skills: tuple[SkillSummary, ...] = ()
 
     async def specs(self) -> tuple[ToolSpec, ...]:
-        """All specs, session verbs included. Raises ConfigError when no worker lives, BrokerUnavailable when Redis does not answer."""
+        """All specs, session verbs included. Raises ConfigError when no worker lives, BrokerUnavailable when Redis does
+        not answer.
+        """
         if time.monotonic() - self._read_at > FRESH_S:
             await self._reads.read("catalog", self._refresh)
         return self._specs
@@ -72,12 +76,16 @@ class RedisCatalog:
         return None if pool is None else f"no worker serves {name} now: start one with {STARTED_BY[pool]}"
 
     async def pools(self) -> dict[str, tuple[ToolSpec, ...]]:
-        """Pool -> what its workers publish now; a pool without a worker is not in it. Raises as `specs`, but not for want of workers."""
+        """Pool -> what its workers publish now; a pool without a worker is not in it. Raises as `specs`, but not for
+        want of workers.
+        """
         texts, _ = await self._fetch()
         return {pool: self._parse(pool, text).tools for pool, text in texts.items() if text is not None}
 
     async def served_before(self) -> dict[str, list[str] | None]:
-        """Pool -> the names of the tools that it published last; None for a list that cannot be read. Raises BrokerUnavailable."""
+        """Pool -> the names of the tools that it published last; None for a list that cannot be read. Raises
+        BrokerUnavailable.
+        """
         _, names = await self._fetch()
         return {pool: _parse_names(text) for pool, text in names.items()}
 
@@ -96,15 +104,21 @@ class RedisCatalog:
             return open_catalog(self._signing, pool, sealed)
         except EnvelopeRefused as error:
             raise RecordRefused(
-                f"the tools that workers of the pool {pool} publish cannot be verified: run the same release everywhere. {error}"
+                f"the tools that workers of the pool {pool} publish cannot be verified: run the same release "
+                f"everywhere. {error}"
             ) from error
         except ValidationError as error:
-            raise ConfigError("the workers publish a catalog of another version: run the same release on both sides") from error
+            raise ConfigError(
+                "the workers publish a catalog of another version: run the same release on both sides"
+            ) from error
 
     async def _read(self) -> tuple[ToolSpec, ...]:
         texts, names = await self._fetch()
         if not any(texts.values()):
-            raise ConfigError("no worker has published its tools: start one with `toolcrew worker start`, or everything with `toolcrew up`")
+            raise ConfigError(
+                "no worker has published its tools: start one with `toolcrew worker start`, or everything with "
+                "`toolcrew up`"
+            )
         found: dict[str, ToolSpec] = {}
         lost: dict[str, str] = {"session.open": "sandbox"}
         for pool, text in texts.items():
@@ -114,7 +128,11 @@ class RedisCatalog:
             for spec in self._parse(pool, text).tools:
                 self._note_clash(found.setdefault(spec.name, spec), spec)
         sandbox = texts["sandbox"]
-        self._skills = tuple(sorted(self._parse("sandbox", sandbox).skills, key=lambda skill: skill.name)) if sandbox is not None else ()
+        self._skills = (
+            tuple(sorted(self._parse("sandbox", sandbox).skills, key=lambda skill: skill.name))
+            if sandbox is not None
+            else ()
+        )
         self._lost = {name: pool for name, pool in lost.items() if name not in found}
         return tuple(sorted(found.values(), key=lambda spec: spec.name))
 
@@ -123,7 +141,9 @@ class RedisCatalog:
         with broker_errors("the tool catalog was not read"):
             values = await self._client.mget(self._keys)
         count = len(CATALOG_POOLS)
-        return dict(zip(CATALOG_POOLS, values[:count], strict=True)), dict(zip(CATALOG_POOLS, values[count:], strict=True))
+        return dict(zip(CATALOG_POOLS, values[:count], strict=True)), dict(
+            zip(CATALOG_POOLS, values[count:], strict=True)
+        )
 
     def _note_clash(self, taken: ToolSpec, other: ToolSpec) -> None:
         """Say once that a tool cannot be reached behind another of its name."""
@@ -171,13 +191,16 @@ class WorkerCatalogStore:
         for pool, catalog in catalogs.items():
             # The names explain to every tenant why a tool is missing, so tools of single tenants are left out.
             names = json.dumps([spec.name for spec in catalog.tools if spec.tenants is None])
-            entries.append((catalog_key(self._deployment, pool), seal_catalog(self._keys, pool, catalog), CATALOG_TTL_S))
+            entries.append(
+                (catalog_key(self._deployment, pool), seal_catalog(self._keys, pool, catalog), CATALOG_TTL_S)
+            )
             entries.append((catalog_names_key(self._deployment, pool), names, NAMES_TTL_S))
         return entries
 
 
 async def check_tools(client: "redis.asyncio.Redis", deployment: str, tenant: str, policy: TenantPolicy) -> list[str]:
-    """Return warnings about patterns that match no tool. Tools whose workers are stopped count, if a worker has published them before.
+    """Return warnings about patterns that match no tool. Tools whose workers are stopped count, if a worker has
+    published them before.
 
     Raises ToolFailure(INVALID_ARGUMENTS) with the nearest names for a name that no tool has, BrokerUnavailable.
     """
@@ -198,7 +221,8 @@ async def check_tools(client: "redis.asyncio.Redis", deployment: str, tenant: st
         elif published:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"--tools: there is no tool {pattern}: see `toolcrew tools ls`; start the workers of a new tool once before you allow it",
+                f"--tools: there is no tool {pattern}: see `toolcrew tools ls`; start the workers of a new tool once "
+                "before you allow it",
                 nearest=difflib.get_close_matches(pattern, known, n=3),
             )
         else:

@@ -1,7 +1,7 @@
 """Connections to Redis, asynchronous ones for orchestrators and blocking ones for workers, with every time-out set.
 
-Nothing outside of this package and of `workers/celery_edge` imports redis. Every store catches what a command raises in `broker_errors`, so that its
-callers see BrokerUnavailable and nothing else.
+Nothing outside of this package and of `workers/celery_edge` imports redis. Every store catches what a command raises in
+`broker_errors`, so that its callers see BrokerUnavailable and nothing else.
 """
 
 import asyncio
@@ -20,7 +20,12 @@ import hiredis
 import redis
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool, Connection, SSLConnection
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
+from redis.asyncio.sentinel import (
+    Sentinel,
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
 from redis.backoff import NoBackoff
 from redis.connection import Connection as SyncConnection
 from redis.connection import ConnectionPool as SyncPool
@@ -58,7 +63,9 @@ class RedisAccessDenied(OperatorError):
 
 @contextlib.contextmanager
 def broker_errors(what: str) -> Iterator[None]:
-    """Raise BrokerUnavailable instead of what the Redis client raises inside. `what`: a sentence about what failed, for example "the policy was not read"."""
+    """Raise BrokerUnavailable instead of what the Redis client raises inside. `what`: a sentence about what failed, for
+    example "the policy was not read".
+    """
     try:
         yield
     except _REDIS_ERRORS as error:
@@ -66,7 +73,9 @@ def broker_errors(what: str) -> Iterator[None]:
 
 
 def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":
-    """A client whose callers wait for a connection instead of failing when all are busy. Behind sentinels it follows the master."""
+    """A client whose callers wait for a connection instead of failing when all are busy. Behind sentinels it follows
+    the master.
+    """
     return redis.asyncio.Redis.from_pool(_open_pool(broker))
 
 
@@ -75,7 +84,9 @@ async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> 
     try:
         await _ping(client)
     except AuthenticationError as error:
-        raise BrokerUnavailable(f"Redis at {broker.redis_address()} refuses user or password: check TOOLCREW_REDIS_URL") from error
+        raise BrokerUnavailable(
+            f"Redis at {broker.redis_address()} refuses user or password: check TOOLCREW_REDIS_URL"
+        ) from error
     except (RedisError, OSError) as error:
         raise BrokerUnavailable(
             f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
@@ -99,12 +110,15 @@ async def _ping(client: "redis.asyncio.Redis") -> None:
 class _Careful(AbstractConnection):
     """A connection whose loss, and whose user's end, are not overlooked.
 
-    Whoever is cancelled while a command is being sent is cancelled: the client sends in `asyncio.wait_for`, which loses a cancellation that comes just
-    as the last byte has gone (Python before 3.12), and a task that never ends by it is waited for in vain.
+    Whoever is cancelled while a command is being sent is cancelled: the client sends in `asyncio.wait_for`, which loses
+    a cancellation that comes just as the last byte has gone (Python before 3.12), and a task that never ends by it is
+    waited for in vain.
     """
 
     async def can_read(self) -> bool:
-        """What the pool asks before it lends a connection: one that was reset looks empty to the client, and would fail its next command."""
+        """What the pool asks before it lends a connection: one that was reset looks empty to the client, and would fail
+        its next command.
+        """
         if self._reader is not None and (error := self._reader.exception()) is not None:
             raise RedisConnectionError(f"the connection was lost ({error})")
         return await super().can_read()
@@ -158,12 +172,15 @@ def _open_pool(broker: BrokerSettings) -> BlockingConnectionPool:
         options["connection_class"] = _MasterTlsConnection if broker.is_tls else _MasterConnection
         return _BlockingSentinelPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)  # type: ignore[no-untyped-call]
     host, port = broker.addresses[0]
-    return BlockingConnectionPool(connection_class=_TlsConnection if broker.is_tls else _PlainConnection, host=host, port=port, **options)
+    return BlockingConnectionPool(
+        connection_class=_TlsConnection if broker.is_tls else _PlainConnection, host=host, port=port, **options
+    )
 
 
 def _options(broker: BrokerSettings) -> dict[str, Any]:
     return {
-        # With them the pool lends connections that the server has closed (redis-py 8.1). Only Redis Enterprise sends them.
+        # With them the pool lends connections that the server has closed (redis-py 8.1). Only Redis Enterprise sends
+        # them.
         "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         "username": broker.user,
         "password": broker.password,
@@ -186,7 +203,9 @@ async def check_writable(client: "redis.asyncio.Redis", deployment: str) -> None
 
 
 async def read_server_info(client: "redis.asyncio.Redis", *sections: str) -> dict[str, Any]:
-    """Return what INFO reports in these sections. Raises BrokerUnavailable, and RedisAccessDenied when the user may not ask for it."""
+    """Return what INFO reports in these sections. Raises BrokerUnavailable, and RedisAccessDenied when the user may not
+    ask for it.
+    """
     info: dict[str, Any] = {}
     with broker_errors("the state of the Redis server was not read"):
         try:
@@ -203,19 +222,23 @@ def connect(broker: BrokerSettings) -> "redis.Redis":
 
 
 def connect_once(broker: BrokerSettings) -> "redis.Redis":
-    """Return a blocking client that sends every command once, for what must not arrive twice. It connects when it is first used."""
+    """Return a blocking client that sends every command once, for what must not arrive twice. It connects when it is
+    first used.
+    """
     return _open_sync(broker, socket_timeout=5.0, socket_connect_timeout=2.0, retry=Retry(NoBackoff(), 0))
 
 
 def drop_connections() -> None:
-    """Close the connections of every blocking client of this process. After an interrupt in the middle of a command, its reply may still be on the
-    connection, and the next command would take it for its own."""
+    """Close the connections of every blocking client of this process. After an interrupt in the middle of a command,
+    its reply may still be on the connection, and the next command would take it for its own."""
     for client in list(_sync_clients):
         client.connection_pool.disconnect()
 
 
 def check_connection(broker: BrokerSettings) -> None:
-    """Raise BrokerUnavailable with the address, Redis's answer and what to check, if Redis does not answer a blocking client."""
+    """Raise BrokerUnavailable with the address, Redis's answer and what to check, if Redis does not answer a blocking
+    client.
+    """
     client = connect(broker)
     try:
         client.ping()
@@ -238,15 +261,18 @@ def _open_sync_pool(broker: BrokerSettings, options: dict[str, Any]) -> SyncPool
         sentinel = SyncSentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())  # type: ignore[no-untyped-call]
         return SyncSentinelPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)  # type: ignore[no-untyped-call]
     host, port = broker.addresses[0]
-    return SyncPool(connection_class=SyncTlsConnection if broker.is_tls else SyncConnection, host=host, port=port, **options)
+    return SyncPool(
+        connection_class=SyncTlsConnection if broker.is_tls else SyncConnection, host=host, port=port, **options
+    )
 
 
 class WorkerScript:
     """A Lua script that a worker runs for every call.
 
-    It sends the command over a connection of the thread's own. The client's own way costs twice as much processor time, most of it for metrics and for
-    retries that count attempts; a worker with short calls spends a tenth of its time there. As the client does, it reconnects, repeats a command
-    whose answer was lost, and sends the source to a Redis that does not know the script. It raises what the client raises.
+    It sends the command over a connection of the thread's own. The client's own way costs twice as much processor time,
+    most of it for metrics and for retries that count attempts; a worker with short calls spends a tenth of its time
+    there. As the client does, it reconnects, repeats a command whose answer was lost, and sends the source to a Redis
+    that does not know the script. It raises what the client raises.
     """
 
     def __init__(self, client: SyncRedis, source: str) -> None:
@@ -260,7 +286,9 @@ class WorkerScript:
         connection = self._connection()
         arguments = (len(keys), *keys, *args)
         try:
-            return connection.retry.call_with_retry(lambda: self._run(connection, arguments), lambda _: connection.disconnect())
+            return connection.retry.call_with_retry(
+                lambda: self._run(connection, arguments), lambda _: connection.disconnect()
+            )
         except BaseException:
             # Its answer may still be on its way, and the next command would take it for its own.
             connection.disconnect()
@@ -271,7 +299,8 @@ class WorkerScript:
         if getattr(self._thread, "process", None) != os.getpid():
             self._thread.process, self._thread.connection = os.getpid(), self._pool.get_connection()
         connection = self._thread.connection
-        # As the pool does it when it lends a connection: one that Redis has closed, or that has an answer of before, is opened anew.
+        # As the pool does it when it lends a connection: one that Redis has closed, or that has an answer of before, is
+        # opened anew.
         connection.connect()
         try:
             is_clean = not connection.can_read()
@@ -323,9 +352,10 @@ class _Invocation:
 class ScriptConnection(asyncio.Protocol):
     """Runs scripts for an orchestrator over one connection that stays open, any number at a time.
 
-    Each tool call needs Redis twice before a worker has it. The client spends a task and two timers on each command, more than the rest of a call costs.
-    So the client opens the connection, authenticates and encrypts it; this class then takes its transport over. Scripts that are run in one
-    turn of the event loop are written together, in their order. Nothing is sent twice: the callers know whether a repetition is safe.
+    Each tool call needs Redis twice before a worker has it. The client spends a task and two timers on each command,
+    more than the rest of a call costs. So the client opens the connection, authenticates and encrypts it; this class
+    then takes its transport over. Scripts that are run in one turn of the event loop are written together, in their
+    order. Nothing is sent twice: the callers know whether a repetition is safe.
     """
 
     def __init__(self, client: RedisClient) -> None:
@@ -413,7 +443,9 @@ class ScriptConnection(asyncio.Protocol):
         for invocation in invocations:
             invocation.sent_at = now
         self._unanswered += invocations
-        self._transport.write(b"".join(hiredis.pack_command((*command(one.script), *one.arguments)) for one in invocations))
+        self._transport.write(
+            b"".join(hiredis.pack_command((*command(one.script), *one.arguments)) for one in invocations)
+        )
         if self._timer is None:
             self._timer = loop.call_later(TIMEOUT_S, self._check_silence, context=self._context)
 

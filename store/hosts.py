@@ -1,7 +1,8 @@
-"""The workers that live, and the orders to them. Each worker writes its report under the name of its incarnation, and the report expires when the worker does not renew it.
+"""The workers that live, and the orders to them. Each worker writes its report under the name of its incarnation, and
+the report expires when the worker does not renew it.
 
-The list of incarnations outlives the reports. An incarnation that is listed without a report was lost: the reaper answers the calls in its queue and
-writes a tombstone, after which no worker may report under that name.
+The list of incarnations outlives the reports. An incarnation that is listed without a report was lost: the reaper
+answers the calls in its queue and writes a tombstone, after which no worker may report under that name.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ _WAKE = b"stop"
 _WHAT = "the workers' reports were not read or changed"
 
 Departure = Literal["drained", "restarting", "stopped"]
-"""How a worker ends: its queue is empty; its next process is expected; or the reaper must look after what is left in its queue."""
+"""How a worker ends: its queue is empty; its next process is expected; or the reaper must look after what is left in
+its queue.
+"""
 
 
 def worker_slots_key(deployment: str, queue: str) -> str:
@@ -43,21 +46,30 @@ local function worker_of(report)
   local is_json, fields = pcall(cjson.decode, report)
   return is_json and type(fields) == 'table' and type(fields['worker']) == 'string' and fields['worker'] or ''
 end
--- Set or remove (slots nil) what `worker` serves of a queue, and add up what the living workers of the queue serve together.
+-- Set or remove (slots nil) what `worker` serves of a queue, and add up what the living workers of the queue serve
+-- together.
 local function count(workers, total, worker, slots, now, ttl)
-  if slots then redis.call('HSET', workers, worker, slots .. ' ' .. (now + ttl)) else redis.call('HDEL', workers, worker) end
+  if slots then
+    redis.call('HSET', workers, worker, slots .. ' ' .. (now + ttl))
+  else
+    redis.call('HDEL', workers, worker)
+  end
   local sum, entries = 0, redis.call('HGETALL', workers)
   for i = 1, #entries, 2 do
     local serves, until_ = string.match(entries[i + 1], '^(%d+) (%d+)$')
-    if serves and tonumber(until_) > now then sum = sum + tonumber(serves) else redis.call('HDEL', workers, entries[i]) end
+    if serves and tonumber(until_) > now then
+      sum = sum + tonumber(serves)
+    else
+      redis.call('HDEL', workers, entries[i])
+    end
   end
   if sum > 0 then redis.call('SET', total, sum, 'EX', ttl) else redis.call('DEL', total) end
   redis.call('EXPIRE', workers, ttl)
 end
 """
 
-# KEYS: report, all hosts, tombstone, then the workers and the total of each queue. ARGV: report, queue, worker, seconds it lives, 1 if it is the
-# first, then the slots of each queue, or '' for a queue that is not served any more.
+# KEYS: report, all hosts, tombstone, then the workers and the total of each queue. ARGV: report, queue, worker, seconds
+# it lives, 1 if it is the first, then the slots of each queue, or '' for a queue that is not served any more.
 _REPORT = (
     _LUA
     + """
@@ -77,7 +89,8 @@ return {'accepted', time[1], time[2]}
 """
 )
 
-# KEYS: report, all hosts, queue, then the workers and the total of each queue. ARGV: queue, worker, departure, last report, seconds that lives, seconds of slots.
+# KEYS: report, all hosts, queue, then the workers and the total of each queue. ARGV: queue, worker, departure, last
+# report, seconds that lives, seconds of slots.
 _LEAVE = (
     _LUA
     + """
@@ -132,7 +145,9 @@ class HostStore:
         with broker_errors(_WHAT):
             names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
             queues = sorted(name.decode(errors="replace") for name in names)
-            texts: Any = await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+            texts: Any = (
+                await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+            )
         found = [self._parse(queue, text) for queue, text in zip(queues, texts, strict=True)]
         return [report for report in found if report is not None]
 
@@ -143,7 +158,9 @@ class HostStore:
     async def find_all(self, queues: Sequence[str]) -> dict[str, HostReport | None]:
         """Return the last reports of these incarnations; None for one that does not report."""
         with broker_errors(_WHAT):
-            texts: Any = await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+            texts: Any = (
+                await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+            )
         return {queue: self._parse(queue, text) for queue, text in zip(queues, texts, strict=True)}
 
     async def queued(self, queues: Sequence[str]) -> dict[str, int]:
@@ -166,8 +183,14 @@ class HostStore:
         with broker_errors(_WHAT):
             names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
             queues = [name.decode(errors="replace") for name in names]
-            texts: Any = await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
-        return {queue for queue, text in zip(queues, texts, strict=True) if text is not None and _parse_readable(text) is None}
+            texts: Any = (
+                await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+            )
+        return {
+            queue
+            for queue, text in zip(queues, texts, strict=True)
+            if text is not None and _parse_readable(text) is None
+        }
 
     async def send_drain(self, queue: str, envelope: str, entry: AuditEntry) -> None:
         """Put an order to drain into a worker's control list, and the entry into the audit log, in one step."""
@@ -193,7 +216,11 @@ class HostStore:
         except ValidationError as error:
             if queue not in self._unreadable:
                 self._unreadable.add(queue)
-                log.error("host_report_unreadable", queue=queue, error=str(error.errors(include_url=False, include_input=False)[0]["msg"]))
+                log.error(
+                    "host_report_unreadable",
+                    queue=queue,
+                    error=str(error.errors(include_url=False, include_input=False)[0]["msg"]),
+                )
             return None
 
 
@@ -211,7 +238,8 @@ class ReportResult(StrEnum):
 
 
 class WorkerHostStore:
-    """Reports of workers, for the workers themselves. The report names the incarnation (`queue`) and the process (`worker`) that it is about.
+    """Reports of workers, for the workers themselves. The report names the incarnation (`queue`) and the process
+    (`worker`) that it is about.
 
     Every method raises BrokerUnavailable when Redis does not answer.
     """
@@ -226,7 +254,9 @@ class WorkerHostStore:
         self._dismiss = client.register_script(_DISMISS)
 
     def report(self, report: HostReport, *, is_first: bool = False, ttl_s: int = HOST_TTL_S) -> ReportResult:
-        """Record that the worker lives, and learn Redis's time. `is_first`: only under a name that no worker has had."""
+        """Record that the worker lives, and learn Redis's time. `is_first`: only under a name that no worker has
+        had.
+        """
         report = report.model_copy(update={"reported_at": self._clock()})
         own = report.slots if report.kind == "sandbox" else ""
         shared = report.slots if not report.draining else ""
@@ -239,10 +269,19 @@ class WorkerHostStore:
         return ReportResult(result[0].decode())
 
     def leave(self, departure: Departure, last: HostReport) -> bool:
-        """Remove the report; with "restarting" keep it for a while, to wait for the next process. Return False if "drained", but the queue has calls."""
+        """Remove the report; with "restarting" keep it for a while, to wait for the next process. Return False if
+        "drained", but the queue has calls.
+        """
         parting = last.model_copy(update={"worker": "", "draining": True, "busy": 0, "reported_at": self._clock()})
         keys = [*self._keys(last), last.queue, *self._slot_keys(last)]
-        arguments: list[str | int] = [last.queue, last.worker, departure, parting.model_dump_json(), RESTART_GRACE_S, HOST_TTL_S]
+        arguments: list[str | int] = [
+            last.queue,
+            last.worker,
+            departure,
+            parting.model_dump_json(),
+            RESTART_GRACE_S,
+            HOST_TTL_S,
+        ]
         with broker_errors("the worker's report was not removed"):
             return bool(self._leave(keys=keys, args=arguments) != b"busy")
 
@@ -269,7 +308,11 @@ class WorkerHostStore:
 
     def _slot_keys(self, report: HostReport) -> list[str]:
         queues = (report.queue, *report.pools)
-        return [key for queue in queues for key in (worker_slots_key(self._deployment, queue), slots_key(self._deployment, queue))]
+        return [
+            key
+            for queue in queues
+            for key in (worker_slots_key(self._deployment, queue), slots_key(self._deployment, queue))
+        ]
 
 
 def _parse_readable(data: Any) -> HostReport | None:
@@ -281,7 +324,8 @@ def _parse_readable(data: Any) -> HostReport | None:
 
 # --- Orders to workers ------------------------------------------------------------------------------------------------
 
-# A control list holds orders that a worker reads at once, however busy its pool is. An order is a signed envelope (workers/control.py).
+# A control list holds orders that a worker reads at once, however busy its pool is. An order is a signed envelope
+# (workers/control.py).
 
 
 async def send_order(client: RedisClient, queue: str, envelope: str) -> None:

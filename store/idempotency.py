@@ -1,4 +1,6 @@
-"""What is kept of requests with an Idempotency-Key in Redis: one slot for each, which one request at a time holds, and only who holds it settles."""
+"""What is kept of requests with an Idempotency-Key in Redis: one slot for each, which one request at a time holds, and
+only who holds it settles.
+"""
 
 import json
 import time
@@ -13,17 +15,20 @@ from store.connection import RedisClient, broker_errors
 
 KEPT_S = 24 * 3600
 PENDING_S = 900
-"""How long a request may take before another with its key is let through: longer than any call. What it begins is found by its key then, too."""
+"""How long a request may take before another with its key is let through: longer than any call. What it begins is found
+by its key then, too.
+"""
 KEPT_BYTES = 256 * 1024 * 1024
 """Of the answers of one API key within a day: they lie in Redis, which is everybody's."""
 SLOT_BYTES = 200
 """What an answer takes beside its own bytes."""
 FULL = (
-    f"the answers that are kept for this API key fill {KEPT_BYTES // 2**20} MiB, so that this request was not begun: send it without an Idempotency-Key, "
-    "with another API key, or when those of yesterday are forgotten"
+    f"the answers that are kept for this API key fill {KEPT_BYTES // 2**20} MiB, so that this request was not begun: "
+    "send it without an Idempotency-Key, with another API key, or when those of yesterday are forgotten"
 )
-# Each may be sent again when its answer was lost: the claim finds itself, and what was settled is settled no more. A claim may also come after its own
-# release, out of a connection that was given up: what it finds then tells whoever sent it nothing, since nobody listens any more.
+# Each may be sent again when its answer was lost: the claim finds itself, and what was settled is settled no more. A
+# claim may also come after its own release, out of a connection that was given up: what it finds then tells whoever
+# sent it nothing, since nobody listens any more.
 _CLAIM = """
 if redis.call('EXISTS', KEYS[2]) == 1 then return ARGV[1] end
 local found = redis.call('GET', KEYS[1])
@@ -49,8 +54,8 @@ return 0
 
 @dataclass(frozen=True)
 class Claim:
-    """A request's hold on its slot. `pending`: what lies there meanwhile, which no other request writes; `gone`: what lies in Redis once it was let go
-    of before it was seen to come."""
+    """A request's hold on its slot. `pending`: what lies there meanwhile, which no other request writes; `gone`: what
+    lies in Redis once it was let go of before it was seen to come."""
 
     slot: str
     gone: str
@@ -61,7 +66,9 @@ class Claim:
 class OnceSlots:
     """Of one deployment. `account`: the id of the API key that pays for what is kept."""
 
-    def __init__(self, client: RedisClient, deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, client: RedisClient, deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time
+    ) -> None:
         self._signing = signing
         self._redis, self._prefix, self._clock = client, deployment_key(deployment, "api"), clock
         self._claim, self._keep = client.register_script(_CLAIM), client.register_script(_KEEP)
@@ -77,20 +84,28 @@ class OnceSlots:
         )
 
     async def claim(self, claim: Claim) -> dict[str, Any] | None:
-        """What lies in the slot already; None: it is ours. Raises BrokerUnavailable, then it may be ours; ToolFailure(QUOTA_EXCEEDED) when no more can be kept."""
+        """What lies in the slot already; None: it is ours. Raises BrokerUnavailable, then it may be ours;
+        ToolFailure(QUOTA_EXCEEDED) when no more can be kept.
+        """
         with broker_errors("the request was not started, send it again"):
             is_full = await self.count(claim.account) > KEPT_BYTES
-            found: Any = await self._claim([claim.slot, claim.gone], [claim.pending, PENDING_S, "full" if is_full else ""])
+            found: Any = await self._claim(
+                [claim.slot, claim.gone], [claim.pending, PENDING_S, "full" if is_full else ""]
+            )
         if found == b"full":
             raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, FULL)
         return self._open(claim.slot, found) if found is not None else None
 
     async def keep(self, claim: Claim, record: str) -> None:
-        """Put the answer into the slot, unless another request has it by now. Raises BrokerUnavailable; may be tried again."""
+        """Put the answer into the slot, unless another request has it by now. Raises BrokerUnavailable; may be tried
+        again.
+        """
         # Signed for its slot: a process that can write to Redis could else answer in the API's place.
         record = self._signing.seal(_purpose(claim.slot), record)
         size = len(record) + SLOT_BYTES
-        await self._settle(self._keep([claim.slot, self._hour(claim.account)], [claim.pending, record, KEPT_S, size, KEPT_S + 3600]))
+        await self._settle(
+            self._keep([claim.slot, self._hour(claim.account)], [claim.pending, record, KEPT_S, size, KEPT_S + 3600])
+        )
 
     def _open(self, slot: str, found: bytes) -> dict[str, Any]:
         """Return a claim that is pending, which decides nothing, or an answer that is signed. Raises RecordRefused."""
@@ -101,7 +116,9 @@ class OnceSlots:
                     return pending
             answer: dict[str, Any] = json.loads(self._signing.unseal(_purpose(slot), found))
         except (EnvelopeRefused, ValueError) as error:
-            raise RecordRefused("the stored answer to this Idempotency-Key cannot be verified: send the request with a new key") from error
+            raise RecordRefused(
+                "the stored answer to this Idempotency-Key cannot be verified: send the request with a new key"
+            ) from error
         return answer
 
     async def release(self, claim: Claim) -> None:
@@ -109,7 +126,9 @@ class OnceSlots:
         await self._settle(self._release([claim.slot, claim.gone], [claim.pending, PENDING_S]))
 
     async def count(self, account: str) -> int:
-        """How many bytes are kept for the account, told by the hour in which they were: what is older than a day is forgotten with its answers."""
+        """How many bytes are kept for the account, told by the hour in which they were: what is older than a day is
+        forgotten with its answers.
+        """
         hours: Any = await self._redis.mget([self._hour(account, back) for back in range(KEPT_S // 3600 + 1)])
         return sum(int(told) for told in hours if told is not None)
 

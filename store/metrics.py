@@ -1,7 +1,8 @@
 """Metrics: the counts of each process, the sums of the deployment, and its state at one moment.
 
-A process never sends increments: it sends its totals. Redis remembers the totals that it has added of each source (`counted_key`), and adds the difference,
-both in one step. So a reply that is lost, a worker that is restarted next to the same sandboxd, or a Redis that loses its last second changes no sum.
+A process never sends increments: it sends its totals. Redis remembers the totals that it has added of each source
+(`counted_key`), and adds the difference, both in one step. So a reply that is lost, a worker that is restarted next to
+the same sandboxd, or a Redis that loses its last second changes no sum.
 """
 
 import json
@@ -15,7 +16,16 @@ from typing import Any, NamedTuple
 
 from contract.hosts import HOST_TTL_S
 from contract.metrics import BUCKET, COUNT, METRICS, SERIES_MARK, SUM, Metric, clean_label, encode_series, spare_series
-from contract.names import admission_prefix, deployment_key, hosts_key, refusals_key, runs_prefix, seen_tenants_key, slots_key, tenants_key
+from contract.names import (
+    admission_prefix,
+    deployment_key,
+    hosts_key,
+    refusals_key,
+    runs_prefix,
+    seen_tenants_key,
+    slots_key,
+    tenants_key,
+)
 from contract.tenancy import DEFAULT_TENANT
 from store.connection import RedisClient, SyncRedis, broker_errors
 
@@ -48,8 +58,9 @@ def host_gauges_key(deployment: str, queue: str) -> str:
 
 # --- Counts of a process ----------------------------------------------------------------------------------------------
 
-# KEYS: the sums, the totals of this source that are in them. ARGV: seconds to live of the latter; then of each number: metric, its maximum of series,
-# the field that shows that the series exists, field, field of the spare series, total, the total that the source knows to be added.
+# KEYS: the sums, the totals of this source that are in them. ARGV: seconds to live of the latter; then of each number:
+# metric, its maximum of series, the field that shows that the series exists, field, field of the spare series, total,
+# the total that the source knows to be added.
 ABSORB_LUA = """
 for at = 2, #ARGV, 7 do
   local metric, most, mark, field, spare = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
@@ -59,7 +70,11 @@ for at = 2, #ARGV, 7 do
     local into = field
     if field ~= spare and redis.call('HEXISTS', KEYS[1], mark) == 0 then
       local series = tonumber(redis.call('HGET', KEYS[1], '#' .. metric) or nil) or 0
-      if series >= most then into = spare else redis.call('HSET', KEYS[1], '#' .. metric, string.format('%d', series + 1)) end
+      if series >= most then
+        into = spare
+      else
+        redis.call('HSET', KEYS[1], '#' .. metric, string.format('%d', series + 1))
+      end
       if into == field and field ~= mark then redis.call('HSET', KEYS[1], mark, '0') end
     end
     local added = redis.pcall('HINCRBYFLOAT', KEYS[1], into, string.format('%.17g', more))
@@ -136,7 +151,15 @@ class Counts:
             metric = METRICS[series.split("\t", 1)[0]]
             mark = COUNT if metric.kind == "histogram" else ""
             added = repr(self._added.get(field, 0.0))
-            arguments += [metric.name, str(metric.most), f"{mark}\t{series}", field, f"{part}\t{spare_series(metric)}", repr(total), added]
+            arguments += [
+                metric.name,
+                str(metric.most),
+                f"{mark}\t{series}",
+                field,
+                f"{part}\t{spare_series(metric)}",
+                repr(total),
+                added,
+            ]
         return PendingCounts(totals, tuple(arguments))
 
     def settle(self, pending: PendingCounts) -> None:
@@ -178,8 +201,9 @@ def _sensible(value: float) -> float:
 
 @dataclass(frozen=True)
 class StoredCounts:
-    """`queues`: of all listed workers, whether they report or not. `sums`: field -> number, as contract/metrics.py describes them. `refusals`: reason ->
-    number. `tenants`: the registered ones, the default one, and those that have opened sessions."""
+    """`queues`: of all listed workers, whether they report or not. `sums`: field -> number, as contract/metrics.py
+    describes them. `refusals`: reason -> number. `tenants`: the registered ones, the default one, and those that have
+    opened sessions."""
 
     queues: Sequence[str]
     sums: Mapping[bytes, bytes]
@@ -189,7 +213,9 @@ class StoredCounts:
 
 
 class QueueState(NamedTuple):
-    """A queue. `oldest_s`: age of the oldest message, -1 when it is unknown; `tenants`: those whose calls wait for a slot."""
+    """A queue. `oldest_s`: age of the oldest message, -1 when it is unknown; `tenants`: those whose calls wait for a
+    slot.
+    """
 
     messages: int
     oldest_s: float
@@ -211,14 +237,23 @@ class DeploymentState:
 
 
 class MetricsStore:
-    """Counts and state of a deployment, for orchestrators. Every method raises BrokerUnavailable when Redis does not answer."""
+    """Counts and state of a deployment, for orchestrators. Every method raises BrokerUnavailable when Redis does not
+    answer.
+    """
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
         self._client = client
         self._deployment = deployment
-        prefixes = deployment_key(deployment, ""), admission_prefix(deployment), slots_key(deployment, ""), runs_prefix(deployment)
+        prefixes = (
+            deployment_key(deployment, ""),
+            admission_prefix(deployment),
+            slots_key(deployment, ""),
+            runs_prefix(deployment),
+        )
         self._places: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
-        self._look = client.register_script(resources.files("store").joinpath("metrics.lua").read_text(encoding="utf-8"))
+        self._look = client.register_script(
+            resources.files("store").joinpath("metrics.lua").read_text(encoding="utf-8")
+        )
         self._absorb = client.register_script(ABSORB_LUA)
 
     async def absorb(self, source: str, counts: Counts) -> None:
@@ -252,14 +287,20 @@ class MetricsStore:
     async def read_gauges(self, queues: Sequence[str]) -> list[Mapping[str, Any]]:
         """Return the state of the sandboxd of each queue; empty if there is none, or if it cannot be read."""
         with broker_errors(_NOT_READ):
-            texts: Any = await self._client.mget([host_gauges_key(self._deployment, queue) for queue in queues]) if queues else []
+            texts: Any = (
+                await self._client.mget([host_gauges_key(self._deployment, queue) for queue in queues])
+                if queues
+                else []
+            )
         return [_parse_gauges(text) for text in texts]
 
     async def read_queues(self, queues: Sequence[str]) -> list[QueueState]:
         return [QueueState(*row) for row in await self._read_rows("queues", queues)]
 
     async def read_waits(self, tenants: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
-        """Return for how many seconds the oldest call of each queue has waited for a slot. `tenants`: queue -> those whose calls wait."""
+        """Return for how many seconds the oldest call of each queue has waited for a slot. `tenants`: queue -> those
+        whose calls wait.
+        """
         waits: dict[str, float] = defaultdict(float)
         for rows in _split(tenants):
             for (queue, _), waited_s in zip(rows, await self._run("waits", rows), strict=True):
@@ -288,7 +329,9 @@ class MetricsStore:
 
 
 def _split(tenants: Mapping[str, Sequence[str]]) -> Iterator[Sequence[tuple[str, Sequence[str]]]]:
-    """Yield the same rows in parts with at most LOOK_AT_ONCE tenants: a tenant of a queue takes as long as a row of the other looks."""
+    """Yield the same rows in parts with at most LOOK_AT_ONCE tenants: a tenant of a queue takes as long as a row of the
+    other looks.
+    """
     rows, free = list[tuple[str, Sequence[str]]](), LOOK_AT_ONCE
     for queue, names in tenants.items():
         for start in range(0, len(names), LOOK_AT_ONCE):

@@ -1,4 +1,6 @@
-"""A deployment at a glance: its hosts, queues, tenants and batches at one moment. `toolcrew top` and the pages show it."""
+"""A deployment at a glance: its hosts, queues, tenants and batches at one moment. `toolcrew top` and the pages show
+it.
+"""
 
 import asyncio
 import json
@@ -30,9 +32,10 @@ _WHAT = "the state of the deployment was not read"
 
 
 class QueueLook(Record):
-    """A queue. `length`: messages that no worker has taken; `slots`: calls at a time of all its workers together, 0 when none lives; `held`: calls in
-    flight, which run or are on their way; `waiting`: calls that wait for their turn, one of them for `oldest_s` seconds: the longest, unless hundreds
-    of tenants wait; None: no call waits for this queue alone."""
+    """A queue. `length`: messages that no worker has taken; `slots`: calls at a time of all its workers together, 0
+    when none lives; `held`: calls in flight, which run or are on their way; `waiting`: calls that wait for their turn,
+    one of them for `oldest_s` seconds: the longest, unless hundreds of tenants wait; None: no call waits for this queue
+    alone."""
 
     queue: str
     length: int = Field(ge=0)
@@ -47,8 +50,9 @@ class QueueLook(Record):
 
 
 class TenantLook(Record):
-    """A tenant that is registered, or has calls. `share`: the part that its calls have of all that hold a slot; `fair_share`: what its weight gives it
-    beside the others that have calls, 0 when it has none. `trouble`: why its policy cannot be read, so that nothing is served for it."""
+    """A tenant that is registered, or has calls. `share`: the part that its calls have of all that hold a slot;
+    `fair_share`: what its weight gives it beside the others that have calls, 0 when it has none. `trouble`: why its
+    policy cannot be read, so that nothing is served for it."""
 
     tenant: str
     is_registered: bool
@@ -79,8 +83,9 @@ class BatchLook(Record):
 
 
 class Overview(Record):
-    """`at`: Unix seconds of Redis's clock. `queues`, `tenants`, `batches`: those that are busiest first. `batch_count`: with those that are not told one
-    by one. `running`: runs that are being worked; `approvals`: questions that wait for a person."""
+    """`at`: Unix seconds of Redis's clock. `queues`, `tenants`, `batches`: those that are busiest first. `batch_count`:
+    with those that are not told one by one. `running`: runs that are being worked; `approvals`: questions that wait for
+    a person."""
 
     at: float
     deployment: str
@@ -124,21 +129,28 @@ class Overview(Record):
 
 
 class OverviewReader:
-    """Reads it in few round trips, however many tenants there are; what it needs of Redis is closed by whoever opened it."""
+    """Reads it in few round trips, however many tenants there are; what it needs of Redis is closed by whoever opened
+    it.
+    """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
         self._client = client
         self._deployment = deployment
         self._hosts = HostStore(client, deployment)
         self._tenants = RedisTenants(client, deployment, keys)
-        self._script = client.register_script(resources.files("store").joinpath("overview.lua").read_text(encoding="utf-8"))
+        self._script = client.register_script(
+            resources.files("store").joinpath("overview.lua").read_text(encoding="utf-8")
+        )
 
     async def read(self) -> Overview:
         """As of now. Raises BrokerUnavailable."""
         hosts, policies = await asyncio.gather(self._hosts.read(), self._tenants.all())
-        queues = sorted({queue for report in hosts for queue in (report.queue, *report.pools)} | set(POOL_QUEUES.values()))
+        queues = sorted(
+            {queue for report in hosts for queue in (report.queue, *report.pools)} | set(POOL_QUEUES.values())
+        )
         told = await self._look(
-            [queue for queue in queues if not queue.startswith("pool.") or queue in POOL_QUEUES.values()], list(policies)
+            [queue for queue in queues if not queue.startswith("pool.") or queue in POOL_QUEUES.values()],
+            list(policies),
         )
         return Overview(
             at=told["now"],
@@ -153,7 +165,9 @@ class OverviewReader:
         )
 
     async def oldest_message_s(self, queue: str) -> float | None:
-        """Return the age of the oldest message of a queue, by the record of its call. None if the queue is empty, or the age is unknown."""
+        """Return the age of the oldest message of a queue, by the record of its call. None if the queue is empty, or
+        the age is unknown.
+        """
         with broker_errors(_WHAT):
             message: Any = await self._client.lindex(queue, -1)
             found = _CALL_KEY.search(bytes(message or b"")[-_TAIL_BYTES:])
@@ -168,7 +182,12 @@ class OverviewReader:
 
     async def _look(self, queues: Sequence[str], tenants: Sequence[str]) -> dict[str, Any]:
         prefix = deployment_key(self._deployment, "")
-        places = [prefix, admission_prefix(self._deployment), slots_key(self._deployment, ""), runs_prefix(self._deployment)]
+        places = [
+            prefix,
+            admission_prefix(self._deployment),
+            slots_key(self._deployment, ""),
+            runs_prefix(self._deployment),
+        ]
         with broker_errors(_WHAT):
             text: Any = await self._script(args=[*places, json.dumps(queues), json.dumps(tenants), MOST_BATCHES])
         return dict(json.loads(text))
@@ -184,7 +203,9 @@ def _queues(told: Mapping[str, Mapping[str, Any]]) -> tuple[QueueLook, ...]:
     return tuple(sorted(found, key=lambda one: (-one.waiting - one.length, -one.held, one.queue)))
 
 
-def _tenants(told: Mapping[str, Sequence[int]], policies: Mapping[str, TenantPolicy | ConfigError]) -> tuple[TenantLook, ...]:
+def _tenants(
+    told: Mapping[str, Sequence[int]], policies: Mapping[str, TenantPolicy | ConfigError]
+) -> tuple[TenantLook, ...]:
     known = {name: policy if isinstance(policy, TenantPolicy) else TenantPolicy() for name, policy in policies.items()}
     anybodys = known.get("default", TenantPolicy())
     all_held = sum(held for held, _ in told.values())

@@ -23,8 +23,9 @@ _WHAT = "the waiting calls were not counted"
 
 @dataclass(frozen=True)
 class QueuePressure:
-    """One queue now. `held`: calls that have a slot; `waiting`: those that would run if there were more slots, the oldest for `oldest_s` seconds;
-    `stopped`: calls that wait because of their own tenant (a limit, a pause), which no worker changes; `demand`: calls that want a worker."""
+    """One queue now. `held`: calls that have a slot; `waiting`: those that would run if there were more slots, the
+    oldest for `oldest_s` seconds; `stopped`: calls that wait because of their own tenant (a limit, a pause), which no
+    worker changes; `demand`: calls that want a worker."""
 
     queue: str
     slots: int
@@ -85,7 +86,9 @@ class Pressure:
         sessions, busy = sum(report.sessions for report in reports), sum(report.busy for report in reports)
         most, slots = sum(report.max_sessions for report in open_ones), sum(report.slots for report in open_ones)
         needed = max(sessions / (FULL_SHARE * most) if most else 0.0, busy / (BUSY_SHARE * slots) if slots else 0.0)
-        return HostsPressure(len(open_ones), sessions, most, busy, slots, max(1, math.ceil(needed * len(open_ones) - 1e-9)))
+        return HostsPressure(
+            len(open_ones), sessions, most, busy, slots, max(1, math.ceil(needed * len(open_ones) - 1e-9))
+        )
 
     async def _waiting(self) -> _Scan:
         async with self._turn:

@@ -1,4 +1,6 @@
-"""Puts calls into their queues: one script for each call, which checks that it may go there, writes its record and pushes its message."""
+"""Puts calls into their queues: one script for each call, which checks that it may go there, writes its record and
+pushes its message.
+"""
 
 import asyncio
 import random
@@ -26,12 +28,17 @@ CLOCK_ROUND_TRIP_S = 0.5
 
 _PUBLISH = Script(PUBLISH)
 Refusal = Literal["host_lost", "moved", "duplicate", "no_slot"]
-_REFUSALS: Mapping[str, Refusal] = {"host_lost": "host_lost", "moved": "moved", "duplicate": "duplicate", "no_slot": "no_slot"}
+_REFUSALS: Mapping[str, Refusal] = {
+    "host_lost": "host_lost",
+    "moved": "moved",
+    "duplicate": "duplicate",
+    "no_slot": "no_slot",
+}
 
 
 class NotSent(Exception):
-    """Nothing was published. `host_lost`: the queue's host does not live; `moved`: the session is elsewhere, or on its way; `duplicate`: the call id
-    was used before; `no_slot`: admission has not given the call its slot yet."""
+    """Nothing was published. `host_lost`: the queue's host does not live; `moved`: the session is elsewhere, or on its
+    way; `duplicate`: the call id was used before; `no_slot`: admission has not given the call its slot yet."""
 
     def __init__(self, reason: Refusal) -> None:
         super().__init__(reason)
@@ -40,9 +47,11 @@ class NotSent(Exception):
 
 @dataclass(frozen=True)
 class CallMessage:
-    """A call as it is published. `text`: the message of its Celery task. `start_by`: Unix seconds of the shared clock after which it must not start.
-    `ticket`: a signed text that the record has until a worker begins the call (contract/ledger.py). `session`, `fence`: of a call that must reach the host
-    of its session; None for one that any worker of the queue may run. `slot`: the id of the slot that the call must hold (store/slots.py); "" when it has one."""
+    """A call as it is published. `text`: the message of its Celery task. `start_by`: Unix seconds of the shared clock
+    after which it must not start. `ticket`: a signed text that the record has until a worker begins the call
+    (contract/ledger.py). `session`, `fence`: of a call that must reach the host of its session; None for one that any
+    worker of the queue may run. `slot`: the id of the slot that the call must hold (store/slots.py); "" when it has
+    one."""
 
     tenant: str
     call_id: str
@@ -72,8 +81,8 @@ class Publisher:
     async def publish(self, call: CallMessage) -> None:
         """Return when the call is in its queue.
 
-        Raises NotSent; BrokerUnavailable when Redis does not answer for SEND_WAIT_S, or refuses it. Once it may have been sent,
-        this waits until that is known, or until the call's deadline: until then it may still start.
+        Raises NotSent; BrokerUnavailable when Redis does not answer for SEND_WAIT_S, or refuses it. Once it may have
+        been sent, this waits until that is known, or until the call's deadline: until then it may still start.
         """
         keys, arguments = self._invocation(call)
         began = asyncio.get_running_loop().time()
@@ -85,10 +94,14 @@ class Publisher:
             except Unanswered as unanswered:
                 may_be_sent = may_be_sent or unanswered.may_have_run
                 if str(unanswered) == CLOSED:
-                    raise BrokerUnavailable("the client was closed while the call was sent: it may or may not act") from None
+                    raise BrokerUnavailable(
+                        "the client was closed while the call was sent: it may or may not act"
+                    ) from None
                 waited_s = asyncio.get_running_loop().time() - began
                 if not may_be_sent and waited_s > SEND_WAIT_S:
-                    raise BrokerUnavailable(f"the call was not sent: Redis does not answer ({unanswered})") from unanswered
+                    raise BrokerUnavailable(
+                        f"the call was not sent: Redis does not answer ({unanswered})"
+                    ) from unanswered
             except RedisError as error:
                 # What was refused is only the repetition: the first may lie in the queue.
                 if not may_be_sent:

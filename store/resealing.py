@@ -14,7 +14,8 @@ from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from store.connection import broker_errors
 from store.skills import skill_purpose
 
-# KEYS: hash. ARGV: field, the record as it was read, the record with the new signature. A record that changed meanwhile is signed with the present secret.
+# KEYS: hash. ARGV: field, the record as it was read, the record with the new signature. A record that changed meanwhile
+# is signed with the present secret.
 _REPLACE = """
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
@@ -24,14 +25,18 @@ return 1
 
 @dataclass
 class Resealed:
-    """`signed`: how many records have a new signature. `refused`: names of records that cannot be verified; they are left as they are."""
+    """`signed`: how many records have a new signature. `refused`: names of records that cannot be verified; they are
+    left as they are.
+    """
 
     signed: int = 0
     refused: list[str] = field(default_factory=list)
 
 
 async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> Resealed:
-    """Sign API keys, policies, switches and installed skills with the present secret. Repeatable. Raises BrokerUnavailable."""
+    """Sign API keys, policies, switches and installed skills with the present secret. Repeatable. Raises
+    BrokerUnavailable.
+    """
     hashes: dict[str, tuple[str, Callable[[str], str]]] = {
         api_keys_key(deployment): ("API key", lambda name: f"api-key {name}"),
         tenants_key(deployment): ("policy", lambda name: f"policy {name}"),
@@ -41,7 +46,10 @@ async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKe
     with broker_errors("some records were not signed again"):
         known: Any = await client.hkeys(tenants_key(deployment))
         for tenant in {DEFAULT_TENANT, *(raw.decode(errors="replace") for raw in known)} - {VERSION_FIELD}:
-            hashes[installed_skills_key(deployment, tenant)] = (f"skill of tenant {tenant}", partial(skill_purpose, tenant))
+            hashes[installed_skills_key(deployment, tenant)] = (
+                f"skill of tenant {tenant}",
+                partial(skill_purpose, tenant),
+            )
         for key, (kind, purpose) in hashes.items():
             records: Any = await client.hgetall(key)
             for raw, sealed in records.items():

@@ -1,4 +1,6 @@
-"""One listener a process for the results of all calls in flight: one pub/sub pattern, and a sweep for what it missed."""
+"""One listener a process for the results of all calls in flight: one pub/sub pattern, and a sweep for what it
+missed.
+"""
 
 import asyncio
 import contextlib
@@ -21,7 +23,9 @@ SWEEP_EVERY_S = 5.0
 SWEEP_BATCH = 500
 QUIET_S = 5.0
 SILENCE_S = 20.0
-"""A subscription that says nothing for so long, though it is asked every QUIET_S, is dead: its other end may be gone without a word."""
+"""A subscription that says nothing for so long, though it is asked every QUIET_S, is dead: its other end may be gone
+without a word.
+"""
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 OUTAGE_LIMIT_S = 30.0
 """How long Redis may be away before calls in flight are given up: a restart takes seconds, and results outlive it."""
@@ -40,11 +44,12 @@ async def read_result_record(client: RedisClient, key: str) -> bytes | None:
 
 
 class ResultHub:
-    """Futures of results by task id. Task ids start with the hub's own id, so one subscription, made before the first publish, hears them all, and
-    those of the few other hubs that share its pattern, which are passed over.
+    """Futures of results by task id. Task ids start with the hub's own id, so one subscription, made before the first
+    publish, hears them all, and those of the few other hubs that share its pattern, which are passed over.
 
-    Pub/sub delivers at most once; after every (re)connection and every SWEEP_EVERY_S the keys of what is still awaited are read. A result that was
-    taken, or that nobody awaits, is deleted. `dropped`: results that came twice, or too late.
+    Pub/sub delivers at most once; after every (re)connection and every SWEEP_EVERY_S the keys of what is still awaited
+    are read. A result that was taken, or that nobody awaits, is deleted. `dropped`: results that came twice, or too
+    late.
     """
 
     def __init__(self, client: RedisClient) -> None:
@@ -92,7 +97,8 @@ class ResultHub:
 
     @contextlib.contextmanager
     def expect(self, task_id: str, *, keeps: bool = False) -> Iterator[asyncio.Future[dict[str, Any]]]:
-        """A future of the task's stored result; enter before publishing. Raises ValueError when that task is awaited already.
+        """A future of the task's stored result; enter before publishing. Raises ValueError when that task is awaited
+        already.
 
         `keeps`: the result stays in Redis until its key is discarded by who took it.
         """
@@ -148,7 +154,9 @@ class ResultHub:
             log.warning("results_connection_lost", error=str(error), retry_in_s=delay)
         self._subscribed.clear()
         if now - self._lost_at > OUTAGE_LIMIT_S:
-            self._fail_all(f"Redis has been away for {OUTAGE_LIMIT_S:g} s ({error}); the call may or may not have acted")
+            self._fail_all(
+                f"Redis has been away for {OUTAGE_LIMIT_S:g} s ({error}); the call may or may not have acted"
+            )
 
     def _fail_all(self, sentence: str) -> None:
         for future in self._waiting.values():
@@ -200,7 +208,9 @@ class ResultHub:
             self._take(channel[self._key_chars :].decode(errors="replace"), data)
 
     def _take(self, task_id: str, data: bytes) -> None:
-        """Give a result to whoever waits for it. Whose it is tells where it lay or came from; what it says of itself must be the same."""
+        """Give a result to whoever waits for it. Whose it is tells where it lay or came from; what it says of itself
+        must be the same.
+        """
         future = self._waiting.get(task_id)
         if future is None or future.done():
             self.dropped += 1

@@ -34,8 +34,9 @@ PAGE = 16
 START = "0-0"
 _ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 _STEPS_OF_CUT = (4000, 1000, 200, 40)
-# KEYS: run, events. ARGV: claim, number of the first, last step that is told whole ('' when no more is), how many questions are open, time to live, how
-# many events are kept, how many bytes of them, then the events. Gives `told`, or `taken`: another process has the run, or it has ended.
+# KEYS: run, events. ARGV: claim, number of the first, last step that is told whole ('' when no more is), how many
+# questions are open, time to live, how many events are kept, how many bytes of them, then the events. Gives `told`, or
+# `taken`: another process has the run, or it has ended.
 _APPEND = """
 local told = redis.call('HMGET', KEYS[1], 'claim', 'told', 'event_bytes')
 if told[1] ~= ARGV[1] then return 'taken' end
@@ -75,7 +76,9 @@ StoredEvent = tuple[str, str]
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Some events of one run. `first`: how many its holder has told before; `told_step`: the last step that is told whole by then; None: no other."""
+    """Some events of one run. `first`: how many its holder has told before; `told_step`: the last step that is told
+    whole by then; None: no other.
+    """
 
     tenant: str
     run: str
@@ -88,7 +91,9 @@ class EventBatch:
 
 @dataclass(frozen=True)
 class EventPage:
-    """Events in order. `tip`: the id of the last one that the stream has; `is_over`: there are none after these, and none will come."""
+    """Events in order. `tip`: the id of the last one that the stream has; `is_over`: there are none after these, and
+    none will come.
+    """
 
     entries: tuple[StoredEvent, ...]
     tip: str
@@ -115,7 +120,9 @@ class RunEventStore:
         return int(step or 0), bool(has_any)
 
     async def append(self, batches: Sequence[EventBatch]) -> list[bool]:
-        """Add events; return for each run whether it still belongs to that holder. Repeating it after a lost reply adds nothing twice."""
+        """Add events; return for each run whether it still belongs to that holder. Repeating it after a lost reply adds
+        nothing twice.
+        """
         pipe = self._client.pipeline(transaction=False)
         for one in batches:
             keys = [run_key(self._deployment, one.tenant, one.run), self.key(one.tenant, one.run)]
@@ -125,7 +132,9 @@ class RunEventStore:
         return [reply == b"told" for reply in await self._ask(pipe.execute())]
 
     async def read(self, tenant: str, run: str, after: str) -> EventPage:
-        """The next events after an id. What is not kept any more is told by one event. Raises ToolFailure(FILE_NOT_FOUND)."""
+        """The next events after an id. What is not kept any more is told by one event. Raises
+        ToolFailure(FILE_NOT_FOUND).
+        """
         key, pipe = self.key(tenant, run), self._client.pipeline(transaction=True)
         pipe.xrange(key, min=f"({after}", count=PAGE)
         pipe.xrevrange(key, count=1)
@@ -139,7 +148,11 @@ class RunEventStore:
         if fields[0] != HOSTED_BATCH.encode():
             raise not_found(run)
         values = dict(
-            zip(("state", "trimmed", "last_event", "end"), (value.decode() if value else "" for value in fields[1:]), strict=True)
+            zip(
+                ("state", "trimmed", "last_event", "end"),
+                (value.decode() if value else "" for value in fields[1:]),
+                strict=True,
+            )
         )
         return _page(run, after, entries, tip, values)
 
@@ -174,7 +187,10 @@ def _missed(run: str) -> str:
 
 
 def not_found(run: str) -> ToolFailure:
-    return ToolFailure(ErrorCode.FILE_NOT_FOUND, f"there is no run {run[:80]}: list those that there are; runs are remembered for 30 days")
+    return ToolFailure(
+        ErrorCode.FILE_NOT_FOUND,
+        f"there is no run {run[:80]}: list those that there are; runs are remembered for 30 days",
+    )
 
 
 def parse_id(text: str) -> str:
@@ -183,9 +199,14 @@ def parse_id(text: str) -> str:
         return START
     parts = _ID.fullmatch(text)
     # Redis cannot look for what is after the last id that there can be.
-    if parts is None or any(int(part) >= 2**64 for part in parts.groups(default="0")) or set(parts.groups()) == {str(2**64 - 1)}:
+    if (
+        parts is None
+        or any(int(part) >= 2**64 for part in parts.groups(default="0"))
+        or set(parts.groups()) == {str(2**64 - 1)}
+    ):
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "this is no id of an event: give one as it came with an event, or none to begin with the first"
+            ErrorCode.INVALID_ARGUMENTS,
+            "this is no id of an event: give one as it came with an event, or none to begin with the first",
         )
     return f"{int(parts[1])}-{int(parts[2] or 0)}"
 
@@ -206,7 +227,9 @@ def _id_before(event: str) -> str:
 
 
 def build_event(told: dict[str, Any]) -> str:
-    """The JSON of an event. Of a large one the long texts are shortened, and it says so (`is_cut`): results and transcript have the whole."""
+    """The JSON of an event. Of a large one the long texts are shortened, and it says so (`is_cut`): results and
+    transcript have the whole.
+    """
     text = _dump(told)
     for limit in _STEPS_OF_CUT:
         if len(text.encode()) <= MAX_EVENT_BYTES:
@@ -248,8 +271,8 @@ RING_EVENTS, RING_BYTES = 128, 64 * 1024
 
 @dataclass
 class _Stream:
-    """One run's events as they come. `last`: the id up to which they are known here; None until somebody has read as far. `floor`: the id after which
-    `ring` has all of them."""
+    """One run's events as they come. `last`: the id up to which they are known here; None until somebody has read as
+    far. `floor`: the id after which `ring` has all of them."""
 
     key: str
     readers: int = 0
@@ -284,7 +307,9 @@ class _Stream:
 
 
 class RunEventHub:
-    """Nobody is held up by anybody: each follower takes what is new at his own pace, and reads for himself what has gone by."""
+    """Nobody is held up by anybody: each follower takes what is new at his own pace, and reads for himself what has
+    gone by.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client = client
@@ -293,7 +318,9 @@ class RunEventHub:
         self._reading: asyncio.Task[None] | None = None
 
     async def follow(self, tenant: str, run: str, after: str = "") -> AsyncIterator[StoredEvent]:
-        """As `HostedRuns.follow`. Raises BrokerUnavailable only before the first event; later it waits until Redis is back."""
+        """As `HostedRuns.follow`. Raises BrokerUnavailable only before the first event; later it waits until Redis is
+        back.
+        """
         event = parse_id(after)
         page = await self.read(tenant, run, event)
         stream = self._join(self._store.key(tenant, run))
@@ -386,7 +413,9 @@ def _is_end(entry: StoredEvent) -> bool:
 
 
 def _streams_of(reply: Any) -> list[tuple[str, list[StoredEvent]]]:
-    """In either shape that the client gives: pairs of key and entries, or a dict whose entries may lie in a list of their own."""
+    """In either shape that the client gives: pairs of key and entries, or a dict whose entries may lie in a list of
+    their own.
+    """
     found = []
     for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
         if entries and isinstance(entries[0], list) and (not entries[0] or isinstance(entries[0][0], list | tuple)):

@@ -1,7 +1,8 @@
 """The log of one run in Redis: only its holder appends, in order, and nothing takes effect before it is in.
 
-Each entry is signed for its tenant, run, attempt and position: a forged reply would make an orchestrator send calls, a forged result would make it
-believe that one ran. A process without the secret can only remove entries, or put back earlier genuine ones in their own places.
+Each entry is signed for its tenant, run, attempt and position: a forged reply would make an orchestrator send calls, a
+forged result would make it believe that one ran. A process without the secret can only remove entries, or put back
+earlier genuine ones in their own places.
 """
 
 import asyncio
@@ -41,7 +42,9 @@ def run_parts_key(deployment: str, tenant: str, run: str) -> str:
 
 
 class _Entry(Record):
-    """`at`: Unix seconds. `wall_s`: how long the run had worked by then, without set-up and without the time when it had no holder."""
+    """`at`: Unix seconds. `wall_s`: how long the run had worked by then, without set-up and without the time when it
+    had no holder.
+    """
 
     at: float
     wall_s: float = 0.0
@@ -63,7 +66,9 @@ class SessionOpened(_Entry):
 
 
 class Replied(_Entry):
-    """A whole reply of the model, before any of its calls runs. `chunks` in the OpenAI wire shape, neighbours joined."""
+    """A whole reply of the model, before any of its calls runs. `chunks` in the OpenAI wire shape, neighbours
+    joined.
+    """
 
     type: Literal["replied"] = "replied"
     chunks: tuple[dict[str, Any], ...]
@@ -87,14 +92,18 @@ class Resulted(_Entry):
 
 
 class Exported(_Entry):
-    """The item's artifacts were copied, and their session is no longer needed. `missing`: sentences about artifacts that were not found."""
+    """The item's artifacts were copied, and their session is no longer needed. `missing`: sentences about artifacts
+    that were not found.
+    """
 
     type: Literal["exported"] = "exported"
     paths: tuple[str, ...]
     missing: tuple[str, ...] = ()
 
 
-Entry = Annotated[SessionOpening | SessionOpened | Replied | Reviewed | Resulted | Exported, Field(discriminator="type")]
+Entry = Annotated[
+    SessionOpening | SessionOpened | Replied | Reviewed | Resulted | Exported, Field(discriminator="type")
+]
 _ANY: TypeAdapter[Entry] = TypeAdapter(Entry)
 
 
@@ -106,8 +115,9 @@ def parse_entry(text: str | bytes) -> Entry:
 INLINE_BYTES = 64 * 1024
 """A larger entry lies beside the log."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-# KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live, '1' when the run has come further by it. Gives added; there (said before, its answer was lost); taken (another
-# process has the run); or how many entries there are, when Redis has lost its last ones.
+# KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live, '1' when the run has come further
+# by it. Gives added; there (said before, its answer was lost); taken (another process has the run); or how many entries
+# there are, when Redis has lost its last ones.
 _APPEND = """
 if redis.call('HGET', KEYS[1], 'claim') ~= ARGV[1] then return 'taken' end
 local length, index = redis.call('LLEN', KEYS[2]), tonumber(ARGV[2])
@@ -130,7 +140,9 @@ class RunTaken(Exception):
 
 
 class RunLog:
-    """One run's log as its holder knows it. `entries`: those of the processes that had it before, then its own. `clock`: Redis's."""
+    """One run's log as its holder knows it. `entries`: those of the processes that had it before, then its own.
+    `clock`: Redis's.
+    """
 
     def __init__(
         self,
@@ -155,9 +167,18 @@ class RunLog:
 
     @classmethod
     async def load(
-        cls, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, run: str, claim: str, attempt: int
+        cls,
+        client: "redis.asyncio.Redis",
+        deployment: str,
+        keys: SigningKeys,
+        tenant: str,
+        run: str,
+        claim: str,
+        attempt: int,
     ) -> "RunLog":
-        """Load the log of that attempt of a run, which `claim` holds. Raises BrokerUnavailable; ConfigError if it cannot be verified or read."""
+        """Load the log of that attempt of a run, which `claim` holds. Raises BrokerUnavailable; ConfigError if it
+        cannot be verified or read.
+        """
         clock = SharedClock()
         with broker_errors("the run's log was not read"):
             seconds, micros = await client.time()
@@ -168,9 +189,13 @@ class RunLog:
             opened = [keys.unseal(entry_purpose(tenant, run, attempt, index), text) for index, text in enumerate(texts)]
             entries = [parse_entry(text) for text in opened]
         except EnvelopeRefused as error:
-            raise RecordRefused(f"the log of run {run} cannot be verified, so the run is not continued: retry the item. {error}") from error
+            raise RecordRefused(
+                f"the log of run {run} cannot be verified, so the run is not continued: retry the item. {error}"
+            ) from error
         except ValidationError as error:
-            raise ConfigError(f"the log of run {run} is of another release: finish its batch with that one, or retry the item") from error
+            raise ConfigError(
+                f"the log of run {run} is of another release: finish its batch with that one, or retry the item"
+            ) from error
         return cls(client, deployment, keys, tenant, run, claim, attempt, entries, clock)
 
     async def append(self, entry: Entry) -> None:
@@ -214,23 +239,33 @@ def entry_purpose(tenant: str, run: str, attempt: int, index: int) -> str:
     return f"log {tenant} {run} {attempt} {index}"
 
 
-async def _whole(client: "redis.asyncio.Redis", deployment: str, tenant: str, run: str, index: int, item: bytes) -> bytes:
+async def _whole(
+    client: "redis.asyncio.Redis", deployment: str, tenant: str, run: str, index: int, item: bytes
+) -> bytes:
     """Return the text of an entry, which may be stored apart."""
     if not item.startswith(b'{"part"'):
         return item
     text: Any = await client.hget(run_parts_key(deployment, tenant, run), str(index))
     if not isinstance(text, bytes):
-        raise ConfigError(f"a part of the log of run {run} is missing in Redis: see that it evicts nothing, and retry the item")
+        raise ConfigError(
+            f"a part of the log of run {run} is missing in Redis: see that it evicts nothing, and retry the item"
+        )
     return text
 
 
 AT_ONCE = 100
 PAGE = 16
-"""Entries of a log that are read at a time: those of its session come first, and there are two, unless processes died while they opened it."""
+"""Entries of a log that are read at a time: those of its session come first, and there are two, unless processes died
+while they opened it.
+"""
 
 
-async def close_left_sessions(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Iterable[str]) -> int:
-    """Close the sessions of these runs; return how many their logs name. Their hosts remove the sandboxes. Raises BrokerUnavailable."""
+async def close_left_sessions(
+    client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Iterable[str]
+) -> int:
+    """Close the sessions of these runs; return how many their logs name. Their hosts remove the sandboxes. Raises
+    BrokerUnavailable.
+    """
     names, places = list(runs), SessionStore(client, deployment)
     count = 0
     for at in range(0, len(names), AT_ONCE):
@@ -240,7 +275,9 @@ async def close_left_sessions(client: "redis.asyncio.Redis", deployment: str, ke
     return count
 
 
-async def _find_sessions(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Sequence[str]) -> list[str]:
+async def _find_sessions(
+    client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Sequence[str]
+) -> list[str]:
     """Return all sessions that were opened, or were about to be opened."""
     found: list[str] = []
     first = 0
@@ -271,7 +308,9 @@ async def _read(
 
 
 def _session_of(keys: SigningKeys, tenant: str, run: str, attempt: int, index: int, item: bytes) -> str | None:
-    """Return the session that an entry of a log is about. An entry that this process cannot verify closes no session."""
+    """Return the session that an entry of a log is about. An entry that this process cannot verify closes no
+    session.
+    """
     try:
         entry: Any = json.loads(keys.unseal(entry_purpose(tenant, run, attempt, index), item))
     except EnvelopeRefused as error:

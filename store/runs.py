@@ -1,9 +1,11 @@
 """Runs in Redis: submitted with a batch or by a program, claimed by an orchestrator under a lease, ended once.
 
-What decides who runs what (a run's item) and what a run came to (its outcome) is signed, each for its tenant and its id. Fields that scripts change or
-compare (states, claims, counters) are not signed: a forged one disturbs a run or starts it again, but never changes it.
+What decides who runs what (a run's item) and what a run came to (its outcome) is signed, each for its tenant and its
+id. Fields that scripts change or compare (states, claims, counters) are not signed: a forged one disturbs a run or
+starts it again, but never changes it.
 
-A hosted run is a run that a program starts by itself. It is an item of the tenant's batch HOSTED_BATCH, which never ends.
+A hosted run is a run that a program starts by itself. It is an item of the tenant's batch HOSTED_BATCH, which never
+ends.
 """
 
 import json
@@ -86,9 +88,9 @@ class RunState(StrEnum):
 
 
 class RunRecord(Record):
-    """The hash of a run. `claim`: the token of the holder of the run. `attempt`: 1, and more when it was started again after a failure; `first_attempt`:
-    the one since which it was started again automatically only. `losses`: how often its holder died since its log last grew. Instants are Unix seconds
-    of Redis's clock."""
+    """The hash of a run. `claim`: the token of the holder of the run. `attempt`: 1, and more when it was started again
+    after a failure; `first_attempt`: the one since which it was started again automatically only. `losses`: how often
+    its holder died since its log last grew. Instants are Unix seconds of Redis's clock."""
 
     batch: str
     item: BatchItem
@@ -149,8 +151,9 @@ class RunUsage(Record):
 
 
 class RunEnd(Record):
-    """How a run ended. `failure` None: it succeeded. `answer`: the model's last text, also of a run that a limit stopped; `is_cut`: only its beginning,
-    as in lists and events. `cost` None: no prices are known. `clocks`: those of its calls, summed."""
+    """How a run ended. `failure` None: it succeeded. `answer`: the model's last text, also of a run that a limit
+    stopped; `is_cut`: only its beginning, as in lists and events. `cost` None: no prices are known. `clocks`: those of
+    its calls, summed."""
 
     answer: str = ""
     is_cut: bool = False
@@ -163,8 +166,8 @@ class RunEnd(Record):
 
 
 class HostedRun(Record):
-    """A hosted run. `instruction`: its beginning. `attempt`: above 1 when it was started again after a failure of the infrastructure. `end`: set
-    exactly when its state is final. Instants are Unix seconds of Redis's clock."""
+    """A hosted run. `instruction`: its beginning. `attempt`: above 1 when it was started again after a failure of the
+    infrastructure. `end`: set exactly when its state is final. Instants are Unix seconds of Redis's clock."""
 
     id: str
     tenant: str
@@ -197,7 +200,19 @@ class About(Record):
     metadata: dict[str, str] = Field(default_factory=dict)
 
 
-LISTED = ("state", "about", "priority", "attempt", "created_at", "started_at", "ended_at", "failure", "asking", "end", "batch")
+LISTED = (
+    "state",
+    "about",
+    "priority",
+    "attempt",
+    "created_at",
+    "started_at",
+    "ended_at",
+    "failure",
+    "asking",
+    "end",
+    "batch",
+)
 """The fields of a run's hash that lists need."""
 
 
@@ -214,7 +229,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class BatchPage:
-    """Batches by their ids, the newest first. `older`: how many follow. `cursor`: where the next page begins, None when there is none."""
+    """Batches by their ids, the newest first. `older`: how many follow. `cursor`: where the next page begins, None when
+    there is none.
+    """
 
     batches: Mapping[str, BatchRecord]
     older: int
@@ -262,7 +279,9 @@ class RunQueue:
         pipe.expire(index, RUN_TTL_S)
         return bool((await _ask(pipe.execute()))[0])
 
-    async def change(self, tenant: str, batch: str, *, concurrency: int, defaults: BatchDefaults, is_detached: bool) -> None:
+    async def change(
+        self, tenant: str, batch: str, *, concurrency: int, defaults: BatchDefaults, is_detached: bool
+    ) -> None:
         """Change how a batch continues."""
         sealed = seal_defaults(self.keys, tenant, batch, defaults)
         await self._set(tenant, batch, concurrency=concurrency, defaults=sealed, is_detached=int(is_detached))
@@ -280,26 +299,37 @@ class RunQueue:
         await _ask(self._client.hset(self._batch_key(tenant, batch), mapping=mapping))
 
     async def batch(self, tenant: str, batch: str) -> BatchRecord:
-        """Return a batch's record. Raises ToolFailure(INVALID_ARGUMENTS) for an unknown id, ConfigError for a record that cannot be verified or read."""
+        """Return a batch's record. Raises ToolFailure(INVALID_ARGUMENTS) for an unknown id, ConfigError for a record
+        that cannot be verified or read.
+        """
         fields: Any = await _ask(self._client.hgetall(self._batch_key(tenant, batch)))
         if b"total" not in fields:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"nothing is known of batch {batch} of tenant {tenant}: look at the id and --tenant; batches are remembered for 30 days",
+                f"nothing is known of batch {batch} of tenant {tenant}: look at the id and --tenant; batches are "
+                "remembered for 30 days",
             )
         return parse_batch(self.keys, tenant, batch, fields)
 
     async def list_batches(self, tenant: str, cursor: str = "", most: int | None = None) -> BatchPage:
-        """Return a tenant's batches, at most `most` (None: all), from `cursor` on; a cursor stays valid while batches are added and removed.
-        Raises ToolFailure(INVALID_ARGUMENTS) for an invalid cursor."""
+        """Return a tenant's batches, at most `most` (None: all), from `cursor` on; a cursor stays valid while batches
+        are added and removed. Raises ToolFailure(INVALID_ARGUMENTS) for an invalid cursor."""
         after = _CURSOR.fullmatch(cursor)
         if cursor and after is None:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list")
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list"
+            )
         instant, last = after.groups() if after is not None else ("", "")
         older, reply = await self.step("list_batches", tenant, instant, last, -1 if most is None else most)
-        names, found, expired = [name.decode(errors="replace") for name in reply[::2]], dict[str, BatchRecord](), list[str]()
+        names, found, expired = (
+            [name.decode(errors="replace") for name in reply[::2]],
+            dict[str, BatchRecord](),
+            list[str](),
+        )
         for some in _in_steps(names):
-            for name, fields in zip(some, await self._hashes([self._batch_key(tenant, name) for name in some]), strict=True):
+            for name, fields in zip(
+                some, await self._hashes([self._batch_key(tenant, name) for name in some]), strict=True
+            ):
                 try:
                     if b"total" in fields:
                         found[name] = parse_batch(self.keys, tenant, name, fields)
@@ -312,11 +342,15 @@ class RunQueue:
         return BatchPage(found, older, f"{float(reply[-1]):.9f}/{names[-1]}" if older and names else None)
 
     async def reopen(self, tenant: str, batch: str) -> bool:
-        """Continue a batch that was cancelled, or seemed complete, if something of it waits or is still to be added. Return whether that was so."""
+        """Continue a batch that was cancelled, or seemed complete, if something of it waits or is still to be added.
+        Return whether that was so.
+        """
         return bool(await self.step("reopen", tenant, batch))
 
     async def cancel(self, tenant: str, batch: str) -> int:
-        """Start nothing of a batch any more. Runs that wait end as cancelled; the holders of running ones end those. Return how many waited."""
+        """Start nothing of a batch any more. Runs that wait end as cancelled; the holders of running ones end those.
+        Return how many waited.
+        """
         record, dropped = await self.batch(tenant, batch), 0
         while waiting := await self.step("cancel", tenant, batch, AT_ONCE):
             names = [run.decode() for run in waiting]
@@ -326,27 +360,39 @@ class RunQueue:
         return dropped if record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING) else 0
 
     async def retry(self, tenant: str, batch: str, kinds: Iterable[FailureKind], entry: str = "") -> int:
-        """Queue items that failed in these ways again. Return how many. `entry`: of the audit, written with the first of them; "" for none."""
+        """Queue items that failed in these ways again. Return how many. `entry`: of the audit, written with the first
+        of them; "" for none.
+        """
         wanted, count = [kind.value for kind in kinds], 0
         ended = await self.ended(tenant, batch, 0)
         for some in _in_steps(run for _, run in ended):
             audited = entry if not count else ""
-            count += len(await self.step("retry", tenant, batch, audit_key(self._deployment), audited, len(wanted), *wanted, *some))
+            count += len(
+                await self.step(
+                    "retry", tenant, batch, audit_key(self._deployment), audited, len(wanted), *wanted, *some
+                )
+            )
         return count
 
     async def waiting(self, tenant: str, batch: str) -> set[str]:
         """Return the runs that wait."""
-        return {run.decode() for run in await _ask(self._client.zrange(self._batch_key(tenant, batch) + ":waiting", 0, -1))}
+        return {
+            run.decode() for run in await _ask(self._client.zrange(self._batch_key(tenant, batch) + ":waiting", 0, -1))
+        }
 
     async def ended(self, tenant: str, batch: str, after: int, most: int = -1) -> list[tuple[int, str]]:
-        """Return the runs that have ended after the one of that number, with their numbers, in order; no more than `most` (-1: all)."""
+        """Return the runs that have ended after the one of that number, with their numbers, in order; no more than
+        `most` (-1: all).
+        """
         key = self._batch_key(tenant, batch) + ":ended"
         rows = await _ask(self._client.zrangebyscore(key, f"({after}", "+inf", start=0, num=most, withscores=True))
         return [(int(number), run.decode()) for run, number in rows]
 
     async def items(self, tenant: str, batch: str) -> list[str]:
         """Return the ids of all runs, in the order in which they were added."""
-        return [run.decode() for run in await _ask(self._client.lrange(self._batch_key(tenant, batch) + ":items", 0, -1))]
+        return [
+            run.decode() for run in await _ask(self._client.lrange(self._batch_key(tenant, batch) + ":items", 0, -1))
+        ]
 
     async def count_items(self, tenant: str, batch: str) -> int:
         """Return how many runs have been added."""
@@ -364,11 +410,13 @@ class RunQueue:
     # --- Runs
 
     async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
-        """Add runs that are not there yet, which may be claimed at once. Return how many those were. Raises BatchCancelled when the batch is cancelled;
-        nothing more is added then."""
+        """Add runs that are not there yet, which may be claimed at once. Return how many those were. Raises
+        BatchCancelled when the batch is cancelled; nothing more is added then."""
         added = 0
         for some in _in_steps(runs):
-            sealed = [(run, seal_item(self.keys, tenant, run, batch, item), item.priority, item.line) for run, item in some]
+            sealed = [
+                (run, seal_item(self.keys, tenant, run, batch, item), item.priority, item.line) for run, item in some
+            ]
             count = int(await self.step("add", tenant, batch, *(value for one in sealed for value in one)))
             if count < 0:
                 raise BatchCancelled(batch)
@@ -376,15 +424,20 @@ class RunQueue:
         return added
 
     async def claim(self, most: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()) -> list[Claim]:
-        """Claim up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of that tenant's batch; None: of all
-        detached ones, of those `tenants` if there are some. A run that this process cannot verify or read is given back."""
+        """Claim up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of
+        that tenant's batch; None: of all detached ones, of those `tenants` if there are some. A run that this process
+        cannot verify or read is given back."""
         most = min(most, AT_ONCE)
         wanted = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
-        reply, left = await self.step("claim", self.owner, most, LEASE_S, *wanted, *(secrets.token_hex(8) for _ in range(most)))
+        reply, left = await self.step(
+            "claim", self.owner, most, LEASE_S, *wanted, *(secrets.token_hex(8) for _ in range(most))
+        )
         await self._end_left([tuple(part.decode() for part in one) for one in left])
         given = [tuple(part.decode() for part in one) for one in reply]
         claims: list[Claim] = []
-        for (tenant, run, token, how), fields in zip(given, await self._fields([one[:2] for one in given]), strict=True):
+        for (tenant, run, token, how), fields in zip(
+            given, await self._fields([one[:2] for one in given]), strict=True
+        ):
             if b"item" not in fields:
                 continue
             try:
@@ -395,7 +448,9 @@ class RunQueue:
         return claims
 
     async def renew(self, claims: Sequence[Claim]) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-        """Extend the leases. Return the runs that belong to another process now, and those whose batch is being cancelled, as (tenant, run)."""
+        """Extend the leases. Return the runs that belong to another process now, and those whose batch is being
+        cancelled, as (tenant, run).
+        """
         lost: set[tuple[str, str]] = set()
         cancelled: set[tuple[str, str]] = set()
         for some in _in_steps(claims):
@@ -407,7 +462,10 @@ class RunQueue:
 
     async def cancels(self) -> set[tuple[str, str]]:
         """Return the hosted runs that their holders have to end, as (tenant, run)."""
-        return {split_member(one.decode()) for one in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))}
+        return {
+            split_member(one.decode())
+            for one in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
+        }
 
     async def finish(self, claim: Claim, outcome: Outcome) -> bool:
         """Store how a run ended. Return False when another process has it."""
@@ -420,15 +478,17 @@ class RunQueue:
         return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))
 
     async def give_back(self, claim: Claim, *, after_s: float = 0.0, anew: bool = False) -> bool:
-        """Let another process continue a run, or start it `anew`, as one more attempt, after so many seconds. Return False when another process has it.
-        Raises BatchCancelled."""
+        """Let another process continue a run, or start it `anew`, as one more attempt, after so many seconds. Return
+        False when another process has it. Raises BatchCancelled."""
         reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, "1" if anew else "0"))
         if reply == 2:
             raise BatchCancelled(claim.record.batch)
         return bool(reply)
 
     async def _end_left(self, left: Sequence[tuple[str, ...]]) -> None:
-        """End runs of cancelled batches whose holder died: perhaps no process follows those batches. A hosted run that was cancelled has ended already."""
+        """End runs of cancelled batches whose holder died: perhaps no process follows those batches. A hosted run that
+        was cancelled has ended already.
+        """
         for tenant, _, run in (one for one in left if one[1] == HOSTED_BATCH):
             await self.close_sessions(tenant, [run])
         left = [one for one in left if one[1] != HOSTED_BATCH]
@@ -444,41 +504,71 @@ class RunQueue:
         settled: set[str] = set()
         for some in _in_steps(outcomes):
             sealed = [
-                (one.run, seal_outcome(self.keys, tenant, one.run, one), one.failure.kind.value if one.failure else "") for one in some
+                (one.run, seal_outcome(self.keys, tenant, one.run, one), one.failure.kind.value if one.failure else "")
+                for one in some
             ]
-            ended = {run.decode() for run in await self.step("settle", tenant, batch, *(part for one in sealed for part in one))}
+            ended = {
+                run.decode()
+                for run in await self.step("settle", tenant, batch, *(part for one in sealed for part in one))
+            }
             await self.close_sessions(tenant, ended)
             settled |= ended
         return settled
 
     async def close_sessions(self, tenant: str, runs: Collection[str]) -> None:
-        """Close the sessions of runs that no process continues: a former holder may have opened some. Waits while Redis does not answer."""
-        await retry_until_available(lambda: close_left_sessions(self._client, self._deployment, self.keys, tenant, runs))
+        """Close the sessions of runs that no process continues: a former holder may have opened some. Waits while Redis
+        does not answer.
+        """
+        await retry_until_available(
+            lambda: close_left_sessions(self._client, self._deployment, self.keys, tenant, runs)
+        )
 
     async def runs(self, names: Sequence[tuple[str, str]]) -> list[RunRecord | None]:
-        """Return records by (tenant, run); None for one that was removed. Raises ConfigError for one that cannot be verified or read."""
+        """Return records by (tenant, run); None for one that was removed. Raises ConfigError for one that cannot be
+        verified or read.
+        """
         found = zip(names, await self._fields(names), strict=True)
-        return [parse_run(self.keys, tenant, run, fields) if b"item" in fields else None for (tenant, run), fields in found]
+        return [
+            parse_run(self.keys, tenant, run, fields) if b"item" in fields else None for (tenant, run), fields in found
+        ]
 
     async def custom_ids(self, tenant: str, batch: str, runs: Sequence[str]) -> list[str | None]:
-        """Return the custom_ids of a batch's runs; None for one that was removed. Raises ConfigError for one that cannot be verified or read."""
+        """Return the custom_ids of a batch's runs; None for one that was removed. Raises ConfigError for one that
+        cannot be verified or read.
+        """
         pipe = self._client.pipeline(transaction=False)
         for run in runs:
             pipe.hget(run_key(self._deployment, tenant, run), "item")
         found = zip(runs, await _ask(pipe.execute()), strict=True)
-        return [open_item(self.keys, tenant, run, batch, sealed).custom_id if sealed is not None else None for run, sealed in found]
+        return [
+            open_item(self.keys, tenant, run, batch, sealed).custom_id if sealed is not None else None
+            for run, sealed in found
+        ]
 
     # --- Hosted runs
 
-    async def start_hosted(self, tenant: str, run: str, item: BatchItem, digest: str, about: str, limits: tuple[int, int]) -> list[str]:
-        """Queue a hosted run. `digest`: of the whole request; `about`: an About as JSON; `limits`: how many may wait, and how many are listed. Return
-        `started`, `known` (the same request was started under that id), `other` (another one was), `full`, or `busy` and the run that works in the session."""
+    async def start_hosted(
+        self, tenant: str, run: str, item: BatchItem, digest: str, about: str, limits: tuple[int, int]
+    ) -> list[str]:
+        """Queue a hosted run. `digest`: of the whole request; `about`: an About as JSON; `limits`: how many may wait,
+        and how many are listed. Return `started`, `known` (the same request was started under that id), `other`
+        (another one was), `full`, or `busy` and the run that works in the session."""
         sealed, defaults = (
             seal_item(self.keys, tenant, run, HOSTED_BATCH, item),
             seal_defaults(self.keys, tenant, HOSTED_BATCH, HOSTED_DEFAULTS),
         )
         reply = await self.step(
-            "start_run", tenant, run, sealed, digest, about, item.priority, item.ground.session or "", defaults, *limits, RUN_TTL_S
+            "start_run",
+            tenant,
+            run,
+            sealed,
+            digest,
+            about,
+            item.priority,
+            item.ground.session or "",
+            defaults,
+            *limits,
+            RUN_TTL_S,
         )
         return [part.decode() for part in reply]
 
@@ -495,10 +585,17 @@ class RunQueue:
         # The shortened end is for lists and is not signed; the outcome is.
         return found.model_copy(update={"end": build_end(open_outcome(self.keys, tenant, run, sealed))})
 
-    async def list_hosted(self, tenant: str, before: int, limit: int, state: HostedState | None) -> tuple[list[HostedRun], int]:
-        """Return the newest hosted runs before that position, without those that were removed, and the position of the next page, 0 when there is none."""
+    async def list_hosted(
+        self, tenant: str, before: int, limit: int, state: HostedState | None
+    ) -> tuple[list[HostedRun], int]:
+        """Return the newest hosted runs before that position, without those that were removed, and the position of the
+        next page, 0 when there is none.
+        """
         runs: list[HostedRun] = []
-        wanted, looks = state.value if state is not None else "", LOOKS if state is not None and not state.is_final else limit
+        wanted, looks = (
+            state.value if state is not None else "",
+            LOOKS if state is not None and not state.is_final else limit,
+        )
         for _ in range(MAX_STEPS):
             reply, names = await self.step("list_runs", tenant, before, limit - len(runs), wanted, looks)
             before, pipe = int(reply), self._client.pipeline(transaction=False)
@@ -506,7 +603,8 @@ class RunQueue:
                 pipe.hmget(run_key(self._deployment, tenant, name.decode()), *LISTED)
             rows = await _ask(pipe.execute()) if names else []
             found = [
-                parse_hosted(tenant, name.decode(), dict(zip(LISTED, row, strict=True))) for name, row in zip(names, rows, strict=True)
+                parse_hosted(tenant, name.decode(), dict(zip(LISTED, row, strict=True)))
+                for name, row in zip(names, rows, strict=True)
             ]
             runs += [run for run in found if run is not None]
             if not before or len(runs) >= limit:
@@ -514,7 +612,9 @@ class RunQueue:
         return runs, before
 
     async def cancel_hosted(self, tenant: str, run: str, entry: str) -> None:
-        """End a hosted run: at once when it waits, else its holder ends it. `entry`: of the audit, "" for none. Raises ToolFailure(FILE_NOT_FOUND)."""
+        """End a hosted run: at once when it waits, else its holder ends it. `entry`: of the audit, "" for none. Raises
+        ToolFailure(FILE_NOT_FOUND).
+        """
         reply = (await self.step("cancel_run", tenant, run, audit_key(self._deployment), entry)).decode()
         if reply == "unknown":
             raise not_found(run)
@@ -533,7 +633,9 @@ class RunQueue:
         if fields.get(b"batch") != HOSTED_BATCH.encode():
             raise not_found(run)
         record = parse_run(self.keys, tenant, run, fields)
-        return record, (await RunLog.load(self._client, self._deployment, self.keys, tenant, run, "", record.attempt)).entries
+        return record, (
+            await RunLog.load(self._client, self._deployment, self.keys, tenant, run, "", record.attempt)
+        ).entries
 
     async def step(self, operation: str, *arguments: Any) -> Any:
         """Return what a step of the script gives (runs.lua, hosted_runs.lua)."""
@@ -574,7 +676,9 @@ def _in_steps(values: Iterable[T]) -> Iterator[list[T]]:
 
 def _cancelled(run: str, record: RunRecord) -> Outcome:
     failure = Failure(
-        kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message="the batch was cancelled before this item was begun"
+        kind=FailureKind.CANCELLED,
+        code=ErrorCode.CANCELLED.value,
+        message="the batch was cancelled before this item was begun",
     )
     return Outcome(custom_id=record.item.custom_id, run=run, status_code=499, failure=failure, attempt=record.attempt)
 
@@ -598,7 +702,9 @@ def seal_item(keys: SigningKeys, tenant: str, run: str, batch: str, item: BatchI
 
 
 def open_item(keys: SigningKeys, tenant: str, run: str, batch: str, sealed: str | bytes) -> BatchItem:
-    """Return the item. Raises ConfigError when it is not signed for that run and batch, or was written by another release."""
+    """Return the item. Raises ConfigError when it is not signed for that run and batch, or was written by another
+    release.
+    """
     with readable(f"run {run} of tenant {tenant}"):
         return BatchItem.model_validate_json(keys.unseal(f"item {tenant} {run} {batch}", sealed))
 
@@ -615,7 +721,9 @@ def open_outcome(keys: SigningKeys, tenant: str, run: str, sealed: str | bytes) 
 
 
 def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:
-    """Return the record of a run's hash. Raises ConfigError when its signed parts are not of this run, or another release wrote it."""
+    """Return the record of a run's hash. Raises ConfigError when its signed parts are not of this run, or another
+    release wrote it.
+    """
     values: dict[str, Any] = decode_fields(fields)
     values["item"] = open_item(keys, tenant, run, values.get("batch", ""), values.get("item", ""))
     outcome = values.pop("outcome", "")
@@ -628,11 +736,15 @@ def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, b
 # --- The parts of a hosted run
 
 HOSTED_DEFAULTS = BatchDefaults(asks_people=True)
-"""What a hosted run uses where its request says nothing. It has no terminal: approvals are asked in the queue of questions."""
+"""What a hosted run uses where its request says nothing. It has no terminal: approvals are asked in the queue of
+questions.
+"""
 
 
 def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:
-    """Return the run of these fields; None when it was removed, or is an item of a batch. Raises ConfigError for what another release wrote."""
+    """Return the run of these fields; None when it was removed, or is an item of a batch. Raises ConfigError for what
+    another release wrote.
+    """
     values = {name: value.decode() for name, value in fields.items() if value is not None}
     if values.get("batch") != HOSTED_BATCH or "about" not in values:
         return None
@@ -654,7 +766,9 @@ def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> H
 def build_end(outcome: Outcome) -> RunEnd:
     """Return the end that an outcome describes, with the whole answer."""
     body: Mapping[str, Any] = outcome.body or {}
-    values = {name: body[name] for name in ("answer", "stop_reason", "steps", "usage", "cost", "clocks") if name in body}
+    values = {
+        name: body[name] for name in ("answer", "stop_reason", "steps", "usage", "cost", "clocks") if name in body
+    }
     return RunEnd.model_validate({**values, "failure": outcome.failure}, strict=False)
 
 
@@ -668,7 +782,9 @@ def end_event(run: str, at: float, end: RunEnd) -> str:
 
 
 def pack_end(outcome: Outcome) -> tuple[Outcome, str, bytes]:
-    """Return the outcome as its run's record keeps it, the run's last event, and its packed transcript, which is stored apart; b"" for none."""
+    """Return the outcome as its run's record keeps it, the run's last event, and its packed transcript, which is stored
+    apart; b"" for none.
+    """
     body = dict(outcome.body or {})
     transcript = body.pop("transcript", None)
     stored = outcome.model_copy(update={"body": body}) if outcome.body is not None else outcome

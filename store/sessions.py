@@ -14,13 +14,15 @@
       |  release: the worker that holds it has a checkpoint; the session has no host until a call opens it
       |  settle(MOVING): the orchestrator could not open it; any other may try
       v
-    closed: an orchestrator closes it, from any state. The hash then says only that, until every sandbox of the session has expired.
+    closed: an orchestrator closes it, from any state. The hash then says only that, until every sandbox of the session
+    has expired.
 
     open --adopt: the next worker of the same host--> open (fence + 1)
     open --forget: the host's worker, when the session's time to live has passed--> (none)
 
-The fence grows with every change of the host. A script changes a location only if queue or fence are as its caller knows them, and a worker claims a
-call only with the location's present fence: so no two hosts serve one session. Everything expires by itself when a session is not used.
+The fence grows with every change of the host. A script changes a location only if queue or fence are as its caller
+knows them, and a worker claims a call only with the location's present fence: so no two hosts serve one session.
+Everything expires by itself when a session is not used.
 """
 
 import re
@@ -68,7 +70,9 @@ AT_ONCE = 200
 TIES = 8
 _CURSOR = re.compile(r"([0-9]{1,16})\.([A-Za-z0-9_-]{1,64})\.([A-Za-z0-9_-]{1,64})")
 CLOSED = "closed"
-"""The state in what remains of a closed session's hash. It tells every host that still has a sandbox of the session to remove that."""
+"""The state in what remains of a closed session's hash. It tells every host that still has a sandbox of the session to
+remove that.
+"""
 CLOSED_MARGIN_S = 600
 """How long that outlives the time to live, after which such a sandbox has expired by itself."""
 _WHAT = "the sessions' locations were not read or changed"
@@ -79,12 +83,16 @@ _LIST = "the open sessions were not listed"
 
 
 def session_facts_key(deployment: str, tenant: str, session: str) -> str:
-    """What a session's host reported when it opened the session, as JSON, for a program that attaches to the session."""
+    """What a session's host reported when it opened the session, as JSON, for a program that attaches to the
+    session.
+    """
     return tenant_key(deployment, tenant, f"session.{session}:facts")
 
 
 def open_sessions_key(deployment: str) -> str:
-    """The sorted set of the open sessions of all tenants, `<tenant>|<session>` by the microsecond of their opening; some may have expired."""
+    """The sorted set of the open sessions of all tenants, `<tenant>|<session>` by the microsecond of their opening;
+    some may have expired.
+    """
     return deployment_key(deployment, "open-sessions")
 
 
@@ -94,16 +102,21 @@ def tenant_open_sessions_key(deployment: str, tenant: str) -> str:
 
 
 def parse_session_location(fields: Mapping[bytes, bytes]) -> SessionLocation | None:
-    """Return the location in a hash; None if there is no hash, or if the session was closed. Raises ValidationError if it is not one of ours."""
+    """Return the location in a hash; None if there is no hash, or if the session was closed. Raises ValidationError if
+    it is not one of ours.
+    """
     if not fields or fields.get(b"state") == CLOSED.encode():
         return None
-    return SessionLocation.model_validate({name.decode(): value.decode(errors="replace") for name, value in fields.items()}, strict=False)
+    return SessionLocation.model_validate(
+        {name.decode(): value.decode(errors="replace") for name, value in fields.items()}, strict=False
+    )
 
 
 # --- Scripts of orchestrators -----------------------------------------------------------------------------------------
 
-# KEYS: location, the tenant's sessions, all open sessions, the tenant's, tenants seen. ARGV: session, queue, start, ttl_s, margin_s, how many sessions the
-# tenant may have, tenant, how many tenants are listed, prefix of the deployment's keys.
+# KEYS: location, the tenant's sessions, all open sessions, the tenant's, tenants seen. ARGV: session, queue, start,
+# ttl_s, margin_s, how many sessions the tenant may have, tenant, how many tenants are listed, prefix of the
+# deployment's keys.
 _OPEN = """
 local state = redis.call('HGET', KEYS[1], 'state')
 if state then return state == 'closed' and 'closed' or 'exists' end
@@ -117,7 +130,8 @@ if redis.call('SCARD', KEYS[2]) >= limit then
 end
 local life = math.ceil(tonumber(ARGV[4])) + tonumber(ARGV[5])
 local time = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[2], 'fence', 1, 'start', ARGV[3], 'ttl_s', ARGV[4], 'opened_at', time[1])
+redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[2], 'fence', 1, 'start', ARGV[3],
+  'ttl_s', ARGV[4], 'opened_at', time[1])
 redis.call('EXPIRE', KEYS[1], life)
 redis.call('SADD', KEYS[2], ARGV[1])
 if redis.call('TTL', KEYS[2]) < life then redis.call('EXPIRE', KEYS[2], life) end
@@ -139,8 +153,8 @@ redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[8])
 return 'open'
 """
 
-# KEYS: location. ARGV: the fence as the caller knows it, new queue, seconds to move in, the state as the caller knows it (the end of a move does not
-# change the fence). Returns the new fence, or 0 if another process was first.
+# KEYS: location. ARGV: the fence as the caller knows it, new queue, seconds to move in, the state as the caller knows
+# it (the end of a move does not change the fence). Returns the new fence, or 0 if another process was first.
 _MOVE = """
 local location = redis.call('HMGET', KEYS[1], 'fence', 'state', 'moving_until')
 if location[1] ~= ARGV[1] or location[2] ~= ARGV[4] then return 0 end
@@ -150,7 +164,8 @@ redis.call('HSET', KEYS[1], 'state', 'moving', 'queue', ARGV[2], 'moving_until',
 return redis.call('HINCRBY', KEYS[1], 'fence', 1)
 """
 
-# KEYS: location, facts. ARGV: fence, state, new facts or '', how long they outlive the location. Returns 1 if the location still had that fence.
+# KEYS: location, facts. ARGV: fence, state, new facts or '', how long they outlive the location. Returns 1 if the
+# location still had that fence.
 _SETTLE = """
 if redis.call('HGET', KEYS[1], 'fence') ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'state', ARGV[2], 'moving_until', 0)
@@ -158,8 +173,8 @@ if ARGV[3] ~= '' then redis.call('SET', KEYS[2], ARGV[3], 'EX', math.max(0, redi
 return 1
 """
 
-# KEYS: location, the tenant's sessions, all open sessions, the tenant's, facts. ARGV: session, the state "closed", margin_s, the time to live of a session
-# without a location, tenant.
+# KEYS: location, the tenant's sessions, all open sessions, the tenant's, facts. ARGV: session, the state "closed",
+# margin_s, the time to live of a session without a location, tenant.
 _CLOSE = """
 local ttl_s = redis.call('HGET', KEYS[1], 'ttl_s') or ARGV[4]
 redis.call('DEL', KEYS[1])
@@ -173,7 +188,8 @@ redis.call('DEL', KEYS[5])
 
 # --- Scripts of workers -----------------------------------------------------------------------------------------------
 
-# KEYS: location. ARGV: our queue, prefix of this host's queues, prefix of the keys of reports, then the queues whose workers are known to have ended.
+# KEYS: location. ARGV: our queue, prefix of this host's queues, prefix of the keys of reports, then the queues whose
+# workers are known to have ended.
 _ADOPT = """
 local location = redis.call('HMGET', KEYS[1], 'state', 'queue', 'fence', 'held')
 if not location[1] then return 'none' end
@@ -189,14 +205,16 @@ redis.call('HINCRBY', KEYS[1], 'fence', 1)
 return 'adopted'
 """
 
-# KEYS: location. ARGV: our queue, fence (also the one of a hold) or '' for any, checkpoint, taken at, 1 if it is automatic.
-# Returns 0 if the session is not ours, else the automatic checkpoint before it, or 1.
+# KEYS: location. ARGV: our queue, fence (also the one of a hold) or '' for any, checkpoint, taken at, 1 if it is
+# automatic. Returns 0 if the session is not ours, else the automatic checkpoint before it, or 1.
 _RECORD_CHECKPOINT = """
 local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence', 'automatic', 'checkpoint_at')
 if location[1] ~= ARGV[1] then return 0 end
 if ARGV[2] == '' and location[2] ~= 'open' or ARGV[2] ~= '' and location[3] ~= ARGV[2] then return 0 end
 -- A checkpoint that took long may be older than one that was begun after it.
-if tonumber(ARGV[4]) >= tonumber(location[5] or '0') then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[3], 'checkpoint_at', ARGV[4]) end
+if tonumber(ARGV[4]) >= tonumber(location[5] or '0') then
+  redis.call('HSET', KEYS[1], 'checkpoint', ARGV[3], 'checkpoint_at', ARGV[4])
+end
 if ARGV[5] == '0' then return 1 end
 redis.call('HSET', KEYS[1], 'automatic', ARGV[3])
 -- When the command is sent twice, the second one finds its own checkpoint.
@@ -213,7 +231,8 @@ redis.call('HSET', KEYS[1], 'held', fence)
 return fence
 """
 
-# KEYS: location. ARGV: our queue, the fence of the hold, the next state, the next queue. Returns 1 if it was still held.
+# KEYS: location. ARGV: our queue, the fence of the hold, the next state, the next queue. Returns 1 if it was still
+# held.
 _END_HOLD = """
 local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence')
 if location[1] ~= ARGV[1] or location[2] ~= 'moving' or location[3] ~= ARGV[2] then return 0 end
@@ -221,7 +240,8 @@ redis.call('HSET', KEYS[1], 'state', ARGV[3], 'queue', ARGV[4], 'moving_until', 
 return 1
 """
 
-# KEYS: location, the tenant's sessions. ARGV: our queue, session. Returns 1 if the session was ours and its location was removed.
+# KEYS: location, the tenant's sessions. ARGV: our queue, session. Returns 1 if the session was ours and its location
+# was removed.
 _FORGET = """
 local location = redis.call('HMGET', KEYS[1], 'queue', 'state')
 if location[1] ~= ARGV[1] or location[2] ~= 'open' then return 0 end
@@ -252,22 +272,36 @@ class SessionStore:
         self._settle = client.register_script(_SETTLE)
         self._close = client.register_script(_CLOSE)
 
-    async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> SessionAddress:
-        """Record where a new session is opened. Raises ToolFailure: QUOTA_EXCEEDED if the tenant has `limit` sessions, SESSION_NOT_FOUND if the session was
-        closed before it was opened; ValueError if there is a session of that name."""
+    async def open(
+        self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int
+    ) -> SessionAddress:
+        """Record where a new session is opened. Raises ToolFailure: QUOTA_EXCEEDED if the tenant has `limit` sessions,
+        SESSION_NOT_FOUND if the session was closed before it was opened; ValueError if there is a session of that
+        name."""
         keys = [*self._listed_keys(tenant, session), seen_tenants_key(self._deployment)]
-        arguments: list[str | float] = [session, queue, start, ttl_s, LOCATION_MARGIN_S, limit, tenant, MAX_SEEN_TENANTS]
+        arguments: list[str | float] = [
+            session,
+            queue,
+            start,
+            ttl_s,
+            LOCATION_MARGIN_S,
+            limit,
+            tenant,
+            MAX_SEEN_TENANTS,
+        ]
         arguments.append(deployment_key(self._deployment, ""))
         with broker_errors(_WHAT):
             result = _text(await self._open(keys=keys, args=arguments))
         if result == "full":
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
-                f"tenant {tenant} has {limit} sessions open, which is all it may have: close one, or have the operator raise it "
-                f"(`toolcrew tenants set {tenant} --sandboxes {limit + 1}`)",
+                f"tenant {tenant} has {limit} sessions open, which is all it may have: close one, or have the operator "
+                f"raise it (`toolcrew tenants set {tenant} --sandboxes {limit + 1}`)",
             )
         if result == CLOSED:
-            raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, "the session was closed before it was opened: open a new one")
+            raise ToolFailure(
+                ErrorCode.SESSION_NOT_FOUND, "the session was closed before it was opened: open a new one"
+            )
         if result == "exists":
             raise ValueError(f"there is a session {session} already")
         return SessionAddress(queue, 1)
@@ -283,7 +317,9 @@ class SessionStore:
                 f"the location of session {session} in Redis is none of ours: run the same release everywhere"
             ) from error
 
-    async def begin_move(self, tenant: str, session: str, seen_fence: int, seen_state: LocationState, queue: str) -> SessionAddress | None:
+    async def begin_move(
+        self, tenant: str, session: str, seen_fence: int, seen_state: LocationState, queue: str
+    ) -> SessionAddress | None:
         """Claim the move of a session to `queue`. None if its location has changed, or another process is moving it."""
         keys = [place_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
@@ -291,8 +327,8 @@ class SessionStore:
         return SessionAddress(queue, fence) if fence else None
 
     async def settle(self, tenant: str, session: str, fence: int, state: LocationState, facts: str = "") -> bool:
-        """End a move: the session is open there, or (MOVING) any process may try again. `facts`: what its host reported, for a program that attaches later.
-        Return False if the session was moved again meanwhile."""
+        """End a move: the session is open there, or (MOVING) any process may try again. `facts`: what its host
+        reported, for a program that attaches later. Return False if the session was moved again meanwhile."""
         keys = [place_key(self._deployment, tenant, session), session_facts_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             return bool(await self._settle(keys=keys, args=[fence, state.value, facts, FACTS_MARGIN_S]))
@@ -304,7 +340,9 @@ class SessionStore:
         return facts.decode(errors="replace") if isinstance(facts, bytes) else None
 
     async def fate(self, queue: str) -> HostFate:
-        """Return whether a host's incarnation lives. A silent one may come back: after an outage of Redis every host is silent for a moment."""
+        """Return whether a host's incarnation lives. A silent one may come back: after an outage of Redis every host is
+        silent for a moment.
+        """
         pipe = self._client.pipeline(transaction=True)
         pipe.mget(host_key(self._deployment, queue), tombstone_key(self._deployment, queue))
         pipe.zscore(hosts_key(self._deployment), queue)
@@ -316,7 +354,9 @@ class SessionStore:
         return "alive" if report is not None else "silent"
 
     async def close(self, tenant: str, session: str) -> None:
-        """Record that a session has ended, wherever it is or is being opened. A host that has a sandbox of it removes that (workers/host_duties.py)."""
+        """Record that a session has ended, wherever it is or is being opened. A host that has a sandbox of it removes
+        that (workers/host_duties.py).
+        """
         keys = [*self._listed_keys(tenant, session), session_facts_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             await self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S, tenant])
@@ -339,7 +379,9 @@ class AdoptionResult(StrEnum):
 
     OURS = "ours"
     ADOPTED = "adopted"
-    """It was an earlier incarnation's of this host. Calls that were sent to that one are refused from now on, and sent again."""
+    """It was an earlier incarnation's of this host. Calls that were sent to that one are refused from now on, and sent
+    again.
+    """
     ELSEWHERE = "elsewhere"
     """It lives on another host: the sandbox here is useless."""
     CLOSED = "closed"
@@ -347,12 +389,16 @@ class AdoptionResult(StrEnum):
     HELD = "held"
     """An earlier incarnation may still have it, or is moving it: try again later."""
     NONE = "none"
-    """Redis has no location of it: a program uses sandboxd without a queue, or Redis was flushed. Its time to live ends it."""
+    """Redis has no location of it: a program uses sandboxd without a queue, or Redis was flushed. Its time to live ends
+    it.
+    """
 
 
 @dataclass(frozen=True)
 class RecordedCheckpoint:
-    """A checkpoint that was written into a location. `previous`: the automatic one before it, which nothing needs now."""
+    """A checkpoint that was written into a location. `previous`: the automatic one before it, which nothing needs
+    now.
+    """
 
     previous: str | None
 
@@ -375,10 +421,16 @@ class WorkerSessionStore:
         self._forget = client.register_script(_FORGET)
 
     def adopt(self, names: Sequence[str], ended: Sequence[str] = ()) -> dict[str, AdoptionResult]:
-        """Take over the sessions of this host. `ended`: queues of earlier incarnations that have ended and still count as alive."""
+        """Take over the sessions of this host. `ended`: queues of earlier incarnations that have ended and still count
+        as alive.
+        """
         with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
             for name in names:
-                self._adopt(keys=[self._key(name)], args=[self.queue, self._prefix, host_key(self._deployment, ""), *ended], client=pipe)
+                self._adopt(
+                    keys=[self._key(name)],
+                    args=[self.queue, self._prefix, host_key(self._deployment, ""), *ended],
+                    client=pipe,
+                )
             return {name: AdoptionResult(result.decode()) for name, result in zip(names, pipe.execute(), strict=True)}
 
     def find(self, names: Iterable[str]) -> dict[str, SessionLocation]:
@@ -391,16 +443,25 @@ class WorkerSessionStore:
         return {name: location for name, location in found.items() if location is not None}
 
     def find_ended(self, names: Sequence[str]) -> set[str]:
-        """Return the sessions that are certainly useless here: closed, or living on another host. A session without a location is not among them: Redis
-        may have been flushed."""
+        """Return the sessions that are certainly useless here: closed, or living on another host. A session without a
+        location is not among them: Redis may have been flushed."""
         with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.hmget(self._key(name), "state", "queue")
-            rows = [tuple(field.decode(errors="replace") if field is not None else None for field in fields) for fields in pipe.execute()]
-        return {name for name, (state, queue) in zip(names, rows, strict=True) if state == CLOSED or self._is_elsewhere(queue)}
+            rows = [
+                tuple(field.decode(errors="replace") if field is not None else None for field in fields)
+                for fields in pipe.execute()
+            ]
+        return {
+            name
+            for name, (state, queue) in zip(names, rows, strict=True)
+            if state == CLOSED or self._is_elsewhere(queue)
+        }
 
     def record_automatic(self, name: str, fence: int, checkpoint: str, taken_at: float) -> RecordedCheckpoint | None:
-        """Write an automatic checkpoint into the location: the session is opened elsewhere from it. None if the session has moved or was closed."""
+        """Write an automatic checkpoint into the location: the session is opened elsewhere from it. None if the session
+        has moved or was closed.
+        """
         result = self._recorded(name, str(fence), checkpoint, taken_at, is_automatic=True)
         if not result:
             return None
@@ -411,7 +472,9 @@ class WorkerSessionStore:
         return bool(self._recorded(name, "", checkpoint, taken_at, is_automatic=False))
 
     def hold(self, name: str, fence: int, seconds: float) -> int | None:
-        """Let no call begin for a while: callers wait. Return the fence of the hold; None if the session is not ours any more."""
+        """Let no call begin for a while: callers wait. Return the fence of the hold; None if the session is not ours
+        any more.
+        """
         with broker_errors(_WHAT):
             return int(self._hold(keys=[self._key(name)], args=[self.queue, fence, int(seconds)])) or None
 
@@ -420,7 +483,9 @@ class WorkerSessionStore:
         return self._hold_ended(name, fence, LocationState.OPEN, self.queue)
 
     def release(self, name: str, fence: int) -> bool:
-        """Leave it without a host: the next call opens it elsewhere, from the checkpoint in its location. False if the hold had ended before."""
+        """Leave it without a host: the next call opens it elsewhere, from the checkpoint in its location. False if the
+        hold had ended before.
+        """
         return self._hold_ended(name, fence, LocationState.MOVING, "")
 
     def forget(self, names: Iterable[str]) -> int:
@@ -437,7 +502,9 @@ class WorkerSessionStore:
 
     def _recorded(self, name: str, fence: str, checkpoint: str, taken_at: float, *, is_automatic: bool) -> Any:
         with broker_errors(_WHAT):
-            return self._record(keys=[self._key(name)], args=[self.queue, fence, checkpoint, taken_at, int(is_automatic)])
+            return self._record(
+                keys=[self._key(name)], args=[self.queue, fence, checkpoint, taken_at, int(is_automatic)]
+            )
 
     def _hold_ended(self, name: str, fence: int, state: LocationState, queue: str) -> bool:
         with broker_errors(_WHAT):
@@ -460,7 +527,8 @@ def _parse_readable(fields: Any) -> SessionLocation | None:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """One session. `host` and `queue` are empty while it moves. `image` and `network` are None for those of the tenant's class.
+    """One session. `host` and `queue` are empty while it moves. `image` and `network` are None for those of the
+    tenant's class.
 
     `checkpoint`: the last one, taken at `checkpoint_at`, or None. Instants in Unix seconds.
     """
@@ -489,14 +557,18 @@ class OpenSession:
 
 @dataclass(frozen=True)
 class SessionPage:
-    """Sessions, the newest first. `cursor`: where the next page begins, None after the last page. A page that is short or empty may not be the last."""
+    """Sessions, the newest first. `cursor`: where the next page begins, None after the last page. A page that is short
+    or empty may not be the last.
+    """
 
     sessions: tuple[OpenSession, ...]
     cursor: str | None
 
 
 class SessionList:
-    """The open sessions of a deployment. Not listed: those that an earlier release opened, and those whose start is not signed with `keys`."""
+    """The open sessions of a deployment. Not listed: those that an earlier release opened, and those whose start is not
+    signed with `keys`.
+    """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
         self._client = client
@@ -526,7 +598,9 @@ class SessionList:
         return SessionPage(tuple(found), _cursor(after))
 
     async def counts(self, tenants: Sequence[str]) -> dict[str, int]:
-        """Return how many sessions of each tenant are listed, including ones that have just expired. Raises BrokerUnavailable."""
+        """Return how many sessions of each tenant are listed, including ones that have just expired. Raises
+        BrokerUnavailable.
+        """
         pipe = self._client.pipeline(transaction=False)
         for tenant in tenants:
             pipe.zcard(tenant_open_sessions_key(self._deployment, tenant))
@@ -535,14 +609,20 @@ class SessionList:
 
     async def _rows(self, tenant: str | None, after: "_Row | None") -> list["_Row"]:
         """Return up to AT_ONCE entries of the list, after `after`."""
-        key = open_sessions_key(self._deployment) if tenant is None else tenant_open_sessions_key(self._deployment, tenant)
+        key = (
+            open_sessions_key(self._deployment)
+            if tenant is None
+            else tenant_open_sessions_key(self._deployment, tenant)
+        )
         # Entries of the same microsecond are in the order of their names.
         with broker_errors(_LIST):
             entries: Any = await self._client.zrevrangebyscore(
                 key, after.at if after else "+inf", "-inf", start=0, num=AT_ONCE + TIES, withscores=True
             )
         rows = [_row(member.decode(errors="replace"), int(score), tenant) for member, score in entries]
-        return [row for row in rows if after is None or (row.at, row.member(tenant)) < (after.at, after.member(tenant))][:AT_ONCE]
+        return [
+            row for row in rows if after is None or (row.at, row.member(tenant)) < (after.at, after.member(tenant))
+        ][:AT_ONCE]
 
     async def _locations(self, rows: Sequence["_Row"]) -> list["OpenSession | Literal['expired', 'unreadable']"]:
         pipe = self._client.pipeline(transaction=False)
@@ -553,10 +633,16 @@ class SessionList:
         return [self._parse(row, fields) for row, fields in zip(rows, read, strict=True)]
 
     def _parse(self, row: "_Row", fields: Mapping[bytes, bytes]) -> "OpenSession | Literal['expired', 'unreadable']":
-        """Return "unreadable" for a record of a later release or without a valid signature: its image and network cannot be shown truly."""
+        """Return "unreadable" for a record of a later release or without a valid signature: its image and network
+        cannot be shown truly.
+        """
         try:
             location = parse_session_location(fields)
-            return _listed(row, location, open_start(self._keys, row.tenant, row.session, location)) if location is not None else "expired"
+            return (
+                _listed(row, location, open_start(self._keys, row.tenant, row.session, location))
+                if location is not None
+                else "expired"
+            )
         except (ValidationError, SandboxUnavailable):
             return "unreadable"
 
@@ -599,7 +685,8 @@ def _parse_cursor(text: str | None) -> _Row | None:
     found = _CURSOR.fullmatch(text)
     if found is None:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "that is no cursor of a list of sessions: give the cursor of a page, or leave it out"
+            ErrorCode.INVALID_ARGUMENTS,
+            "that is no cursor of a list of sessions: give the cursor of a page, or leave it out",
         )
     return _Row(int(found[1]), found[2], found[3])
 

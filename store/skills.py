@@ -1,4 +1,6 @@
-"""Skills that are installed for tenants: a signed record each, changed in one step with the audit's entry, the bundle of its files, and how often runs use it."""
+"""Skills that are installed for tenants: a signed record each, changed in one step with the audit's entry, the bundle
+of its files, and how often runs use it.
+"""
 
 import copy
 import hashlib
@@ -32,10 +34,12 @@ USES_TTL_S = 90 * 24 * 3600
 _INSTALL = f"""
 {AUDIT_LUA}
 {REGISTERED_LUA}
--- KEYS: the tenant's skills, the bundle, audit, tenants. ARGV: name, record, bundle, entry, most skills, most bytes, 1 to replace, prefix of bundles, tenant.
+-- KEYS: the tenant's skills, the bundle, audit, tenants. ARGV: name, record, bundle, entry, most skills, most bytes,
+-- 1 to replace, prefix of bundles, tenant.
 -- Nothing for a tenant that was removed while the skill was examined: it would come back with one of the same name.
 local is_known = ARGV[9] == '{DEFAULT_TENANT}' or is_registered(KEYS[4], ARGV[9])
-local others = redis.call('HLEN', KEYS[4]) - redis.call('HEXISTS', KEYS[4], '{VERSION_FIELD}') - redis.call('HEXISTS', KEYS[4], '{DEFAULT_TENANT}')
+local others = redis.call('HLEN', KEYS[4]) - redis.call('HEXISTS', KEYS[4], '{VERSION_FIELD}')
+  - redis.call('HEXISTS', KEYS[4], '{DEFAULT_TENANT}')
 if not is_known and others > 0 then return 'tenant' end
 local old, bytes, count = nil, #ARGV[3], 1
 local told = redis.call('HGETALL', KEYS[1])
@@ -64,13 +68,17 @@ if not record then return 0 end
 audit(KEYS[2], ARGV[2])
 redis.call('HDEL', KEYS[1], ARGV[1])
 local is_json, told = pcall(cjson.decode, unsealed(record))
-if is_json and type(told) == 'table' and type(told.skill) == 'table' then redis.call('DEL', ARGV[3] .. told.skill.digest) end
+if is_json and type(told) == 'table' and type(told.skill) == 'table' then
+  redis.call('DEL', ARGV[3] .. told.skill.digest)
+end
 return 1
 """
 
 
 class InstalledSkill(Record):
-    """`tool`: the tool that its sidecar describes; `bundle_bytes`, `bundle_sha256`: of its compressed files in Redis; `installed_at`: Unix seconds."""
+    """`tool`: the tool that its sidecar describes; `bundle_bytes`, `bundle_sha256`: of its compressed files in Redis;
+    `installed_at`: Unix seconds.
+    """
 
     skill: SkillSummary
     tool: ToolSpec | None = None
@@ -80,9 +88,13 @@ class InstalledSkill(Record):
 
 
 class SkillStore:
-    """The installed skills of one deployment. `clock`: Unix seconds. The audit names the system user as the actor, or the actor of `acting_as`."""
+    """The installed skills of one deployment. `clock`: Unix seconds. The audit names the system user as the actor, or
+    the actor of `acting_as`.
+    """
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time
+    ) -> None:
         self._client, self._deployment, self._keys, self._clock = client, deployment, keys, clock
         self._actor: Actor | None = None
         self._install, self._remove = client.register_script(_INSTALL), client.register_script(_REMOVE)
@@ -94,7 +106,9 @@ class SkillStore:
         return mine
 
     async def all(self, tenant: str) -> Mapping[str, InstalledSkill]:
-        """Return them by name, in order. One that cannot be verified is logged and left out. Raises BrokerUnavailable."""
+        """Return them by name, in order. One that cannot be verified is logged and left out. Raises
+        BrokerUnavailable.
+        """
         with broker_errors(_WHAT):
             fields: Any = await self._client.hgetall(installed_skills_key(self._deployment, tenant))
         return _parse_all(self._keys, tenant, fields)
@@ -108,8 +122,9 @@ class SkillStore:
     async def install(
         self, tenant: str, skill: SkillSummary, bundle: bytes, tool: ToolSpec | None = None, *, replace: bool = False
     ) -> InstalledSkill:
-        """`bundle`: what workers.skills wrote of it; `tool`: what its sidecar makes of it. `tenant`: one that there is. Raises ToolFailure: INVALID_ARGUMENTS when the name is taken,
-        QUOTA_EXCEEDED, UNKNOWN_TENANT; BrokerUnavailable."""
+        """`bundle`: what workers.skills wrote of it; `tool`: what its sidecar makes of it. `tenant`: one that there is.
+        Raises ToolFailure: INVALID_ARGUMENTS when the name is taken, QUOTA_EXCEEDED, UNKNOWN_TENANT;
+        BrokerUnavailable."""
         if len(bundle) > MAX_INSTALLED_BYTES:
             raise _too_large(tenant)
         record = InstalledSkill(
@@ -171,7 +186,9 @@ class WorkerSkillStore:
         return _parse_all(self._keys, tenant, fields)
 
     def find(self, tenant: str, name: str) -> InstalledSkill | None:
-        """Return the skill of that name, or None if the tenant has none. Raises ToolFailure if it cannot be verified."""
+        """Return the skill of that name, or None if the tenant has none. Raises ToolFailure if it cannot be
+        verified.
+        """
         with broker_errors(_WHAT):
             sealed: Any = self._client.hget(installed_skills_key(self._deployment, tenant), name)
         try:
@@ -181,7 +198,9 @@ class WorkerSkillStore:
             raise ToolFailure(ErrorCode.STALE_FILE, str(error)) from error
 
     def bundle(self, tenant: str, record: InstalledSkill) -> bytes | None:
-        """Return the packed files of a skill; None if Redis has lost them. The caller compares them with the digest in the record."""
+        """Return the packed files of a skill; None if Redis has lost them. The caller compares them with the digest in
+        the record.
+        """
         with broker_errors(_WHAT):
             data = self._client.get(skill_bundle_key(self._deployment, tenant, record.skill.digest))
         assert data is None or isinstance(data, bytes)
@@ -189,7 +208,9 @@ class WorkerSkillStore:
 
 
 class SkillUses:
-    """How often each tenant's runs use which skill: the models of later runs see the most used ones. Runs do not need the counts."""
+    """How often each tenant's runs use which skill: the models of later runs see the most used ones. Runs do not need
+    the counts.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client, self._deployment = client, deployment
@@ -228,11 +249,15 @@ def parse_installed(keys: SigningKeys, tenant: str, name: str, sealed: bytes) ->
     try:
         record = InstalledSkill.model_validate_json(keys.unseal(skill_purpose(tenant, name), sealed))
     except EnvelopeRefused as error:
-        raise RecordRefused(f"the skill {name} of tenant {tenant} cannot be verified, so it is not used: {advice}. {error}") from error
+        raise RecordRefused(
+            f"the skill {name} of tenant {tenant} cannot be verified, so it is not used: {advice}. {error}"
+        ) from error
     except ValidationError as error:
         raise ConfigError(f"the skill {name} of tenant {tenant} was installed by another release: {advice}") from error
     if record.skill.name != name:
-        raise ConfigError(f"the skill {name} of tenant {tenant} has the record of {record.skill.name}, so it is not used: {advice}")
+        raise ConfigError(
+            f"the skill {name} of tenant {tenant} has the record of {record.skill.name}, so it is not used: {advice}"
+        )
     return record
 
 
@@ -259,17 +284,24 @@ def _parse(keys: SigningKeys, tenant: str, name: str, sealed: bytes) -> Installe
 def _refused(verdict: str, tenant: str, name: str) -> ToolFailure:
     if verdict == "taken":
         return ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"tenant {tenant} has a skill {name} already: replace it (--replace), or remove it first"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"tenant {tenant} has a skill {name} already: replace it (--replace), or remove it first",
         )
     if verdict == "tenant":
-        return ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: register it first (toolcrew tenants add {tenant})")
+        return ToolFailure(
+            ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: register it first (toolcrew tenants add {tenant})"
+        )
     if verdict == "many":
-        return ToolFailure(ErrorCode.QUOTA_EXCEEDED, f"tenant {tenant} has {MAX_INSTALLED} skills, which is all that may be: remove some")
+        return ToolFailure(
+            ErrorCode.QUOTA_EXCEEDED,
+            f"tenant {tenant} has {MAX_INSTALLED} skills, which is all that may be: remove some",
+        )
     return _too_large(tenant)
 
 
 def _too_large(tenant: str) -> ToolFailure:
     most = MAX_INSTALLED_BYTES // 1024 // 1024
     return ToolFailure(
-        ErrorCode.QUOTA_EXCEEDED, f"the skills of tenant {tenant} would take more than {most} MiB: remove some, or leave out files"
+        ErrorCode.QUOTA_EXCEEDED,
+        f"the skills of tenant {tenant} would take more than {most} MiB: remove some, or leave out files",
     )

@@ -1,7 +1,9 @@
-"""Slots of the queues' workers, shared out between tenants by one Lua script that all orchestrators run (docs/admission.md).
+"""Slots of the queues' workers, shared out between tenants by one Lua script that all orchestrators run
+(docs/admission.md).
 
-A step of the script is atomic: it takes what an orchestrator requests and gives back, and grants what follows from it for every orchestrator. The grants of
-other orchestrators are published; a lease ends what an orchestrator held that has died.
+A step of the script is atomic: it takes what an orchestrator requests and gives back, and grants what follows from it
+for every orchestrator. The grants of other orchestrators are published; a lease ends what an orchestrator held that has
+died.
 """
 
 import asyncio
@@ -38,7 +40,8 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True)
 class SlotRequest:
-    """One call that wants to be sent. `queue`: whose slots it needs; `wait_s`: how long it may wait; `limit_s`: the longest it can run.
+    """One call that wants to be sent. `queue`: whose slots it needs; `wait_s`: how long it may wait; `limit_s`: the
+    longest it can run.
 
     `is_urgent`: it frees what others wait for (closing a session), and is let through at once.
     """
@@ -57,8 +60,8 @@ class SlotRequest:
 def count_slots_in_use(in_flight: int, slots: int) -> int:
     """Return how many of `slots` are in use when so many calls are in flight.
 
-    Every surface that shows slots in use counts them here. Admission lets more calls into a queue than it has slots, so that workers need not wait
-    for the next message: the calls beyond `slots` are in flight, and use none.
+    Every surface that shows slots in use counts them here. Admission lets more calls into a queue than it has slots, so
+    that workers need not wait for the next message: the calls beyond `slots` are in flight, and use none.
     """
     return min(in_flight, slots)
 
@@ -89,11 +92,23 @@ def held_slots_key(deployment: str) -> str:
 
 
 def script_arguments(
-    deployment: str, orchestrator: str, operations: Iterable[Operation], *, lease_s: float = LEASE_S, now: float | None = None
+    deployment: str,
+    orchestrator: str,
+    operations: Iterable[Operation],
+    *,
+    lease_s: float = LEASE_S,
+    now: float | None = None,
 ) -> list[str]:
     """ARGV of one step. `now`: Unix seconds; None: as Redis counts them."""
     told = json.dumps(list(operations), separators=(",", ":"))
-    return [admission_prefix(deployment), slots_key(deployment, ""), orchestrator, repr(lease_s), "" if now is None else repr(now), told]
+    return [
+        admission_prefix(deployment),
+        slots_key(deployment, ""),
+        orchestrator,
+        repr(lease_s),
+        "" if now is None else repr(now),
+        told,
+    ]
 
 
 def enqueue(call: str, request: SlotRequest) -> Operation:
@@ -123,9 +138,10 @@ def tick(queues: Iterable[str]) -> Operation:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one step. `granted`: calls of this orchestrator that have a slot; `refused`: calls that may not wait, with the seconds after which
-    the caller can try again; `waiting`: calls that the step queued, with the reason why they wait; `unknown`: renewed calls that Redis does not know;
-    `wake_s`: seconds until the rate of some tenant allows its next call."""
+    """The answer to one step. `granted`: calls of this orchestrator that have a slot; `refused`: calls that may not
+    wait, with the seconds after which the caller can try again; `waiting`: calls that the step queued, with the reason
+    why they wait; `unknown`: renewed calls that Redis does not know; `wake_s`: seconds until the rate of some tenant
+    allows its next call."""
 
     granted: tuple[str, ...]
     refused: dict[str, float]
@@ -190,7 +206,9 @@ class _Step:
 
 
 class Steps:
-    """The steps of one orchestrator, one after the other. A release is repeated until Redis has it; everything else is lost with its step, and reported."""
+    """The steps of one orchestrator, one after the other. A release is repeated until Redis has it; everything else is
+    lost with its step, and reported.
+    """
 
     def __init__(
         self,
@@ -219,7 +237,8 @@ class Steps:
         self._idle.set()
 
     def ask(self, call: str, request: SlotRequest, *, is_early: bool = False) -> bool:
-        """Request a slot for a call. A step that waits because Redis did not answer is sent now: its caller must learn at once that Redis is away.
+        """Request a slot for a call. A step that waits because Redis did not answer is sent now: its caller must learn
+        at once that Redis is away.
 
         `is_early`: send the step before this returns, unless one is on its way. Returns whether it was sent.
         """
@@ -292,7 +311,9 @@ class Steps:
         self._run(_Step(arguments, frozenset(releases), frozenset(requests), len(operations)))
 
     def _run(self, step: "_Step") -> None:
-        self._connection.run(self._script, (), step.arguments).add_done_callback(partial(self._take_answer, step), context=self._context)
+        self._connection.run(self._script, (), step.arguments).add_done_callback(
+            partial(self._take_answer, step), context=self._context
+        )
 
     def _take_answer(self, step: "_Step", done: "asyncio.Future[bytes]") -> None:
         error = done.exception()
@@ -324,9 +345,13 @@ RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class GrantListener:
-    """One subscription. Pub/sub delivers at most once: `on_gap` is called whenever it stands anew, because something may have been missed."""
+    """One subscription. Pub/sub delivers at most once: `on_gap` is called whenever it stands anew, because something
+    may have been missed.
+    """
 
-    def __init__(self, client: RedisClient, channel: str, on_grants: Callable[[Sequence[str]], None], on_gap: Callable[[], None]) -> None:
+    def __init__(
+        self, client: RedisClient, channel: str, on_grants: Callable[[Sequence[str]], None], on_gap: Callable[[], None]
+    ) -> None:
         self._client = client
         self._channel = channel
         self._on_grants, self._on_gap = on_grants, on_gap

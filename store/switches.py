@@ -10,7 +10,15 @@ from pydantic import ValidationError
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key, switches_key
-from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches, seal_switch, switch_field
+from contract.registry import (
+    SWITCHES_FRESH_S,
+    Switch,
+    ToolRegistry,
+    find_switch,
+    parse_switches,
+    seal_switch,
+    switch_field,
+)
 from contract.signing import SigningKeys
 from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text, local_actor
 from store.connection import SyncRedis, broker_errors
@@ -35,8 +43,8 @@ class SwitchSource(Protocol):
 
 
 class RedisSwitches:
-    """The switches in Redis, read again at most every SWITCHES_FRESH_S seconds; one's own changes are seen at once. They are put down to
-    whoever runs this program, or to the actor of `acting_as`."""
+    """The switches in Redis, read again at most every SWITCHES_FRESH_S seconds; one's own changes are seen at once.
+    They are put down to whoever runs this program, or to the actor of `acting_as`."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._keys = client, keys
@@ -64,7 +72,9 @@ class RedisSwitches:
         return known.switches
 
     async def turn_off(self, name: str, switch: Switch, tenant: str | None = None) -> None:
-        """For everybody, or for one tenant: every worker and orchestrator knows within 2 seconds. Raises BrokerUnavailable."""
+        """For everybody, or for one tenant: every worker and orchestrator knows within 2 seconds. Raises
+        BrokerUnavailable.
+        """
         await self._turn("tool.disable", name, tenant, switch)
 
     async def turn_on(self, name: str, tenant: str | None = None) -> bool:
@@ -113,7 +123,9 @@ def build_switch(by: str, reason: str | None) -> Switch:
 class WorkerSwitches:
     """The switches as a worker reads them when it runs a call, again at most every SWITCHES_FRESH_S seconds."""
 
-    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._client, self._keys = client, keys
         self._key = switches_key(deployment)
         self._clock = clock
@@ -122,7 +134,9 @@ class WorkerSwitches:
         self._read_at = float("-inf")
 
     def find(self, name: str, tenant: str) -> Switch | None:
-        """Return why the tool is off for that tenant; None when it is on. Raises BrokerUnavailable: a tool that may be off is not run."""
+        """Return why the tool is off for that tenant; None when it is on. Raises BrokerUnavailable: a tool that may be
+        off is not run.
+        """
         if self._clock() - self._read_at >= SWITCHES_FRESH_S:
             with broker_errors(f"the call was not run, because it is not known whether {name} is turned off"):
                 fields: Any = self._client.hgetall(self._key)

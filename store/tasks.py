@@ -1,4 +1,6 @@
-"""Tasks of the event loop: cancelled for certain, shared by several callers, started once for everyone who needs their result."""
+"""Tasks of the event loop: cancelled for certain, shared by several callers, started once for everyone who needs their
+result.
+"""
 
 import asyncio
 import contextvars
@@ -27,13 +29,19 @@ def is_being_cancelled() -> bool:
 
 
 def check_cancelled() -> None:
-    """Raises CancelledError in a task that has been cancelled and goes on all the same. For the top of loops without an end."""
+    """Raises CancelledError in a task that has been cancelled and goes on all the same. For the top of loops without an
+    end.
+    """
     if is_being_cancelled():
         raise asyncio.CancelledError
 
 
-async def cancel_all(tasks: Iterable["asyncio.Task[Any]"], is_ending: Callable[["asyncio.Task[Any]"], bool] = lambda _: False) -> None:
-    """Cancel tasks until they are done, each by what it likes to end with. `is_ending`: one that has heard it, and only cleans up."""
+async def cancel_all(
+    tasks: Iterable["asyncio.Task[Any]"], is_ending: Callable[["asyncio.Task[Any]"], bool] = lambda _: False
+) -> None:
+    """Cancel tasks until they are done, each by what it likes to end with. `is_ending`: one that has heard it, and only
+    cleans up.
+    """
     pending = set(tasks)
     while pending:
         for task in pending:
@@ -43,8 +51,8 @@ async def cancel_all(tasks: Iterable["asyncio.Task[Any]"], is_ending: Callable[[
 
 
 def begin_shared(work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
-    """A task that does not belong to the call, or the run, that happened to begin it: its log lines do not carry their names, and it keeps nothing of
-    them alive."""
+    """A task that does not belong to the call, or the run, that happened to begin it: its log lines do not carry their
+    names, and it keeps nothing of them alive."""
     return asyncio.create_task(work, name=name, context=contextvars.Context())
 
 
@@ -89,7 +97,9 @@ class Backoff:
 
 
 async def retry_until_available(work: Callable[[], Awaitable[T]], limit_s: float = OUTAGE_S) -> T:
-    """Return what `work` returns; it is repeated as long as Redis does not answer it. Raises BrokerUnavailable after `limit_s`."""
+    """Return what `work` returns; it is repeated as long as Redis does not answer it. Raises BrokerUnavailable after
+    `limit_s`.
+    """
     backoff = Backoff(limit_s)
     while True:
         try:

@@ -50,7 +50,8 @@ _REMOVE = (
     AUDIT_LUA
     + REGISTERED_LUA
     + """
--- KEYS: tenants, API keys, switches, audit. ARGV: name, a new version, entry, the tenant's skills, prefix of their bundles, the policy of a removed tenant.
+-- KEYS: tenants, API keys, switches, audit. ARGV: name, a new version, entry, the tenant's skills, prefix of
+-- their bundles, the policy of a removed tenant.
 if not is_registered(KEYS[1], ARGV[1]) then return -1 end
 local revoked, keys, switches = 0, redis.call('HGETALL', KEYS[2]), redis.call('HKEYS', KEYS[3])
 audit(KEYS[4], ARGV[3])
@@ -60,11 +61,15 @@ for _, field in ipairs(switches) do
 end
 for at = 1, #keys, 2 do
   local is_json, record = pcall(cjson.decode, unsealed(keys[at + 1]))
-  if is_json and type(record) == 'table' and record.tenant == ARGV[1] then revoked = revoked + redis.call('HDEL', KEYS[2], keys[at]) end
+  if is_json and type(record) == 'table' and record.tenant == ARGV[1] then
+    revoked = revoked + redis.call('HDEL', KEYS[2], keys[at])
+  end
 end
 for _, text in ipairs(redis.call('HVALS', ARGV[4])) do
   local is_json, record = pcall(cjson.decode, unsealed(text))
-  if is_json and type(record) == 'table' and type(record.skill) == 'table' then redis.call('DEL', ARGV[5] .. record.skill.digest) end
+  if is_json and type(record) == 'table' and type(record.skill) == 'table' then
+    redis.call('DEL', ARGV[5] .. record.skill.digest)
+  end
 end
 redis.call('DEL', ARGV[4])
 return revoked
@@ -87,17 +92,22 @@ class StoredPolicy:
         return self.fields == (self.version is not None) + (self.default is not None)
 
     def policy(self, tenant: str, keys: SigningKeys) -> TenantPolicy:
-        """The tenant's policy. Raises ToolFailure(UNKNOWN_TENANT); ConfigError when it cannot be verified or read: then the tenant has no rights."""
+        """The tenant's policy. Raises ToolFailure(UNKNOWN_TENANT); ConfigError when it cannot be verified or read: then
+        the tenant has no rights.
+        """
         if self.own is not None:
             policy = parse_policy(keys, tenant, self.own)
             if policy.is_removed:
-                raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"tenant {tenant} was removed: call for one that is registered")
+                raise ToolFailure(
+                    ErrorCode.UNKNOWN_TENANT, f"tenant {tenant} was removed: call for one that is registered"
+                )
             return policy
         if tenant == DEFAULT_TENANT or self.is_open:
             return parse_policy(keys, DEFAULT_TENANT, self.default) if self.default is not None else TenantPolicy()
         raise ToolFailure(
             ErrorCode.UNKNOWN_TENANT,
-            f"there is no tenant {tenant}: call for one that is registered, or have the operator register it (toolcrew tenants add {tenant})",
+            f"there is no tenant {tenant}: call for one that is registered, or have the operator register it (toolcrew "
+            f"tenants add {tenant})",
         )
 
 
@@ -125,19 +135,21 @@ class PolicyCache:
         return self._policies.get(tenant)
 
     def confirm(self, version: bytes | None, asked_at: float) -> None:
-        """This is the version now. Without one nothing says whether anything has changed, and all is looked at again."""
+        """This is the version now. Without one nothing says whether anything has changed, and all is looked at
+        again.
+        """
         with self._lock:
             if asked_at >= self._asked_at:
                 self._turn_to(version, is_known_same=version is not None)
                 self._asked_at = asked_at
 
     def learn(self, tenant: str, look: StoredPolicy, asked_at: float) -> TenantPolicy:
-        """The tenant's policy, from a look into the hash. Raises as StoredPolicy.policy does, and ConfigError when Redis has lost
-        the tenants that this process has seen: it serves no name with the default policy then."""
+        """The tenant's policy, from a look into the hash. Raises as StoredPolicy.policy does, and ConfigError when
+        Redis has lost the tenants that this process has seen: it serves no name with the default policy then."""
         if look.is_open and self._had_tenants:
             raise ConfigError(
-                "Redis has lost the registered tenants, so nothing is served: restore its data, or register the tenants again "
-                "(toolcrew tenants add NAME)"
+                "Redis has lost the registered tenants, so nothing is served: restore its data, or register the "
+                "tenants again (toolcrew tenants add NAME)"
             )
         self._had_tenants = self._had_tenants or not look.is_open
         with self._lock:
@@ -167,7 +179,9 @@ class TenantSource(Protocol):
     """Where policies come from."""
 
     async def policy(self, tenant: str) -> TenantPolicy:
-        """What the tenant may have now. Raises ToolFailure(UNKNOWN_TENANT), BrokerUnavailable, ConfigError for a policy that cannot be read."""
+        """What the tenant may have now. Raises ToolFailure(UNKNOWN_TENANT), BrokerUnavailable, ConfigError for a policy
+        that cannot be read.
+        """
         ...
 
 
@@ -179,12 +193,18 @@ class OpenTenants:
 
 
 class RedisTenants:
-    """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first needed or something has
-    changed; one's own changes are seen at once. They are put down to whoever runs this program, or to the actor of `acting_as`."""
+    """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first
+    needed or something has changed; one's own changes are seen at once. They are put down to whoever runs this program,
+    or to the actor of `acting_as`."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._deployment, self._signing = client, deployment, keys
-        self._keys = [tenants_key(deployment), api_keys_key(deployment), switches_key(deployment), audit_key(deployment)]
+        self._keys = [
+            tenants_key(deployment),
+            api_keys_key(deployment),
+            switches_key(deployment),
+            audit_key(deployment),
+        ]
         self._actor: Actor | None = None
         self._known = PolicyCache(keys)
         self._checks, self._looks = SharedReads[None](), SharedReads[TenantPolicy]()
@@ -212,26 +232,35 @@ class RedisTenants:
     async def add(self, name: str, policy: TenantPolicy) -> None:
         """Register a tenant; every worker and orchestrator knows within 2 seconds.
 
-        Raises ToolFailure(INVALID_ARGUMENTS) for a name that cannot be one or is taken, or a policy that is too long; BrokerUnavailable.
+        Raises ToolFailure(INVALID_ARGUMENTS) for a name that cannot be one or is taken, or a policy that is too long;
+        BrokerUnavailable.
         """
         _check_name(name)
         if name == DEFAULT_TENANT:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"{name} is always there: set what it may have (`toolcrew tenants set --help` shows how)"
+                ErrorCode.INVALID_ARGUMENTS,
+                f"{name} is always there: set what it may have (`toolcrew tenants set --help` shows how)",
             )
         if not await self._write(name, b"", policy, "tenant.add"):
             await self._read_present(name)
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"tenant {name} is registered already: change it (`toolcrew tenants set --help` shows how)"
+                ErrorCode.INVALID_ARGUMENTS,
+                f"tenant {name} is registered already: change it (`toolcrew tenants set --help` shows how)",
             )
 
     async def change(
-        self, name: str, change: Callable[[TenantPolicy], TenantPolicy], *, action: AuditAction = "tenant.set", reason: str | None = None
+        self,
+        name: str,
+        change: Callable[[TenantPolicy], TenantPolicy],
+        *,
+        action: AuditAction = "tenant.set",
+        reason: str | None = None,
     ) -> TenantPolicy:
-        """What `change` makes of the tenant's present policy; it is called again when somebody else was faster, so that no change is lost. `action` and
-        `reason`: what the audit tells of it; of a policy that stays as it is nothing.
+        """What `change` makes of the tenant's present policy; it is called again when somebody else was faster, so that
+        no change is lost. `action` and `reason`: what the audit tells of it; of a policy that stays as it is nothing.
 
-        Raises as `add` does, and what `change` raises; ConfigError when the present policy cannot be read: `replace` it.
+        Raises as `add` does, and what `change` raises; ConfigError when the present policy cannot be read: `replace`
+        it.
         """
         for _ in range(MAX_CHANGES):
             present = await self._read_present(name)
@@ -241,7 +270,9 @@ class RedisTenants:
         raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
 
     async def replace(self, name: str, policy: TenantPolicy) -> None:
-        """Give a registered tenant this policy, whatever it has; one that is paused stays so. Raises as `change` does."""
+        """Give a registered tenant this policy, whatever it has; one that is paused stays so. Raises as `change`
+        does.
+        """
         for _ in range(MAX_CHANGES):
             present = await self._read_present(name)
             if await self._write(name, present, self._as_paused(name, present, policy), "tenant.set"):
@@ -249,13 +280,18 @@ class RedisTenants:
         raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
 
     async def pause(self, name: str, reason: str = "") -> TenantPolicy:
-        """Begin none of the tenant's calls and runs any more, within 2 s everywhere; what runs goes on. The policy as it is then. Raises as `change` does."""
+        """Begin none of the tenant's calls and runs any more, within 2 s everywhere; what runs goes on. The policy as
+        it is then. Raises as `change` does.
+        """
         if len(reason) > MAX_PAUSE_REASON_CHARS:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"the reason has {len(reason)} characters: give at most {MAX_PAUSE_REASON_CHARS}"
+                ErrorCode.INVALID_ARGUMENTS,
+                f"the reason has {len(reason)} characters: give at most {MAX_PAUSE_REASON_CHARS}",
             )
         told = {"is_paused": True, "pause_reason": reason}
-        return await self.change(name, lambda policy: policy.model_copy(update=told), action="tenant.pause", reason=reason)
+        return await self.change(
+            name, lambda policy: policy.model_copy(update=told), action="tenant.pause", reason=reason
+        )
 
     async def resume(self, name: str) -> TenantPolicy:
         """Let all go on, within 2 s everywhere. Raises as `change` does."""
@@ -263,7 +299,8 @@ class RedisTenants:
         return await self.change(name, lambda policy: policy.model_copy(update=told), action="tenant.resume")
 
     async def remove(self, name: str) -> int:
-        """Remove a tenant, and return how many API keys were revoked with it, in one step. Its open sessions end when they are closed or expire.
+        """Remove a tenant, and return how many API keys were revoked with it, in one step. Its open sessions end when
+        they are closed or expire.
 
         The name stays reserved: whoever got it later would find the runs, files and checkpoints of this tenant.
 
@@ -272,7 +309,8 @@ class RedisTenants:
         _check_name(name)
         if name == DEFAULT_TENANT:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"{name} cannot be removed: set what it may have (`toolcrew tenants set --help` shows how)"
+                ErrorCode.INVALID_ARGUMENTS,
+                f"{name} cannot be removed: set what it may have (`toolcrew tenants set --help` shows how)",
             )
         entry = build_entry(self._actor or local_actor(), "tenant.remove", name, tenant=name)
         with broker_errors(f"tenant {name} was not removed"):
@@ -311,20 +349,25 @@ class RedisTenants:
         try:
             is_removed = self._parse(name, present).is_removed
         except ConfigError:
-            # `replace` may repair a policy, but never makes a removed tenant anew. A forged mark only keeps a name from being used.
+            # `replace` may repair a policy, but never makes a removed tenant anew. A forged mark only keeps a name from
+            # being used.
             is_removed = b'"is_removed":true' in present
         if is_removed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"tenant {name} was removed, and its runs, files and checkpoints may still be stored: its name stays reserved; choose another name",
+                f"tenant {name} was removed, and its runs, files and checkpoints may still be stored: its name stays "
+                "reserved; choose another name",
             )
         return present
 
-    async def _write(self, name: str, present: bytes, policy: TenantPolicy, action: AuditAction, reason: str | None = None) -> bool:
+    async def _write(
+        self, name: str, present: bytes, policy: TenantPolicy, action: AuditAction, reason: str | None = None
+    ) -> bool:
         """False when the tenant is not what it was."""
         if policy.is_removed:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, "a policy cannot remove a tenant: leave is_removed out; `toolcrew tenants rm NAME` removes it"
+                ErrorCode.INVALID_ARGUMENTS,
+                "a policy cannot remove a tenant: leave is_removed out; `toolcrew tenants rm NAME` removes it",
             )
         text = seal_policy(self._signing, name, policy).encode()
         if len(text) > MAX_POLICY_BYTES:
@@ -354,7 +397,10 @@ class RedisTenants:
             old = TenantPolicy()
         before, after = old.model_dump(mode="json"), policy.model_dump(mode="json")
         changed = {field: value for field, value in after.items() if value != before[field]}
-        return {field: value if isinstance(value, str) else json.dumps(value, separators=(",", ":")) for field, value in changed.items()}
+        return {
+            field: value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            for field, value in changed.items()
+        }
 
     def _as_paused(self, name: str, present: bytes, policy: TenantPolicy) -> TenantPolicy:
         """The new policy, paused if the present one is: a file with a policy does not resume a tenant."""
@@ -362,27 +408,34 @@ class RedisTenants:
             old = self._parse(name, present)
         except ConfigError:
             return policy
-        return policy.model_copy(update={"is_paused": True, "pause_reason": old.pause_reason}) if old.is_paused else policy
+        return (
+            policy.model_copy(update={"is_paused": True, "pause_reason": old.pause_reason}) if old.is_paused else policy
+        )
 
 
 def _check_name(name: str) -> None:
     try:
         _NAME.validate_python(name)
     except ValidationError as error:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "that is no name of a tenant: write 1 to 64 letters, digits, '-' and '_'") from error
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, "that is no name of a tenant: write 1 to 64 letters, digits, '-' and '_'"
+        ) from error
 
 
 def _missing(name: str) -> ToolFailure:
     return ToolFailure(
-        ErrorCode.UNKNOWN_TENANT, f"there is no tenant {name}: see `toolcrew tenants ls`, or register it (toolcrew tenants add {name})"
+        ErrorCode.UNKNOWN_TENANT,
+        f"there is no tenant {name}: see `toolcrew tenants ls`, or register it (toolcrew tenants add {name})",
     )
 
 
 class WorkerTenants:
-    """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first needed or something has
-    changed. Safe between threads."""
+    """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first
+    needed or something has changed. Safe between threads."""
 
-    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._client = client
         self._key = tenants_key(deployment)
         self._known = PolicyCache(keys, clock)
@@ -390,7 +443,8 @@ class WorkerTenants:
     def policy(self, tenant: str) -> TenantPolicy:
         """What the tenant may have now.
 
-        Raises ToolFailure(UNKNOWN_TENANT), ConfigError for a policy that cannot be verified or read, BrokerUnavailable: the call is then not run.
+        Raises ToolFailure(UNKNOWN_TENANT), ConfigError for a policy that cannot be verified or read, BrokerUnavailable:
+        the call is then not run.
         """
         with broker_errors(f"the call was not run, because the policy of tenant {tenant} was not read"):
             if self._known.is_stale():

@@ -1,4 +1,6 @@
-"""A session's state in Redis, for the tools of every worker: one hash a session, changed only at the version that was read."""
+"""A session's state in Redis, for the tools of every worker: one hash a session, changed only at the version that was
+read.
+"""
 
 import copy
 import inspect
@@ -29,8 +31,8 @@ STATE_TTL_S = 24 * 3600
 _ENTRY = b"="
 """Before a key, so that no key is taken for the size."""
 
-# KEYS: the hash. ARGV: field, version that was read ("" for any), value, bytes of the key, bytes that the whole state may have, seconds.
-# A value lies there as "<version> <JSON>".
+# KEYS: the hash. ARGV: field, version that was read ("" for any), value, bytes of the key, bytes that the whole state
+# may have, seconds. A value lies there as "<version> <JSON>".
 _STORE = """
 local before, version, freed = redis.call('HGET', KEYS[1], ARGV[1]), 0, 0
 if before then
@@ -49,7 +51,9 @@ return {'stored', version + 1}
 
 @dataclass(frozen=True)
 class StateStore:
-    """Where the states of a deployment lie. `client`: one that never repeats a command, or an update could count twice."""
+    """Where the states of a deployment lie. `client`: one that never repeats a command, or an update could count
+    twice.
+    """
 
     client: "redis.Redis"
     deployment: str
@@ -66,8 +70,8 @@ class StateStore:
 
 
 class RedisState:
-    """One session's state. A loop waits for Redis's answer: a process runs one call at a time, and a connection of each loop's own would cost
-    ten times what the commands do.
+    """One session's state. A loop waits for Redis's answer: a process runs one call at a time, and a connection of each
+    loop's own would cost ten times what the commands do.
 
     Raises ToolFailure(OUTCOME_UNKNOWN) when Redis does not answer: what the tool did until then stays done.
     """
@@ -102,7 +106,9 @@ class RedisState:
                 found, _ = pipe.execute()
         except redis.RedisError as error:
             raise _unreachable(error) from error
-        entries = {name[len(_ENTRY) :].decode(): _parsed(entry)[1] for name, entry in found.items() if name.startswith(_ENTRY)}
+        entries = {
+            name[len(_ENTRY) :].decode(): _parsed(entry)[1] for name, entry in found.items() if name.startswith(_ENTRY)
+        }
         return {key: json.loads(text) for key, text in entries.items()}
 
     def _read(self, key: str) -> tuple[int, str] | None:
@@ -141,5 +147,8 @@ def _parsed(entry: bytes) -> tuple[int, str]:
 
 
 def _unreachable(error: Exception) -> ToolFailure:
-    sentence = f"the session's state cannot be reached: Redis does not answer ({error}); what the tool did until then stays done"
+    sentence = (
+        f"the session's state cannot be reached: Redis does not answer ({error}); what the tool did until then stays "
+        "done"
+    )
     return ToolFailure(ErrorCode.OUTCOME_UNKNOWN, sentence)

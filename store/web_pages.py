@@ -1,4 +1,6 @@
-"""Pages a tenant has fetched, for a quarter of an hour, in Redis: reading on does not fetch again. And how many it fetches a minute."""
+"""Pages a tenant has fetched, for a quarter of an hour, in Redis: reading on does not fetch again. And how many it
+fetches a minute.
+"""
 
 import hashlib
 import json
@@ -35,8 +37,8 @@ _MAX_AGE = re.compile(r"max-age\s*=\s*\"?(\d{1,10})")
 class Page(Record):
     """An answer as it was fetched: the body unpacked, not yet decoded, so that it serves every format.
 
-    `is_whole` false: the body was not read, or not to its end. `told_bytes`: its length as the server says it, None when it does not.
-    `fetched_at`, `fresh_until`: Unix seconds.
+    `is_whole` false: the body was not read, or not to its end. `told_bytes`: its length as the server says it, None
+    when it does not. `fetched_at`, `fresh_until`: Unix seconds.
     """
 
     url: str

@@ -10,11 +10,15 @@ import structlog
 from contract.log_records import Said
 
 bound = structlog.contextvars.bound_contextvars
-"""`with bound(run=..., tenant=...):` adds these fields to every event that is logged inside, also by tasks that are started inside."""
+"""`with bound(run=..., tenant=...):` adds these fields to every event that is logged inside, also by tasks that are
+started inside.
+"""
 
 
 def get_logger(name: str) -> Any:
-    """Return a logger of events as key=value. Unless logging is configured, warnings go to stderr, as the standard library does it."""
+    """Return a logger of events as key=value. Unless logging is configured, warnings go to stderr, as the standard
+    library does it.
+    """
     return structlog.wrap_logger(
         logging.getLogger(name),
         processors=[structlog.stdlib.filter_by_level, structlog.contextvars.merge_contextvars, _to_record],

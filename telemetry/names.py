@@ -1,4 +1,6 @@
-"""The names of attributes: those of OpenTelemetry's conventions for generative AI (status: development), and our own."""
+"""The names of attributes: those of OpenTelemetry's conventions for generative AI (status: development), and our
+own.
+"""
 
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"

@@ -1,4 +1,6 @@
-"""Spans by OTLP over HTTP. The only file that knows OpenTelemetry's packages, and it loads them only when tracing is on."""
+"""Spans by OTLP over HTTP. The only file that knows OpenTelemetry's packages, and it loads them only when tracing is
+on.
+"""
 
 import logging
 import threading
@@ -19,7 +21,8 @@ _EXPORTER_LOG = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 def open_tracer(
     settings: TracingSettings, service: str, warn: Callable[[str], None], masker: Callable[[], Masker] = Masker
 ) -> Tracer | None:
-    """None: tracing is off. `service`: its name where OTEL_SERVICE_NAME says none; `warn` is told what could not be sent.
+    """None: tracing is off. `service`: its name where OTEL_SERVICE_NAME says none; `warn` is told what could not be
+    sent.
 
     Raises ConfigError when the packages are not there, or OpenTelemetry's variables say what cannot be.
     """
@@ -29,7 +32,8 @@ def open_tracer(
         otel = _Otel(service)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"TOOLCREW_TRACING is otlp, and the package '{error.name}' is not installed: pip install 'toolcrew[tracing]', or unset it"
+            f"TOOLCREW_TRACING is otlp, and the package '{error.name}' is not installed: pip install "
+            "'toolcrew[tracing]', or unset it"
         ) from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"tracing cannot be set up: {error}; look at the OTEL_ variables") from error
@@ -83,7 +87,9 @@ class _Otel:
         self._exporter.shutdown()
 
     def _converted(self, span: Span) -> Any:
-        status = self._api.Status(self._api.StatusCode.ERROR) if span.error else self._api.Status(self._api.StatusCode.UNSET)
+        status = (
+            self._api.Status(self._api.StatusCode.ERROR) if span.error else self._api.Status(self._api.StatusCode.UNSET)
+        )
         return self._readable(
             span.name,
             context=self._context(span.ref, is_remote=False),

@@ -1,4 +1,6 @@
-"""Ended spans on their way to the collector: a bounded queue, and a thread that empties it. Whatever becomes of them, nobody waits."""
+"""Ended spans on their way to the collector: a bounded queue, and a thread that empties it. Whatever becomes of them,
+nobody waits.
+"""
 
 import os
 import threading
@@ -19,8 +21,8 @@ THREAD = "toolcrew-spans"
 
 
 class Outflow:
-    """`send` gives whether the collector has taken a batch; it may take its time. `warn` is told what was lost, once a minute. `stop`: ends a `send` that
-    waits.
+    """`send` gives whether the collector has taken a batch; it may take its time. `warn` is told what was lost, once a
+    minute. `stop`: ends a `send` that waits.
 
     A process that is forked begins with an empty queue and a thread of its own."""
 
@@ -93,4 +95,7 @@ class Outflow:
         now = self._clock()
         if self._lost and (self._told_at is None or now - self._told_at >= TOLD_EVERY_S):
             lost, self._lost, self._told_at = self._lost, 0, now
-            self._warn(f"{lost} spans did not reach the collector: see that it runs, and that OTEL_EXPORTER_OTLP_ENDPOINT names it")
+            self._warn(
+                f"{lost} spans did not reach the collector: see that it runs, and that OTEL_EXPORTER_OTLP_ENDPOINT "
+                "names it"
+            )

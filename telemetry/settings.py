@@ -15,16 +15,21 @@ DEFAULT_ENDPOINT = "http://localhost:4318"
 
 
 class TracingSettings(BaseSettings):
-    """`TOOLCREW_TRACING` and `TOOLCREW_TRACING_CONTENT`; where spans go, and which, say OpenTelemetry's own variables (docs/tracing.md)."""
+    """`TOOLCREW_TRACING` and `TOOLCREW_TRACING_CONTENT`; where spans go, and which, say OpenTelemetry's own variables
+    (docs/tracing.md).
+    """
 
-    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True
+    )
 
     tracing: Literal["off", "otlp"] = "off"
     """otlp: spans of runs, calls and sessions are sent to a collector (extra `tracing`)."""
     tracing_content: bool = False
     """True: with arguments, results and the texts of runs, masked as traces are."""
     protocol: str = Field(
-        default=PROTOCOL, validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+        default=PROTOCOL,
+        validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
     )
     endpoint: str | None = Field(
         default=None, validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -43,7 +48,7 @@ def load_tracing_settings() -> TracingSettings:
     settings = read_environment(TracingSettings, os.environ)
     if settings.is_on and settings.protocol != PROTOCOL:
         raise ConfigError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL is '{settings.protocol[:40]}', and spans are sent by {PROTOCOL} alone: set it to that, or unset it, and name the "
-            "collector's HTTP port (4318) in OTEL_EXPORTER_OTLP_ENDPOINT"
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is '{settings.protocol[:40]}', and spans are sent by {PROTOCOL} alone: set "
+            "it to that, or unset it, and name the collector's HTTP port (4318) in OTEL_EXPORTER_OTLP_ENDPOINT"
         )
     return settings

@@ -66,7 +66,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Tracer:
-    """Begins spans. `samples`: whether a trace of that id is recorded; `ambient`: the span that this program is in by itself.
+    """Begins spans. `samples`: whether a trace of that id is recorded; `ambient`: the span that this program is in by
+    itself.
 
     `has_content`: texts of models, arguments and results are told, too, masked by `masker`.
     """
@@ -95,13 +96,19 @@ class Tracer:
         links: Sequence[SpanRef] = (),
         at: float | None = None,
     ) -> Span:
-        """A span that has begun; `ref`: under ids that are made already, else below `parent`, else a trace of its own."""
+        """A span that has begun; `ref`: under ids that are made already, else below `parent`, else a trace of its
+        own.
+        """
         if ref is None:
-            ref = SpanRef(parent.trace_id, secrets.token_hex(8), parent.is_sampled) if parent is not None else self.root()
+            ref = (
+                SpanRef(parent.trace_id, secrets.token_hex(8), parent.is_sampled) if parent is not None else self.root()
+            )
         if not ref.is_sampled:
             return Span(ref, "", kind, parent, 0.0, {})
         started = time.time() if at is None else at
-        return Span(ref, clean_text(name), kind, parent, started, clean(attributes), tuple(links), _hand_on=self.hand_on)
+        return Span(
+            ref, clean_text(name), kind, parent, started, clean(attributes), tuple(links), _hand_on=self.hand_on
+        )
 
     def content(self, name: str, build: Callable[[], str]) -> Attributes:
         """The attribute of that name with a text of the run, masked and cut; nothing unless that was asked for."""

@@ -8,14 +8,29 @@ import redis
 
 from contract.names import admission_prefix, slots_key
 from contract.tenancy import TenantPolicy
-from store.slots import Answer, Operation, SlotRequest, enqueue, grants_channel, load_script, parse_answer, release, script_arguments
+from store.slots import (
+    Answer,
+    Operation,
+    SlotRequest,
+    enqueue,
+    grants_channel,
+    load_script,
+    parse_answer,
+    release,
+    script_arguments,
+)
 
 DEPLOYMENT = "d"
 QUEUE = "host.a.1"
 
 
 def build_request(
-    tenant: str = "acme", *, queue: str = QUEUE, tool: str = "bash_tool", policy: TenantPolicy | None = None, **fields: Any
+    tenant: str = "acme",
+    *,
+    queue: str = QUEUE,
+    tool: str = "bash_tool",
+    policy: TenantPolicy | None = None,
+    **fields: Any,
 ) -> SlotRequest:
     terms: dict[str, Any] = {"call_id": "c", "priority": "interactive", "wait_s": 30.0, "limit_s": 30.0, **fields}
     return SlotRequest(tenant=tenant, policy=policy or TenantPolicy(), queue=queue, tool=tool, **terms)
@@ -83,5 +98,7 @@ class Ground:
         for kind in ("queue", "tenant", "pair"):
             for key in self.client.scan_iter(f"{prefix}{kind}:*"):
                 stored: Any = self.client.hgetall(key)
-                found[key.decode().removeprefix(prefix)] = {name.decode(): float(value) for name, value in stored.items()}
+                found[key.decode().removeprefix(prefix)] = {
+                    name.decode(): float(value) for name, value in stored.items()
+                }
         return found

@@ -1,4 +1,6 @@
-"""The policy of admission once more, in plain lists and sums: slow, and short enough to be believed. Leases and orchestrators are left out."""
+"""The policy of admission once more, in plain lists and sums: slow, and short enough to be believed. Leases and
+orchestrators are left out.
+"""
 
 import math
 from collections import defaultdict
@@ -39,7 +41,9 @@ class Queue:
     used: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     run: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     ready: dict[str, tuple[bool, bool]] = field(default_factory=dict)
-    """Who may be next, with a short call and with a long one, when it was looked at last: estimates change behind its back."""
+    """Who may be next, with a short call and with a long one, when it was looked at last: estimates change behind its
+    back.
+    """
 
     def sizes(self) -> tuple[int, int, int]:
         """Slots, calls that may be held, long ones of one tenant."""
@@ -79,7 +83,9 @@ class Model:
         """Of a step."""
         self.now = now
         self._opened = set()
-        for name in sorted((name for name, at in self.wake.items() if at <= now), key=lambda name: (self.wake[name], name)):
+        for name in sorted(
+            (name for name, at in self.wake.items() if at <= now), key=lambda name: (self.wake[name], name)
+        ):
             del self.wake[name]
             self._unblock(name)
 
@@ -88,7 +94,10 @@ class Model:
         queue = self._open(request.queue)
         tenant = self.tenants.setdefault(request.tenant, Tenant(request.policy))
         tenant.policy = request.policy
-        if sum(call.request.tenant == request.tenant for one in self.queues.values() for call in one.waiting) >= request.policy.queued:
+        if (
+            sum(call.request.tenant == request.tenant for one in self.queues.values() for call in one.waiting)
+            >= request.policy.queued
+        ):
             return False
         queue.number += 1
         queue.waiting.append(Call(id, request, queue.number, self._is_long(request)))
@@ -158,7 +167,9 @@ class Model:
         return [call for call in queue.waiting if call.request.tenant == tenant]
 
     def _fitting(self, queue: Queue, tenant: str, *, has_long: bool) -> list[Call]:
-        """The first of each kind that may go, as far as the tenant's long calls decide; `has_long`: the queue's long calls leave room."""
+        """The first of each kind that may go, as far as the tenant's long calls decide; `has_long`: the queue's long
+        calls leave room.
+        """
         firsts: dict[tuple[str, bool], Call] = {}
         for call in self._waiting(queue, tenant):
             firsts.setdefault((call.request.priority, call.was_long), call)
@@ -177,7 +188,10 @@ class Model:
 
     def _limit(self, name: str) -> float | None:
         tenant, policy = self.tenants[name], self.tenants[name].policy
-        if sum(call.request.tenant == name for queue in self.queues.values() for call in queue.held) >= policy.in_flight:
+        if (
+            sum(call.request.tenant == name for queue in self.queues.values() for call in queue.held)
+            >= policy.in_flight
+        ):
             return math.inf
         if policy.rate_per_s is None:
             return None

@@ -18,7 +18,12 @@ from store.tenants import RedisTenants
 from tests.stack import eventually
 
 READY_S = 20.0
-ROLES = {"acme": ("acme", "tenant"), "rival": ("rival", "tenant"), "operator": ("default", "operator"), "admin": ("default", "admin")}
+ROLES = {
+    "acme": ("acme", "tenant"),
+    "rival": ("rival", "tenant"),
+    "operator": ("default", "operator"),
+    "admin": ("default", "admin"),
+}
 """Of the clients of a ground: whose key, and of which role."""
 
 
@@ -93,7 +98,10 @@ async def open_api(redis_url: str, *, concurrency: int = 0, **fields: Any) -> As
         try:
             await eventually(
                 lambda: (
-                    httpx.get(f"{url}/v1/tools", headers={"Authorization": f"Bearer {keys['admin']}"}).json().get("code") != "NOT_READY"
+                    httpx.get(f"{url}/v1/tools", headers={"Authorization": f"Bearer {keys['admin']}"})
+                    .json()
+                    .get("code")
+                    != "NOT_READY"
                 ),
                 READY_S,
                 "the API was not connected",

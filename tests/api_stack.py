@@ -68,10 +68,17 @@ def open_orchestrator(stack: Stack, model: ModelServer) -> "contextlib.AbstractC
 
 
 @contextlib.contextmanager
-def open_api_stack(engine: APIClient, redis_url: str | None = None, more_rules: Iterable[Mapping[str, Any]] = ()) -> Iterator[ApiStack]:
-    """At its end nothing of it is left. `redis_url`: of a Redis of the test's own; `more_rules`: of the model, before those of SCRIPT."""
+def open_api_stack(
+    engine: APIClient, redis_url: str | None = None, more_rules: Iterable[Mapping[str, Any]] = ()
+) -> Iterator[ApiStack]:
+    """At its end nothing of it is left. `redis_url`: of a Redis of the test's own; `more_rules`: of the model, before
+    those of SCRIPT.
+    """
     environment = {"TOOLCREW_REDIS_URL": redis_url} if redis_url is not None else {}
-    with open_stack(engine, environment) as stack, running_model_server([*SCRIPT[:1], *more_rules, *SCRIPT[1:]]) as model:
+    with (
+        open_stack(engine, environment) as stack,
+        running_model_server([*SCRIPT[:1], *more_rules, *SCRIPT[1:]]) as model,
+    ):
         keys = asyncio.run(make_keys(stack.redis_url))
         with open_orchestrator(stack, model) as one, open_orchestrator(stack, model) as other:
             yield ApiStack(stack, (one, other), model, keys)
@@ -81,10 +88,18 @@ def open_api_stack(engine: APIClient, redis_url: str | None = None, more_rules: 
         stack.footprint.assert_nothing_left()
 
 
-async def read_events(client: httpx.AsyncClient, path: str, *, last: str = "", most: int = 10_000, **request: Any) -> list[dict[str, Any]]:
-    """The events of a stream from after `last`: `id`, `event`, `data`; until its end, or so many, whereupon the connection is dropped."""
+async def read_events(
+    client: httpx.AsyncClient, path: str, *, last: str = "", most: int = 10_000, **request: Any
+) -> list[dict[str, Any]]:
+    """The events of a stream from after `last`: `id`, `event`, `data`; until its end, or so many, whereupon the
+    connection is dropped.
+    """
     found: list[dict[str, Any]] = []
-    headers = {"Accept": "text/event-stream", **({"Last-Event-ID": last} if last else {}), **request.pop("more_headers", {})}
+    headers = {
+        "Accept": "text/event-stream",
+        **({"Last-Event-ID": last} if last else {}),
+        **request.pop("more_headers", {}),
+    }
     async with client.stream(request.pop("method", "GET"), path, headers=headers, **request) as stream:
         assert stream.status_code == 200, await stream.aread()
         fields: dict[str, str] = {}

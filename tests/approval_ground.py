@@ -26,10 +26,19 @@ OPERATOR = Actor(key="c" * 16, role="operator", name="op", tenant="other")
 SHELL = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
 
 
-def build_request(command: str = "rm -rf /data", *, tenant: str = "acme", number: int = 1, **fields: Any) -> ApprovalRequest:
+def build_request(
+    command: str = "rm -rf /data", *, tenant: str = "acme", number: int = 1, **fields: Any
+) -> ApprovalRequest:
     """A question about a command, as the gate asks it."""
     call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments={"command": command})
-    told = {"tenant": tenant, "session": "s1", "run": "run-1", "reason": "it is dangerous", "warning": "it removes files", **fields}
+    told = {
+        "tenant": tenant,
+        "session": "s1",
+        "run": "run-1",
+        "reason": "it is dangerous",
+        "warning": "it removes files",
+        **fields,
+    }
     return ApprovalRequest(call, SHELL, digest=digest_call(call, tenant, told["session"]), **told)
 
 

@@ -1,4 +1,6 @@
-"""Where attacks are made and seen from: a real sandboxd without a queue, sessions in it, and what the host sees of both."""
+"""Where attacks are made and seen from: a real sandboxd without a queue, sessions in it, and what the host sees of
+both.
+"""
 
 import contextlib
 import subprocess
@@ -80,7 +82,14 @@ class Hostile:
         return answer
 
     def start_job(self, script: str) -> None:
-        request = {"op": "job_start", "script_bytes": len(script), "cwd": None, "label": "a job", "wait_ms": 0, "max_bytes": 8192}
+        request = {
+            "op": "job_start",
+            "script_bytes": len(script),
+            "cwd": None,
+            "label": "a job",
+            "wait_ms": 0,
+            "max_bytes": 8192,
+        }
         done = self._client.call(self.name, {**request, "timeout_s": 5.0}, script.encode()).done
         assert "error" not in done, done
 
@@ -89,7 +98,9 @@ class Hostile:
         return self._client.call(self.name, request, body)
 
     def programs(self) -> dict[tuple[int, bytes], str]:
-        """All that lives in the container but the guest and its supervisors, which are forked of it: identity to command line."""
+        """All that lives in the container but the guest and its supervisors, which are forked of it: identity to
+        command line.
+        """
         own = Program(self.watched.pid).command
         with contextlib.suppress(FileNotFoundError):
             living = [Program(pid) for pid in self.watched.processes() if is_alive(pid)]
@@ -98,7 +109,11 @@ class Hostile:
 
     def wait_for(self, words: str, count: int = 1) -> None:
         """Until so many programs with these words in their command line run."""
-        wait_until(lambda: sum(words in line for line in self.programs().values()) >= count, SOON_S, lambda: f"{words}: {self.programs()}")
+        wait_until(
+            lambda: sum(words in line for line in self.programs().values()) >= count,
+            SOON_S,
+            lambda: f"{words}: {self.programs()}",
+        )
 
     def is_well(self) -> bool:
         """Whether the next command runs, in the same container, with nothing left of the last."""
@@ -164,7 +179,9 @@ class Ground:
 
 @contextlib.contextmanager
 def open_ground(api: APIClient, environment: Mapping[str, str] | None = None) -> Iterator[Ground]:
-    """A sandboxd that answers; its containers are gone at the end, whatever happened. `environment` is added to its own."""
+    """A sandboxd that answers; its containers are gone at the end, whatever happened. `environment` is added to its
+    own.
+    """
     with open_footprint(api) as footprint:
         folder = footprint.folder
         own = {
@@ -179,7 +196,13 @@ def open_ground(api: APIClient, environment: Mapping[str, str] | None = None) ->
         with (folder / "sandboxd.log").open("wb") as log:
             argv = [sys.executable, "-m", "workers.sandboxd"]
             process = subprocess.Popen(
-                argv, cwd=ROOT, env=footprint.environment(own), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                argv,
+                cwd=ROOT,
+                env=footprint.environment(own),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         ground = Ground(process, footprint, api)
         try:

@@ -4,14 +4,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from contract.calls import Clocks
-from store.batches import BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
+from store.batches import (
+    BatchEvent,
+    BatchNotice,
+    CallDone,
+    FailureKind,
+    ItemDone,
+    ItemReady,
+    ItemRetried,
+    ItemStarted,
+    StepDone,
+)
 
 BEGAN = 1_700_000_000.0
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of an item. `failure`: of its end; `is_retried`: it ended by being queued again; `is_cut`: it still runs."""
+    """One attempt of an item. `failure`: of its end; `is_retried`: it ended by being queued again; `is_cut`: it still
+    runs.
+    """
 
     steps: int = 2
     calls_a_step: int = 2
@@ -54,7 +66,16 @@ def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[Batc
                     error_code=code,
                     clocks=clocks,
                 )
-            yield StepDone(at=at, item=item, run=run, attempt=number, step=step, model_s=0.7, prompt_tokens=100, completion_tokens=10)
+            yield StepDone(
+                at=at,
+                item=item,
+                run=run,
+                attempt=number,
+                step=step,
+                model_s=0.7,
+                prompt_tokens=100,
+                completion_tokens=10,
+            )
         if attempt.is_cut:
             return
         if attempt.is_retried:
@@ -87,7 +108,10 @@ def tell_batch(*items: tuple[Attempt, ...], every_s: float = 0.1, total: int | N
 
 
 def failed(
-    kind: FailureKind = FailureKind.INFRASTRUCTURE, code: str = "HOST_LOST", message: str = "its host is gone", **rest: int
+    kind: FailureKind = FailureKind.INFRASTRUCTURE,
+    code: str = "HOST_LOST",
+    message: str = "its host is gone",
+    **rest: int,
 ) -> Attempt:
     """One that ends badly."""
     return Attempt(failure=kind, code=code, message=message, **rest)

@@ -52,17 +52,27 @@ def build_exec_done(**fields: Any) -> dict[str, Any]:
         "streams": streams,
         "kill": None,
     }
-    return {"ev": "done", **plain, "sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 0.75, **fields}
+    return {
+        "ev": "done",
+        **plain,
+        "sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False},
+        "sandbox_s": 0.75,
+        **fields,
+    }
 
 
-def build_exec_response(stdout: bytes = b"", stderr: bytes = b"", *, merged: bytes | None = None, **fields: Any) -> GuestResponse:
+def build_exec_response(
+    stdout: bytes = b"", stderr: bytes = b"", *, merged: bytes | None = None, **fields: Any
+) -> GuestResponse:
     """An exec's answer whose counts fit its streams: nothing was dropped."""
     streams = {"stdout": stdout, "stderr": stderr, "merged": stdout + stderr if merged is None else merged}
     counts = {name: {"total": len(data), "head": len(data), "tail": 0} for name, data in streams.items()}
     return GuestResponse(build_exec_done(**{"streams": counts, **fields}), streams)
 
 
-def build_read_response(raw: bytes, *, lines: int | None = None, size: int | None = None, **fields: Any) -> GuestResponse:
+def build_read_response(
+    raw: bytes, *, lines: int | None = None, size: int | None = None, **fields: Any
+) -> GuestResponse:
     """The answer of read_text for a plain UTF-8 file of which the lines in `raw`, each with its newline, were sent."""
     count = raw.count(b"\n")
     done = {

@@ -1,4 +1,6 @@
-"""`toolcrew` without the second that each start of it takes: a process that has it loaded forks for every command. For tests of pages with many of them."""
+"""`toolcrew` without the second that each start of it takes: a process that has it loaded forks for every command. For
+tests of pages with many of them.
+"""
 
 import contextlib
 import json
@@ -28,12 +30,16 @@ sys.exit(code[0] if code else 120)
 
 @contextlib.contextmanager
 def open_command_server(folder: Path) -> Iterator[Path]:
-    """The folder of a `toolcrew` that is answered by it, for PATH; the rest of the environment, the folder and the streams are the caller's."""
+    """The folder of a `toolcrew` that is answered by it, for PATH; the rest of the environment, the folder and the
+    streams are the caller's.
+    """
     path = folder / "server"
     caller = folder / "toolcrew"
     caller.write_text(_CALLER.format(python=sys.executable, path=str(path)))
     caller.chmod(0o755)
-    process = subprocess.Popen([sys.executable, "-m", "tests.command_server", str(path)], cwd=ROOT, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.command_server", str(path)], cwd=ROOT, stdout=subprocess.PIPE
+    )
     try:
         assert read_line(process) == b"ready\n"
         yield folder

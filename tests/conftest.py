@@ -1,4 +1,6 @@
-"""What many tests start from: a real Redis server, emptied between tests, and one real stack; whoever kills things starts one of its own."""
+"""What many tests start from: a real Redis server, emptied between tests, and one real stack; whoever kills things
+starts one of its own.
+"""
 
 import os
 import secrets
@@ -33,8 +35,11 @@ for number in (signal.SIGINT, signal.SIGQUIT):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-# The checks that decide on a landing try the same examples every time, however busy the machine; by hand new ones are looked for.
-hypothesis.settings.register_profile("required", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# The checks that decide on a landing try the same examples every time, however busy the machine; by hand new ones are
+# looked for.
+hypothesis.settings.register_profile(
+    "required", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 if os.environ.get("TOOLCREW_TEST_REQUIRE"):
     hypothesis.settings.load_profile("required")
 
@@ -59,7 +64,9 @@ class RedisProcess:
 
     def start(self) -> None:
         config = write_redis_config(self.folder, self.port, self.password)
-        self.process = subprocess.Popen([find_redis_server(), str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [find_redis_server(), str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self._await(self._answers)
 
     def stop(self) -> None:

@@ -1,4 +1,6 @@
-"""Containers for tests that inspect or attack the sandbox profile: the real configuration, a shell where the guest would be."""
+"""Containers for tests that inspect or attack the sandbox profile: the real configuration, a shell where the guest
+would be.
+"""
 
 import contextlib
 import os
@@ -35,7 +37,9 @@ class Answer:
 
 
 def open_engine() -> APIClient:
-    """A client of the local engine. Skips the test when engine or image is missing; fails instead where TOOLCREW_TEST_REQUIRE is set."""
+    """A client of the local engine. Skips the test when engine or image is missing; fails instead where
+    TOOLCREW_TEST_REQUIRE is set.
+    """
     try:
         api = docker.from_env(timeout=60).api
         api.inspect_image(IMAGE)  # type: ignore[no-untyped-call]
@@ -113,7 +117,9 @@ class Watched:
 
 
 class Box(Watched):
-    """A running container whose PID 1 is a shell that reads commands from the attached stdin. `open_box` makes and removes it."""
+    """A running container whose PID 1 is a shell that reads commands from the attached stdin. `open_box` makes and
+    removes it.
+    """
 
     def __init__(self, api: APIClient, container: str, channel: socket.socket) -> None:
         super().__init__(api, container)
@@ -121,7 +127,9 @@ class Box(Watched):
         self._output = bytearray()
 
     def run(self, script: str, timeout_s: float = ANSWER_S) -> Answer:
-        """Run the lines of `script` in a subshell, stdin empty, and wait for its end. Fails the test when that takes too long."""
+        """Run the lines of `script` in a subshell, stdin empty, and wait for its end. Fails the test when that takes
+        too long.
+        """
         mark = secrets.token_hex(8)
         self.feed(f"(\n{script}\n) </dev/null 2>&1\nprintf '\\n%s %s\\n' {mark} $?\n")
         output = self.read_until(f"\n{mark} ", timeout_s)
@@ -189,7 +197,9 @@ def open_container(api: APIClient, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def open_box(api: APIClient, *, limits: SandboxLimits | None = None, changes: Mapping[str, Any] | None = None) -> Iterator[Box]:
+def open_box(
+    api: APIClient, *, limits: SandboxLimits | None = None, changes: Mapping[str, Any] | None = None
+) -> Iterator[Box]:
     """A running box under the profile. `changes` replaces rows of HostConfig, to show what a row is for."""
     config = build_config(api, limits=limits)
     config |= {"Entrypoint": ["/bin/sh"], "HostConfig": {**config["HostConfig"], **(changes or {})}}

@@ -1,4 +1,6 @@
-"""`python -m tests.counting_worker`: the worker without sandboxes as it is shipped, with a tool that leaves a mark each time it acts."""
+"""`python -m tests.counting_worker`: the worker without sandboxes as it is shipped, with a tool that leaves a mark each
+time it acts.
+"""
 
 import sys
 from pathlib import Path
@@ -16,7 +18,9 @@ TEXT = {"type": "string"}
 
 
 def _append(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
-    """Write one line for each call, so that a test can count them. `gate`: a named pipe; the call ends when a writer opens and closes it."""
+    """Write one line for each call, so that a test can count them. `gate`: a named pipe; the call ends when a writer
+    opens and closes it.
+    """
     with Path(arguments["path"]).open("a", encoding="utf-8") as marks:
         marks.write(f"{bench.call.id}\n")
     if "gate" in arguments:
@@ -25,7 +29,14 @@ def _append(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
 
 
 def build_tools() -> list[WorkerTool]:
-    return [Tool(build_spec("append_tool", pool="web", properties={"path": TEXT, "text": TEXT, "gate": TEXT}, required=["path"]), _append)]
+    return [
+        Tool(
+            build_spec(
+                "append_tool", pool="web", properties={"path": TEXT, "text": TEXT, "gate": TEXT}, required=["path"]
+            ),
+            _append,
+        )
+    ]
 
 
 def main() -> int:

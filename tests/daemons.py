@@ -1,4 +1,6 @@
-"""Sandboxds that are killed, stopped and started again under their name, with what the host and the engine see of them."""
+"""Sandboxds that are killed, stopped and started again under their name, with what the host and the engine see of
+them.
+"""
 
 import contextlib
 import os
@@ -62,7 +64,13 @@ class Daemon:
             environment = self._footprint.environment(self.environment)
             argv = [sys.executable, "-c", _QUICK]
             self._process = subprocess.Popen(
-                argv, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                argv,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         wait_until(self._answers, UP_S, self.log)
         self._footprint.processes()  # learns the name, whose containers are cleared at the end
@@ -164,7 +172,15 @@ def open_daemons(api: APIClient) -> Iterator[Daemons]:
 def bash(client: SandboxClient, name: str, script: str, **changes: Any) -> GuestResponse:
     """A command as bash_tool sends it, to its end."""
     body = script.encode()
-    request = {"op": "exec", "argv": None, "script_bytes": len(body), "cwd": None, "state": "keep", "timeout_s": 20.0, "capture": CAPTURE}
+    request = {
+        "op": "exec",
+        "argv": None,
+        "script_bytes": len(body),
+        "cwd": None,
+        "state": "keep",
+        "timeout_s": 20.0,
+        "capture": CAPTURE,
+    }
     return client.call(name, {**request, **changes}, body)
 
 

@@ -10,12 +10,16 @@ from tests.stack import ROOT, missing
 COMMIT = "b727d43fff4c277ad7976a3468f82c2a06bdb44f"
 """A commit of the release before, whose processes serve one deployment together with those of this release."""
 INCOMPATIBLE_COMMIT = "b6024ba1e6f63dd2f2fd5d4bbf5c16f8b57d10f9"
-"""A commit of the last release whose processes cannot: its calls have version 2, and its records in Redis are not signed."""
+"""A commit of the last release whose processes cannot: its calls have version 2, and its records in Redis are not
+signed.
+"""
 _GIT_S = 60.0
 
 
 def unpack_release(commit: str, folder: Path) -> Path:
-    """Unpack the tree of that commit into `folder`. Skips where the history is not there, fails where everything must be there."""
+    """Unpack the tree of that commit into `folder`. Skips where the history is not there, fails where everything must
+    be there.
+    """
     archived = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, timeout=_GIT_S, check=False)
     if archived.returncode != 0:
         missing(f"commit {commit} is not in this clone: fetch the whole history (git fetch --unshallow)")

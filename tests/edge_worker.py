@@ -1,5 +1,5 @@
-"""`python -m tests.edge_worker POOL QUEUE SLOTS`: the Celery edge, executor and ledger of a worker as they are shipped, on either pool, with two tools
-that tell in files what they do."""
+"""`python -m tests.edge_worker POOL QUEUE SLOTS`: the Celery edge, executor and ledger of a worker as they are shipped,
+on either pool, with two tools that tell in files what they do."""
 
 import os
 import sys
@@ -52,8 +52,16 @@ def build_tools() -> WorkerRegistry:
     path = {"path": TEXT}
     return ToolRegistry(
         [
-            WorkerTool(build_spec("note_tool", properties={**path, "seconds": {"type": "number"}}, required=["path", "seconds"]), _note),
-            WorkerTool(build_spec("meet_tool", properties={**path, "count": {"type": "integer"}}, required=["path", "count"]), _meet),
+            WorkerTool(
+                build_spec(
+                    "note_tool", properties={**path, "seconds": {"type": "number"}}, required=["path", "seconds"]
+                ),
+                _note,
+            ),
+            WorkerTool(
+                build_spec("meet_tool", properties={**path, "count": {"type": "integer"}}, required=["path", "count"]),
+                _meet,
+            ),
         ]
     )
 
@@ -62,7 +70,13 @@ def _build_executor(broker: BrokerSettings, registry: WorkerRegistry, queue: str
     client = connect(broker)
     blobs = WorkerBlobs(client, broker.deployment, "sandbox")
     return build_executor(
-        registry, None, WorkerCallStore(client, broker.deployment, clock), blobs, {}, holder_name(queue, str(os.getpid())), clock
+        registry,
+        None,
+        WorkerCallStore(client, broker.deployment, clock),
+        blobs,
+        {},
+        holder_name(queue, str(os.getpid())),
+        clock,
     )
 
 

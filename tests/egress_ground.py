@@ -76,7 +76,9 @@ class Ground:
         return sum(line["event"] == "egress" for line in self.logs)
 
     def wait_for_line(self, count: int = 1, **fields: object) -> dict[str, Any]:
-        """The newest of the log's lines on connections with these fields, once there are `count`. A test before may still have one to come."""
+        """The newest of the log's lines on connections with these fields, once there are `count`. A test before may
+        still have one to come.
+        """
         deadline = threading.Event()
         for _ in range(int(SOON_S * 100)):
             lines = [line for line in self.logs if line["event"] == "egress" and fields.items() <= line.items()]
@@ -144,7 +146,9 @@ def open_ground(
         # Locks and semaphores belong to the loop that runs them.
         rules = addresses or AddressRules()
         most = settings.get("egress_max_connections", 2048)
-        return Proxy(Destinations(Names(lambda: resolver), rules, chosen), Allowances(max_tenant_connections=most), chosen)
+        return Proxy(
+            Destinations(Names(lambda: resolver), rules, chosen), Allowances(max_tenant_connections=most), chosen
+        )
 
     with tempfile.TemporaryDirectory() as folder, capture_logs() as logs:
         ground = Ground(Path(folder) / "egress.sock", resolver, logs)
@@ -176,7 +180,9 @@ def _running(settings: EgressSettings, build: Callable[[], Proxy]) -> Iterator[N
 
 @contextmanager
 def open_front(ground: Ground, rules: Mapping[str, Any]) -> Iterator[str]:
-    """A TCP port that stands in for a sandbox's loopback and sandboxd's tunnels; gives the proxy's URL as a sandbox would have it."""
+    """A TCP port that stands in for a sandbox's loopback and sandboxd's tunnels; gives the proxy's URL as a sandbox
+    would have it.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_accept_front, args=(listening, ground, rules), daemon=True).start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -1,4 +1,6 @@
-"""Engines that go wrong, on unix sockets: stubs that never answer properly, and a relay to the real one that can be stalled and cut."""
+"""Engines that go wrong, on unix sockets: stubs that never answer properly, and a relay to the real one that can be
+stalled and cut.
+"""
 
 import asyncio
 import contextlib
@@ -80,7 +82,9 @@ async def stub_engine(path: Path, behaviour: Behaviour) -> AsyncIterator[None]:
 
 
 class EngineRelay:
-    """Between a client and the real engine. Stalled, it takes what is said and passes it on when it is resumed, as a hung engine does."""
+    """Between a client and the real engine. Stalled, it takes what is said and passes it on when it is resumed, as a
+    hung engine does.
+    """
 
     def __init__(self, upstream: str) -> None:
         self._upstream = upstream

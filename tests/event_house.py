@@ -1,4 +1,6 @@
-"""Both ends of calls' events over a real Redis: one listener, and the writers of its calls, each in a thread as in a worker."""
+"""Both ends of calls' events over a real Redis: one listener, and the writers of its calls, each in a thread as in a
+worker.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -32,7 +34,9 @@ class House:
         self._clients.append(client)
         return CallEventWriter(WorkerCallEventStore(client, DEPLOYMENT, tenant, call_id, self.events.id), call_id)
 
-    async def hear(self, work: Callable[[CallEventWriter], Any], on_output: OnOutput, call_id: str = "call-1") -> CallEventReader:
+    async def hear(
+        self, work: Callable[[CallEventWriter], Any], on_output: OnOutput, call_id: str = "call-1"
+    ) -> CallEventReader:
         """Listen to a call whose worker is `work` in a thread; ends as a call does, with everything delivered."""
         async with self.events.listen("acme", call_id, {OUTPUT: output_handler(on_output)}, 30) as reader:
             await asyncio.to_thread(run_call, work, self.writer(call_id))

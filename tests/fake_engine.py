@@ -29,7 +29,9 @@ CLEAN: Mapping[str, Any] = {
 
 
 class FakeGuest:
-    """The other end of an attached container: frames in and out, multiplexed as the engine does it. What it does is the test's script."""
+    """The other end of an attached container: frames in and out, multiplexed as the engine does it. What it does is the
+    test's script.
+    """
 
     def __init__(self, sock: socket.socket, config: Mapping[str, Any]) -> None:
         sock.setblocking(False)
@@ -72,7 +74,9 @@ class FakeGuest:
         await self.send({"id": request["id"], "ev": "done", **fields})
 
     def die(self) -> None:
-        """PID 1 ends: the attached stream ends on both sides. Its descriptor is closed by who plays it, who may be reading."""
+        """PID 1 ends: the attached stream ends on both sides. Its descriptor is closed by who plays it, who may be
+        reading.
+        """
         self.gone.set()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,6 @@
-"""The parts of hosts for tests: a sandboxd whose sessions are rows in memory, and locations of sessions on a real Redis."""
+"""The parts of hosts for tests: a sandboxd whose sessions are rows in memory, and locations of sessions on a real
+Redis.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,7 +35,9 @@ def build_report(queue: str = "host.a.b1", worker: str = "w1", **fields: Any) ->
 
 
 class MemorySandboxd:
-    """Sessions by name. `refuse`: session -> what `checkpoint` raises; `before_checkpoint`: called with the name each time."""
+    """Sessions by name. `refuse`: session -> what `checkpoint` raises; `before_checkpoint`: called with the name each
+    time.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}

@@ -44,14 +44,20 @@ class MemorySessionStore(SessionStore):
         self.known: dict[tuple[str, str], SessionLocation] = {}
         self.told: dict[tuple[str, str], str] = {}
 
-    async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> SessionAddress:
-        self.known[tenant, session] = SessionLocation(state=LocationState.OPEN, queue=queue, fence=1, start=start, ttl_s=ttl_s)
+    async def open(
+        self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int
+    ) -> SessionAddress:
+        self.known[tenant, session] = SessionLocation(
+            state=LocationState.OPEN, queue=queue, fence=1, start=start, ttl_s=ttl_s
+        )
         return SessionAddress(queue, 1)
 
     async def find(self, tenant: str, session: str) -> SessionLocation | None:
         return self.known.get((tenant, session))
 
-    async def begin_move(self, tenant: str, session: str, seen_fence: int, seen_state: LocationState, queue: str) -> SessionAddress | None:
+    async def begin_move(
+        self, tenant: str, session: str, seen_fence: int, seen_state: LocationState, queue: str
+    ) -> SessionAddress | None:
         return None
 
     async def settle(self, tenant: str, session: str, fence: int, state: LocationState, facts: str = "") -> bool:

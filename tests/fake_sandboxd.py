@@ -1,4 +1,6 @@
-"""sandboxd in this process over a fake engine: its parts put together as house.py does, and a daemon on a real socket."""
+"""sandboxd in this process over a fake engine: its parts put together as house.py does, and a daemon on a real
+socket.
+"""
 
 import asyncio
 import os
@@ -177,7 +179,9 @@ def build_host(
     sessions = Sessions(factory, pools, suspension_store, records, limit=100, revise=plans.revise, equip=equip)
     reaper = Reaper(engine, factory, records, lease, "default", name)  # type: ignore[arg-type]
     monitor = SessionMonitor(sessions, factory, reaper, idle or IdleTimes(3600, 7200))
-    return FakeHost(engine, factory.workspaces, records, factory, pools, suspension_store, sessions, reaper, monitor, lease)
+    return FakeHost(
+        engine, factory.workspaces, records, factory, pools, suspension_store, sessions, reaper, monitor, lease
+    )
 
 
 @asynccontextmanager
@@ -232,7 +236,12 @@ class Sandboxd:
 
 @asynccontextmanager
 async def running_sandboxd(
-    path: Path, *behaviours: Behaviour, uids: frozenset[int] | None = None, checkpoints: Any = None, plans: Plans = PLANS, **how: Any
+    path: Path,
+    *behaviours: Behaviour,
+    uids: frozenset[int] | None = None,
+    checkpoints: Any = None,
+    plans: Plans = PLANS,
+    **how: Any,
 ) -> AsyncIterator[Sandboxd]:
     """sandboxd without a container engine. `behaviours`: of the guests, in the order in which they are started."""
     host = build_host(path, *behaviours, plans=plans, **how)

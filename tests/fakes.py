@@ -57,7 +57,8 @@ class AnsweringTransport:
         self.contexts.append(context)
         result = self._answer(call, context)
         return encode_result(
-            result if isinstance(result, ToolResult) else await result, seal=ResultSeal(KEY, context.tenant, context.attempt)
+            result if isinstance(result, ToolResult) else await result,
+            seal=ResultSeal(KEY, context.tenant, context.attempt),
         )
 
     def settle(self, tenant: str, call_id: str) -> None:

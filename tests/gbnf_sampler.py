@@ -1,4 +1,6 @@
-"""Strings of a GBNF grammar, as far as ours use the notation: literals, character classes, groups, `|`, `?`, `*`, `{m,n}`, rules."""
+"""Strings of a GBNF grammar, as far as ours use the notation: literals, character classes, groups, `|`, `?`, `*`,
+`{m,n}`, rules.
+"""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""An exec as the guest makes it, by this machine's Python and without a sandbox around: for programs that the worker sends into sandboxes."""
+"""An exec as the guest makes it, by this machine's Python and without a sandbox around: for programs that the worker
+sends into sandboxes.
+"""
 
 import contextlib
 import subprocess
@@ -23,12 +25,14 @@ def run_here(request: Mapping[str, Any], body: bytes) -> GuestResponse:
 def build_printed(stdout: bytes, stderr: bytes = b"", **fields: Any) -> GuestResponse:
     """The answer of an exec that printed this, all of it kept."""
     response = build_exec_response(stdout, stderr, **fields)
-    return GuestResponse({**response.done, "streams": {"stdout": {"total": len(stdout)}}}, {"stdout": stdout, "stderr": stderr})
+    return GuestResponse(
+        {**response.done, "streams": {"stdout": {"total": len(stdout)}}}, {"stdout": stdout, "stderr": stderr}
+    )
 
 
 class LocalSandbox:
-    """Execs and background jobs of one session. `execs`: those that run, for a test that cancels one. `takes_jobs` False: as beside too many others.
-    `state`, `age_s`: what it says of every job."""
+    """Execs and background jobs of one session. `execs`: those that run, for a test that cancels one. `takes_jobs`
+    False: as beside too many others. `state`, `age_s`: what it says of every job."""
 
     def __init__(self) -> None:
         self.ops: list[str] = []
@@ -48,10 +52,15 @@ class LocalSandbox:
             self.jobs[int(request["job"])].kill()
             return GuestResponse({"ev": "done"}, {})
         if request["op"] == "job_list":
-            told = [{"job": str(at), "label": label, "state": self.state, "age_s": self.age_s} for at, label in enumerate(self.labels)]
+            told = [
+                {"job": str(at), "label": label, "state": self.state, "age_s": self.age_s}
+                for at, label in enumerate(self.labels)
+            ]
             return GuestResponse({"ev": "done", "jobs": told}, {})
         argv = [sys.executable, *request["argv"][1:]]
-        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment)
+        process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment
+        )
         self.execs.append(process)
         stdout, stderr = process.communicate(body, timeout=60)
         response = build_printed(stdout[: request["capture"]["stdout"]], stderr, cancelled=process.returncode < 0)
@@ -62,7 +71,9 @@ class LocalSandbox:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "16 jobs run already")
         self.jobs.append(
             subprocess.Popen(
-                ["/bin/bash", "-c", script.replace("/usr/bin/python3", sys.executable, 1)], env=self.environment, start_new_session=True
+                ["/bin/bash", "-c", script.replace("/usr/bin/python3", sys.executable, 1)],
+                env=self.environment,
+                start_new_session=True,
             )
         )
         return GuestResponse({"ev": "done"}, {})

@@ -26,7 +26,9 @@ if str(GUEST_PARENT) not in sys.path:
     sys.path.append(str(GUEST_PARENT))
 
 # Another version of Python, to see whether the guest runs on it (scripts/check-guest-pythons).
-_PYTHON = os.environ.get("TOOLCREW_GUEST_PYTHON") or ("/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable)
+_PYTHON = os.environ.get("TOOLCREW_GUEST_PYTHON") or (
+    "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
+)
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]);"
     "from guest import supervisors; from guest.loop import main, parse_options; from guest.paths import GuestPaths;"
@@ -86,7 +88,9 @@ class Done:
 
 
 class Guest:
-    """A running guest. It runs as an unprivileged user, with `workspace` and `tmp` as its roots and `output` for what is too long."""
+    """A running guest. It runs as an unprivileged user, with `workspace` and `tmp` as its roots and `output` for what
+    is too long.
+    """
 
     def __init__(self, base: Path, shell_prefix: str, idle_s: float, options: Sequence[str] = ()) -> None:
         uid = _FIRST_UID + secrets.randbelow(1 << 20)
@@ -239,7 +243,9 @@ class Guest:
         return found
 
     def wait_alone(self) -> bool:
-        """Whether PID 1 becomes the only process: a supervisor that waits for its next call ends after its idle time."""
+        """Whether PID 1 becomes the only process: a supervisor that waits for its next call ends after its idle
+        time.
+        """
         give_up_at = time.monotonic() + DEADLINE_S
         while self.others():
             if time.monotonic() > give_up_at:

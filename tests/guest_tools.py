@@ -1,4 +1,6 @@
-"""The worker's tools over a real guest, without Docker: what sandboxd checks of a request and lets pass of an answer is between them."""
+"""The worker's tools over a real guest, without Docker: what sandboxd checks of a request and lets pass of an answer is
+between them.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +24,13 @@ class GuestClient(FakeSandboxClient):
         self._guest = guest
 
     def call(
-        self, name: str, request: Mapping[str, Any], body: bytes = b"", *, on_data: Callable[[str, bytes], None] | None = None, **_: Any
+        self,
+        name: str,
+        request: Mapping[str, Any],
+        body: bytes = b"",
+        *,
+        on_data: Callable[[str, bytes], None] | None = None,
+        **_: Any,
     ) -> GuestResponse:
         checked = check_request({**request, "body_bytes": len(body)})
         fields = {key: value for key, value in checked.items() if key not in ("op", "body_bytes")}
@@ -35,7 +43,9 @@ class GuestClient(FakeSandboxClient):
                 on_data(stream, data)
             streams = {}
         answer = build_done(done.header)
-        return GuestResponse({**answer, "sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 0.1}, streams)
+        return GuestResponse(
+            {**answer, "sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 0.1}, streams
+        )
 
 
 class GuestTools:

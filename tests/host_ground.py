@@ -1,7 +1,9 @@
-"""Several hosts on this machine: each a sandboxd and a worker of its own with a stand-in for its engine, one Redis and one store for all.
+"""Several hosts on this machine: each a sandboxd and a worker of its own with a stand-in for its engine, one Redis and
+one store for all.
 
-Everything is a real process that is started again when it ends, as a supervisor of services does, and can be killed and paused by its role:
-`redis`, `tools` (the worker without sandboxes), and `<host>.engine`, `<host>.sandboxd`, `<host>.worker`.
+Everything is a real process that is started again when it ends, as a supervisor of services does, and can be killed and
+paused by its role: `redis`, `tools` (the worker without sandboxes), and `<host>.engine`, `<host>.sandboxd`,
+`<host>.worker`.
 """
 
 import contextlib
@@ -32,7 +34,9 @@ ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Becomes the program of its arguments, and is killed with whoever started it: a test run that is killed outright leaves no ground."""
+"""Becomes the program of its arguments, and is killed with whoever started it: a test run that is killed outright
+leaves no ground.
+"""
 STEADY_S = 20.0
 """After this long without an end the pauses begin anew."""
 
@@ -43,9 +47,13 @@ def bound(argv: Sequence[str]) -> list[str]:
 
 
 class GroundProcess:
-    """A process that is kept running by a thread. One that was told to stop, or ends with exit code 0, is not started again."""
+    """A process that is kept running by a thread. One that was told to stop, or ends with exit code 0, is not started
+    again.
+    """
 
-    def __init__(self, role: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, tree: Path = ROOT) -> None:
+    def __init__(
+        self, role: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, tree: Path = ROOT
+    ) -> None:
         self.role = role
         self._tree = tree
         self.environment = dict(environment)
@@ -92,7 +100,9 @@ class GroundProcess:
 
     def wait_for_another(self, than: int) -> int:
         """The process that has taken the place of that one."""
-        wait_until(lambda: self.is_running and self.pid != than, UP_S, lambda: f"another {self.role}: {self.log()[-2000:]}")
+        wait_until(
+            lambda: self.is_running and self.pid != than, UP_S, lambda: f"another {self.role}: {self.log()[-2000:]}"
+        )
         return self.pid
 
     def log(self) -> str:
@@ -111,7 +121,9 @@ class GroundProcess:
             )
 
     def _keep(self) -> None:
-        """All in one thread, which lives as long as the process: the kernel binds a child to the thread that started it."""
+        """All in one thread, which lives as long as the process: the kernel binds a child to the thread that started
+        it.
+        """
         pauses = iter(PAUSES_S)
         self._spawn()
         self._has_begun.set()
@@ -138,7 +150,9 @@ class GroundProcess:
 
 
 class Ground:
-    """The hosts, their Redis and their store. `tally`: a folder that every sandbox and every operator's tool can append to."""
+    """The hosts, their Redis and their store. `tally`: a folder that every sandbox and every operator's tool can append
+    to.
+    """
 
     def __init__(self, footprint: Footprint, api: APIClient, settings: Mapping[str, str]) -> None:
         self.footprint = footprint
@@ -192,8 +206,8 @@ class Ground:
         wait_until(self._redis_answers, UP_S, lambda: self.log("redis"))
 
     def start_host(self, name: str, tree: Path = ROOT, **settings: str) -> None:
-        """`settings` by their names in lower case, without the prefix; for both of its processes, which run the sources of `tree`. Returns when its
-        engine's stand-in listens."""
+        """`settings` by their names in lower case, without the prefix; for both of its processes, which run the sources
+        of `tree`. Returns when its engine's stand-in listens."""
         folder = self.folder / name
         folder.mkdir()
         engine, sandboxd = folder / "engine.sock", folder / "sandboxd.sock"
@@ -209,7 +223,9 @@ class Ground:
             "DOCKER_HOST": f"unix://{engine}",
             "TALLY": str(self.tally),
         }
-        self._start(f"{name}.sandboxd", [sys.executable, "-m", "tests.chaos.sandboxd_with_tally"], {**daemon, **own}, tree)
+        self._start(
+            f"{name}.sandboxd", [sys.executable, "-m", "tests.chaos.sandboxd_with_tally"], {**daemon, **own}, tree
+        )
         worker = {"TOOLCREW_HOST": name, "TOOLCREW_SANDBOXD_SOCKET": str(sandboxd), "TOOLCREW_WORKER_KIND": "sandbox"}
         self._start(f"{name}.worker", [sys.executable, "-m", "workers"], {**worker, **own}, tree)
 
@@ -280,8 +296,12 @@ class Ground:
 
 
 @contextlib.contextmanager
-def open_ground(api: APIClient, *hosts: str, tools: bool = False, settings: Mapping[str, str] | None = None) -> Iterator[Ground]:
-    """Hosts that serve. All is ended at the end and cleared, whatever happened. `settings`: environment of every process."""
+def open_ground(
+    api: APIClient, *hosts: str, tools: bool = False, settings: Mapping[str, str] | None = None
+) -> Iterator[Ground]:
+    """Hosts that serve. All is ended at the end and cleared, whatever happened. `settings`: environment of every
+    process.
+    """
     with open_footprint(api) as footprint:
         ground = Ground(footprint, api, settings or {})
         try:

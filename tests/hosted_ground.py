@@ -1,4 +1,6 @@
-"""Runs that programs start, worked for real on a real Redis: the model plays a script, and the pool's one worker is a function."""
+"""Runs that programs start, worked for real on a real Redis: the model plays a script, and the pool's one worker is a
+function.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,5 @@
-"""A process that works one run of tenant acme until somebody kills it: its model calls a tool in each step, and the second call never ends.
+"""A process that works one run of tenant acme until somebody kills it: its model calls a tool in each step, and the
+second call never ends.
 
 python -m tests.hosted_holder REDIS_URL
 """
@@ -23,7 +24,9 @@ async def hang_at_the_second(call: Any, _: Any) -> ToolResult:
 
 async def work(url: str) -> None:
     async with redis.asyncio.Redis.from_url(url) as client:
-        ground = HostedGround(client, echo_then("never", "one", "two"), places=MemorySessionStore(), answers={"echo": hang_at_the_second})
+        ground = HostedGround(
+            client, echo_then("never", "one", "two"), places=MemorySessionStore(), answers={"echo": hang_at_the_second}
+        )
         await ground.runner().run()
 
 

@@ -10,8 +10,12 @@ SHARED = ("tmp", "var/tmp", "run/lock")
 
 
 def scan_image(image: str) -> list[str]:
-    """Faults as `<what>: <path>`: programs that run with others' rights, by their mode or by a capability, and what everybody may write."""
-    made = subprocess.run(["docker", "create", image, "x"], capture_output=True, text=True, check=True, timeout=SCAN_S).stdout.strip()
+    """Faults as `<what>: <path>`: programs that run with others' rights, by their mode or by a capability, and what
+    everybody may write.
+    """
+    made = subprocess.run(
+        ["docker", "create", image, "x"], capture_output=True, text=True, check=True, timeout=SCAN_S
+    ).stdout.strip()
     try:
         with subprocess.Popen(["docker", "export", made], stdout=subprocess.PIPE) as exporting:
             assert exporting.stdout is not None

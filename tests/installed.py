@@ -1,4 +1,6 @@
-"""Environments with our wheel in them and just the packages that it asks for: those of this environment are lent, nothing is fetched."""
+"""Environments with our wheel in them and just the packages that it asks for: those of this environment are lent,
+nothing is fetched.
+"""
 
 import subprocess
 import sys
@@ -33,13 +35,19 @@ class Installed:
     def run(self, *argv: str, timeout_s: float = RUN_S, **environment: str) -> "subprocess.CompletedProcess[str]":
         """A command with nothing of this environment around it."""
         given = {"PATH": f"{self.folder}/bin:/usr/bin:/bin", "HOME": str(self.folder), "LANG": "C.UTF-8", **environment}
-        return subprocess.run(argv, cwd=self.folder, env=given, capture_output=True, text=True, timeout=timeout_s, check=False)
+        return subprocess.run(
+            argv, cwd=self.folder, env=given, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
 
 
 def build_wheel(folder: Path) -> Path:
     """Our wheel, built from the working tree."""
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, check=True, capture_output=True, timeout=RUN_S
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=RUN_S,
     )
     (wheel,) = folder.glob("toolcrew-*.whl")
     return wheel
@@ -53,7 +61,9 @@ def unpack_wheel(wheel: Path, folder: Path) -> Path:
 
 
 def make_environment(folder: Path, unpacked: Path, extras: tuple[str, ...], *, is_installed: bool = True) -> Installed:
-    """An environment with all that the unpacked wheel requires with these extras; with the wheel itself, too, unless it is left to be installed."""
+    """An environment with all that the unpacked wheel requires with these extras; with the wheel itself, too, unless it
+    is left to be installed.
+    """
     venv.create(folder, symlinks=True, with_pip=False)
     made = Installed(folder)
     (metadata,) = unpacked.glob("*.dist-info/METADATA")
@@ -82,7 +92,9 @@ def _close(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distri
             waiting += [(inner, asked) for asked in requirement.extras for inner in requirements]
             continue
         lent = found.setdefault(name, distribution(requirement.name))
-        assert requirement.specifier.contains(lent.version, prereleases=True), f"{text} is asked for, and {lent.version} is here"
+        assert requirement.specifier.contains(lent.version, prereleases=True), (
+            f"{text} is asked for, and {lent.version} is here"
+        )
         for asked in {"", *requirement.extras}:
             if (name, asked) not in seen:
                 seen.add((name, asked))

@@ -63,7 +63,9 @@ def failed(code: Any, message: str = "no") -> Answer:
 
 
 class ItemGround(RunGround):
-    """One process with its pool. `answers`: by verb or tool, instead of a success. `batch_events`: what was told. `places`: shared by processes of one pool."""
+    """One process with its pool. `answers`: by verb or tool, instead of a success. `batch_events`: what was told.
+    `places`: shared by processes of one pool.
+    """
 
     def __init__(
         self,
@@ -135,11 +137,16 @@ class ItemGround(RunGround):
         """As its holder has it; whoever works by it is cancelled when it is taken."""
         task = asyncio.current_task()
         assert task is not None
-        return Journal(await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.token, claim.record.attempt), task.cancel)
+        return Journal(
+            await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.token, claim.record.attempt),
+            task.cancel,
+        )
 
     async def worked(self, claim: Claim, defaults: BatchDefaults | None = None) -> Outcome:
         """How the item ends."""
-        return await self.work.work(claim, await self.journal(claim), defaults or BatchDefaults(), self.batch_events.append)
+        return await self.work.work(
+            claim, await self.journal(claim), defaults or BatchDefaults(), self.batch_events.append
+        )
 
     async def _answer(self, call: ToolCall, context: ToolContext) -> ToolResult:
         name = call.name.removeprefix("session.")

@@ -77,7 +77,13 @@ class LocalGuest:
 def _start(request: Mapping[str, Any], stdin: Any, stderr: Any) -> "subprocess.Popen[bytes]":
     environment = {"PATH": os.environ["PATH"], **request["env"]}
     return subprocess.Popen(
-        request["argv"], cwd="/", env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
+        request["argv"],
+        cwd="/",
+        env=environment,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        start_new_session=True,
     )
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 
 def read_events(text: str, event: str | None = None) -> list[dict[str, Any]]:
-    """Events of a log of JSON lines, those of one name when it is given. A line that is none fails, but for one that is just being written."""
+    """Events of a log of JSON lines, those of one name when it is given. A line that is none fails, but for one that is
+    just being written.
+    """
     lines = text.split("\n")[:-1]
     events: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
     return [one for one in events if event is None or one["event"] == event]

@@ -1,4 +1,6 @@
-"""The protocol's own conformance suite against two replicas' first: `scripts/mcp-conformance`. Not part of the tests, for it needs npm."""
+"""The protocol's own conformance suite against two replicas' first: `scripts/mcp-conformance`. Not part of the tests,
+for it needs npm.
+"""
 
 import http.client
 import json
@@ -89,7 +91,11 @@ def _failed(suite: Path, url: str, revision: str, scenario: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         command = [programs / "node", programs / "conformance", "server", "--url", url, "--scenario", scenario]
         ran = subprocess.run(
-            [*command, "--spec-version", revision, "-o", folder], capture_output=True, text=True, timeout=RUN_S, check=False
+            [*command, "--spec-version", revision, "-o", folder],
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+            check=False,
         )
         found = list(Path(folder).rglob("checks.json"))
         if not found:
@@ -98,7 +104,9 @@ def _failed(suite: Path, url: str, revision: str, scenario: str) -> list[str]:
         checks = json.loads(found[0].read_text())
     failed = []
     for check in checks:
-        state = "not offered" if check["status"] == "FAILURE" and check["id"] in NOT_OFFERED else check["status"].lower()
+        state = (
+            "not offered" if check["status"] == "FAILURE" and check["id"] in NOT_OFFERED else check["status"].lower()
+        )
         sys.stdout.write(f"{revision}  {scenario:42} {check['id']:64} {state}\n")
         failed += [f"{scenario}: {check['id']}: {check.get('errorMessage')}"] if state == "failure" else []
     return failed

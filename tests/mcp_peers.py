@@ -17,7 +17,11 @@ from tests.web_servers import SYSTEM_TLS, StubResolver, WebServer, answer, open_
 from workers.mcp.http_server import HttpServer
 from workers.mcp.settings import HttpEntry
 
-TOOL = {"name": "echo", "description": "Says it again.", "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}}}
+TOOL = {
+    "name": "echo",
+    "description": "Says it again.",
+    "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}},
+}
 Told = Callable[[dict[str, Any]], Any]
 """A request of ours -> the message that answers it, or bytes as they are, or a status."""
 
@@ -48,7 +52,9 @@ def build_peer() -> MCPServer:
 def open_sdk_peer(*, json_response: bool = False) -> Iterator[str]:
     """Its address, while it serves in a thread."""
     port = free_port()
-    config = uvicorn.Config(build_peer().streamable_http_app(json_response=json_response), port=port, log_level="error", lifespan="on")
+    config = uvicorn.Config(
+        build_peer().streamable_http_app(json_response=json_response), port=port, log_level="error", lifespan="on"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -82,7 +88,12 @@ def legacy(request: dict[str, Any]) -> Any:
     """What a server answers that knows only the handshake."""
     if request["method"] == "initialize":
         return reply_to(
-            request, {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "old", "version": "1"}}
+            request,
+            {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "old", "version": "1"},
+            },
         )
     if request["method"] == "notifications/initialized":
         return 202
@@ -108,7 +119,9 @@ def open_raw_peer(tell: Told, *, as_stream: bool = False, session: str = "") -> 
                 connection.sendall(answer(b"", told))
                 return
             text = json.dumps(told)
-            body, kind = (f"event: message\ndata: {text}\n\n", "text/event-stream") if as_stream else (text, "application/json")
+            body, kind = (
+                (f"event: message\ndata: {text}\n\n", "text/event-stream") if as_stream else (text, "application/json")
+            )
             connection.sendall(answer(body, 200, kind, **({"mcp_session_id": session} if session else {})))
 
         server.replies["*"] = send

@@ -33,7 +33,9 @@ class McpStack:
     keys: dict[str, str]
 
     @contextlib.asynccontextmanager
-    async def client(self, name: str = "acme", replica: int = 0, session: str = "", **options: Any) -> AsyncIterator[Client]:
+    async def client(
+        self, name: str = "acme", replica: int = 0, session: str = "", **options: Any
+    ) -> AsyncIterator[Client]:
         """`session`: in the address. `options`: of the SDK's client."""
         path = f"/mcp/{session}" if session else "/mcp"
         headers = {"Authorization": f"Bearer {self.keys[name]}"}
@@ -43,7 +45,9 @@ class McpStack:
                 yield client
 
     @contextlib.asynccontextmanager
-    async def stdio_client(self, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any) -> AsyncIterator[Client]:
+    async def stdio_client(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> AsyncIterator[Client]:
         """Of a program of its own."""
         env = self.stack.footprint.environment({"TOOLCREW_REDIS_URL": self.stack.redis_url, **(environment or {})})
         server = StdioServerParameters(command=TOOLCREW, args=["serve", "mcp", *arguments], env=env)
@@ -57,7 +61,9 @@ class McpStack:
 
 
 @contextlib.contextmanager
-def open_mcp_process(stack: Stack, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[ApiProcess]:
+def open_mcp_process(
+    stack: Stack, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[ApiProcess]:
     """MCP over HTTP, connected; ended at the end."""
     port = free_port()
     log = stack.footprint.folder / f"mcp-{port}.log"
@@ -97,7 +103,9 @@ def open_mcp_stack(engine: APIClient) -> Iterator[McpStack]:
 
 async def bash(client: Client, command: str, session: str = "", **options: Any) -> CallToolResult:
     """`session`: in the call's `_meta`."""
-    return await client.call_tool("bash_tool", {"command": command}, meta={SESSION: session} if session else None, **options)  # type: ignore[typeddict-unknown-key]
+    return await client.call_tool(
+        "bash_tool", {"command": command}, meta={SESSION: session} if session else None, **options
+    )  # type: ignore[typeddict-unknown-key]
 
 
 async def new_session(client: Client) -> str:

@@ -1,4 +1,6 @@
-"""An MCP server over stdio for tests, of nothing but the standard library: good, or bad in the way that its first argument names."""
+"""An MCP server over stdio for tests, of nothing but the standard library: good, or bad in the way that its first
+argument names.
+"""
 
 import json
 import os
@@ -9,7 +11,11 @@ import time
 
 HOW = sys.argv[1] if len(sys.argv) > 1 else "good"
 TOOLS = [
-    {"name": "echo", "description": "Says it again.", "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}}},
+    {
+        "name": "echo",
+        "description": "Says it again.",
+        "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
     {"name": "where", "description": "Where it is.", "inputSchema": {"type": "object"}},
     {"name": "count", "description": "Which call of this process it is.", "inputSchema": {"type": "object"}},
 ]
@@ -44,7 +50,11 @@ def flood():
 
 def say(request):
     """What the environment says, as it stands but for the request's number, and the next."""
-    said = bytes.fromhex(os.environ["SAYS"]).replace(b"NEXT", b"%d" % (request["id"] + 1)).replace(b"ID", b"%d" % request["id"])
+    said = (
+        bytes.fromhex(os.environ["SAYS"])
+        .replace(b"NEXT", b"%d" % (request["id"] + 1))
+        .replace(b"ID", b"%d" % request["id"])
+    )
     sys.stdout.buffer.write(said)
     sys.stdout.flush()
     if not said.endswith(b"\n"):
@@ -113,7 +123,9 @@ def serve(request):
     if method == "server/discover" and HOW != "old":
         answer(request, {"supportedVersions": ["2026-07-28"], "capabilities": {}})
     elif method == "initialize":
-        answer(request, {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": {"name": "p", "version": "1"}})
+        answer(
+            request, {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": {"name": "p", "version": "1"}}
+        )
     elif method == "tools/list":
         answer(request, {"tools": TOOLS})
     elif method == "tools/call":

@@ -24,4 +24,8 @@ def read_page(page: bytes, *, is_open: bool = False) -> Mapping[Key, float]:
 
 def counted(page: Mapping[Key, float], name: str) -> dict[tuple[str, ...], float]:
     """The samples of a name that are not 0, by the values of their labels in the order of the labels' names."""
-    return {tuple(value for _, value in sorted(labels)): number for (known, labels), number in page.items() if known == name and number}
+    return {
+        tuple(value for _, value in sorted(labels)): number
+        for (known, labels), number in page.items()
+        if known == name and number
+    }

@@ -1,4 +1,6 @@
-"""A collector of OTLP over HTTP on loopback: it decodes what it gets, and is slow or refuses where a test wants that."""
+"""A collector of OTLP over HTTP on loopback: it decodes what it gets, and is slow or refuses where a test wants
+that.
+"""
 
 import contextlib
 import gzip
@@ -86,7 +88,9 @@ class Collector:
 
     def _wait(self, is_so: Any, within_s: float) -> None:
         with self._news:
-            assert self._news.wait_for(is_so, within_s), f"only {self.requests} requests with {sorted(span.name for span in self.spans)}"
+            assert self._news.wait_for(is_so, within_s), (
+                f"only {self.requests} requests with {sorted(span.name for span in self.spans)}"
+            )
 
 
 @contextlib.contextmanager

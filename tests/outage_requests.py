@@ -1,4 +1,6 @@
-"""Requests of every kind that the HTTP API answers, to be sent while its Redis is away and once more when it is back."""
+"""Requests of every kind that the HTTP API answers, to be sent while its Redis is away and once more when it is
+back.
+"""
 
 import asyncio
 import json
@@ -14,7 +16,9 @@ AGAIN_S = 20.0
 
 @dataclass(frozen=True)
 class Asked:
-    """One request. `$word` in path and content stands for what the test has made before; `done`: the status when Redis is there."""
+    """One request. `$word` in path and content stands for what the test has made before; `done`: the status when Redis
+    is there.
+    """
 
     name: str
     method: str
@@ -26,7 +30,13 @@ class Asked:
 
     def filled(self, words: Mapping[str, str]) -> tuple[str, bytes]:
         """Path and content."""
-        text = self.content if isinstance(self.content, str) else json.dumps(self.content) if self.content is not None else ""
+        text = (
+            self.content
+            if isinstance(self.content, str)
+            else json.dumps(self.content)
+            if self.content is not None
+            else ""
+        )
         path = self.path
         for word, value in words.items():
             path, text = path.replace(f"${word}", value), text.replace(f"${word}", value)

@@ -22,7 +22,10 @@ OUTAGE_S = 6.0
 STEPS = 4
 """Fewer than a run has by default."""
 RULES = [
-    *(rule("outage", step, calls=[bash(f"echo {step} >>/tmp/steps; sleep 2; wc -l </tmp/steps")]) for step in range(STEPS)),
+    *(
+        rule("outage", step, calls=[bash(f"echo {step} >>/tmp/steps; sleep 2; wc -l </tmp/steps")])
+        for step in range(STEPS)
+    ),
     rule("outage", STEPS, text="{{observation|first_line}} steps"),
 ]
 PAGES = ("/", "/runs", "/approvals", "/batches", "/tools")
@@ -33,8 +36,9 @@ BAD_KEYS = {"none": "", "short": "tc_x", "unknown": f"tc_{'0' * 16}_{'A' * 43}"}
 
 @dataclass
 class Outage:
-    """What was seen. `shallow`: by who asked a service that looks at keys as ever, `deep`: by who asked one that knows them for longer than the outage
-    lasts, so that what comes behind the door is asked; `after`: once Redis is back, `again`: of POSTs that were sent then once more, elsewhere."""
+    """What was seen. `shallow`: by who asked a service that looks at keys as ever, `deep`: by who asked one that knows
+    them for longer than the outage lasts, so that what comes behind the door is asked; `after`: once Redis is back,
+    `again`: of POSTs that were sent then once more, elsewhere."""
 
     shallow: dict[str, Seen] = field(default_factory=dict)
     deep: dict[str, Seen] = field(default_factory=dict)
@@ -71,7 +75,11 @@ class _Teller:
             # What was answered is kept, whenever Redis is killed.
             store.config_set("appendfsync", "always")
         deep_url = await self._clients.enter_async_context(serving(api_settings(self._redis.url)))
-        shallow, deep, second = self._people(self._stack.apis[0].url), self._people(deep_url), self._people(self._stack.apis[1].url)
+        shallow, deep, second = (
+            self._people(self._stack.apis[0].url),
+            self._people(deep_url),
+            self._people(self._stack.apis[1].url),
+        )
         acme, visitor = shallow["acme"], await self._log_in(shallow["operator"])
         await self._furnish(acme, shallow["admin"])
         for client in deep.values():
@@ -88,8 +96,14 @@ class _Teller:
         sent_into = asyncio.create_task(self._call_into(acme))
         # What services know from a moment ago is not known any more.
         await asyncio.sleep(1.5)
-        asking = [asyncio.create_task(self._ask_all(shallow, self.seen.shallow)), asyncio.create_task(self._ask_all(deep, self.seen.deep))]
-        asking += [asyncio.create_task(self._look(visitor, self.seen.pages)), asyncio.create_task(self._ask_as_strangers())]
+        asking = [
+            asyncio.create_task(self._ask_all(shallow, self.seen.shallow)),
+            asyncio.create_task(self._ask_all(deep, self.seen.deep)),
+        ]
+        asking += [
+            asyncio.create_task(self._look(visitor, self.seen.pages)),
+            asyncio.create_task(self._ask_as_strangers()),
+        ]
         await asyncio.wait(asking, timeout=SOON_S)
         await asyncio.sleep(down_at + OUTAGE_S - time.monotonic())
         await asyncio.to_thread(self._redis.start)
@@ -108,7 +122,9 @@ class _Teller:
 
     def _client(self, url: str, key: str) -> httpx.AsyncClient:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        client = httpx.AsyncClient(base_url=url, headers=headers, timeout=SOON_S, limits=httpx.Limits(max_connections=None))
+        client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=SOON_S, limits=httpx.Limits(max_connections=None)
+        )
         self._clients.push_async_callback(client.aclose)
         return client
 
@@ -121,7 +137,9 @@ class _Teller:
 
     async def _furnish(self, acme: httpx.AsyncClient, admin: httpx.AsyncClient) -> None:
         session, closing = [(await acme.post("/v1/sessions", json={"ttl_s": 600})).json()["id"] for _ in range(2)]
-        done = await acme.post(f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "echo there >there"}})
+        done = await acme.post(
+            f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "echo there >there"}}
+        )
         line = '{"id": "one", "instruction": "[item hello] one"}\n'
         batch = (await acme.post("/v1/batches", content=line, headers={"Content-Type": "text/plain"})).json()["id"]
         told, sleeping, asking = [await started(acme, item) for item in ("hello", "sleeps", "asks")]
@@ -149,17 +167,21 @@ class _Teller:
                 await asyncio.sleep(0.05)
 
     async def _begin_calls(self, acme: httpx.AsyncClient) -> "list[asyncio.Task[None]]":
-        """Calls that end while Redis is away, and when it is back; each once as an answer, and once as a stream. Each in a session of its own, whose shell
-        has nothing else to do."""
+        """Calls that end while Redis is away, and when it is back; each once as an answer, and once as a stream. Each
+        in a session of its own, whose shell has nothing else to do."""
         running = []
         for name, seconds in CALLS.items():
             self._sessions[name] = (await acme.post("/v1/sessions", json={"ttl_s": 600})).json()["id"]
             work = self._call_streamed if name.startswith("streamed") else self._call
-            running.append(asyncio.create_task(work(acme, name, f"echo x >>ran; echo begun; sleep {seconds}; echo ended")))
+            running.append(
+                asyncio.create_task(work(acme, name, f"echo x >>ran; echo begun; sleep {seconds}; echo ended"))
+            )
         for name in CALLS:
             async with asyncio.timeout(SOON_S):
-                while (known := await acme.get(f"/v1/calls/{name}")).status_code != 200 or known.json()["state"] != "running":  # noqa: ASYNC110
+                call = await acme.get(f"/v1/calls/{name}")
+                while call.status_code != 200 or call.json()["state"] != "running":
                     await asyncio.sleep(0.05)
+                    call = await acme.get(f"/v1/calls/{name}")
         return running
 
     def _new_call(self, name: str, command: str, call_id: str | None = None) -> tuple[str, dict[str, Any]]:
@@ -193,7 +215,9 @@ class _Teller:
             while not (last and self.seen.followed[-1] and self.seen.followed[-1][-1]["event"] == "RunEnded"):
                 part: list[dict[str, Any]] = []
                 self.seen.followed.append(part)
-                async with acme.stream("GET", f"/v1/runs/{run}/events", headers={"Last-Event-ID": last} if last else {}) as stream:
+                async with acme.stream(
+                    "GET", f"/v1/runs/{run}/events", headers={"Last-Event-ID": last} if last else {}
+                ) as stream:
                     fields: dict[str, str] = {}
                     async for line in stream.aiter_lines():
                         name, _, value = line.partition(": ")
@@ -238,10 +262,16 @@ class _Teller:
         path, call = self._new_call("counted", "wc -l </tmp/outage")
         self.seen.acted["call a tool"] = int((await acme.post(path, json=call)).json()["output"])
         self.seen.owned = {
-            "runs": [run["id"] for run in await listed(acme, "/v1/runs") if run["instruction"].endswith("the one of the outage")],
+            "runs": [
+                run["id"]
+                for run in await listed(acme, "/v1/runs")
+                if run["instruction"].endswith("the one of the outage")
+            ],
             "batches": [batch["id"] for batch in await listed(acme, "/v1/batches") if batch["name"] == "outage"],
             "sessions": [one["id"] for one in await listed(acme, "/v1/sessions") if one["ttl_s"] == 607],
-            "keys": [key["id"] for key in await listed(admin, "/v1/tenants/rival/keys") if key["name"] == "of the outage"],
+            "keys": [
+                key["id"] for key in await listed(admin, "/v1/tenants/rival/keys") if key["name"] == "of the outage"
+            ],
         }
         for session in (self._words["session"], *self._sessions.values(), *self.seen.owned["sessions"]):
             assert (await acme.delete(f"/v1/sessions/{session}")).status_code == 204

@@ -28,7 +28,9 @@ class _Files(SimpleHTTPRequestHandler):
 
 
 def build_site(folder: Path) -> Path:
-    """`big` (3 MB), an index with the package `tiny` below `simple/`, and the repository `code.git`; gives the folder."""
+    """`big` (3 MB), an index with the package `tiny` below `simple/`, and the repository `code.git`; gives the
+    folder.
+    """
     (folder / "big").write_bytes(os.urandom(3_000_000))
     packages = folder / "simple" / "tiny"
     packages.mkdir(parents=True)

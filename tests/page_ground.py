@@ -16,7 +16,16 @@ from contract.names import call_key, catalog_key, host_key, hosts_key
 from contract.specs import Catalog, seal_catalog
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.asking import build_record
-from orchestrator.loop.events import CallFinished, CallSent, CallStarted, OutputArrived, RunStarted, StepFinished, StepStarted, TextArrived
+from orchestrator.loop.events import (
+    CallFinished,
+    CallSent,
+    CallStarted,
+    OutputArrived,
+    RunStarted,
+    StepFinished,
+    StepStarted,
+    TextArrived,
+)
 from orchestrator.models.base import Usage
 from orchestrator.runs.event_teller import EventTellers, RunTeller
 from orchestrator.runs.hosted import HostedRuns
@@ -24,7 +33,16 @@ from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys, NewKey
 from store.approvals import ApprovalQuestion, ApprovalQueue
 from store.audit import Actor
-from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecord, BatchState, FailureKind, Outcome, RunBody
+from store.batches import (
+    BatchDefaults,
+    BatchEventWriter,
+    BatchItem,
+    BatchRecord,
+    BatchState,
+    FailureKind,
+    Outcome,
+    RunBody,
+)
 from store.runs import RunQueue
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
@@ -71,7 +89,9 @@ class World:
         self.rivals: ApprovalQuestion | None = None
 
     async def furnish(self) -> None:
-        """Something for every page, of tenant acme, with hostile text wherever somebody else's text goes; and one thing of each kind of rival's."""
+        """Something for every page, of tenant acme, with hostile text wherever somebody else's text goes; and one thing
+        of each kind of rival's.
+        """
         await self.publish("bash_tool", "read_tool", "webfetch_tool")
         await self.report_host("h1", busy=3, sessions=7, sandboxes=9)
         await self.report_host("h2", queue="host.h2.b00t", draining=True, trouble=WRITABLE[:400])
@@ -96,9 +116,13 @@ class World:
 
     async def publish(self, *names: str) -> None:
         """Tools of these names, one of them dangerous."""
-        specs = tuple(build_spec(name, description=f"The tool {name}.\nIt does more.", dangerous=name == "bash_tool") for name in names)
+        specs = tuple(
+            build_spec(name, description=f"The tool {name}.\nIt does more.", dangerous=name == "bash_tool")
+            for name in names
+        )
         await self.redis.set(
-            catalog_key(DEPLOYMENT, "sandbox"), seal_catalog(self.settings.broker().signing_keys(), "sandbox", Catalog(tools=specs))
+            catalog_key(DEPLOYMENT, "sandbox"),
+            seal_catalog(self.settings.broker().signing_keys(), "sandbox", Catalog(tools=specs)),
         )
 
     async def report_host(self, name: str = "h1", **fields: Any) -> None:
@@ -113,7 +137,9 @@ class World:
         await self.redis.rpush(queue, *(["a call"] * calls))
 
     async def open_session(self, tenant: str, session: str) -> None:
-        await SessionStore(self.redis, DEPLOYMENT).open(tenant, session, "host.h1.b00t", start="{}", ttl_s=1800, limit=100)
+        await SessionStore(self.redis, DEPLOYMENT).open(
+            tenant, session, "host.h1.b00t", start="{}", ttl_s=1800, limit=100
+        )
 
     async def note_call(self, call: str, tenant: str = "acme") -> str:
         """The record of a call that has ended; gives its Celery task's id."""
@@ -127,11 +153,20 @@ class World:
             "holder": "host.h1.b00t/w1",
             "sandbox": "box-1",
         }
-        times = {"queued_at": now - 3, "started_at": now - 2, "ended_at": now, "attempt": 1, "task": task, "code": "TIMEOUT"}
+        times = {
+            "queued_at": now - 3,
+            "started_at": now - 2,
+            "ended_at": now,
+            "attempt": 1,
+            "task": task,
+            "code": "TIMEOUT",
+        }
         await self.redis.hset(call_key(DEPLOYMENT, tenant, call), mapping={**told, **times})
         return task
 
-    async def submit_batch(self, tenant: str, batch: str, name: str = "", stories: Sequence[tuple[str, Attempt]] = ()) -> None:
+    async def submit_batch(
+        self, tenant: str, batch: str, name: str = "", stories: Sequence[tuple[str, Attempt]] = ()
+    ) -> None:
         """A batch with an item for each story, as it was told so far."""
         record = BatchRecord(
             state=BatchState.IN_PROGRESS,
@@ -160,7 +195,14 @@ class World:
         arguments = fields.pop("arguments", {"command": command})
         call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments=arguments)
         spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
-        told = {"tenant": tenant, "session": "s1", "run": "run-1", "reason": "no rule allows it", "warning": "", **fields}
+        told = {
+            "tenant": tenant,
+            "session": "s1",
+            "run": "run-1",
+            "reason": "no rule allows it",
+            "warning": "",
+            **fields,
+        }
         question = build_record(ApprovalRequest(call, spec, digest=digest_call(call, tenant, told["session"]), **told))
         assert await self.approvals.ask(question, "asker", 300.0) is None
         return question
@@ -229,7 +271,9 @@ class Worked:
             {**told, "output": f"total 3\n{WRITABLE}", "kill": kill, "clocks": Clocks(run_s=30)}, strict=False
         )
         self.teller.on_event(CallFinished(run=self.id, result=result))
-        self.teller.on_event(StepFinished(run=self.id, step=1, model_s=1.2, usage=Usage(prompt_tokens=1000, completion_tokens=20)))
+        self.teller.on_event(
+            StepFinished(run=self.id, step=1, model_s=1.2, usage=Usage(prompt_tokens=1000, completion_tokens=20))
+        )
 
 
 @dataclass
@@ -270,7 +314,9 @@ class Visitors:
 
     @asynccontextmanager
     async def visit(self, key: str | None = None, **options: Any) -> AsyncIterator[Watched]:
-        """Somebody, who is logged in with the key of that name; nobody without one. Fails for what his pages complained of."""
+        """Somebody, who is logged in with the key of that name; nobody without one. Fails for what his pages complained
+        of.
+        """
         context: BrowserContext = await self.browser.new_context(
             base_url=self.api.url, **{"viewport": {"width": 1200, "height": 800}, **options}
         )

@@ -1,4 +1,6 @@
-"""`python -m tests.pool_worker`: the worker without sandboxes as it is shipped, with tools whose only aim is to be watched and ended."""
+"""`python -m tests.pool_worker`: the worker without sandboxes as it is shipped, with tools whose only aim is to be
+watched and ended.
+"""
 
 import contextlib
 import os
@@ -21,7 +23,8 @@ TEXT = {"type": "string"}
 def _where(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     context = bench.context
     return Outcome(
-        f"{os.getpid()}", {"pid": os.getpid(), "tenant": context.tenant, "session": context.session, "limit_s": context.timeout_s}
+        f"{os.getpid()}",
+        {"pid": os.getpid(), "tenant": context.tenant, "session": context.session, "limit_s": context.timeout_s},
     )
 
 

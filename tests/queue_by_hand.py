@@ -1,4 +1,6 @@
-"""The queue without a client around it: envelopes, tasks and stored results as anyone who knows the Redis URL can make and read them."""
+"""The queue without a client around it: envelopes, tasks and stored results as anyone who knows the Redis URL can make
+and read them.
+"""
 
 import contextlib
 import json
@@ -49,7 +51,9 @@ def stored_state(client: "redis.Redis", task_id: str) -> dict[str, Any] | None:
 
 
 def stored_result(client: "redis.Redis", task_id: str) -> ToolResult | None:
-    """Return the result in the state of a task, also of a failed one; None if there is none. Its signature is not checked."""
+    """Return the result in the state of a task, also of a failed one; None if there is none. Its signature is not
+    checked.
+    """
     state = stored_state(client, task_id) or {}
     encoded = state.get("answer") or (state.get("result") if state.get("status") == "SUCCESS" else None)
     if encoded is None:

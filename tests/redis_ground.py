@@ -1,4 +1,6 @@
-"""Redis servers with rules of their own (users, memory, a master), sentinels over them, and a worker that counts what acts."""
+"""Redis servers with rules of their own (users, memory, a master), sentinels over them, and a worker that counts what
+acts.
+"""
 
 import contextlib
 import secrets
@@ -24,7 +26,9 @@ START_S = 20.0
 
 @dataclass
 class Server:
-    """A redis-server on loopback. `passwords`: of its users; `password`: of the default one, or of its admin when the default one is off."""
+    """A redis-server on loopback. `passwords`: of its users; `password`: of the default one, or of its admin when the
+    default one is off.
+    """
 
     port: int
     password: str
@@ -47,7 +51,9 @@ class Server:
 
 @contextlib.contextmanager
 def open_server(*rules: str, users: bool = False, password: str = "") -> Iterator[Server]:
-    """A server with these lines in its configuration, gone at the end. `users`: the generated ones, and no default one."""
+    """A server with these lines in its configuration, gone at the end. `users`: the generated ones, and no default
+    one.
+    """
     folder = Path(tempfile.mkdtemp(prefix="tct-redis-", dir="/tmp"))
     port, password = free_port(), password or secrets.token_hex(16)
     passwords = {role: secrets.token_hex(16) for role in ROLES} if users else {}
@@ -58,7 +64,9 @@ def open_server(*rules: str, users: bool = False, password: str = "") -> Iterato
         acl.write_text(build_users("default", {role: hash_password(word) for role, word in passwords.items()}))
         lines = [line for line in lines if not line.startswith("requirepass")] + [f'aclfile "{acl}"']
     config.write_text("\n".join(lines) + "\n")
-    process = subprocess.Popen([require_redis_server(), str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [require_redis_server(), str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     server = Server(port, password, process, passwords)
     try:
         await_answer(server)

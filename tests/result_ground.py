@@ -41,7 +41,9 @@ async def arrives(future: "asyncio.Future[dict[str, Any]]") -> dict[str, Any]:
 
 
 class SilentRelay:
-    """Between a client and Redis; once told to, it swallows what either says, as a network does whose other end is gone."""
+    """Between a client and Redis; once told to, it swallows what either says, as a network does whose other end is
+    gone.
+    """
 
     def __init__(self, server: RedisProcess) -> None:
         self._server = server

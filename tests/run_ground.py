@@ -36,7 +36,14 @@ class RunGround:
         self.other = RunQueue(client, "d", KEY, owner="two")
 
     async def submit(
-        self, count: int, *, tenant: str = "acme", batch: str = "b", concurrency: int = 100, is_detached: bool = True, **fields: Any
+        self,
+        count: int,
+        *,
+        tenant: str = "acme",
+        batch: str = "b",
+        concurrency: int = 100,
+        is_detached: bool = True,
+        **fields: Any,
     ) -> None:
         record = BatchRecord(
             state=BatchState.IN_PROGRESS,

@@ -39,11 +39,20 @@ Work = Callable[[Claim, Journal, Callable[[BatchEvent], None]], Awaitable[Outcom
 def outcome_of(claim: Claim, kind: FailureKind | None = None, body: dict[str, Any] | None = None) -> Outcome:
     failure = Failure(kind=kind, code="CODE", message="no") if kind is not None else None
     attempt = claim.record.attempt
-    return Outcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body=body, failure=failure, attempt=attempt)
+    return Outcome(
+        custom_id=claim.record.item.custom_id,
+        run=claim.run,
+        status_code=200,
+        body=body,
+        failure=failure,
+        attempt=attempt,
+    )
 
 
 class Worker:
-    """Stands for the work on items: what becomes of each is a function's to say. `begun`: run and attempt of each, in order."""
+    """Stands for the work on items: what becomes of each is a function's to say. `begun`: run and attempt of each, in
+    order.
+    """
 
     def __init__(self, work: Work | None = None) -> None:
         self.brake, self.places = Brake(), Places()
@@ -53,7 +62,9 @@ class Worker:
         self.may_end = asyncio.Event()
         self._work = work
 
-    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]) -> Outcome:
+    async def work(
+        self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]
+    ) -> Outcome:
         self.begun.append((claim.run, claim.record.attempt))
         self.has_begun.set()
         if self._work is not None:
@@ -73,7 +84,9 @@ class House(RunGround):
 
     def runner(self, worker: Worker, queue: RunQueue | None = None, *, concurrency: int = 4) -> Runner:
         work: Any = worker
-        return Runner(self.client, "d", queue or self.queue, work, BatchEventWriter(self.client, "d"), concurrency, BATCH)
+        return Runner(
+            self.client, "d", queue or self.queue, work, BatchEventWriter(self.client, "d"), concurrency, BATCH
+        )
 
     @asynccontextmanager
     async def working(self, *runners: Runner) -> AsyncIterator[list["asyncio.Task[None]"]]:

@@ -12,7 +12,9 @@ EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
 SOON_S = 10.0
 
 
-async def call(client: SandboxClient, name: str, request: dict[str, Any] | None = None, body: bytes = b"", **how: Any) -> Any:
+async def call(
+    client: SandboxClient, name: str, request: dict[str, Any] | None = None, body: bytes = b"", **how: Any
+) -> Any:
     return await asyncio.wait_for(asyncio.to_thread(lambda: client.call(name, request or EXEC, body, **how)), SOON_S)
 
 

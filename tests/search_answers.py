@@ -15,7 +15,18 @@ def build_glob_done(**fields: Any) -> dict[str, Any]:
 
 
 def build_grep_done(**fields: Any) -> dict[str, Any]:
-    counts = ("matches", "files", "shown", "shown_files", "cut_lines", "searched", "ignored", "large", "binary", "unreadable")
+    counts = (
+        "matches",
+        "files",
+        "shown",
+        "shown_files",
+        "cut_lines",
+        "searched",
+        "ignored",
+        "large",
+        "binary",
+        "unreadable",
+    )
     names = ("large_names", "binary_names", "unreadable_names", "bad_rules")
     plain = {
         **dict.fromkeys(counts, 0),

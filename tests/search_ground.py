@@ -35,7 +35,9 @@ class Found:
 
 
 class Ground:
-    """A workspace, a /tmp and an output folder of their own. Files are made with the time of their turn: later ones are newer."""
+    """A workspace, a /tmp and an output folder of their own. Files are made with the time of their turn: later ones are
+    newer.
+    """
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -65,7 +67,15 @@ class Ground:
         return self._search(glob, GlobRequest, {**plain, **fields}, self.paths())
 
     def grep(self, pattern: str, *, use_ripgrep: bool = True, use_openat2: bool = True, **fields: Any) -> Found:
-        plain = {"pattern": pattern, "path": ".", "mode": "content", "limit": 100, "max_bytes": 32768, "max_lines": 2000, "timeout_s": 10}
+        plain = {
+            "pattern": pattern,
+            "path": ".",
+            "mode": "content",
+            "limit": 100,
+            "max_bytes": 32768,
+            "max_lines": 2000,
+            "timeout_s": 10,
+        }
         paths = self.paths(use_ripgrep=use_ripgrep, use_openat2=use_openat2)
         return self._search(grep, GrepRequest, {**plain, **fields}, paths)
 

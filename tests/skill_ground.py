@@ -7,7 +7,11 @@ SHIPPED = Path(__file__).parent.parent / "skills"
 
 
 def write_skill(
-    root: Path, folder: str, front: str | None = None, body: str = "Do it.", files: Mapping[str, str | bytes] | None = None
+    root: Path,
+    folder: str,
+    front: str | None = None,
+    body: str = "Do it.",
+    files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """A skill's folder. `front`: its front matter, else a plain one; a file below scripts/ gets its run bit."""
     place = root / folder

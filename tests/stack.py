@@ -1,4 +1,6 @@
-"""Real stacks for tests: started as users start them, watched from outside (engine, /proc, Redis), and cleared whatever happened."""
+"""Real stacks for tests: started as users start them, watched from outside (engine, /proc, Redis), and cleared whatever
+happened.
+"""
 
 import asyncio
 import contextlib
@@ -66,7 +68,9 @@ def free_port() -> int:
 
 
 def wait_until(is_so: Callable[[], Any], deadline_s: float, what: str | Callable[[], str]) -> Any:
-    """The first true answer of `is_so`, asked again and again. Fails the test at the deadline with `what`, called only then."""
+    """The first true answer of `is_so`, asked again and again. Fails the test at the deadline with `what`, called only
+    then.
+    """
     until = time.monotonic() + deadline_s
     while not (answer := is_so()):
         if time.monotonic() > until:
@@ -85,7 +89,7 @@ async def eventually(is_so: Callable[[], Any], deadline_s: float, what: str | Ca
     return answer
 
 
-# --- what is in the world -------------------------------------------------------------------------------------------------
+# --- what is in the world ---------------------------------------------------------------------------------------------
 
 
 def all_pids() -> list[int]:
@@ -100,14 +104,23 @@ def is_alive(pid: int) -> bool:
 
 def children_of(pid: int) -> list[int]:
     """Living children, oldest first."""
-    found = [child for child in all_pids() if is_alive(child) and int(read_proc(child, "stat").rpartition(b")")[2].split()[1]) == pid]
+    found = [
+        child
+        for child in all_pids()
+        if is_alive(child) and int(read_proc(child, "stat").rpartition(b")")[2].split()[1]) == pid
+    ]
     return sorted(found)
 
 
 def commands_in(container: str) -> dict[int, str]:
-    """Every process of a container, by its number on the host: its command line. Read from the cgroups, not from the engine."""
+    """Every process of a container, by its number on the host: its command line. Read from the cgroups, not from the
+    engine.
+    """
     wanted = container.encode()
-    found = {pid: read_proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip() for pid in _pids_in_cgroup(wanted)}
+    found = {
+        pid: read_proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+        for pid in _pids_in_cgroup(wanted)
+    }
     return {pid: command for pid, command in found.items() if is_alive(pid)}
 
 
@@ -116,10 +129,11 @@ def _pids_in_cgroup(container: bytes) -> list[int]:
 
 
 class Footprint:
-    """Everything that processes started with `environment()` leave in the world: processes, containers, volumes, folders.
+    """Everything that processes started with `environment()` leave in the world: processes, containers, volumes,
+    folders.
 
-    Processes are known by a mark in their environment (or their working folder: redis-server writes over its own), containers and
-    volumes by the name of a sandboxd that carried the mark, folders by a TMPDIR of our own.
+    Processes are known by a mark in their environment (or their working folder: redis-server writes over its own),
+    containers and volumes by the name of a sandboxd that carried the mark, folders by a TMPDIR of our own.
     """
 
     def __init__(self, api: APIClient | None = None) -> None:
@@ -130,7 +144,11 @@ class Footprint:
 
     def environment(self, overrides: Mapping[str, str] | None = None) -> dict[str, str]:
         """This process's environment without anybody's settings of toolcrew or of a model."""
-        plain = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(("TOOLCREW_", "OPENAI_"))}
+        plain = {
+            name: value
+            for name, value in os.environ.items()
+            if name in _KEPT or not name.startswith(("TOOLCREW_", "OPENAI_"))
+        }
         name, value = self._mark.split("=")
         # A warm pool, Flower and the API are for those tests that ask for them: most stacks serve a session or two.
         without = {"TOOLCREW_POOL_TARGET": "0", "TOOLCREW_EMBEDDED_FLOWER": "false", "TOOLCREW_EMBEDDED_API": "false"}
@@ -141,7 +159,11 @@ class Footprint:
         found = {}
         for pid in all_pids():
             environ = read_proc(pid, "environ")
-            if pid != os.getpid() and (self._mark.encode() in environ.split(b"\0") or self._lives_in_folder(pid)) and is_alive(pid):
+            if (
+                pid != os.getpid()
+                and (self._mark.encode() in environ.split(b"\0") or self._lives_in_folder(pid))
+                and is_alive(pid)
+            ):
                 self._learn_name(environ)
                 found[pid] = read_proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
         return found
@@ -166,7 +188,9 @@ class Footprint:
         if self._api is None:
             return []
         self.processes()
-        listed = [self._api.volumes(filters={"label": [f"toolcrew.sandboxd={name}"]})["Volumes"] or [] for name in self._names]
+        listed = [
+            self._api.volumes(filters={"label": [f"toolcrew.sandboxd={name}"]})["Volumes"] or [] for name in self._names
+        ]
         return [str(volume["Name"]) for some in listed for volume in some]
 
     def folders(self) -> list[str]:
@@ -175,7 +199,12 @@ class Footprint:
 
     def leftovers(self) -> dict[str, Any]:
         """All there is; empty when nothing is left."""
-        found = {"processes": self.processes(), "containers": self.containers(), "volumes": self.volumes(), "folders": self.folders()}
+        found = {
+            "processes": self.processes(),
+            "containers": self.containers(),
+            "volumes": self.volumes(),
+            "folders": self.folders(),
+        }
         return {kind: what for kind, what in found.items() if what}
 
     def assert_nothing_left(self, within_s: float = 15.0) -> None:
@@ -221,7 +250,7 @@ def open_footprint(api: APIClient | None = None) -> Iterator[Footprint]:
         footprint.clear()
 
 
-# --- stacks ---------------------------------------------------------------------------------------------------------------
+# --- stacks -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -248,7 +277,11 @@ class Stack:
 
     def wait_for_another(self, role: str, than: int) -> int:
         """The process that has taken the place of that one."""
-        return int(wait_until(lambda: (pid := self.pid(role)) != than and pid, UP_S, lambda: f"another {role}: {self.errors()}"))
+        return int(
+            wait_until(
+                lambda: (pid := self.pid(role)) != than and pid, UP_S, lambda: f"another {role}: {self.errors()}"
+            )
+        )
 
     def open_redis(self) -> "redis.Redis":
         return redis.Redis.from_url(self.redis_url, socket_timeout=10)
@@ -290,7 +323,9 @@ def open_stack(api: APIClient, environment: Mapping[str, str] | None = None) -> 
         try:
             line = read_line(process)
             if not line or "error" in json.loads(line):
-                pytest.fail(f"the stack did not come up: {line!r} {(footprint.folder / 'up.err').read_text(errors='replace')}")
+                pytest.fail(
+                    f"the stack did not come up: {line!r} {(footprint.folder / 'up.err').read_text(errors='replace')}"
+                )
             footprint.processes()
             yield Stack(StackInfo.model_validate_json(line), process, footprint, api)
         finally:
@@ -322,7 +357,11 @@ def end_process(process: "subprocess.Popen[bytes]", within_s: float = 30.0) -> N
 
 
 def run_toolcrew(
-    footprint: Footprint, *arguments: str, environment: Mapping[str, str] | None = None, text: str = "", within_s: float = UP_S
+    footprint: Footprint,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    text: str = "",
+    within_s: float = UP_S,
 ) -> "subprocess.CompletedProcess[str]":
     """One `toolcrew` command to its end."""
     return subprocess.run(
@@ -354,7 +393,9 @@ class RedisServer:
         """Returns when it answers."""
         log = open(self._folder / "redis.log", "ab")  # noqa: SIM115  # the child's from here on
         with log:
-            self._process = subprocess.Popen([require_redis_server(), str(self._config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [require_redis_server(), str(self._config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         wait_until(self._answers, 20, "redis-server answers")
 
     def kill(self) -> None:

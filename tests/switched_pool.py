@@ -1,4 +1,6 @@
-"""A client and an administrator of a pool without queue and sandbox: the switches and the catalog are a real Redis's, the worker's executor is real."""
+"""A client and an administrator of a pool without queue and sandbox: the switches and the catalog are a real Redis's,
+the worker's executor is real.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +30,14 @@ from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool
-from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger, build_executor
+from tests.fakes import (
+    AnsweringTransport,
+    FakeSandboxClient,
+    MemoryAsyncBlobs,
+    MemoryBlobs,
+    MemoryLedger,
+    build_executor,
+)
 from workers.call_events import open_call_events
 from workers.call_policy import CallPolicy
 from workers.executor import CallRepeated
@@ -65,7 +74,9 @@ class SwitchedPool:
 
     @asynccontextmanager
     async def client(self, *, has_admission: bool = False) -> AsyncIterator[ToolClient]:
-        """A client as `ToolClient.connect` makes one, but for the queue. `has_admission`: its calls need slots, and tenants have policies."""
+        """A client as `ToolClient.connect` makes one, but for the queue. `has_admission`: its calls need slots, and
+        tenants have policies.
+        """
         redis = open_redis(self.broker)
         catalog, switches = RedisCatalog(redis, "default", KEY), RedisSwitches(redis, "default", KEY)
         events = CallEventListener(redis, "default")

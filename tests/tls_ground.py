@@ -1,4 +1,6 @@
-"""TLS before a Redis that speaks none: an authority of the test's own, and a relay that ends TLS and hands the bytes on."""
+"""TLS before a Redis that speaks none: an authority of the test's own, and a relay that ends TLS and hands the bytes
+on.
+"""
 
 import asyncio
 import contextlib
@@ -32,12 +34,33 @@ class Authority:
         folder.mkdir()
         self._folder = folder
         self.ca = folder / "ca.pem"
-        self._run("req", "-x509", *CURVE, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=an authority of a test", "-days", "30")
+        self._run(
+            "req",
+            "-x509",
+            *CURVE,
+            "-keyout",
+            "ca.key",
+            "-out",
+            "ca.pem",
+            "-subj",
+            "/CN=an authority of a test",
+            "-days",
+            "30",
+        )
 
     def issue(self, name: str, names: str = "DNS:localhost,IP:127.0.0.1", days: int = 30) -> Pair:
         """A certificate for these names; of a negative number of days it has expired."""
         self._run(
-            "req", *CURVE, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}", "-addext", f"subjectAltName={names}"
+            "req",
+            *CURVE,
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.csr",
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            f"subjectAltName={names}",
         )
         signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-copy_extensions", "copyall", "-days", str(days))
         self._run("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signed)
@@ -48,7 +71,9 @@ class Authority:
 
 
 class TlsRelay:
-    """Takes TLS on a port of its own and hands on to another one. `client_ca`: who must have signed the client's certificate, None for none."""
+    """Takes TLS on a port of its own and hands on to another one. `client_ca`: who must have signed the client's
+    certificate, None for none.
+    """
 
     def __init__(self, pair: Pair, to_port: int, client_ca: Path | None = None) -> None:
         self.port = free_port()

@@ -96,7 +96,11 @@ def of_type(path: Path, kind: str) -> list[dict[str, Any]]:
 # Runs with every kind of text, in one step or several
 texts = st.text(max_size=40)
 replies = st.one_of(
-    st.builds(lambda calls, text: Calls([("echo", {"text": one}) for one in calls], text), st.lists(texts, min_size=1, max_size=3), texts),
+    st.builds(
+        lambda calls, text: Calls([("echo", {"text": one}) for one in calls], text),
+        st.lists(texts, min_size=1, max_size=3),
+        texts,
+    ),
     st.builds(lambda: Calls([("echo", "{broken")])),
     st.builds(lambda name: Calls([(name, {})]), st.sampled_from(["ech", "other"])),
 )

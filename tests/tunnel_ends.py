@@ -1,4 +1,6 @@
-"""What lies at either end of sandboxd's tunnels in tests: a proxy that does as it is told, and a guest that is a list of frames."""
+"""What lies at either end of sandboxd's tunnels in tests: a proxy that does as it is told, and a guest that is a list
+of frames.
+"""
 
 import asyncio
 import json
@@ -96,7 +98,9 @@ class Sandboxed:
 
 
 @asynccontextmanager
-async def running_tunnels(folder: Path, connect: Callable[[], Awaitable[ProxyStreams]] | None = None) -> AsyncIterator[Sandboxed]:
+async def running_tunnels(
+    folder: Path, connect: Callable[[], Awaitable[ProxyStreams]] | None = None
+) -> AsyncIterator[Sandboxed]:
     """Tunnels before a proxy that hands each connection to the test, or before what `connect` opens."""
     guest = Sandboxed()
     guest.drained.set()
@@ -110,7 +114,10 @@ async def running_tunnels(folder: Path, connect: Callable[[], Awaitable[ProxyStr
 
     server = await asyncio.start_unix_server(accept, str(path))
     guest.tunnels = Tunnels(
-        guest.take, drain, connect or partial(open_proxy, path, PREAMBLE, frozenset({os.geteuid()})), guest.violations.append
+        guest.take,
+        drain,
+        connect or partial(open_proxy, path, PREAMBLE, frozenset({os.geteuid()})),
+        guest.violations.append,
     )
     try:
         yield guest

@@ -35,7 +35,9 @@ SYSTEM_TLS = build_tls()
 """Read once: the system's authorities are many."""
 
 
-def answer(body: bytes | str = b"", status: int = 200, content_type: str = "text/html; charset=utf-8", **headers: str) -> bytes:
+def answer(
+    body: bytes | str = b"", status: int = 200, content_type: str = "text/html; charset=utf-8", **headers: str
+) -> bytes:
     data = body.encode() if isinstance(body, str) else body
     head = {"content-type": content_type, "content-length": str(len(data))}
     head |= {name.replace("_", "-"): value for name, value in headers.items()}
@@ -168,7 +170,9 @@ class MemoryStore:
 
 @dataclass
 class Web:
-    """A fetcher over loopback servers: the names of `resolver` lead to 127.0.0.1 and are allowed there, unless a test says otherwise."""
+    """A fetcher over loopback servers: the names of `resolver` lead to 127.0.0.1 and are allowed there, unless a test
+    says otherwise.
+    """
 
     resolver: StubResolver
     fetcher: Fetcher
@@ -193,12 +197,16 @@ def build_web(
     chosen = {"clock": clock} if clock is not None else {}
     return Web(
         resolver,
-        Fetcher(resolver, EgressRules(**rules), store, per_minute=per_minute, limits=limits, tls=tls or SYSTEM_TLS, **chosen),
+        Fetcher(
+            resolver, EgressRules(**rules), store, per_minute=per_minute, limits=limits, tls=tls or SYSTEM_TLS, **chosen
+        ),
         store,
     )
 
 
 def run_tool(tool: WorkerTool, *, tenant: str = "acme", timeout_s: float = 30.0, **arguments: Any) -> ToolResult:
     """A call of one tool as a worker makes it: checked arguments in, a result out, whatever happens."""
-    executor = build_executor(WorkerRegistry([tool]), FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
+    executor = build_executor(
+        WorkerRegistry([tool]), FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"}
+    )
     return executor.execute(build_call(tool.name, **arguments), build_context(tenant=tenant, timeout_s=timeout_s))

@@ -1,5 +1,5 @@
-"""Records that cross processes, as this release writes them. `python -m tests.wire_records` prints them; run in an older release's tree with this file
-beside it, it gives that release's. Only what both have may be named here.
+"""Records that cross processes, as this release writes them. `python -m tests.wire_records` prints them; run in an
+older release's tree with this file beside it, it gives that release's. Only what both have may be named here.
 """
 
 import json
@@ -33,14 +33,24 @@ RESULT = ToolResult(
     sandbox=SandboxInfo(id="abc", generation=2, rebuilt=True),
 )
 REPORT = HostReport(
-    host="a", queue="host.a.b1", worker="w1", kind="sandbox", slots=16, busy=1, images=("i",), started_at=1.0, reported_at=2.0
+    host="a",
+    queue="host.a.b1",
+    worker="w1",
+    kind="sandbox",
+    slots=16,
+    busy=1,
+    images=("i",),
+    started_at=1.0,
+    reported_at=2.0,
 )
 SPEC = ToolSpec(name="bash_tool", description="Runs a command.", parameters={"type": "object", "properties": {}})
 
 
 def build_records() -> dict[str, str]:
     """Name -> text."""
-    batch = BatchRecord(state=BatchState.IN_PROGRESS, total=3, sha256="00", concurrency=4, defaults=BatchDefaults(), created_at=1.0)
+    batch = BatchRecord(
+        state=BatchState.IN_PROGRESS, total=3, sha256="00", concurrency=4, defaults=BatchDefaults(), created_at=1.0
+    )
     item = BatchItem(custom_id="one", line=1, url="/v1/agent/runs", work=RunBody(instruction="go"))
     return {
         "call": encode_call(CALL, CONTEXT, KEYS),

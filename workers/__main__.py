@@ -10,7 +10,9 @@ from workers.logs import configure_logging, tell_not_started
 from workers.settings import WorkerSettings, load_worker_settings
 
 ORPHAN_GRACE_S = 5.0
-"""How long the worker of an embedded stack outlives its keeper: its sandboxd is gone as well, so calls only have to leave their results."""
+"""How long the worker of an embedded stack outlives its keeper: its sandboxd is gone as well, so calls only have to
+leave their results.
+"""
 
 
 def main() -> int:

@@ -1,4 +1,6 @@
-"""Sends the events of a running call to its caller: output as it is written, and questions. The keys and commands are in store/call_events.py."""
+"""Sends the events of a running call to its caller: output as it is written, and questions. The keys and commands are
+in store/call_events.py.
+"""
 
 import threading
 import time
@@ -44,19 +46,27 @@ class CallEvents(Protocol):
         ...
 
     def show(self, stream: str, text: str) -> None:
-        """Send a piece of output now. Wait for a slow caller, for a limited time in all; output that was not sent is counted."""
+        """Send a piece of output now. Wait for a slow caller, for a limited time in all; output that was not sent is
+        counted.
+        """
         ...
 
     def send(self, kind: str, payload: Mapping[str, Any]) -> bool:
-        """Send an event of another kind, after all output before it. Return False when no process reads it. Raises ValueError when it is too large."""
+        """Send an event of another kind, after all output before it. Return False when no process reads it. Raises
+        ValueError when it is too large.
+        """
         ...
 
     def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the caller's next answer; None when none came in time, or no caller is there. Raises EnvelopeRefused for one that cannot be read."""
+        """Return the caller's next answer; None when none came in time, or no caller is there. Raises EnvelopeRefused
+        for one that cannot be read.
+        """
         ...
 
     def close(self) -> int:
-        """Send the last event. Return how many characters of output were not shown; 0 when no caller asked for output."""
+        """Send the last event. Return how many characters of output were not shown; 0 when no caller asked for
+        output.
+        """
         ...
 
 
@@ -81,8 +91,9 @@ class NoCallEvents:
 class CallEventWriter:
     """Writes the events of one call. Safe to use from several threads.
 
-    At most MAX_WAITING_EVENTS or MAX_WAITING_BYTES wait to be read; then `show` waits. When the caller reads nothing for STALL_S, or has held up the call
-    for MAX_PAUSE_S in all, no more output is sent. When the caller stops reading or Redis does not answer, no more events are sent.
+    At most MAX_WAITING_EVENTS or MAX_WAITING_BYTES wait to be read; then `show` waits. When the caller reads nothing
+    for STALL_S, or has held up the call for MAX_PAUSE_S in all, no more output is sent. When the caller stops reading
+    or Redis does not answer, no more events are sent.
     """
 
     def __init__(self, store: WorkerCallEventStore, call_id: str) -> None:
@@ -203,7 +214,9 @@ class CallEventWriter:
 
 
 def open_call_events(client: SyncRedis, deployment: str, call: ToolCall, context: ToolContext) -> CallEvents:
-    """Return the events of a call whose signed context asks for them. `client`: one that sends every command once (`connect_once`)."""
+    """Return the events of a call whose signed context asks for them. `client`: one that sends every command once
+    (`connect_once`).
+    """
     assert context.events is not None
     return CallEventWriter(WorkerCallEventStore(client, deployment, context.tenant, call.id, context.events), call.id)
 

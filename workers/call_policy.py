@@ -43,7 +43,8 @@ class CallPolicy:
     def admit(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> SandboxTerms | None:
         """Check a call with its prepared arguments. Return what the tenant's sandboxes may have now.
 
-        Raises ToolFailure: TOOL_DISABLED, UNKNOWN_TENANT, PERMISSION_DENIED, SECURITY_REFUSED; ConfigError, BrokerUnavailable.
+        Raises ToolFailure: TOOL_DISABLED, UNKNOWN_TENANT, PERMISSION_DENIED, SECURITY_REFUSED; ConfigError,
+        BrokerUnavailable.
         """
         self.check_switches(spec, tenant, arguments)
         if self._tenants is None:

@@ -1,4 +1,6 @@
-"""Checkpoints from which a session is opened on its next host: those that the worker takes by itself, and those that a caller asked for."""
+"""Checkpoints from which a session is opened on its next host: those that the worker takes by itself, and those that a
+caller asked for.
+"""
 
 import threading
 import time
@@ -25,14 +27,18 @@ NOTE_RETRY_S = 1.0
 DEFAULT_EVERY_S = 60.0
 LOOK_EVERY_S = 2.0
 QUIET_S = 1.0
-"""A session that has been idle for so long is mostly between two steps of its model: the time at which packing is in nobody's way."""
+"""A session that has been idle for so long is mostly between two steps of its model: the time at which packing is in
+nobody's way.
+"""
 AT_ONCE = 2
 """Of a host's sessions: packing takes a processor, and calls want them."""
 MAX_PAUSE_S = 600.0
 
 
 class AutomaticCheckpoints:
-    """Takes and forgets checkpoints that nobody has asked for. Between threads: each brings its own client of sandboxd."""
+    """Takes and forgets checkpoints that nobody has asked for. Between threads: each brings its own client of
+    sandboxd.
+    """
 
     def __init__(self, sessions: WorkerSessionStore, clock: Callable[[], float], stop: threading.Event) -> None:
         self._sessions = sessions
@@ -41,9 +47,11 @@ class AutomaticCheckpoints:
         self._superseded: deque[tuple[float, str, str]] = deque()
 
     def take(self, client: SandboxClient, name: str, fence: int) -> str | None:
-        """Keep a session's files, and record that in its location; return the checkpoint. None if the session is not ours any more: then nothing is kept.
+        """Keep a session's files, and record that in its location; return the checkpoint. None if the session is not
+        ours any more: then nothing is kept.
 
-        Raises ToolFailure and SandboxUnavailable as sandboxd refuses; BrokerUnavailable when the worker ends before Redis has answered.
+        Raises ToolFailure and SandboxUnavailable as sandboxd refuses; BrokerUnavailable when the worker ends before
+        Redis has answered.
         """
         taken_at = self._clock()
         checkpoint = str(client.checkpoint(name, automatic=True)["checkpoint"])
@@ -81,7 +89,9 @@ class AutomaticCheckpoints:
 
 
 class RecordingSandboxClient(SandboxClient):
-    """A client of sandboxd for calls: a checkpoint that a caller asks for is also recorded in its session's location, and never deleted by us."""
+    """A client of sandboxd for calls: a checkpoint that a caller asks for is also recorded in its session's location,
+    and never deleted by us.
+    """
 
     def __init__(self, socket_path: Path | str, sessions: WorkerSessionStore, clock: Callable[[], float]) -> None:
         super().__init__(socket_path)
@@ -101,7 +111,9 @@ class RecordingSandboxClient(SandboxClient):
 
 @dataclass
 class WatchedSession:
-    """A session as the last looks saw it, in monotonic seconds. `changed_at`: when its files were first seen changed, None while they are kept."""
+    """A session as the last looks saw it, in monotonic seconds. `changed_at`: when its files were first seen changed,
+    None while they are kept.
+    """
 
     kept_at: float = float("-inf")
     changed_at: float | None = None
@@ -111,7 +123,9 @@ class WatchedSession:
     retry_at: float = field(default=float("-inf"))
 
     def is_due(self, row: SessionRow, now: float, every_s: float) -> bool:
-        """Whether its files should be kept now: when it is quiet; after `every_s` in any pause between calls; after three times that beside them."""
+        """Whether its files should be kept now: when it is quiet; after `every_s` in any pause between calls; after
+        three times that beside them.
+        """
         if self.changed_at is None or now < self.kept_at + every_s or now < self.retry_at:
             return False
         waited_s = now - self.changed_at
@@ -121,7 +135,9 @@ class WatchedSession:
 
 
 class CheckpointMonitor:
-    """Checkpoints what has changed, at most every `every_s` seconds a session, a few sessions at a time, so that the loss of a host costs little."""
+    """Checkpoints what has changed, at most every `every_s` seconds a session, a few sessions at a time, so that the
+    loss of a host costs little.
+    """
 
     def __init__(
         self,
@@ -142,7 +158,11 @@ class CheckpointMonitor:
         """One round: keep what is due; gives how many sessions were kept. Raises OperatorError."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
-        ended = {name: watched.checkpoint for name, watched in self._watched.items() if watched.checkpoint and name not in rows}
+        ended = {
+            name: watched.checkpoint
+            for name, watched in self._watched.items()
+            if watched.checkpoint and name not in rows
+        }
         self._watched = {name: self._watched.get(name, WatchedSession()) for name in rows}
         self._forget_ended(ended)
         for name, row in rows.items():
@@ -181,7 +201,9 @@ class CheckpointMonitor:
         return checkpoint is not None
 
     def _forget_ended(self, ended: Mapping[str, str]) -> None:
-        """`ended`: sessions that sandboxd has no more, with their last checkpoints. What goes on elsewhere needs its own; closed and expired ones do not."""
+        """`ended`: sessions that sandboxd has no more, with their last checkpoints. What goes on elsewhere needs its
+        own; closed and expired ones do not.
+        """
         locations = self._sessions.find(ended) if ended else {}
         for name, checkpoint in ended.items():
             location = locations.get(name)

@@ -1,4 +1,6 @@
-"""What must not wait behind the calls of a busy pool: cancels and closes, read from a list of the host's own and obeyed at once."""
+"""What must not wait behind the calls of a busy pool: cancels and closes, read from a list of the host's own and obeyed
+at once.
+"""
 
 import contextlib
 import os
@@ -44,10 +46,12 @@ class OrderHandler(Protocol):
 
 
 class ControlListener:
-    """A thread of the worker's parent process that reads control lists and has every order in them obeyed at once, side by side.
+    """A thread of the worker's parent process that reads control lists and has every order in them obeyed at once, side
+    by side.
 
-    An item is a signed envelope of one of the handler's verbs, or of the order to drain this very worker, the first of `queues`. No result is stored.
-    Anything else is logged and dropped, and `on_refused` gets the reason. `drain` gets whether files may be lost, and returns whether it has begun.
+    An item is a signed envelope of one of the handler's verbs, or of the order to drain this very worker, the first of
+    `queues`. No result is stored. Anything else is logged and dropped, and `on_refused` gets the reason. `drain` gets
+    whether files may be lost, and returns whether it has begun.
     """
 
     def __init__(
@@ -172,7 +176,8 @@ class SandboxOrders:
 
 
 class PoolOrders:
-    """`session.cancel` alone, for calls without a sandbox: the worker that reads the order ends the call, or passes the order on to the one that runs it.
+    """`session.cancel` alone, for calls without a sandbox: the worker that reads the order ends the call, or passes the
+    order on to the one that runs it.
 
     The lists of the pools may be read by any of their workers; `worker` also has a list of its own.
     """

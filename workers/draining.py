@@ -1,4 +1,6 @@
-"""Takes a host out of service without losing anything: its sessions are kept, one after another, and go on elsewhere; then its worker ends."""
+"""Takes a host out of service without losing anything: its sessions are kept, one after another, and go on elsewhere;
+then its worker ends.
+"""
 
 import threading
 import time
@@ -32,9 +34,11 @@ POLL_S = 0.05
 
 
 class Drain:
-    """Moves this host's sessions away. `find_at_work`: the sessions of which a call was taken from the queue and has not ended.
+    """Moves this host's sessions away. `find_at_work`: the sessions of which a call was taken from the queue and has
+    not ended.
 
-    A session of which nothing can be kept (`is_lossy`: the store is this host's own) is moved without its files, which its next call is told.
+    A session of which nothing can be kept (`is_lossy`: the store is this host's own) is moved without its files, which
+    its next call is told.
     """
 
     def __init__(
@@ -68,11 +72,15 @@ class Drain:
         return f"{words}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {why}"
 
     def finish(self, limit_s: float, leave: Callable[[], bool], *, is_lossy: bool) -> bool:
-        """Move everything; `leave`, after which nothing is sent here any more; then move what was opened before that. False when the worker ends first."""
+        """Move everything; `leave`, after which nothing is sent here any more; then move what was opened before that.
+        False when the worker ends first.
+        """
         return self.run(limit_s, is_lossy=is_lossy) and leave() and self.run(limit_s, is_lossy=is_lossy)
 
     def run(self, limit_s: float, *, is_lossy: bool) -> bool:
-        """Until no session is left; after `limit_s` what is left goes from its last checkpoint. False when the worker ends first."""
+        """Until no session is left; after `limit_s` what is left goes from its last checkpoint. False when the worker
+        ends first.
+        """
         until = time.monotonic() + limit_s
         while not self._stop.is_set():
             try:
@@ -94,19 +102,25 @@ class Drain:
             # What it has nobody can keep: the next call of each session finds this worker gone.
             log.error("drained_without_sandboxd", error=str(silent))
             return 0
-        locations = {name: location for name, location in self._sessions.find(rows).items() if self._is_ours(name, location)}
+        locations = {
+            name: location for name, location in self._sessions.find(rows).items() if self._is_ours(name, location)
+        }
         self.left = len(locations)
         now = time.monotonic()
         names = [name for name in locations if is_late or now >= self._retry_at.get(name, now)]
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="drain") as threads:
-            moved = threads.map(lambda name: self._try(rows[name], locations[name], is_lossy=is_lossy, is_late=is_late), names)
+            moved = threads.map(
+                lambda name: self._try(rows[name], locations[name], is_lossy=is_lossy, is_late=is_late), names
+            )
             self.left -= sum(moved)
         # An open that is on its way has no row yet.
         return self.left or len(self._find_at_work())
 
     def _is_ours(self, name: str, location: SessionLocation) -> bool:
         """One that is being moved, and not by us, is the mover's."""
-        return location.queue == self._sessions.queue and (location.state is LocationState.OPEN or self._held.get(name) == location.fence)
+        return location.queue == self._sessions.queue and (
+            location.state is LocationState.OPEN or self._held.get(name) == location.fence
+        )
 
     def _try(self, row: SessionRow, location: SessionLocation, *, is_lossy: bool, is_late: bool) -> bool:
         """Whether the session is gone from here."""
@@ -128,10 +142,18 @@ class Drain:
         self._refusals.pop(name, None)
         return True
 
-    def _move(self, client: SandboxClient, row: SessionRow, location: SessionLocation, *, is_lossy: bool, is_late: bool) -> bool:
-        """Keep, hold, keep what changed meanwhile, let go. While it is held every call waits, so most is kept before."""
+    def _move(
+        self, client: SandboxClient, row: SessionRow, location: SessionLocation, *, is_lossy: bool, is_late: bool
+    ) -> bool:
+        """Keep, hold, keep what changed meanwhile, let go. While it is held every call waits, so most is kept
+        before.
+        """
         name, needs_keeping = row.name, not is_lossy and not is_late
-        if needs_keeping and (row.changed or not location.checkpoint) and not self._checkpoints.take(client, name, location.fence):
+        if (
+            needs_keeping
+            and (row.changed or not location.checkpoint)
+            and not self._checkpoints.take(client, name, location.fence)
+        ):
             return False
         fence = self._hold(name, location)
         if fence is None:

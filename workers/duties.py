@@ -12,10 +12,11 @@ log = structlog.get_logger(__name__)
 
 
 class Duty:
-    """Runs a function every `every_s` seconds in a thread of its own, so that a duty that hangs holds up no other, until `stop` is set.
+    """Runs a function every `every_s` seconds in a thread of its own, so that a duty that hangs holds up no other,
+    until `stop` is set.
 
-    `run` returns True when there is nothing more to do, ever. When it raises OperatorError or ToolFailure, `failure` is logged with the error, and it
-    runs again after `retry_s`. `is_first_at_once`: the first time without a pause.
+    `run` returns True when there is nothing more to do, ever. When it raises OperatorError or ToolFailure, `failure` is
+    logged with the error, and it runs again after `retry_s`. `is_first_at_once`: the first time without a pause.
     """
 
     def __init__(

@@ -26,7 +26,9 @@ T = TypeVar("T")
 
 
 class CallRepeated(Exception):
-    """No process waits for an answer to this message: the call has been started or refused before, or was sent again. `claim` says which."""
+    """No process waits for an answer to this message: the call has been started or refused before, or was sent again.
+    `claim` says which.
+    """
 
     def __init__(self, claim: Claim) -> None:
         super().__init__(claim.value)
@@ -60,7 +62,9 @@ class FinishedCall(NamedTuple):
 
 
 class CallMiddleware:
-    """An optional feature around the calls of an executor, which runs one call at a time. The methods here add nothing."""
+    """An optional feature around the calls of an executor, which runs one call at a time. The methods here add
+    nothing.
+    """
 
     def run(self, environment: ToolEnvironment, handler: Callable[[], Outcome]) -> Outcome:
         """Run the handler of a call that was claimed; what this raises is the call's failure."""
@@ -72,7 +76,9 @@ class CallMiddleware:
 
 @dataclass(frozen=True)
 class _PreparedCall:
-    """A call that may be started. `call`: with all of its arguments; `aliases`: by which other names they were given; `terms`: of the tenant's sandboxes."""
+    """A call that may be started. `call`: with all of its arguments; `aliases`: by which other names they were given;
+    `terms`: of the tenant's sandboxes.
+    """
 
     call: ToolCall
     tool: WorkerTool
@@ -82,7 +88,9 @@ class _PreparedCall:
 
 
 class Executor:
-    """Runs calls on this host. Never raises for a call's failure. `clock`: shared by all hosts; `middleware`: the first is the innermost."""
+    """Runs calls on this host. Never raises for a call's failure. `clock`: shared by all hosts; `middleware`: the first
+    is the innermost.
+    """
 
     def __init__(
         self,
@@ -116,7 +124,8 @@ class Executor:
         if claim in (Claim.STARTED, Claim.SUPERSEDED):
             raise CallRepeated(claim)
         if isinstance(claim, ToolResult):
-            # Only a Redis that did not answer may answer in a moment; any other failure is a bug, which another attempt repeats.
+            # Only a Redis that did not answer may answer in a moment; any other failure is a bug, which another attempt
+            # repeats.
             result = _not_run(claim, RunFailure.BROKER) if claim.error_code is ErrorCode.BROKER_UNAVAILABLE else claim
         else:
             # After the claim, from which the shared clock learns Redis's time.
@@ -144,7 +153,9 @@ class Executor:
         if context.arguments_blob is not None:
             given = decode_arguments(self.blobs.take(context.tenant, context.arguments_blob))
             call = call.model_copy(update={"arguments": given})
-        arguments, aliases = prepare_arguments(tool.spec, call.arguments, text=context.text_arguments, checks=tool.validators)
+        arguments, aliases = prepare_arguments(
+            tool.spec, call.arguments, text=context.text_arguments, checks=tool.validators
+        )
         terms = self._policy.admit(context.tenant, tool.spec, arguments)
         return _PreparedCall(call, tool, arguments, aliases, terms)
 
@@ -155,7 +166,9 @@ class Executor:
         if isinstance(environment, ToolResult):
             return environment, ()
         try:
-            result = _attempt(prepared.call, lambda: self._build_result(self._handle(prepared, environment), environment), environment)
+            result = _attempt(
+                prepared.call, lambda: self._build_result(self._handle(prepared, environment), environment), environment
+            )
         finally:
             hidden = environment.events.close() if environment.events.is_watched else 0
         added: dict[str, JsonValue] = {}
@@ -163,7 +176,9 @@ class Executor:
             added["aliases_used"] = list(prepared.aliases)
         if hidden:
             added[HIDDEN] = hidden
-        return (result.model_copy(update={"metadata": {**result.metadata, **added}}) if added else result), environment.requests
+        return (
+            result.model_copy(update={"metadata": {**result.metadata, **added}}) if added else result
+        ), environment.requests
 
     def _open_environment(self, prepared: _PreparedCall, context: ToolContext) -> ToolEnvironment:
         content = self.blobs.take(context.tenant, context.blob) if context.blob else b""
@@ -198,8 +213,11 @@ class Executor:
         except (BrokerUnavailable, ToolFailure) as error:
             if error.code not in (ErrorCode.BROKER_UNAVAILABLE, ErrorCode.QUOTA_EXCEEDED):
                 raise
-            # The call has acted: a caller that reads that Redis was away, or that a limit was reached, would send it again.
-            raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the call has run, and its result is lost: {error}") from error
+            # The call has acted: a caller that reads that Redis was away, or that a limit was reached, would send it
+            # again.
+            raise ToolFailure(
+                ErrorCode.OUTCOME_UNKNOWN, f"the call has run, and its result is lost: {error}"
+            ) from error
 
 
 def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment | None = None) -> T | ToolResult:
@@ -227,7 +245,9 @@ def _reports(environment: ToolEnvironment) -> dict[str, Any]:
 
 
 def _sandboxd_away(call: ToolCall, away: SandboxdAway) -> ToolResult:
-    """Return the result of a call whose sandboxd went away. The dispatcher sends it again if it has not acted, or may act twice."""
+    """Return the result of a call whose sandboxd went away. The dispatcher sends it again if it has not acted, or may
+    act twice.
+    """
     log.error("sandboxd_away", tool=call.name, call=call.id, was_sent=away.was_sent, error=str(away))
     if not away.was_sent:
         return _not_run(ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, str(away)), RunFailure.SANDBOXD)

@@ -1,4 +1,6 @@
-"""Schemas of others, of MCP servers and of tenants, as far as models may be told of them and arguments be checked by them: bounded in every way that costs something."""
+"""Schemas of others, of MCP servers and of tenants, as far as models may be told of them and arguments be checked by
+them: bounded in every way that costs something.
+"""
 
 import json
 import re
@@ -20,7 +22,9 @@ _PARTS = ("properties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else")
 _DROPPED = ("$schema", "$id", "pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties")
-"""The first two turn references elsewhere. A check of the others may take exponential time; the program that runs the tool checks them."""
+"""The first two turn references elsewhere. A check of the others may take exponential time; the program that runs the
+tool checks them.
+"""
 
 
 class SchemaRefused(Exception):

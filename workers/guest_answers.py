@@ -1,4 +1,6 @@
-"""What a guest says at the end of a request, checked: its `done` is hostile until it has the shape of docs/guest-protocol.md."""
+"""What a guest says at the end of a request, checked: its `done` is hostile until it has the shape of
+docs/guest-protocol.md.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -57,7 +59,9 @@ class _Shape(BaseModel):
 
 
 class Told(_Shape):
-    """What the end of any request tells. `sandbox`, `sandbox_s`, `sandbox_lost` and `workspace_kept` are sandboxd's own words."""
+    """What the end of any request tells. `sandbox`, `sandbox_s`, `sandbox_lost` and `workspace_kept` are sandboxd's own
+    words.
+    """
 
     run_s: float = 0.0
     kill: KillReport | None = None
@@ -227,7 +231,9 @@ _SHAPES: dict[str, type[_Shape]] = {
 
 
 def parse_told(request: Mapping[str, Any], done: Mapping[str, Any]) -> Told:
-    """What `done`, the end of `request`, tells; the fields of the request's own op are there and of their type. Raises GuestNonsense."""
+    """What `done`, the end of `request`, tells; the fields of the request's own op are there and of their type. Raises
+    GuestNonsense.
+    """
     try:
         told = Told.model_validate(done)
         if told.error is None:
@@ -240,7 +246,9 @@ def parse_told(request: Mapping[str, Any], done: Mapping[str, Any]) -> Told:
 
 
 def parse_error(told: Told) -> tuple[ErrorCode, str, dict[str, int]]:
-    """Code, sentence and figures of a request that failed. A guest may blame its caller or itself, never the operator: any other code is INTERNAL."""
+    """Code, sentence and figures of a request that failed. A guest may blame its caller or itself, never the operator:
+    any other code is INTERNAL.
+    """
     assert told.error is not None
     code, words = str(told.error.get("code")), str(told.error.get("message"))[:MAX_WORDS_CHARS]
     if code == ErrorCode.SANDBOX_UNAVAILABLE.value and told.sandbox_lost is not None:

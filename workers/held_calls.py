@@ -21,8 +21,9 @@ LOOK_S = 0.5
 
 
 class HeldCalls:
-    """The calls that run in this process. A thread, while there are any, makes sure of each claim once, when it can no more be forgotten: else one
-    whose record reads `queued` again would be told as never run at its deadline, and its cancel would not reach it."""
+    """The calls that run in this process. A thread, while there are any, makes sure of each claim once, when it can no
+    more be forgotten: else one whose record reads `queued` again would be told as never run at its deadline, and its
+    cancel would not reach it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,7 +33,9 @@ class HeldCalls:
 
     @contextmanager
     def over(self, confirm: Callable[[], object]) -> Iterator[None]:
-        """While the block runs. `confirm`: claims again, whatever was claimed before. Raises BrokerUnavailable, and then is called again."""
+        """While the block runs. `confirm`: claims again, whatever was claimed before. Raises BrokerUnavailable, and
+        then is called again.
+        """
         mark = object()
         with self._lock:
             self._unsure[mark] = self._clock() + SURE_AFTER_S, confirm

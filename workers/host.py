@@ -1,4 +1,6 @@
-"""What a worker does beside its calls: it takes its name and its sessions, reports, keeps checkpoints, drains, and ends when it was given up."""
+"""What a worker does beside its calls: it takes its name and its sessions, reports, keeps checkpoints, drains, and ends
+when it was given up.
+"""
 
 import secrets
 import threading
@@ -20,11 +22,32 @@ from store.metrics import WorkerMetricsStore
 from store.sessions import WorkerSessionStore
 from store.tenants import WorkerTenants
 from workers.celery_edge.worker_state import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
-from workers.checkpoints import DEFAULT_EVERY_S, LOOK_EVERY_S, AutomaticCheckpoints, CheckpointMonitor, RecordingSandboxClient
+from workers.checkpoints import (
+    DEFAULT_EVERY_S,
+    LOOK_EVERY_S,
+    AutomaticCheckpoints,
+    CheckpointMonitor,
+    RecordingSandboxClient,
+)
 from workers.draining import Drain
 from workers.duties import Duty
-from workers.host_duties import AdoptionMonitor, ExpiryMonitor, LeftoverMonitor, SandboxdMetrics, SandboxdMonitor, TermsMonitor
-from workers.reports import RETRY_S, Heartbeat, build_host_report, build_pool_report, describe_process, read_store, take_incarnation
+from workers.host_duties import (
+    AdoptionMonitor,
+    ExpiryMonitor,
+    LeftoverMonitor,
+    SandboxdMetrics,
+    SandboxdMonitor,
+    TermsMonitor,
+)
+from workers.reports import (
+    RETRY_S,
+    Heartbeat,
+    build_host_report,
+    build_pool_report,
+    describe_process,
+    read_store,
+    take_incarnation,
+)
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
 
@@ -34,11 +57,15 @@ SANDBOXD_WAIT_S = 60.0
 ADOPT_EVERY_S = 1.0
 LEFTOVERS_EVERY_S = 10.0
 LOST_S = 15.0
-"""How long calls that run may go on when the worker must not: no process waits for those of an incarnation that was given up."""
+"""How long calls that run may go on when the worker must not: no process waits for those of an incarnation that was
+given up.
+"""
 
 
 class Host(Protocol):
-    """The worker as the rest of the deployment knows it. `start` once it serves calls, `stop` when the last call has ended."""
+    """The worker as the rest of the deployment knows it. `start` once it serves calls, `stop` when the last call has
+    ended.
+    """
 
     worker: str
     queues: tuple[str, ...]
@@ -50,12 +77,16 @@ class Host(Protocol):
     def stop(self) -> None: ...
 
     def drain(self, lossy: bool) -> bool:
-        """Take the worker out of service, and end; return whether that has begun. `lossy`: even if sessions lose their files."""
+        """Take the worker out of service, and end; return whether that has begun. `lossy`: even if sessions lose their
+        files.
+        """
         ...
 
 
 def build_heartbeat_duty(heartbeat: Heartbeat, stop: threading.Event) -> Duty:
-    return Duty("heartbeat", HEARTBEAT_S, heartbeat.beat, "worker_not_reported", stop, retry_s=RETRY_S, is_first_at_once=True)
+    return Duty(
+        "heartbeat", HEARTBEAT_S, heartbeat.beat, "worker_not_reported", stop, retry_s=RETRY_S, is_first_at_once=True
+    )
 
 
 @dataclass(frozen=True)
@@ -73,7 +104,8 @@ class _Facts:
 
 
 class SandboxHost:
-    """A worker beside a sandboxd. Made before it serves calls: waits for sandboxd, takes the name of its boot, and takes over its sessions.
+    """A worker beside a sandboxd. Made before it serves calls: waits for sandboxd, takes the name of its boot, and
+    takes over its sessions.
 
     Raises SandboxUnavailable, BrokerUnavailable, and ConfigError when another worker serves the sandboxd.
     """
@@ -123,7 +155,9 @@ class SandboxHost:
             duty.start()
 
     def stop(self) -> None:
-        """With sessions, orchestrators wait for its next process. Without, they take what waits in its queue at once."""
+        """With sessions, orchestrators wait for its next process. Without, they take what waits in its queue at
+        once.
+        """
         self._stop.set()
         self._stop_checkpoints.set()
         self._heartbeat.leave("restarting" if self._sandboxd.status.get("sessions") else "stopped")
@@ -132,7 +166,10 @@ class SandboxHost:
         if self._is_local and not lossy:
             log.error(
                 "drain_refused",
-                remedy="set TOOLCREW_WORKSPACE_STORE of every sandboxd to one store, or drain with --lossy: sessions lose their files",
+                remedy=(
+                    "set TOOLCREW_WORKSPACE_STORE of every sandboxd to one store, or drain with --lossy: sessions lose "
+                    "their files"
+                ),
             )
             return False
         with self._drain_lock:
@@ -146,7 +183,9 @@ class SandboxHost:
         return True
 
     def _build_duties(self) -> list[Duty]:
-        """The periodic duties. Each has a thread and a client of its own: a sandboxd or a Redis that is silent holds up no other duty."""
+        """The periodic duties. Each has a thread and a client of its own: a sandboxd or a Redis that is silent holds up
+        no other duty.
+        """
         broker, stop, client = self._broker, self._stop, self._open_client
         policies = WorkerTenants(connect(broker), broker.deployment, broker.signing_keys())
         metrics = WorkerMetricsStore(connect_once(broker), broker.deployment)
@@ -156,8 +195,17 @@ class SandboxHost:
         duties = [
             self._heartbeat_duty,
             Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.look, client()), "sandboxd_silent", stop),
-            Duty("sandboxd-counts", HEARTBEAT_S, counts.try_keep, "sandboxd_counts_not_kept", stop, is_first_at_once=True),
-            Duty("adoption", ADOPT_EVERY_S, partial(self._adoption.retry, client()), "sessions_not_adopted", stop, is_first_at_once=True),
+            Duty(
+                "sandboxd-counts", HEARTBEAT_S, counts.try_keep, "sandboxd_counts_not_kept", stop, is_first_at_once=True
+            ),
+            Duty(
+                "adoption",
+                ADOPT_EVERY_S,
+                partial(self._adoption.retry, client()),
+                "sessions_not_adopted",
+                stop,
+                is_first_at_once=True,
+            ),
             Duty("expiry", HEARTBEAT_S, partial(expiry.look, client()), "expired_sessions_not_forgotten", stop),
             Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.look, client()), "leftovers_not_closed", stop),
             Duty("terms", HEARTBEAT_S, partial(terms.look, client()), "terms_not_told", stop),
@@ -220,7 +268,9 @@ class SandboxHost:
         end_worker(EXIT_RESTART, within_s=LOST_S)
 
     def _await_sandboxd(self) -> dict[str, Any]:
-        """Return the first status of this host's sandboxd, which may still be starting. Raises SandboxUnavailable when it stays silent."""
+        """Return the first status of this host's sandboxd, which may still be starting. Raises SandboxUnavailable when
+        it stays silent.
+        """
         until = time.monotonic() + SANDBOXD_WAIT_S
         while True:
             try:
@@ -233,13 +283,17 @@ class SandboxHost:
 
 
 class PoolHost:
-    """A worker without sandboxes, which serves the queues of pools. `worker`: the name of this incarnation; no other process has it."""
+    """A worker without sandboxes, which serves the queues of pools. `worker`: the name of this incarnation; no other
+    process has it.
+    """
 
     def __init__(self, settings: WorkerSettings, queues: Sequence[str], clock: SharedClock) -> None:
         self.worker = pool_worker(settings.host, secrets.token_hex(4))
         self.queues = tuple(queues)
         self.control_queues = (self.worker, *queues)
-        self._facts = _Facts(settings.host, self.worker.rpartition(".")[2], describe_process(), settings.concurrency, time.time())
+        self._facts = _Facts(
+            settings.host, self.worker.rpartition(".")[2], describe_process(), settings.concurrency, time.time()
+        )
         self._is_leaving = False
         self._stop = threading.Event()
         broker = settings.broker()
@@ -268,7 +322,11 @@ class PoolHost:
 
     def _report(self) -> HostReport:
         return build_pool_report(
-            queue=self.worker, pools=self.queues, busy=count_running(), draining=self._is_leaving, **self._facts.fields()
+            queue=self.worker,
+            pools=self.queues,
+            busy=count_running(),
+            draining=self._is_leaving,
+            **self._facts.fields(),
         )
 
     def _note_leaving(self) -> None:

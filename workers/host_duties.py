@@ -39,8 +39,8 @@ _STATES = ("busy", "idle", "paused", "lost", "warm")
 
 @dataclass(frozen=True)
 class SessionRow:
-    """A session as sandboxd reports it. `name`: `<tenant>:<session>`; `changed`: its files may differ from its last checkpoint; `fence`: of the place
-    under which it was opened there."""
+    """A session as sandboxd reports it. `name`: `<tenant>:<session>`; `changed`: its files may differ from its last
+    checkpoint; `fence`: of the place under which it was opened there."""
 
     name: str
     calls: int
@@ -76,7 +76,9 @@ def parse_rows(rows: Sequence[Mapping[str, Any]]) -> list[SessionRow]:
 
 
 class SandboxdMonitor:
-    """Knows the last status of this host's sandboxd. `on_other_boot`: called once when another sandboxd answers than at first."""
+    """Knows the last status of this host's sandboxd. `on_other_boot`: called once when another sandboxd answers than at
+    first.
+    """
 
     def __init__(self, first: Mapping[str, Any], on_other_boot: Callable[[str], None]) -> None:
         self.status = first
@@ -102,7 +104,8 @@ class SandboxdMonitor:
 
 
 class AdoptionMonitor:
-    """At a worker's start, decides about the sessions that its sandboxd has: taken over if they are this host's, closed if they live elsewhere or ended.
+    """At a worker's start, decides about the sessions that its sandboxd has: taken over if they are this host's, closed
+    if they live elsewhere or ended.
 
     `begin` before the worker serves calls; then `retry` for what could not be decided or closed at once."""
 
@@ -115,7 +118,9 @@ class AdoptionMonitor:
         self._stale: list[str] = []
 
     def begin(self, names: Iterable[str]) -> Counter[AdoptionResult]:
-        """Decide about all sessions that sandboxd has (`names`); return how many were decided how. Raises BrokerUnavailable."""
+        """Decide about all sessions that sandboxd has (`names`); return how many were decided how. Raises
+        BrokerUnavailable.
+        """
         counts = self._adopt(list(names))
         # Only now: when a host is lost, orchestrators move its sessions away.
         for report in self._ended:
@@ -138,7 +143,9 @@ class AdoptionMonitor:
         counts: Counter[AdoptionResult] = Counter()
         held = []
         for at in range(0, len(names), BATCH):
-            for name, result in self._sessions.adopt(names[at : at + BATCH], [report.queue for report in self._ended]).items():
+            for name, result in self._sessions.adopt(
+                names[at : at + BATCH], [report.queue for report in self._ended]
+            ).items():
                 counts[result] += 1
                 if result is AdoptionResult.HELD:
                     held.append(name)
@@ -163,7 +170,8 @@ class AdoptionMonitor:
 class ExpiryMonitor:
     """Removes the locations of expired sessions, so that they do not count among their tenant's.
 
-    A session has expired if sandboxd removed it after it was idle for its time to live. One that sandboxd lost otherwise may go on from its checkpoint.
+    A session has expired if sandboxd removed it after it was idle for its time to live. One that sandboxd lost
+    otherwise may go on from its checkpoint.
     """
 
     def __init__(self, sessions: WorkerSessionStore) -> None:
@@ -177,7 +185,9 @@ class ExpiryMonitor:
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
         passed_s = now - self._seen_at
-        self._expired |= {name for name, row in self._seen.items() if name not in rows and row.idle_s + passed_s >= row.ttl_s}
+        self._expired |= {
+            name for name, row in self._seen.items() if name not in rows and row.idle_s + passed_s >= row.ttl_s
+        }
         self._seen, self._seen_at = rows, now
         count = self._sessions.forget(self._expired) if self._expired else 0
         self._expired.clear()
@@ -187,15 +197,17 @@ class ExpiryMonitor:
 class LeftoverMonitor:
     """Closes sandboxd's sessions that were closed or live on another host.
 
-    An order to close is lost if the worker that should read it is killed, or if the sandbox is still being made. Then the sandbox would live until its
-    time to live has passed. A session without a location in Redis is left alone.
+    An order to close is lost if the worker that should read it is killed, or if the sandbox is still being made. Then
+    the sandbox would live until its time to live has passed. A session without a location in Redis is left alone.
     """
 
     def __init__(self, sessions: WorkerSessionStore) -> None:
         self._sessions = sessions
 
     def look(self, client: SandboxClient) -> int:
-        """One round; returns how many were closed. Raises OperatorError, ToolFailure: then the next round does the rest."""
+        """One round; returns how many were closed. Raises OperatorError, ToolFailure: then the next round does the
+        rest.
+        """
         fences = {row.name: row.fence for row in parse_rows(client.sessions())}
         names, count = list(fences), 0
         for at in range(0, len(names), BATCH):
@@ -233,7 +245,9 @@ class TermsMonitor:
         return count
 
     def _find_terms(self, tenant: str) -> SandboxTerms | None:
-        """Return the terms of the tenant's policy; for a tenant that was removed its last ones without network. None: they cannot be read now."""
+        """Return the terms of the tenant's policy; for a tenant that was removed its last ones without network. None:
+        they cannot be read now.
+        """
         try:
             return self._find_policy(tenant).sandbox
         except ToolFailure as refused:
@@ -248,11 +262,13 @@ class TermsMonitor:
 class SandboxdMetrics:
     """Sends the counts and the present state of the host's sandboxd to the deployment's metrics.
 
-    `status`: returns the last status of sandboxd; another release may report less. When Redis does not answer, the counts are sent later,
-    by this worker or by the next one.
+    `status`: returns the last status of sandboxd; another release may report less. When Redis does not answer, the
+    counts are sent later, by this worker or by the next one.
     """
 
-    def __init__(self, metrics: WorkerMetricsStore, host: str, queue: str, status: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, metrics: WorkerMetricsStore, host: str, queue: str, status: Callable[[], Mapping[str, Any]]
+    ) -> None:
         self._metrics = metrics
         self._host = host
         self._queue = queue

@@ -21,7 +21,9 @@ _SLOTS = 1024
 
 
 class CallInterrupted(BaseException):
-    """Raised in the midst of a handler. No Exception: a tool that catches every one of those must not outlive its limit by it."""
+    """Raised in the midst of a handler. No Exception: a tool that catches every one of those must not outlive its limit
+    by it.
+    """
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -57,12 +59,14 @@ class _Running:
 class Interrupts(CallMiddleware):
     """Runs one call at a time in the main thread, and interrupts it when END_SIGNAL comes and is meant for it.
 
-    Celery sends the signal when the soft limit of a task is reached, and takes the process when the hard one is. A signal that comes too
-    late, for a call that has just ended, does nothing to the next one.
+    Celery sends the signal when the soft limit of a task is reached, and takes the process when the hard one is. A
+    signal that comes too late, for a call that has just ended, does nothing to the next one.
     """
 
     def __init__(self, board: CancelBoard, clean_up: Callable[[], None]) -> None:
-        """`clean_up`: called after an interrupted call, for what may have been left half done, such as a reply still on its way."""
+        """`clean_up`: called after an interrupted call, for what may have been left half done, such as a reply still on
+        its way.
+        """
         self._board = board
         self._clean_up = clean_up
         self._running: _Running | None = None
@@ -111,7 +115,9 @@ class Interrupts(CallMiddleware):
             interrupted = CallInterrupted(ErrorCode.CANCELLED, f"{name} was cancelled and stopped")
         elif time.monotonic() - running.started > limit_s / 2:
             # Celery's clock started a little before ours; half the limit tells its signal from one for the call before.
-            interrupted = CallInterrupted(ErrorCode.TIMEOUT, f"{name} did not end within its limit of {limit_s:g} s and was stopped")
+            interrupted = CallInterrupted(
+                ErrorCode.TIMEOUT, f"{name} did not end within its limit of {limit_s:g} s and was stopped"
+            )
         else:
             return
         # Once is enough: a second one would only disturb the tool's cleaning up.

@@ -11,15 +11,18 @@ _PR_GET_PDEATHSIG = 2
 
 
 def hold_lifeline(grace_s: float) -> None:
-    """If this process was started to die with its parent (PR_SET_PDEATHSIG), have a thread kill it `grace_s` after that has gone.
+    """If this process was started to die with its parent (PR_SET_PDEATHSIG), have a thread kill it `grace_s` after that
+    has gone.
 
-    The kernel's signal asks for an orderly end. That may wait for what went with the keeper: a result for Redis is tried again for
-    minutes, an engine that does not answer is waited for. A signal from anybody else bounds nothing: the worker of a pool finishes its
-    calls. The processes of Celery's pool die with their worker at once, as Celery asks the kernel.
+    The kernel's signal asks for an orderly end. That may wait for what went with the keeper: a result for Redis is
+    tried again for minutes, an engine that does not answer is waited for. A signal from anybody else bounds nothing:
+    the worker of a pool finishes its calls. The processes of Celery's pool die with their worker at once, as Celery
+    asks the kernel.
     """
     if not _dies_with_parent():
         return
-    # Not by its number, which may be another's one day. A keeper that died before this line has ended us with its signal.
+    # Not by its number, which may be another's one day. A keeper that died before this line has ended us with its
+    # signal.
     keeper = os.pidfd_open(os.getppid())
     threading.Thread(target=_outlive, args=(keeper, grace_s), name="lifeline", daemon=True).start()
 

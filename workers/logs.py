@@ -18,7 +18,13 @@ from contract.calls import ToolCall, ToolContext
 from contract.log_lines import LogFormat, LogLines
 from contract.log_records import RecordLines
 from contract.masking import Masker, secrets_of_settings
-from workers.settings import EgressSettings, SandboxdSettings, WorkerSettings, log_format_of_environment, secrets_of_environment
+from workers.settings import (
+    EgressSettings,
+    SandboxdSettings,
+    WorkerSettings,
+    log_format_of_environment,
+    secrets_of_environment,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -26,7 +32,9 @@ log = structlog.get_logger(__name__)
 _REPEATING = ("celery.worker.strategy", "celery.app.trace")
 
 
-def configure_logging(service: str, settings: WorkerSettings | SandboxdSettings | EgressSettings, level: str | None = None) -> None:
+def configure_logging(
+    service: str, settings: WorkerSettings | SandboxdSettings | EgressSettings, level: str | None = None
+) -> None:
     """For the whole process. `service`: what its lines are told apart by; `level`: another one than the settings'."""
     fixed = {"host": settings.host} if isinstance(settings, WorkerSettings) else {}
     lines = _build_lines(settings.log_format, service, secrets_of_settings(settings), fixed)
@@ -55,7 +63,13 @@ def tell_not_started(service: str, error: Exception) -> None:
 
 def bound_to_call(call: ToolCall, context: ToolContext) -> AbstractContextManager[Any]:
     """What is logged in there carries the call's names; threads that it starts do not."""
-    names = {"tenant": context.tenant, "session": context.session, "run": context.run, "call": call.id, "tool": call.name}
+    names = {
+        "tenant": context.tenant,
+        "session": context.session,
+        "run": context.run,
+        "call": call.id,
+        "tool": call.name,
+    }
     return bound_contextvars(**{name: value for name, value in names.items() if value is not None})
 
 
@@ -80,17 +94,23 @@ class _Handler(logging.Handler):
 
 
 def _write(line: str) -> None:
-    """At once and without a lock: processes share this stderr, and one that was just forked must not wait for a thread that it does not have."""
+    """At once and without a lock: processes share this stderr, and one that was just forked must not wait for a thread
+    that it does not have.
+    """
     data = f"{line}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError):  # nobody reads any more: no reason for calls to fail
         while data:
             data = data[os.write(2, data) :]
 
 
-def _build_lines(form: LogFormat | None, service: str, secrets: Mapping[str, str], fixed: Mapping[str, str]) -> LogLines:
+def _build_lines(
+    form: LogFormat | None, service: str, secrets: Mapping[str, str], fixed: Mapping[str, str]
+) -> LogLines:
     is_terminal = sys.stderr.isatty()
     masker = Masker({**secrets_of_environment(), **secrets})
-    return LogLines(form or ("console" if is_terminal else "json"), masker, {"service": service, **fixed}, is_colored=is_terminal)
+    return LogLines(
+        form or ("console" if is_terminal else "json"), masker, {"service": service, **fixed}, is_colored=is_terminal
+    )
 
 
 def _take_what_libraries_say(formatter: logging.Formatter, least: int) -> None:

@@ -25,17 +25,26 @@ STALE_S = HEARTBEAT_S + 1.5
 """A worker that has not reported anew for so long does not live, or hangs."""
 LOOK_S = 0.25
 START_TTL_S = 60
-"""How long the first report counts: whoever has taken a name takes over sessions and starts a pool before the heartbeat begins."""
+"""How long the first report counts: whoever has taken a name takes over sessions and starts a pool before the heartbeat
+begins.
+"""
 _MEMINFO = Path("/proc/meminfo")
 
 
 class Heartbeat:
     """Reports that the worker lives, and learns whether it was given up. `build`: builds the present report.
 
-    `on_lost`: called once, with the reason, when the worker must not go on under its name; nothing is reported from then on.
+    `on_lost`: called once, with the reason, when the worker must not go on under its name; nothing is reported from
+    then on.
     """
 
-    def __init__(self, hosts: WorkerHostStore, build: Callable[[], HostReport], clock: SharedClock, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        hosts: WorkerHostStore,
+        build: Callable[[], HostReport],
+        clock: SharedClock,
+        on_lost: Callable[[str], None],
+    ) -> None:
         self._hosts = hosts
         self._build = build
         self._clock = clock
@@ -45,14 +54,18 @@ class Heartbeat:
         self._has_logged_skew = False
 
     def leave(self, departure: Departure) -> None:
-        """Send the last report, so that no process waits longer for the worker than necessary. If Redis does not answer, the report expires by itself."""
+        """Send the last report, so that no process waits longer for the worker than necessary. If Redis does not
+        answer, the report expires by itself.
+        """
         try:
             self._leave(departure)
         except BrokerUnavailable as error:
             log.warning("worker_left_unsaid", error=str(error))
 
     def leave_drained(self, is_ending: Callable[[], bool]) -> bool:
-        """Take the report away once the queue is empty: from then on nothing is sent there. False when the worker ends, or is lost, first."""
+        """Take the report away once the queue is empty: from then on nothing is sent there. False when the worker ends,
+        or is lost, first.
+        """
         while not is_ending() and not self._is_over:
             try:
                 if self._leave("drained"):
@@ -88,12 +101,16 @@ class Heartbeat:
         skew_s = self._clock.offset_s
         if abs(skew_s) > SKEW_TOLD_S and not self._has_logged_skew:
             self._has_logged_skew = True
-            log.warning("clock_is_wrong", behind_s=round(skew_s, 1), remedy="set this host's clock, or have it kept by NTP")
+            log.warning(
+                "clock_is_wrong", behind_s=round(skew_s, 1), remedy="set this host's clock, or have it kept by NTP"
+            )
 
 
 @dataclass(frozen=True)
 class Incarnation:
-    """A name that was taken. `ended`: reports of workers of this host that have ended, and whose sessions are now this one's."""
+    """A name that was taken. `ended`: reports of workers of this host that have ended, and whose sessions are now this
+    one's.
+    """
 
     queue: str
     ended: tuple[HostReport, ...]
@@ -102,9 +119,10 @@ class Incarnation:
 def take_incarnation(host: str, boot: str, hosts: WorkerHostStore, build: Callable[[str], HostReport]) -> Incarnation:
     """Report under the first name of this boot that no process has had: `host.<host>.<boot>`, then with `.2`, `.3`.
 
-    Each process has a name of its own because a worker that is killed takes along a message that Redis had just given it: as the call of a name
-    that reports no more it is seen to be lost, and sent again. `build`: the first report of a queue.
-    Raises ConfigError when another worker serves the sandboxd, or another machine has the host's name; BrokerUnavailable.
+    Each process has a name of its own because a worker that is killed takes along a message that Redis had just given
+    it: as the call of a name that reports no more it is seen to be lost, and sent again. `build`: the first report of a
+    queue. Raises ConfigError when another worker serves the sandboxd, or another machine has the host's name;
+    BrokerUnavailable.
     """
     ended = _find_ended(hosts, host, host_queue(host, boot))
     queue = _take_name(host, boot, hosts, build)
@@ -124,8 +142,8 @@ def _take_name(host: str, boot: str, hosts: WorkerHostStore, build: Callable[[st
 
 
 def _find_ended(hosts: WorkerHostStore, host: str, base: str) -> tuple[HostReport, ...]:
-    """Return the reports of workers that have ended. Raises ConfigError while one of this boot, whose first name is `base`, or one of another machine
-    goes on reporting."""
+    """Return the reports of workers that have ended. Raises ConfigError while one of this boot, whose first name is
+    `base`, or one of another machine goes on reporting."""
     ended = []
     for report in hosts.reports(host):
         if not report.worker or is_surely_gone(report.process):
@@ -136,7 +154,8 @@ def _find_ended(hosts: WorkerHostStore, host: str, base: str) -> tuple[HostRepor
             ended.append(report)
         elif is_elsewhere(report.process) and not _has_fallen_silent(hosts, report):
             raise ConfigError(
-                f"a worker of another machine reports as host '{report.host}', as {report.queue}: give each machine a TOOLCREW_HOST of its own"
+                f"a worker of another machine reports as host '{report.host}', as {report.queue}: give each machine a "
+                "TOOLCREW_HOST of its own"
             )
     return tuple(ended)
 
@@ -159,8 +178,15 @@ def _find_elder(hosts: WorkerHostStore, host: str, queue: str) -> HostReport | N
     """A worker of the same boot that took its name before: of two that start at the same time one must give way."""
     mine = _number(queue)
     base = ".".join(queue.split(".")[:3])
-    rivals = [report for report in hosts.reports(host) if report.worker and _is_of_boot(report, base) and _number(report.queue) < mine]
-    return next((report for report in rivals if not is_surely_gone(report.process) and not _has_fallen_silent(hosts, report)), None)
+    rivals = [
+        report
+        for report in hosts.reports(host)
+        if report.worker and _is_of_boot(report, base) and _number(report.queue) < mine
+    ]
+    return next(
+        (report for report in rivals if not is_surely_gone(report.process) and not _has_fallen_silent(hosts, report)),
+        None,
+    )
 
 
 def _is_of_boot(report: HostReport, base: str) -> bool:
@@ -175,8 +201,8 @@ def _number(queue: str) -> int:
 
 def _second(other: HostReport) -> ConfigError:
     return ConfigError(
-        f"another worker serves this sandboxd, as {other.queue}: stop it first, since one sandboxd has one worker; for more calls at a time raise "
-        "TOOLCREW_CONCURRENCY"
+        f"another worker serves this sandboxd, as {other.queue}: stop it first, since one sandboxd has one worker; for "
+        "more calls at a time raise TOOLCREW_CONCURRENCY"
     )
 
 
@@ -201,7 +227,9 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
 
 def build_pool_report(**fields: Any) -> HostReport:
     """Of a worker without sandboxes."""
-    return HostReport.model_validate({"kind": "web", "reported_at": 0.0, "memory_free_bytes": find_free_memory(), **fields})
+    return HostReport.model_validate(
+        {"kind": "web", "reported_at": 0.0, "memory_free_bytes": find_free_memory(), **fields}
+    )
 
 
 def read_store(status: Mapping[str, Any]) -> Literal["local", "shared"]:
@@ -242,7 +270,9 @@ def is_elsewhere(process: str) -> bool:
 
 
 def is_surely_gone(process: str) -> bool:
-    """True for a described process of this machine and namespace that does not live any more. Of any other nothing is known: False."""
+    """True for a described process of this machine and namespace that does not live any more. Of any other nothing is
+    known: False.
+    """
     parts = process.split("/")
     if len(parts) != 4 or not parts[2].isdigit():
         return False

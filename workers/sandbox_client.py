@@ -1,4 +1,6 @@
-"""Talks to sandboxd: blocking, one connection, one request at a time. Not to be shared between threads or over a fork."""
+"""Talks to sandboxd: blocking, one connection, one request at a time. Not to be shared between threads or over a
+fork.
+"""
 
 import contextlib
 import io
@@ -19,7 +21,9 @@ OPEN_TIMEOUT_S = 60.0
 PARCEL_TIMEOUT_S = 540.0
 """How long sandboxd may take over a checkpoint: packing or unpacking it, and its store."""
 CALL_GRACE_S = 15.0
-"""How long after a call's limit sandboxd may still answer: it removes the container 2 s after the limit, bounded by the engine."""
+"""How long after a call's limit sandboxd may still answer: it removes the container 2 s after the limit, bounded by the
+engine.
+"""
 _BODY_CHUNK = 512 * 1024
 
 
@@ -45,7 +49,9 @@ class GuestResponse:
 
 
 class SandboxClient:
-    """A worker's way to sandboxd. Every failure of sandboxd itself is SandboxUnavailable; the model's are ToolFailure."""
+    """A worker's way to sandboxd. Every failure of sandboxd itself is SandboxUnavailable; the model's are
+    ToolFailure.
+    """
 
     def __init__(self, socket_path: Path | str) -> None:
         self._path = str(socket_path)
@@ -82,27 +88,38 @@ class SandboxClient:
         terms: SandboxTerms | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Open by id and tell of the sandbox: container id, generation, image, network, kind of workspace, seconds it took.
+        """Open by id and tell of the sandbox: container id, generation, image, network, kind of workspace, seconds it
+        took.
 
-        `restore`: a checkpoint of the tenant's, unpacked into a new session; an open one is given as it is. `terms`: of the tenant; None: what the
-        class `default` has, and of an open session those that it has. `moved`: another host had the session: `generation`, the fence of its new
-        place; `checkpoint_at`, when what is restored was kept, ISO 8601 or None; `is_planned`, that host was drained and not lost. Its first call is
-        told what is gone; without `restore` it is refused with that. What this host still has of it of an older generation is closed first.
+        `restore`: a checkpoint of the tenant's, unpacked into a new session; an open one is given as it is. `terms`: of
+        the tenant; None: what the class `default` has, and of an open session those that it has. `moved`: another host
+        had the session: `generation`, the fence of its new place; `checkpoint_at`, when what is restored was kept, ISO
+        8601 or None; `is_planned`, that host was drained and not lost. Its first call is told what is gone; without
+        `restore` it is refused with that. What this host still has of it of an older generation is closed first.
         """
         wanted = {"image": image, "ttl_s": ttl_s, "restore": restore, "network": network, "moved": moved}
         asked = {field: value for field, value in wanted.items() if value is not None} | _told(terms)
-        return self._ask({"verb": "open", "sandbox": name, **asked}, OPEN_TIMEOUT_S if restore is None else PARCEL_TIMEOUT_S)
+        return self._ask(
+            {"verb": "open", "sandbox": name, **asked}, OPEN_TIMEOUT_S if restore is None else PARCEL_TIMEOUT_S
+        )
 
     def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
         """Keep the session's files and shell state; gives the checkpoint's id, size and sha256.
 
-        `automatic`: nobody asked for it. It neither counts as one of the tenant's nor as a use of the session, and is deleted after a week.
+        `automatic`: nobody asked for it. It neither counts as one of the tenant's nor as a use of the session, and is
+        deleted after a week.
         """
         return self._ask({"verb": "checkpoint", "sandbox": name, "automatic": automatic}, PARCEL_TIMEOUT_S)
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
-        """Delete a checkpoint of the tenant whose sandbox `name` is or could be. False when there is none of that id."""
-        return bool(self._ask({"verb": "delete_checkpoint", "sandbox": name, "checkpoint": checkpoint}, OPEN_TIMEOUT_S)["deleted"])
+        """Delete a checkpoint of the tenant whose sandbox `name` is or could be. False when there is none of that
+        id.
+        """
+        return bool(
+            self._ask({"verb": "delete_checkpoint", "sandbox": name, "checkpoint": checkpoint}, OPEN_TIMEOUT_S)[
+                "deleted"
+            ]
+        )
 
     def call(
         self,
@@ -114,13 +131,19 @@ class SandboxClient:
         on_data: Callable[[str, bytes], None] | None = None,
         terms: SandboxTerms | None = None,
     ) -> GuestResponse:
-        """Run one request of docs/guest-protocol.md in the sandbox. `on_data` gets stream pieces as they come, else they are gathered.
-        `terms`: of the tenant now; None: as they were.
+        """Run one request of docs/guest-protocol.md in the sandbox. `on_data` gets stream pieces as they come, else
+        they are gathered. `terms`: of the tenant now; None: as they were.
 
         Raises ToolFailure with the guest's code, SandboxUnavailable when the sandbox or sandboxd is gone.
         """
         timeout_s = float(request.get("timeout_s", 30.0)) + CALL_GRACE_S
-        header = {"verb": "call", "sandbox": name, "call": call_id, "request": {**request, "body_bytes": len(body)}, **_told(terms)}
+        header = {
+            "verb": "call",
+            "sandbox": name,
+            "call": call_id,
+            "request": {**request, "body_bytes": len(body)},
+            **_told(terms),
+        }
         gathered: dict[str, bytearray] = {}
         first = _encoded(header, body[:_BODY_CHUNK])
         with self._errors():
@@ -140,12 +163,16 @@ class SandboxClient:
         return GuestResponse(_checked(frame.header), {stream: bytes(data) for stream, data in gathered.items()})
 
     def find_skill(self, name: str, digest: str, *, shared: bool) -> str | None:
-        """The folder of a skill's bundle in every sandbox; None when it has to be placed first. `shared`: everybody's, else that session's tenant's."""
+        """The folder of a skill's bundle in every sandbox; None when it has to be placed first. `shared`: everybody's,
+        else that session's tenant's.
+        """
         place = self._ask({"verb": "skill", "sandbox": name, "digest": digest, "shared": shared}, 10.0)["place"]
         return None if place is None else str(place)
 
     def place_skill(self, name: str, digest: str, archive: IO[bytes], *, shared: bool) -> str:
-        """Place the bundle of that digest, a tar archive of its files in the order of their paths; gives its folder in every sandbox."""
+        """Place the bundle of that digest, a tar archive of its files in the order of their paths; gives its folder in
+        every sandbox.
+        """
         size = archive.seek(0, io.SEEK_END)
         archive.seek(0)
         header = {"verb": "skill", "sandbox": name, "digest": digest, "shared": shared, "body_bytes": size}
@@ -164,7 +191,9 @@ class SandboxClient:
         return bool(self._ask({"verb": "cancel", "sandbox": name, "call": call_id}, 10.0)["cancelled"])
 
     def close(self, name: str, *, fence: int | None = None) -> bool:
-        """Remove the sandbox; returns when its container is gone. False when there was none. `fence`: only what was opened under that one."""
+        """Remove the sandbox; returns when its container is gone. False when there was none. `fence`: only what was
+        opened under that one.
+        """
         only = {"fence": fence} if fence is not None else {}
         return bool(self._ask({"verb": "close", "sandbox": name, **only}, OPEN_TIMEOUT_S)["closed"])
 
@@ -173,13 +202,14 @@ class SandboxClient:
         return int(self._ask({"verb": "terms", "tenant": tenant, **_told(terms)}, 10.0)["sessions"])
 
     def status(self) -> dict[str, Any]:
-        """Facts of sandboxd: `boot`, `classes`, `images`, `sessions` and `sandboxes` with the most of each (`max_`), `memory_free_bytes`,
-        `disk_free_bytes`, `store` (local or shared), engine, runtime, pool."""
+        """Facts of sandboxd: `boot`, `classes`, `images`, `sessions` and `sandboxes` with the most of each (`max_`),
+        `memory_free_bytes`, `disk_free_bytes`, `store` (local or shared), engine, runtime, pool."""
         return self._ask({"verb": "status"}, 10.0)
 
     def sessions(self) -> list[dict[str, Any]]:
-        """A row for each session: `name` (`<tenant>:<session>`), `generation`, `fence`, `calls` that run, `jobs` in the background, `idle_s`, `ttl_s`,
-        `changed` (files may differ from the last checkpoint), `checkpoint` (the last one made here), `image`, `container`, `state`, `lost`."""
+        """A row for each session: `name` (`<tenant>:<session>`), `generation`, `fence`, `calls` that run, `jobs` in the
+        background, `idle_s`, `ttl_s`, `changed` (files may differ from the last checkpoint), `checkpoint` (the last one
+        made here), `image`, `container`, `state`, `lost`."""
         rows: list[dict[str, Any]] = []
         after: str | None = ""
         while after is not None:
@@ -199,7 +229,9 @@ class SandboxClient:
     def __enter__(self) -> "SandboxClient":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.disconnect()
 
     def _ask(self, header: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -249,14 +281,15 @@ class SandboxClient:
         except TimeoutError as error:
             self.disconnect()
             raise SandboxdAway(
-                f"sandboxd at {self._path} gave no answer in time: the host is busy, or the session is still being brought back; try again, and see "
-                "sandboxd's log when it stays so",
+                f"sandboxd at {self._path} gave no answer in time: the host is busy, or the session is still being "
+                "brought back; try again, and see sandboxd's log when it stays so",
                 was_sent=self._was_sent,
             ) from error
         except (OSError, FrameError) as error:
             self.disconnect()
             raise SandboxdAway(
-                f"sandboxd does not answer at {self._path} ({error}): is it running on this host?", was_sent=self._was_sent
+                f"sandboxd does not answer at {self._path} ({error}): is it running on this host?",
+                was_sent=self._was_sent,
             ) from error
         except BaseException:
             self.disconnect()
@@ -269,7 +302,9 @@ def _told(terms: SandboxTerms | None) -> dict[str, Any]:
 
 
 def _is_quiet(sock: socket.socket) -> bool:
-    """Whether a kept connection still stands with nothing to read. Its end, as after a restart of sandboxd, is seen before anything is sent."""
+    """Whether a kept connection still stands with nothing to read. Its end, as after a restart of sandboxd, is seen
+    before anything is sent.
+    """
     try:
         sock.settimeout(0.0)
         sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)

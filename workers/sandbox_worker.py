@@ -60,8 +60,12 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
             clock=clock,
             registry=registry,
             servers=servers,
-            build_catalogs=lambda: {"sandbox": Catalog(tools=tuple(registry.specs()), skills=tuple(skill.summary for skill in skills))},
-            build_order_handler=lambda _, ledger: SandboxOrders(partial(SandboxClient, settings.sandboxd_socket), ledger),
+            build_catalogs=lambda: {
+                "sandbox": Catalog(tools=tuple(registry.specs()), skills=tuple(skill.summary for skill in skills))
+            },
+            build_order_handler=lambda _, ledger: SandboxOrders(
+                partial(SandboxClient, settings.sandboxd_socket), ledger
+            ),
             open_resources=open_resources,
         ),
     )

@@ -1,4 +1,6 @@
-"""The names that the requirement documents use for the tools of a worker. Each is an alias; nothing is implemented here."""
+"""The names that the requirement documents use for the tools of a worker. Each is an alias; nothing is implemented
+here.
+"""
 
 from workers.tools.builtin import build_registry
 from workers.tools.edit import EDIT_TOOL

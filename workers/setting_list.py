@@ -1,4 +1,6 @@
-"""`python -m workers.setting_list`: the settings of every process of the worker side, as this environment makes them, in JSON. `toolcrew config show` asks it."""
+"""`python -m workers.setting_list`: the settings of every process of the worker side, as this environment makes them,
+in JSON. `toolcrew config show` asks it.
+"""
 
 import json
 import sys
@@ -10,16 +12,26 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from contract.errors import ConfigError
 from contract.setting_rows import build_rows
-from workers.settings import WorkerSettings, load_egress_settings, load_sandboxd_settings, load_web_settings, load_worker_settings
+from workers.settings import (
+    WorkerSettings,
+    load_egress_settings,
+    load_sandboxd_settings,
+    load_web_settings,
+    load_worker_settings,
+)
 
 
 def load_worker_or_unset() -> WorkerSettings:
-    """As the worker's own; on a host that only sends calls, or nothing yet, its Redis need not be set to see the rest. Raises ConfigError."""
+    """As the worker's own; on a host that only sends calls, or nothing yet, its Redis need not be set to see the rest.
+    Raises ConfigError.
+    """
     try:
         return load_worker_settings()
     except ConfigError as error:
         cause = error.__cause__
-        if isinstance(cause, ValidationError) and [one["loc"] for one in cause.errors() if one["type"] == "missing"] == [("redis_url",)]:
+        if isinstance(cause, ValidationError) and [
+            one["loc"] for one in cause.errors() if one["type"] == "missing"
+        ] == [("redis_url",)]:
             return _without_redis()
         raise
 

@@ -21,14 +21,18 @@ MIB = 1024 * 1024
 
 
 def default_socket() -> Path:
-    """Where sandboxd listens unless told otherwise: the user's runtime folder, else a folder of the user's own below the temp folder."""
+    """Where sandboxd listens unless told otherwise: the user's runtime folder, else a folder of the user's own below
+    the temp folder.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) if runtime else Path(tempfile.gettempdir()) / f"toolcrew-{os.getuid()}"
     return base / "sandboxd.sock"
 
 
 def default_state(name: str) -> Path:
-    """Where a sandboxd of that name keeps workspaces and records unless told otherwise: for root below /var/lib, else the user's state folder."""
+    """Where a sandboxd of that name keeps workspaces and records unless told otherwise: for root below /var/lib, else
+    the user's state folder.
+    """
     if os.geteuid() == 0:
         return Path("/var/lib/toolcrew") / name
     base = os.environ.get("XDG_STATE_HOME")
@@ -68,7 +72,9 @@ def _find_shipped_skills() -> tuple[Path, ...]:
 
 
 class WorkerSettings(BaseSettings):
-    """A Celery worker's settings; every field is `TOOLCREW_<NAME>`, lists and objects in JSON. One that is empty is not set."""
+    """A Celery worker's settings; every field is `TOOLCREW_<NAME>`, lists and objects in JSON. One that is empty is not
+    set.
+    """
 
     model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
 
@@ -86,17 +92,24 @@ class WorkerSettings(BaseSettings):
     redis_sentinel_password: SecretStr | None = None
     sandboxd_socket: Path = Field(default_factory=default_socket)
     host: str = Field(
-        default_factory=lambda: re.sub("[^A-Za-z0-9-]", "-", socket.gethostname())[:40] or "host", pattern=r"^[A-Za-z0-9_-]{1,40}$"
+        default_factory=lambda: re.sub("[^A-Za-z0-9-]", "-", socket.gethostname())[:40] or "host",
+        pattern=r"^[A-Za-z0-9_-]{1,40}$",
     )
     """Its name in queues, reports and orders; no two hosts of a deployment may have the same."""
     checkpoint_every_s: float | None = Field(default=None, ge=0, le=86_400)
-    """The least time between two checkpoints that the worker takes of a session whose files change; 0: none. None: 60 where TOOLCREW_WORKSPACE_STORE is shared."""
+    """The least time between two checkpoints that the worker takes of a session whose files change; 0: none. None: 60
+    where TOOLCREW_WORKSPACE_STORE is shared.
+    """
     drain_s: float = Field(default=600.0, gt=0, le=86_400)
-    """How long a drain waits for sessions that are busy, or cannot be kept; then they move from their last checkpoint."""
+    """How long a drain waits for sessions that are busy, or cannot be kept; then they move from their last
+    checkpoint.
+    """
     worker_kind: Literal["sandbox", "web"] = "sandbox"
     """sandbox: beside a sandboxd. web: with the network and without sandboxes, for web tools and operators' tools."""
     worker_pool: Literal["auto", "threads", "prefork"] = "auto"
-    """Where calls run (docs/queue.md); auto: in threads beside sandboxes, in processes that can be killed without them."""
+    """Where calls run (docs/queue.md); auto: in threads beside sandboxes, in processes that can be killed without
+    them.
+    """
     concurrency: int = Field(default_factory=_default_slots, ge=1, le=512)
     """Calls at a time: 16 in threads, which cost next to nothing; 4 in processes."""
     worker_queues: list[Literal["pool.web", "pool.tools"]] | None = Field(default=None, min_length=1)
@@ -106,8 +119,8 @@ class WorkerSettings(BaseSettings):
     tool_config: dict[str, JsonValue] = {}
     """What operators' tools find in `CallContext.config`. No place for secrets."""
     skills: str | None = None
-    """Folders with skills, separated as in PATH; each skill is a folder in one of them. The first of two skills with one name is used. None: the
-    skills that are shipped with toolcrew (docs/skills.md)."""
+    """Folders with skills, separated as in PATH; each skill is a folder in one of them. The first of two skills with
+    one name is used. None: the skills that are shipped with toolcrew (docs/skills.md)."""
     mcp_servers: Path | None = None
     """A JSON file with the MCP servers whose tools are offered (docs/mcp.md)."""
     mcp_refresh_s: float = Field(default=600.0, ge=1, le=86_400)
@@ -130,7 +143,9 @@ class WorkerSettings(BaseSettings):
 class SandboxdSettings(BaseSettings):
     """sandboxd's settings; every field is `TOOLCREW_<NAME>`. Sizes in bytes, durations in seconds."""
 
-    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True, populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True, populate_by_name=True
+    )
 
     sandboxd_socket: Path = Field(default_factory=default_socket)
     sandboxd_socket_mode: Annotated[int, BeforeValidator(_parse_mode), Field(ge=0, le=0o777)] = 0o600
@@ -141,17 +156,23 @@ class SandboxdSettings(BaseSettings):
     sandboxd_name: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Labels this sandboxd's containers; two on one engine need two names, or one sweeps the other's sandboxes."""
     sandboxd_state: Path | None = None
-    """Workspaces, records and checkpoints; None: a folder of its name below /var/lib/toolcrew, or in the user's state folder."""
+    """Workspaces, records and checkpoints; None: a folder of its name below /var/lib/toolcrew, or in the user's state
+    folder.
+    """
     sandboxd_keep_sessions: bool = True
     """At sandboxd's end: leave the sessions' files for the next one of its name. False: nothing is left."""
     sandboxd_leases: Path = Field(default_factory=default_leases)
-    """A lock file for each living sandboxd of this host: what one that died has left is removed by the next that sees it."""
+    """A lock file for each living sandboxd of this host: what one that died has left is removed by the next that sees
+    it.
+    """
     sandbox_image: str = DEFAULT_IMAGE
     sandbox_images_allowed: list[str] = []
     sandbox_runtime: str = "runc"
     sandbox_memory_reserve_bytes: int = Field(default=256 * MIB, ge=64 * MIB)
     sandbox_workspace: Literal["auto", "image", "tmpfs", "folder"] = "auto"
-    """image: a file system image with a hard quota, needs root; tmpfs: memory; folder: watched only. auto: the best that this host can have."""
+    """image: a file system image with a hard quota, needs root; tmpfs: memory; folder: watched only. auto: the best
+    that this host can have.
+    """
     sandbox_workspace_bytes: int = Field(default=256 * MIB, ge=MIB)
     sandbox_workspace_inodes: int = Field(default=65_536, ge=256)
     sandbox_cpus: float = Field(default=1.0, gt=0)
@@ -161,7 +182,9 @@ class SandboxdSettings(BaseSettings):
     max_sandboxes: int = Field(default=200, ge=1)
     """Containers at a time. Idle sessions give theirs up for others and get one again at their next call."""
     max_sessions: int = Field(default=1000, ge=1)
-    pool_target: int = Field(default=2, ge=0, le=1000, validation_alias=AliasChoices("TOOLCREW_POOL_TARGET", "TOOLCREW_POOL_SIZE"))
+    pool_target: int = Field(
+        default=2, ge=0, le=1000, validation_alias=AliasChoices("TOOLCREW_POOL_TARGET", "TOOLCREW_POOL_SIZE")
+    )
     """Never-used sandboxes kept ready of the default class's image; of other images: `pool` of a class."""
     pool_memory_floor_bytes: int = Field(default=1024 * MIB, ge=0)
     """The pool is not filled while the host has less memory than this available."""
@@ -171,13 +194,19 @@ class SandboxdSettings(BaseSettings):
     idle_evict_s: float = Field(default=300.0, gt=0)
     """And after this time its container is given up; its files and shell state are kept."""
     host_free_bytes: int = Field(default=1024 * MIB, ge=0)
-    """No workspace is made on a disk with less free space than this; with less than half of it, what writes to one is ended, files kept."""
+    """No workspace is made on a disk with less free space than this; with less than half of it, what writes to one is
+    ended, files kept.
+    """
     workspace_store: str | None = None
-    """Where checkpoints go: a folder, or a URL that fsspec knows (extra `store`), as s3://bucket/prefix. None: below the state folder."""
+    """Where checkpoints go: a folder, or a URL that fsspec knows (extra `store`), as s3://bucket/prefix. None: below
+    the state folder.
+    """
     egress_socket: Path | None = None
     """Of the egress proxy (`python -m workers.egress`); without one no class can have network: egress."""
     egress_uids: list[int] = []
-    """Uids that the egress proxy may run under, beside sandboxd's own and root's: nobody else at that socket is told anything."""
+    """Uids that the egress proxy may run under, beside sandboxd's own and root's: nobody else at that socket is told
+    anything.
+    """
     tenant_classes: dict[str, TenantClass] = {}
     """Class name -> what its tenants have instead of the settings above, in JSON."""
     log_level: LogLevel = "INFO"
@@ -198,9 +227,13 @@ class SandboxdSettings(BaseSettings):
 
 
 class WebSettings(BaseSettings):
-    """Settings of the web tools; every field is `TOOLCREW_<NAME>`, lists in JSON. Hosts in ASCII, international names as `xn--`."""
+    """Settings of the web tools; every field is `TOOLCREW_<NAME>`, lists in JSON. Hosts in ASCII, international names
+    as `xn--`.
+    """
 
-    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", hide_input_in_errors=True, env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        env_prefix="TOOLCREW_", frozen=True, extra="ignore", hide_input_in_errors=True, env_ignore_empty=True
+    )
 
     webfetch_allow_hosts: list[str] = []
     """`host` or `host:port`: hosts that the name and address rules let pass, and with a port the port rule too."""
@@ -230,7 +263,9 @@ class WebSettings(BaseSettings):
 
 
 class EgressSettings(BaseSettings):
-    """The egress proxy's settings; every field is `TOOLCREW_<NAME>`, lists in JSON. What a session may reach comes from sandboxd."""
+    """The egress proxy's settings; every field is `TOOLCREW_<NAME>`, lists in JSON. What a session may reach comes from
+    sandboxd.
+    """
 
     model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
 

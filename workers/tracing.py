@@ -1,4 +1,6 @@
-"""The spans of one call on this side of the queue: the call as its worker sees it, and what sandboxd and the guest say it took."""
+"""The spans of one call on this side of the queue: the call as its worker sees it, and what sandboxd and the guest say
+it took.
+"""
 
 from collections.abc import Mapping
 
@@ -20,8 +22,12 @@ LEAST_SHOWN_S = 0.001
 
 
 def open_process_tracer(kind: str) -> Tracer | None:
-    """The tracer of a worker of that kind, which its pool's processes inherit; None: tracing is off. Raises ConfigError."""
-    return open_tracer(load_tracing_settings(), f"toolcrew-{kind}-worker", lambda told: log.warning("spans_lost", message=told))
+    """The tracer of a worker of that kind, which its pool's processes inherit; None: tracing is off. Raises
+    ConfigError.
+    """
+    return open_tracer(
+        load_tracing_settings(), f"toolcrew-{kind}-worker", lambda told: log.warning("spans_lost", message=told)
+    )
 
 
 class CallTracing(CallMiddleware):
@@ -51,7 +57,9 @@ class CallTracing(CallMiddleware):
             names.SANDBOX: result.sandbox.id if result.sandbox is not None else None,
             names.GENERATION: result.sandbox.generation if result.sandbox is not None else None,
         }
-        span = self._tracer.start(f"process {call.name}", attributes, kind="consumer", parent=parent, at=finished.received_at)
+        span = self._tracer.start(
+            f"process {call.name}", attributes, kind="consumer", parent=parent, at=finished.received_at
+        )
         for request in finished.requests:
             self._send_request(request, span.ref)
         span.end(error=result.error_code.value if result.error_code is not None else None)
@@ -77,4 +85,6 @@ class CallTracing(CallMiddleware):
             names.KILL_SIGNALLED: kill.signalled,
             names.KILL_SURVIVORS: kill.survivors,
         }
-        self._tracer.start("kill", attributes, parent=parent, at=max(earliest, ended_at - kill.ms / 1000)).end(at=ended_at)
+        self._tracer.start("kill", attributes, parent=parent, at=max(earliest, ended_at - kill.ms / 1000)).end(
+            at=ended_at
+        )

@@ -11,7 +11,8 @@ BACKLOG = 1024
 
 
 def open_listener(path: Path, mode: int, *, owner: str, variable: str) -> socket.socket:
-    """A listening, non-blocking socket at `path`, of that mode from its first moment. `owner` and `variable`: for the errors' sentences.
+    """A listening, non-blocking socket at `path`, of that mode from its first moment. `owner` and `variable`: for the
+    errors' sentences.
 
     Raises OSError when another owner answers there, when something else lies there, and in a folder of another user.
     """

@@ -1,4 +1,6 @@
-"""Every tool that a worker without sandboxes may have: our web tools, those of operators, and the MCP servers over HTTP."""
+"""Every tool that a worker without sandboxes may have: our web tools, those of operators, and the MCP servers over
+HTTP.
+"""
 
 from store.connection import connect_once
 from store.web_pages import PageCache
@@ -11,7 +13,9 @@ from workers.web.tools import build_web_tools
 
 
 def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
-    """Loads all of them, whatever queues are served: operators' tools that are broken must be loud. Raises ConfigError."""
+    """Loads all of them, whatever queues are served: operators' tools that are broken must be loud. Raises
+    ConfigError.
+    """
     broker = settings.broker()
     # Once: a Redis that is away must not hold up every fetch.
     cache = PageCache(connect_once(broker), settings.deployment)

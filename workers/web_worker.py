@@ -1,4 +1,6 @@
-"""The worker without sandboxes: serves web tools and operators' tools, with the network and under Celery's own limits."""
+"""The worker without sandboxes: serves web tools and operators' tools, with the network and under Celery's own
+limits.
+"""
 
 import os
 from collections import defaultdict
@@ -27,7 +29,8 @@ SERVERS_AT_ONCE = 100
 
 
 def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], servers: Sequence[Source] = ()) -> None:
-    """Serve `tools`, and those that the MCP `servers` have, in the queues of their pools until the process is told to stop.
+    """Serve `tools`, and those that the MCP `servers` have, in the queues of their pools until the process is told to
+    stop.
 
     Raises ConfigError when it cannot start.
     """
@@ -69,8 +72,9 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
 
 
 def choose_pools(specs: Sequence[ToolSpec], queues: Sequence[str] | None, *, has_servers: bool = False) -> list[str]:
-    """The pools that a worker with these tools serves. `has_servers`: there may be tools of MCP servers, now or later. `queues` None: all that it has tools for, since a call in the queue of any other
-    would fail here and not where it could run.
+    """The pools that a worker with these tools serves. `has_servers`: there may be tools of MCP servers, now or later.
+    `queues` None: all that it has tools for, since a call in the queue of any other would fail here and not where it
+    could run.
 
     Raises ConfigError for a queue without tools, and for no tools at all.
     """
@@ -78,10 +82,17 @@ def choose_pools(specs: Sequence[ToolSpec], queues: Sequence[str] | None, *, has
     chosen = [pool for pool, queue in POOL_QUEUES.items() if (pool in served if queues is None else queue in queues)]
     for pool in chosen:
         if pool not in served:
-            advice = "install their package beside the worker or name their modules in TOOLCREW_TOOL_MODULES, or leave it out"
-            raise ConfigError(f"TOOLCREW_WORKER_QUEUES names {POOL_QUEUES[pool]}, but there are no tools for it: {advice}")
+            advice = (
+                "install their package beside the worker or name their modules in TOOLCREW_TOOL_MODULES, or leave it "
+                "out"
+            )
+            raise ConfigError(
+                f"TOOLCREW_WORKER_QUEUES names {POOL_QUEUES[pool]}, but there are no tools for it: {advice}"
+            )
     if not chosen:
-        raise ConfigError("a worker of the kind web found no tools to serve: install toolcrew[web], or a package with tools")
+        raise ConfigError(
+            "a worker of the kind web found no tools to serve: install toolcrew[web], or a package with tools"
+        )
     return chosen
 
 

@@ -41,8 +41,8 @@ PUBLISH_EVERY_S = 4.0
 class WorkerParts:
     """What differs between a worker beside sandboxes and one without.
 
-    `servers` None: it has no MCP servers. `build_catalogs`: pool -> what it serves here. `open_resources`, `open_guards` are called in the process or
-    thread that runs calls; guards are middleware inside of all other.
+    `servers` None: it has no MCP servers. `build_catalogs`: pool -> what it serves here. `open_resources`,
+    `open_guards` are called in the process or thread that runs calls; guards are middleware inside of all other.
     """
 
     kind: Literal["sandbox", "web"]
@@ -58,7 +58,12 @@ class WorkerParts:
 
 def run_worker(settings: WorkerSettings, parts: WorkerParts) -> None:
     """Serve calls until the process is told to stop."""
-    broker, deployment, keys, host = settings.broker(), settings.deployment, settings.broker().signing_keys(), parts.host
+    broker, deployment, keys, host = (
+        settings.broker(),
+        settings.deployment,
+        settings.broker().signing_keys(),
+        parts.host,
+    )
     pool = choose_pool(parts.kind, settings.worker_pool)
     node = claim_node(settings.host if parts.kind == "sandbox" else f"web-{settings.host}", broker)
     tracer = open_process_tracer(parts.kind)
@@ -116,7 +121,9 @@ def run_worker(settings: WorkerSettings, parts: WorkerParts) -> None:
     )
 
 
-def _build_executor(settings: WorkerSettings, parts: WorkerParts, node: str, held: HeldCalls, tracer: Tracer | None) -> Executor:
+def _build_executor(
+    settings: WorkerSettings, parts: WorkerParts, node: str, held: HeldCalls, tracer: Tracer | None
+) -> Executor:
     """Called in the process, and the thread, that runs the calls."""
     broker, deployment = settings.broker(), settings.deployment
     client, keys = connect(broker), broker.signing_keys()
@@ -127,4 +134,6 @@ def _build_executor(settings: WorkerSettings, parts: WorkerParts, node: str, hel
         middleware.append(CallTracing(tracer, resources.facts))
     switches, tenants = WorkerSwitches(client, deployment, keys), WorkerTenants(client, deployment, keys)
     policy = CallPolicy(parts.registry, switches, tenants, RefusalCounter(connect_once(broker), deployment).count)
-    return Executor(parts.registry, claims, WorkerBlobs(client, deployment, parts.kind), resources, policy, middleware, parts.clock)
+    return Executor(
+        parts.registry, claims, WorkerBlobs(client, deployment, parts.kind), resources, policy, middleware, parts.clock
+    )

@@ -6,4 +6,14 @@ from contract.functions.completions import Completion, Usage
 from contract.functions.function_tools import FunctionTool, tool
 from contract.functions.session_state import SessionState
 
-__all__ = ["CallContext", "Completion", "ErrorCode", "FunctionTool", "ModelAdapter", "SessionState", "ToolFailure", "Usage", "tool"]
+__all__ = [
+    "CallContext",
+    "Completion",
+    "ErrorCode",
+    "FunctionTool",
+    "ModelAdapter",
+    "SessionState",
+    "ToolFailure",
+    "Usage",
+    "tool",
+]

@@ -1,4 +1,6 @@
-"""What a function that runs as a tool is told beside its arguments: whose call it is, configuration, folder, model, state."""
+"""What a function that runs as a tool is told beside its arguments: whose call it is, configuration, folder, model,
+state.
+"""
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +14,9 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ModelAdapter(Protocol):
-    """The model in use, as tools see it: its name, and one whole reply to a prompt or messages. `complete` is awaited."""
+    """The model in use, as tools see it: its name, and one whole reply to a prompt or messages. `complete` is
+    awaited.
+    """
 
     @property
     def name(self) -> str: ...
@@ -21,7 +25,9 @@ class ModelAdapter(Protocol):
 
 
 class CoroutineRunner(Protocol):
-    """Runs a coroutine to its end for a plain function, and gives what it gives. Raises RuntimeError where that would wait for ever."""
+    """Runs a coroutine to its end for a plain function, and gives what it gives. Raises RuntimeError where that would
+    wait for ever.
+    """
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
 
@@ -54,9 +60,14 @@ class CallContext:
         return self.runner(coroutine)
 
     def require_model(self) -> ModelAdapter:
-        """The model, for tools that cannot do without. Raises ToolFailure(CONFIG_MISSING) with what to do when there is none."""
+        """The model, for tools that cannot do without. Raises ToolFailure(CONFIG_MISSING) with what to do when there is
+        none.
+        """
         if self.model is None:
-            raise ToolFailure(ErrorCode.CONFIG_MISSING, "this tool asks a model, and its caller has none: call it within an agent's run")
+            raise ToolFailure(
+                ErrorCode.CONFIG_MISSING,
+                "this tool asks a model, and its caller has none: call it within an agent's run",
+            )
         return self.model
 
 
@@ -66,7 +77,9 @@ CallHandler = Callable[[dict[str, Any], CallContext], Any]
 
 @dataclass(frozen=True)
 class KnownHandler:
-    """A handler that knows whether it gives a coroutine: it calls somebody else's function, which its own signature cannot tell."""
+    """A handler that knows whether it gives a coroutine: it calls somebody else's function, which its own signature
+    cannot tell.
+    """
 
     run: CallHandler
     gives_coroutine: bool

@@ -8,7 +8,9 @@ from contract.functions.function_schemas import is_async, read_function, takes_s
 
 
 def build_execute_handler(execute: Callable[..., Any], *, is_alone: bool = False) -> CallHandler:
-    """`execute(args, context)`; `execute(args)` where a second argument is not taken, or is not ours to give (`is_alone`)."""
+    """`execute(args, context)`; `execute(args)` where a second argument is not taken, or is not ours to give
+    (`is_alone`).
+    """
     if not is_alone and takes_second_argument(execute):
         return KnownHandler(execute, is_async(execute))
     return KnownHandler(lambda arguments, _: execute(arguments), is_async(execute))

@@ -15,13 +15,21 @@ _METADATA: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
 
 def build_result(call: ToolCall, value: Any) -> ToolResult:
-    """A success with `value` as text; results of ours and of look-alikes keep what they say. Raises what `value`'s own methods raise."""
+    """A success with `value` as text; results of ours and of look-alikes keep what they say. Raises what `value`'s own
+    methods raise.
+    """
     if isinstance(value, ToolResult):
         return value.model_copy(update={"call_id": call.id, "name": call.name})
     if hasattr(value, "tool_call_id") and hasattr(value, "content"):
         return _from_message(call, value)
     if _reports_success(value):
-        return _from_parts(call, value.success, getattr(value, "output", None), getattr(value, "error", None), _extra(value, "metadata"))
+        return _from_parts(
+            call,
+            value.success,
+            getattr(value, "output", None),
+            getattr(value, "error", None),
+            _extra(value, "metadata"),
+        )
     return _success(call, value_text(value))
 
 
@@ -75,7 +83,9 @@ def _jsonable(value: Any) -> Any:
 
 def _success(call: ToolCall, text: str, metadata: dict[str, JsonValue] | None = None) -> ToolResult:
     text, is_cut = _fit(text)
-    return ToolResult(call_id=call.id, name=call.name, success=True, output=text, truncated=is_cut, metadata=metadata or {})
+    return ToolResult(
+        call_id=call.id, name=call.name, success=True, output=text, truncated=is_cut, metadata=metadata or {}
+    )
 
 
 def _from_message(call: ToolCall, message: Any) -> ToolResult:

@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass, field
 
 _SECTION = re.compile(
-    r"^(Args|Arguments|Parameters|Params|Returns?|Raises?|Yields?|Examples?|Notes?|Warnings?|Todo|See Also|References)\s*:\s*$"
+    r"^(Args|Arguments|Parameters|Params|Returns?|Raises?|Yields?|Examples?|Notes?|Warnings?|Todo|See Also|References)"
+    r"\s*:\s*$"
 )
 _PARAMETERS = ("Args", "Arguments", "Parameters", "Params")
 _ENTRY = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")

@@ -1,4 +1,6 @@
-"""A Python signature as a tool's parameters: the JSON Schema a model reads, and how its arguments become the function's."""
+"""A Python signature as a tool's parameters: the JSON Schema a model reads, and how its arguments become the
+function's.
+"""
 
 import functools
 import inspect
@@ -10,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ForwardRef, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
-from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError
+from pydantic.errors import (
+    PydanticInvalidForJsonSchema,
+    PydanticSchemaGenerationError,
+    PydanticUndefinedAnnotation,
+    PydanticUserError,
+)
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
@@ -22,7 +29,14 @@ from contract.functions.json_schemas import JsonSchema, plain_schema
 CONTEXT_NAMES = frozenset({"context", "ctx"})
 """A parameter of this name without annotation gets the context, as one annotated CallContext does whatever its name."""
 
-_UNFIT = (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, PydanticUndefinedAnnotation, PydanticUserError, TypeError, NameError)
+_UNFIT = (
+    PydanticSchemaGenerationError,
+    PydanticInvalidForJsonSchema,
+    PydanticUndefinedAnnotation,
+    PydanticUserError,
+    TypeError,
+    NameError,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,9 @@ class FunctionShape:
     """As pydantic makes it, references inlined, titles dropped."""
     _model: type[BaseModel]
     _fields: Mapping[str, str]
-    """Parameter -> field of the model. The fields have names of their own: a parameter may be called `schema` or `_x`."""
+    """Parameter -> field of the model. The fields have names of their own: a parameter may be called `schema` or
+    `_x`.
+    """
     _positional: tuple[str, ...] = ()
     _context: frozenset[str] = frozenset()
     _extra: TypeAdapter[dict[str, Any]] | None = field(default=None)
@@ -48,7 +64,9 @@ class FunctionShape:
     def bind(self, arguments: Mapping[str, Any], context: CallContext) -> tuple[list[Any], dict[str, Any]]:
         """Arguments as the function's own types. Raises ToolFailure(INVALID_ARGUMENTS) with what does not fit."""
         try:
-            checked = self._model.model_validate({name: value for name, value in arguments.items() if name in self._fields})
+            checked = self._model.model_validate(
+                {name: value for name, value in arguments.items() if name in self._fields}
+            )
             extra = {name: value for name, value in arguments.items() if name not in self._fields}
             named = {name: getattr(checked, place) for name, place in self._fields.items()}
             if self._extra is not None:
@@ -85,7 +103,9 @@ def read_function(function: Callable[..., Any], *, name: str | None = None) -> F
         schema=_schema(model, extra),
         _model=model,
         _fields=places,
-        _positional=tuple(parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_ONLY),
+        _positional=tuple(
+            parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_ONLY
+        ),
         _context=context,
         _extra=extra,
     )
@@ -104,7 +124,9 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True when calling it gives a coroutine: `async def`, also as a method, in a partial, or as an object's `__call__`."""
+    """True when calling it gives a coroutine: `async def`, also as a method, in a partial, or as an object's
+    `__call__`.
+    """
     inner = _target(function)
     if isinstance(inner, KnownHandler):
         return inner.gives_coroutine
@@ -112,16 +134,20 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def takes_second_argument(function: Callable[..., Any]) -> bool:
-    """Whether a context is to be passed behind the arguments. False when the signature cannot be read, and for a second parameter with a
-    default that says nothing of a context: that is the function's own."""
+    """Whether a context is to be passed behind the arguments. False when the signature cannot be read, and for a second
+    parameter with a default that says nothing of a context: that is the function's own."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
         return False
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return True
-    places = [p for p in parameters if p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    return len(places) > 1 and (places[1].default is places[1].empty or places[1].name in CONTEXT_NAMES or _is_context(places[1]))
+    places = [
+        p for p in parameters if p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(places) > 1 and (
+        places[1].default is places[1].empty or places[1].name in CONTEXT_NAMES or _is_context(places[1])
+    )
 
 
 def _target(function: Any) -> Any:
@@ -150,10 +176,15 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
             f"tool '{name}': its signature cannot be read ({error}): wrap it in a function with annotated parameters"
         ) from error
     hints = _hints(function, name, signature)
-    found = [parameter.replace(annotation=hints.get(parameter.name, parameter.annotation)) for parameter in signature.parameters.values()]
+    found = [
+        parameter.replace(annotation=hints.get(parameter.name, parameter.annotation))
+        for parameter in signature.parameters.values()
+    ]
     for place, parameter in enumerate(found):
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            raise TypeError(f"tool '{name}': parameter '*{parameter.name}': a model names its arguments: take a list instead")
+            raise TypeError(
+                f"tool '{name}': parameter '*{parameter.name}': a model names its arguments: take a list instead"
+            )
         if place == 0 and parameter.name in ("self", "cls") and parameter.annotation is parameter.empty:
             sentence = "is a method's own object: make a tool of the bound method, as_tool(instance.method)"
             raise TypeError(f"tool '{name}': parameter '{parameter.name}' {sentence}")
@@ -168,7 +199,10 @@ def _hints(function: Callable[..., Any], name: str, signature: inspect.Signature
     except NameError as error:
         guilty = [p.name for p in signature.parameters.values() if str(error.name) in _annotation_text(p.annotation)]
         where = f"parameter '{guilty[0]}'" if guilty else "an annotation"
-        sentence = f"{where} names '{error.name}', which its module does not define: import it there, not only for type checkers"
+        sentence = (
+            f"{where} names '{error.name}', which its module does not define: import it there, not only for type "
+            "checkers"
+        )
         raise TypeError(f"tool '{name}': {sentence}") from error
     except TypeError as error:
         raise TypeError(f"tool '{name}': its annotations cannot be read ({error})") from error
@@ -226,7 +260,9 @@ def _build_model(name: str, parameters: list[inspect.Parameter], fields: dict[st
     except _UNFIT as error:
         for annotation, info in fields.values():
             _check_annotation(name, str(info.alias), annotation)
-        raise TypeError(f"tool '{name}': no JSON Schema can be made of its parameters ({_first_line(error)})") from error
+        raise TypeError(
+            f"tool '{name}': no JSON Schema can be made of its parameters ({_first_line(error)})"
+        ) from error
     return model
 
 
@@ -238,7 +274,11 @@ def _check_annotation(name: str, parameter: str, annotation: Any) -> None:
 
 
 def _unfit(name: str, parameter: str, annotation: Any, error: Exception) -> TypeError:
-    shown = annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else getattr(annotation, "__name__", None) or str(annotation)
+    shown = (
+        annotation.__forward_arg__
+        if isinstance(annotation, ForwardRef)
+        else getattr(annotation, "__name__", None) or str(annotation)
+    )
     sentence = f"parameter '{parameter}': {shown} has no JSON form a model could write ({_first_line(error)})"
     return TypeError(f"tool '{name}': {sentence}; annotate it with JSON types, a pydantic model, or CallContext")
 
@@ -265,4 +305,6 @@ def _schema(model: type[BaseModel], extra: TypeAdapter[dict[str, Any]] | None) -
 
 def _complaints(error: ValidationError) -> str:
     found = error.errors(include_url=False, include_input=False, include_context=False)[:5]
-    return "; ".join(f"parameter '{'.'.join(str(part) for part in complaint['loc'])}': {complaint['msg']}" for complaint in found)
+    return "; ".join(
+        f"parameter '{'.'.join(str(part) for part in complaint['loc'])}': {complaint['msg']}" for complaint in found
+    )

@@ -68,8 +68,9 @@ def tool(
 ) -> Any:
     """Make a tool of a function, sync or async: `@tool`, or `@tool(name=..., timeout_s=...)`.
 
-    Its type hints become the parameters' JSON Schema, its Google-style docstring their descriptions; a parameter annotated CallContext is
-    filled in and not shown. Raises TypeError, naming function and parameter, for a signature that no model could fill in.
+    Its type hints become the parameters' JSON Schema, its Google-style docstring their descriptions; a parameter
+    annotated CallContext is filled in and not shown. Raises TypeError, naming function and parameter, for a signature
+    that no model could fill in.
     """
 
     def decorate(target: Callable[..., Any]) -> FunctionTool[..., Any]:
@@ -93,10 +94,13 @@ def tool(
 
 
 def checked_spec(name: str, **fields: Any) -> ToolSpec:
-    """The spec of a tool of a program or an operator. Raises TypeError for a name that model servers refuse, and for what no spec takes."""
+    """The spec of a tool of a program or an operator. Raises TypeError for a name that model servers refuse, and for
+    what no spec takes.
+    """
     if not _NAME.fullmatch(name):
         sentence = (
-            "model servers take names of 1 to 64 letters (a-z, A-Z), digits, '_' and '-' only; give it such a name, as @tool(name=...) does"
+            "model servers take names of 1 to 64 letters (a-z, A-Z), digits, '_' and '-' only; give it such a name, as "
+            "@tool(name=...) does"
         )
         raise TypeError(f"tool {name!r}: {sentence}")
     try:
@@ -108,4 +112,6 @@ def checked_spec(name: str, **fields: Any) -> ToolSpec:
 
 def _refuse_generators(function: Callable[..., Any]) -> None:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(f"tool '{function_name(function)}': it is a generator: return the whole result instead of yielding parts")
+        raise TypeError(
+            f"tool '{function_name(function)}': it is a generator: return the whole result instead of yielding parts"
+        )

@@ -1,4 +1,6 @@
-"""JSON Schemas made fit for a model: references inlined, titles dropped, unions with null told as a type, closed for strict mode."""
+"""JSON Schemas made fit for a model: references inlined, titles dropped, unions with null told as a type, closed for
+strict mode.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,20 +8,34 @@ from typing import Any
 JsonSchema = dict[str, Any]
 
 MAX_INLINED = 200
-"""References that are replaced in one schema. Further ones stay: definitions that refer twice to the next one double at every level."""
+"""References that are replaced in one schema. Further ones stay: definitions that refer twice to the next one double at
+every level.
+"""
 
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose value is schemas by name: what stands there as `title` may be a property."""
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLES = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames", "unevaluatedProperties")
+_SINGLES = (
+    "items",
+    "additionalProperties",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "unevaluatedProperties",
+)
 _FOR_ANY_TYPE = frozenset({"enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "$ref"})
 """Keywords that bind values of every type, so that a null beside them would not pass."""
 
 
 def plain_schema(schema: Mapping[str, Any], *, tell_null_as_type: bool = False) -> JsonSchema:
-    """`schema` without references and titles. A reference into itself stays, as those beyond MAX_INLINED do, with its definition in `$defs`.
+    """`schema` without references and titles. A reference into itself stays, as those beyond MAX_INLINED do, with its
+    definition in `$defs`.
 
-    `tell_null_as_type`: `integer or null` becomes `"type": ["integer", "null"]`, which a text dialect's strings can be read by.
+    `tell_null_as_type`: `integer or null` becomes `"type": ["integer", "null"]`, which a text dialect's strings can be
+    read by.
     """
     definitions = {**schema.get("definitions", {}), **schema.get("$defs", {})}
     body = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
@@ -48,7 +64,9 @@ def close_schema(schema: Mapping[str, Any]) -> JsonSchema:
 
 
 class _Inliner:
-    """Puts definitions where they are referred to. `kept`: those that had to stay: they contain themselves, or there were too many."""
+    """Puts definitions where they are referred to. `kept`: those that had to stay: they contain themselves, or there
+    were too many.
+    """
 
     def __init__(self, definitions: Mapping[str, JsonSchema]) -> None:
         self._definitions = definitions
@@ -87,7 +105,11 @@ def _definition_name(reference: Any) -> str | None:
 def _merge_unions(schema: JsonSchema) -> JsonSchema:
     merged = _map(schema, _merge_unions)
     branches = merged.get("anyOf")
-    if not isinstance(branches, list) or "type" in merged or not all(isinstance(branch, Mapping) for branch in branches):
+    if (
+        not isinstance(branches, list)
+        or "type" in merged
+        or not all(isinstance(branch, Mapping) for branch in branches)
+    ):
         return merged
     kinds = [branch.get("type") for branch in branches]
     if not all(isinstance(kind, str) for kind in kinds) or len(set(kinds)) != len(kinds):

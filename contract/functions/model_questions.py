@@ -15,7 +15,9 @@ MAX_QUESTIONS = 20
 
 
 class ModelQuestion(Record):
-    """One request. `number` counts the questions of a call from 1; `messages` in the OpenAI wire shape; `max_tokens` bounds the reply."""
+    """One request. `number` counts the questions of a call from 1; `messages` in the OpenAI wire shape; `max_tokens`
+    bounds the reply.
+    """
 
     number: int = Field(ge=1, le=MAX_QUESTIONS)
     messages: tuple[dict[str, JsonValue], ...] = Field(min_length=1, max_length=MAX_MESSAGES)

@@ -25,18 +25,24 @@ class SessionStates(Protocol):
 
 
 class SessionState(Protocol):
-    """Values by key, versioned. What is got is a copy: changing it changes nothing until it is set. All four are awaited."""
+    """Values by key, versioned. What is got is a copy: changing it changes nothing until it is set. All four are
+    awaited.
+    """
 
     def get(self, key: str, default: Any = None) -> Coroutine[Any, Any, Any]:
         """The value of `key`, or `default`."""
         ...
 
     def set(self, key: str, value: Any) -> Coroutine[Any, Any, None]:
-        """Raises ToolFailure: INVALID_ARGUMENTS for what is no JSON, NO_SPACE beyond the size limits. The old value then stays."""
+        """Raises ToolFailure: INVALID_ARGUMENTS for what is no JSON, NO_SPACE beyond the size limits. The old value
+        then stays.
+        """
         ...
 
     def update(self, key: str, fn: Change) -> Coroutine[Any, Any, Any]:
-        """Set `key` to `fn(its value, or None)` so that no other change is lost, and give the new value. Raises as `set` does."""
+        """Set `key` to `fn(its value, or None)` so that no other change is lost, and give the new value. Raises as
+        `set` does.
+        """
         ...
 
     def items(self) -> Coroutine[Any, Any, dict[str, Any]]:
@@ -61,13 +67,18 @@ class NoState:
 
     def _refuse(self) -> NoReturn:
         raise ToolFailure(
-            ErrorCode.SESSION_NOT_FOUND, "this call belongs to no session, so there is no state: call the tool within a session"
+            ErrorCode.SESSION_NOT_FOUND,
+            "this call belongs to no session, so there is no state: call the tool within a session",
         )
 
 
 def is_key(key: object) -> bool:
     """Whether something may lie under `key`."""
-    return isinstance(key, str) and 0 < len(key) <= MAX_KEY_CHARS and not any("\ud800" <= character <= "\udfff" for character in key)
+    return (
+        isinstance(key, str)
+        and 0 < len(key) <= MAX_KEY_CHARS
+        and not any("\ud800" <= character <= "\udfff" for character in key)
+    )
 
 
 def encode_value(key: str, value: Any, max_value_bytes: int = MAX_VALUE_BYTES) -> str:
@@ -81,7 +92,10 @@ def encode_value(key: str, value: Any, max_value_bytes: int = MAX_VALUE_BYTES) -
         sentence = f"the state takes JSON values only; '{key}' got {type(value).__name__}: {error}"
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, sentence) from error
     if size > max_value_bytes:
-        sentence = f"the value for '{key}' is {size} bytes; the state takes at most {max_value_bytes} a value: keep large data in a file"
+        sentence = (
+            f"the value for '{key}' is {size} bytes; the state takes at most {max_value_bytes} a value: keep large "
+            "data in a file"
+        )
         raise ToolFailure(ErrorCode.NO_SPACE, sentence)
     return text
 
@@ -93,10 +107,15 @@ def entry_size(key: str, text: str) -> int:
 
 def full(key: str, size: int, max_state_bytes: int) -> ToolFailure:
     """What is raised for a value that fits by itself, and no more beside the others."""
-    sentence = f"with '{key}' the session's state would be {size} bytes; at most {max_state_bytes} fit: make other values smaller"
+    sentence = (
+        f"with '{key}' the session's state would be {size} bytes; at most {max_state_bytes} fit: make other values "
+        "smaller"
+    )
     return ToolFailure(ErrorCode.NO_SPACE, sentence)
 
 
 def contended(key: str) -> ToolFailure:
     """What is raised when others were faster MAX_ATTEMPTS times."""
-    return ToolFailure(ErrorCode.INTERNAL, f"the state's '{key}' was changed by others {MAX_ATTEMPTS} times in a row; try again")
+    return ToolFailure(
+        ErrorCode.INTERNAL, f"the state's '{key}' was changed by others {MAX_ATTEMPTS} times in a row; try again"
+    )

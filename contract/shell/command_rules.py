@@ -15,7 +15,8 @@ MAX_TALK_CHARS = 4096
 
 
 def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
-    """The commands of a call, those that a shell may read from its standard input included; None when its tool takes none.
+    """The commands of a call, those that a shell may read from its standard input included; None when its tool takes
+    none.
 
     A list is read as one command's words; anything else cannot be told.
     """
@@ -27,14 +28,18 @@ def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
         return Script("", opaque="its tool names a command parameter that it does not have")
     given = arguments.get(spec.command_parameter, "")
     if isinstance(given, str):
-        return _with_input(parse_commands(given), arguments.get(spec.input_parameter) if spec.input_parameter is not None else None)
+        return _with_input(
+            parse_commands(given), arguments.get(spec.input_parameter) if spec.input_parameter is not None else None
+        )
     if isinstance(given, Sequence) and all(isinstance(word, str) for word in given):
         return parse_commands(shlex.join(given))
     return Script("", opaque="it is not text")
 
 
 def touches(argv_prefix: Sequence[str], script: Script | None) -> bool:
-    """Whether any command of the call begins with these words, or may: what a rule that forbids or asks is about. No words: any call."""
+    """Whether any command of the call begins with these words, or may: what a rule that forbids or asks is about. No
+    words: any call.
+    """
     if not argv_prefix:
         return True
     if script is None:
@@ -45,13 +50,17 @@ def touches(argv_prefix: Sequence[str], script: Script | None) -> bool:
 
 
 def _with_input(script: Script, text: object) -> Script:
-    """And what is sent to a shell that it starts or, when it starts nothing, to a program that runs already, which may be one."""
+    """And what is sent to a shell that it starts or, when it starts nothing, to a program that runs already, which may
+    be one.
+    """
     if not isinstance(text, str) or (script.text and not any(command.program in SHELLS for command in script.commands)):
         return script
     sent = parse_commands(text)
     # A line for any program that talks is no shell's text, most often: then only what reads as a command counts.
     is_talk = not script.text and len(text) <= MAX_TALK_CHARS
-    return replace(script, commands=script.commands + sent.commands, opaque=script.opaque or ("" if is_talk else sent.opaque))
+    return replace(
+        script, commands=script.commands + sent.commands, opaque=script.opaque or ("" if is_talk else sent.opaque)
+    )
 
 
 def _stands_in(word: str, text: str) -> bool:
@@ -64,10 +73,14 @@ def _may_begin(words: Sequence[Word], prefix: Sequence[str]) -> bool:
     index, end = 1, len(words)
     while True:
         found = words[index : index + len(prefix) - 1]
-        if len(found) == len(prefix) - 1 and all(_may_be(word, wanted) for word, wanted in zip(found, prefix[1:], strict=True)):
+        if len(found) == len(prefix) - 1 and all(
+            _may_be(word, wanted) for word, wanted in zip(found, prefix[1:], strict=True)
+        ):
             return True
         # Options, and the one word that may be an option's value, do not hide what follows.
-        if index >= end or not (words[index].text.startswith("-") or (index > 1 and words[index - 1].text.startswith("-"))):
+        if index >= end or not (
+            words[index].text.startswith("-") or (index > 1 and words[index - 1].text.startswith("-"))
+        ):
             return False
         index += 1
 

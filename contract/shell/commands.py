@@ -1,6 +1,8 @@
-"""A bash command line as the programs it would run, as far as its text alone tells. It runs nothing and knows no danger.
+"""A bash command line as the programs it would run, as far as its text alone tells. It runs nothing and knows no
+danger.
 
-This is a reader for seat belts, not a bash: what it cannot tell makes the script opaque, never harmless. In doubt it names a command too many.
+This is a reader for seat belts, not a bash: what it cannot tell makes the script opaque, never harmless. In doubt it
+names a command too many.
 """
 
 import dataclasses
@@ -16,7 +18,9 @@ MAX_COMMAND_CHARS = 256 * 1024
 MAX_DEPTH = 12
 """`bash -c` in `sudo` in `eval` and so on; deeper is opaque."""
 MAX_PIECES = 256
-"""Texts inside texts, and their characters together; more is opaque, so that reading takes no longer than the text is long."""
+"""Texts inside texts, and their characters together; more is opaque, so that reading takes no longer than the text is
+long.
+"""
 MAX_SOURCES = 8
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\[[^\]]*\])?\+?=")
@@ -67,7 +71,9 @@ WRAPPERS: dict[str, Wrapper] = {
         frozenset({"arg-file", "delimiter", "max-args", "max-procs", "max-chars", "process-slot-var"}),
         is_transparent=False,
     ),
-    "parallel": Wrapper("jaIdnNLPsS", frozenset({"jobs", "arg-file", "delimiter", "max-args", "sshlogin"}), is_transparent=False),
+    "parallel": Wrapper(
+        "jaIdnNLPsS", frozenset({"jobs", "arg-file", "delimiter", "max-args", "sshlogin"}), is_transparent=False
+    ),
     "env": Wrapper("uC", frozenset({"unset", "chdir"}), takes_assignments=True),
     "exec": Wrapper("a"),
     "command": Wrapper(),
@@ -95,7 +101,9 @@ WRAPPERS: dict[str, Wrapper] = {
 
 @dataclass(frozen=True)
 class Nested:
-    """What a command starts in turn: other commands' words, and texts that a shell will read. `opaque`: why there may be more."""
+    """What a command starts in turn: other commands' words, and texts that a shell will read. `opaque`: why there may
+    be more.
+    """
 
     commands: tuple[Words, ...] = ()
     scripts: tuple[str, ...] = ()
@@ -107,9 +115,9 @@ class Nested:
 class Command:
     """One simple command. `assignments`: those before it. `outputs`: files that its redirections write.
 
-    `stdin`: its here-document or here-string. `fed_by`: programs before it in its pipeline, the nearest first; `reads_pipe` tells
-    whether there is any. `function`: the function in whose body it stands. `is_concurrent`: it runs beside its neighbour (`|`, `&`).
-    `is_fed`: it gets more words, or other ones, when it runs (`xargs`, `find -exec`).
+    `stdin`: its here-document or here-string. `fed_by`: programs before it in its pipeline, the nearest first;
+    `reads_pipe` tells whether there is any. `function`: the function in whose body it stands. `is_concurrent`: it runs
+    beside its neighbour (`|`, `&`). `is_fed`: it gets more words, or other ones, when it runs (`xargs`, `find -exec`).
     """
 
     words: tuple[Word, ...]
@@ -126,7 +134,9 @@ class Command:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The words with quotes removed. Where a word is known only at run time, its text is what stands there (`$x`)."""
+        """The words with quotes removed. Where a word is known only at run time, its text is what stands there
+        (`$x`).
+        """
         return tuple(word.text for word in self.words)
 
     @property
@@ -137,7 +147,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Script:
-    """All commands that `text` may run, those inside others (`sudo`, `bash -c`, `$(...)`) included; `opaque`: why there may be more."""
+    """All commands that `text` may run, those inside others (`sudo`, `bash -c`, `$(...)`) included; `opaque`: why there
+    may be more.
+    """
 
     text: str
     commands: tuple[Command, ...] = ()
@@ -169,7 +181,9 @@ def parse_commands(text: str) -> Script:
 
 
 def _parse_piece(text: str, depth: int, is_fed: bool) -> tuple[list[Command], list[tuple[str, int, bool]], str]:
-    """The commands of one text, the texts that they would read as scripts (`is_fed`: parts of them known later), and why there may be more."""
+    """The commands of one text, the texts that they would read as scripts (`is_fed`: parts of them known later), and
+    why there may be more.
+    """
     reading = read_script(text)
     commands: list[Command] = []
     scripts = [(piece, depth + 1, is_fed) for piece in reading.texts]
@@ -260,7 +274,9 @@ def _find_nested(words: Words, stdin: str | None) -> Nested:
 
 
 def _in_shell(words: Words, stdin: str | None) -> Nested:
-    """`bash -c TEXT`, or a shell that reads its standard input. A shell that runs a file is a program like any other."""
+    """`bash -c TEXT`, or a shell that reads its standard input. A shell that runs a file is a program like any
+    other.
+    """
     index, has_script, reads_stdin = 1, False, False
     while index < len(words) and words[index].text[:1] in ("-", "+") and words[index].text not in ("-", "--"):
         text = words[index].text
@@ -274,7 +290,9 @@ def _in_shell(words: Words, stdin: str | None) -> Nested:
         index += 1
     if has_script and index < len(words):
         word = words[index]
-        return Nested(scripts=(word.text,), opaque="a shell is given text known only when it runs" if word.is_expanded else "")
+        return Nested(
+            scripts=(word.text,), opaque="a shell is given text known only when it runs" if word.is_expanded else ""
+        )
     if index < len(words) and not reads_stdin and words[index].text not in _STANDARD_INPUT:
         return Nested(opaque="a shell is given text known only when it runs" if words[index].is_expanded else "")
     if stdin is not None:
@@ -287,7 +305,11 @@ def _rest_as_script(name: str, words: Words) -> Nested:
         rest = words[1:2]
     elif name == "parallel":
         # It joins its words and hands them to a shell.
-        rest = tuple(itertools.takewhile(lambda word: not word.text.startswith(":::"), words[_skip_options(words, WRAPPERS[name]) :]))
+        rest = tuple(
+            itertools.takewhile(
+                lambda word: not word.text.startswith(":::"), words[_skip_options(words, WRAPPERS[name]) :]
+            )
+        )
     elif name == "watch":
         rest = words[_skip_options(words, Wrapper("nq", frozenset({"interval", "equexit"}))) :]
     else:
@@ -341,7 +363,9 @@ def _in_wrapper(wrapper: Wrapper, words: Words) -> Nested:
     is_unsure = any(word.is_expanded or word.is_pattern for word in words[1:start])
     opaque = "the words before the command are known only when it runs" if is_unsure and start < len(words) else ""
     inner = words[start:]
-    return Nested((inner,) if inner else (), opaque=opaque, is_transparent=wrapper.is_transparent and is_plain and bool(inner))
+    return Nested(
+        (inner,) if inner else (), opaque=opaque, is_transparent=wrapper.is_transparent and is_plain and bool(inner)
+    )
 
 
 def _skip_options(words: Sequence[Word], wrapper: Wrapper) -> int:
@@ -358,7 +382,9 @@ def _skip_options(words: Sequence[Word], wrapper: Wrapper) -> int:
 
 
 def _takes_next(option: str, wrapper: Wrapper) -> bool:
-    """Whether the next word is this option's value: a valued letter that ends its cluster, or a valued long name without `=`."""
+    """Whether the next word is this option's value: a valued letter that ends its cluster, or a valued long name
+    without `=`.
+    """
     if option.startswith("--"):
         return option[2:] in wrapper.valued_long
     for position, letter in enumerate(option[1:], start=1):

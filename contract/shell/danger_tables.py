@@ -1,7 +1,24 @@
 """The tables of dangerous commands: data only, one line a danger, to be read and argued about."""
 
 WHOLE_TREES = frozenset(
-    {"/", "//", "$HOME", "~root", "/root", "/home", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/media", "/mnt", "/opt"}
+    {
+        "/",
+        "//",
+        "$HOME",
+        "~root",
+        "/root",
+        "/home",
+        "/bin",
+        "/boot",
+        "/dev",
+        "/etc",
+        "/lib",
+        "/lib32",
+        "/lib64",
+        "/media",
+        "/mnt",
+        "/opt",
+    }
     | {
         "/proc",
         "/run",
@@ -25,13 +42,42 @@ OWN_FOLDERS = ("/workspace", "/tmp")
 """Folders of a sandbox that are the agent's own: it may remove what it names below them."""
 
 SYSTEM_FOLDERS = (
-    *("/etc/", "/boot/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/usr/", "/sys/", "/proc/", "/root/", "/var/lib/", "/var/run/", "/run/"),
+    *(
+        "/etc/",
+        "/boot/",
+        "/bin/",
+        "/sbin/",
+        "/lib/",
+        "/lib64/",
+        "/usr/",
+        "/sys/",
+        "/proc/",
+        "/root/",
+        "/var/lib/",
+        "/var/run/",
+        "/run/",
+    ),
     *("$HOME/.ssh/", "$HOME/.bashrc", "$HOME/.profile", "$HOME/.bash_profile", "$HOME/.zshrc"),
 )
 """Writing there outlives the task, or changes what other programs do."""
 
 HARMLESS_DEVICES = frozenset(
-    f"/dev/{name}" for name in ("null", "zero", "full", "stdin", "stdout", "stderr", "fd", "tty", "pts", "ptmx", "shm", "random", "urandom")
+    f"/dev/{name}"
+    for name in (
+        "null",
+        "zero",
+        "full",
+        "stdin",
+        "stdout",
+        "stderr",
+        "fd",
+        "tty",
+        "pts",
+        "ptmx",
+        "shm",
+        "random",
+        "urandom",
+    )
 )
 
 HOST_CONTROLS = (
@@ -45,7 +91,9 @@ HOST_CONTROLS = (
 )
 """Files whose writing acts on the host, or leads out of a container."""
 
-DEVICE_TOOLS = frozenset({"mkfs", "mke2fs", "mkswap", "mkntfs", "wipefs", "shred", "blkdiscard", "badblocks", "pvcreate"})
+DEVICE_TOOLS = frozenset(
+    {"mkfs", "mke2fs", "mkswap", "mkntfs", "wipefs", "shred", "blkdiscard", "badblocks", "pvcreate"}
+)
 """Programs, and mkfs.*, that wipe what they are pointed at: a device is catastrophic, a file dangerous."""
 
 WRITERS = frozenset({"dd", "tee", "truncate"})
@@ -53,7 +101,23 @@ COPIERS = frozenset({"cp", "mv", "install", "ln"})
 """WRITERS write to all of their operands, COPIERS to the last."""
 
 DECODERS = frozenset(
-    {"curl", "wget", "fetch", "base64", "base32", "xxd", "openssl", "uudecode", "gunzip", "zcat", "nc", "ncat", "gpg", "rev", "tr"}
+    {
+        "curl",
+        "wget",
+        "fetch",
+        "base64",
+        "base32",
+        "xxd",
+        "openssl",
+        "uudecode",
+        "gunzip",
+        "zcat",
+        "nc",
+        "ncat",
+        "gpg",
+        "rev",
+        "tr",
+    }
 )
 INTERPRETERS = frozenset({"python", "perl", "ruby", "node", "php", "lua", "tclsh", "deno", "bun", "osascript"})
 
@@ -175,7 +239,12 @@ DANGEROUS_SUBCOMMANDS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], 
     ("systemctl", ("mask",), (), "stops a service"),
     ("sysctl", (), ("-w", "-p", "--write", "--load", "--system"), "changes the kernel's settings"),
     ("crontab", (), ("-r",), "removes all timed jobs"),
-    ("rsync", (), ("--delete", "--delete-before", "--delete-after", "--delete-excluded", "--remove-source-files"), "removes files"),
+    (
+        "rsync",
+        (),
+        ("--delete", "--delete-before", "--delete-after", "--delete-excluded", "--remove-source-files"),
+        "removes files",
+    ),
     ("npm", ("publish",), (), "publishes a package"),
     ("npm", ("unpublish",), (), "withdraws a package"),
     ("yarn", ("publish",), (), "publishes a package"),
@@ -202,4 +271,6 @@ DANGEROUS_SUBCOMMANDS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], 
     ("nc", (), ("-e", "-c"), "lends a program to whoever connects"),
     ("ncat", (), ("-e", "-c", "--exec", "--sh-exec"), "lends a program to whoever connects"),
 )
-"""Program, words that occur in this order among its words, flags of which one must be there (none: no matter), what it does."""
+"""Program, words that occur in this order among its words, flags of which one must be there (none: no matter), what it
+does.
+"""

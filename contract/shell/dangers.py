@@ -75,14 +75,18 @@ _FILTERS = (
 
 
 def classify(script: Script, folder: str = "") -> Danger:
-    """The worst of all commands, what cannot be told included: it counts as dangerous. `folder`: where the script starts, "" if unknown."""
+    """The worst of all commands, what cannot be told included: it counts as dangerous. `folder`: where the script
+    starts, "" if unknown.
+    """
     worst = Danger(Level.DANGEROUS, f"cannot be read whole: {script.opaque}") if script.is_opaque else NO_DANGER
     # Of the whole script: loops and functions may run a later `cd` first, and one that fails leads nowhere.
     is_at_home = _is_own(folder) and not any(_may_leave(command) for command in script.commands)
     for command in script.commands:
         found = classify_command(command, folder, is_at_home=is_at_home)
         # The first of equals is told; a named danger says more than "cannot be read".
-        if found.level > worst.level or (found.level == worst.level and found.reason and worst.reason.startswith("cannot be read")):
+        if found.level > worst.level or (
+            found.level == worst.level and found.reason and worst.reason.startswith("cannot be read")
+        ):
             worst = found
         if command.program in ("cd", "pushd"):
             operands = split_flags(command)[1]
@@ -91,7 +95,9 @@ def classify(script: Script, folder: str = "") -> Danger:
 
 
 def classify_command(command: Command, folder: str = "", *, is_at_home: bool = False) -> Danger:
-    """One command. `folder`: where earlier `cd`s have led, "" when nowhere known; `is_at_home`: it runs below OWN_FOLDERS for certain."""
+    """One command. `folder`: where earlier `cd`s have led, "" when nowhere known; `is_at_home`: it runs below
+    OWN_FOLDERS for certain.
+    """
     worst = _removal(command, folder, is_at_home)
     for check in _CHECKS:
         found = check(command, folder)
@@ -153,14 +159,18 @@ def _finding(command: Command, folder: str) -> Danger:
 
 
 def _removes_what_it_finds(argv: tuple[str, ...]) -> bool:
-    """Whether an action of this `find` removes. A word that belongs to a test, such as `rm` of `-name rm`, is no action."""
+    """Whether an action of this `find` removes. A word that belongs to a test, such as `rm` of `-name rm`, is no
+    action.
+    """
     at = 1
     while at < len(argv):
         word = argv[at]
         if word == "-delete":
             return True
         if word in FIND_EXECUTES:
-            end = next((i for i in range(at + 1, len(argv)) if argv[i] == ";" or argv[i - 1 : i + 1] == ("{}", "+")), len(argv))
+            end = next(
+                (i for i in range(at + 1, len(argv)) if argv[i] == ";" or argv[i - 1 : i + 1] == ("{}", "+")), len(argv)
+            )
             if any(part.rpartition("/")[2] in FIND_REMOVERS for part in argv[at + 1 : end]):
                 return True
             at = end
@@ -236,7 +246,9 @@ def _tabled(command: Command, folder: str) -> Danger:
 
 
 def _subcommand(command: Command, folder: str) -> Danger:
-    """`git push --force`: a program, words in this order among its words, and, where there are some, one of the flags."""
+    """`git push --force`: a program, words in this order among its words, and, where there are some, one of the
+    flags.
+    """
     argv, own_program = command.argv, command.program
     for program, words, flags, reason in DANGEROUS_SUBCOMMANDS:
         if own_program != program or not _occur_in_order(words, argv[1:]):
@@ -272,7 +284,9 @@ _CHECKS: tuple[Callable[[Command, str], Danger], ...] = (
 
 
 def is_whole_tree(word: Word, folder: str = "") -> bool:
-    """Whether the word names the root, a home or a system folder, or all that is in one; of a brace list any member may."""
+    """Whether the word names the root, a home or a system folder, or all that is in one; of a brace list any member
+    may.
+    """
     return any(_is_whole_tree(path, word.is_pattern, folder) for path in _members(word)[:MAX_MEMBERS])
 
 
@@ -301,7 +315,9 @@ def _without_globs(path: str) -> str:
 
 
 def _is_own_name(word: Word, is_at_home: bool) -> bool:
-    """Whether the word names something below OWN_FOLDERS for certain. One of them as a whole, or whatever is in it, is no name."""
+    """Whether the word names something below OWN_FOLDERS for certain. One of them as a whole, or whatever is in it, is
+    no name.
+    """
     members = _members(word)
     if word.is_expanded or len(members) > MAX_MEMBERS:
         return False
@@ -325,7 +341,10 @@ def _is_own_path(path: str, is_pattern: bool, is_at_home: bool) -> bool:
 def _names_something(parts: list[str]) -> bool:
     """Whether a pattern holds a name (`*.o`, `build/*`, no `*`) and no part of it may become `..`."""
     named = [_NAMED.search(_BRACKETS.sub("", part)) is not None for part in parts]
-    if any("{" in part or (part.startswith(".") and part != "." and not is_named) for part, is_named in zip(parts, named, strict=True)):
+    if any(
+        "{" in part or (part.startswith(".") and part != "." and not is_named)
+        for part, is_named in zip(parts, named, strict=True)
+    ):
         return False
     return any(named)
 
@@ -335,7 +354,9 @@ def _is_own(folder: str) -> bool:
 
 
 def _may_leave(command: Command) -> bool:
-    """Whether it may lead out of OWN_FOLDERS: `cd` anywhere but to a name below them, another machine, another folder for one command."""
+    """Whether it may lead out of OWN_FOLDERS: `cd` anywhere but to a name below them, another machine, another folder
+    for one command.
+    """
     if any(text.startswith("CDPATH=") for text in (*command.assignments, *command.argv)):
         return True
     if command.program in ("cd", "pushd"):
@@ -344,7 +365,10 @@ def _may_leave(command: Command) -> bool:
             return True
         return operands[0].text not in OWN_FOLDERS and not _is_own_name(operands[0], is_at_home=True)
     if command.program == "env":
-        return any(text.startswith("--chdir") or (text[:1] == "-" and text[1:2] != "-" and "C" in text) for text in command.argv[1:])
+        return any(
+            text.startswith("--chdir") or (text[:1] == "-" and text[1:2] != "-" and "C" in text)
+            for text in command.argv[1:]
+        )
     return command.program in ("popd", "ssh")
 
 
@@ -384,7 +408,9 @@ def _has_short(flags: list[str], letters: str) -> bool:
 
 def _has_long(flags: list[str], name: str, least: int) -> bool:
     """GNU takes any unambiguous beginning of a long option."""
-    return any(flag.startswith("--") and len(flag) >= least and name.startswith(flag.partition("=")[0]) for flag in flags)
+    return any(
+        flag.startswith("--") and len(flag) >= least and name.startswith(flag.partition("=")[0]) for flag in flags
+    )
 
 
 def _has_flag(words: tuple[str, ...], flag: str) -> bool:

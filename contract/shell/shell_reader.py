@@ -1,4 +1,6 @@
-"""Bash text as drafts of simple commands: quotes, expansions, here-documents, groups. One pass, and it never runs anything."""
+"""Bash text as drafts of simple commands: quotes, expansions, here-documents, groups. One pass, and it never runs
+anything.
+"""
 
 import contextlib
 import re
@@ -15,8 +17,20 @@ _NAME = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))
 _BRACED_NAME = re.compile(r"\$\{[!#]?([A-Za-z_][A-Za-z0-9_]*)")
 _POSITIONAL = re.compile(r"\$(?:[@*1-9]|\{(?:[@*]|[1-9][0-9]*)\})")
 _SPECIAL = re.compile(r"\$[?$!#0-]")
-_ANSI_C = re.compile(r"\\(?:x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|U([0-9A-Fa-f]{1,8})|([0-7]{1,3})|c(.)|(.))", re.DOTALL)
-_ANSI_C_LETTERS = {"a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_ANSI_C = re.compile(
+    r"\\(?:x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|U([0-9A-Fa-f]{1,8})|([0-7]{1,3})|c(.)|(.))", re.DOTALL
+)
+_ANSI_C_LETTERS = {
+    "a": "\a",
+    "b": "\b",
+    "e": "\x1b",
+    "E": "\x1b",
+    "f": "\f",
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+    "v": "\v",
+}
 _CUT_IFS = re.compile(r"\$\{IFS[^A-Za-z0-9_]")
 _UNKNOWN = "$(...)"
 MAX_TOKENS = 10_000
@@ -27,7 +41,9 @@ _REDIRECTION = re.compile(r"\d*(&>>|&>|<<<|<<-|<<|<>|<&|>>|>\||>&|<(?!\()|>(?!\(
 _BLANKS = re.compile(r"(?:[ \t]|\\\n)+")
 _COMMENT = re.compile(r"#[^\n]*")
 _EMPTY_PARENTHESES = re.compile(r"\([ \t]*\)")
-_KEYWORDS = frozenset({"if", "then", "elif", "else", "fi", "while", "until", "do", "done", "esac", "!", "{", "}", "time", "coproc"})
+_KEYWORDS = frozenset(
+    {"if", "then", "elif", "else", "fi", "while", "until", "do", "done", "esac", "!", "{", "}", "time", "coproc"}
+)
 _LOOPS = ("for", "select")
 
 
@@ -39,8 +55,8 @@ class Unreadable(Exception):
 class Word:
     """`text`: without quotes; a leading unquoted `~` is written `$HOME`.
 
-    `is_expanded`: part of it is known only at run time (`$x`, `$(...)`). `is_pattern`: an unquoted glob or brace list, which may become
-    other words. `is_quoted`: it held a quote or a backslash, so it is no keyword.
+    `is_expanded`: part of it is known only at run time (`$x`, `$(...)`). `is_pattern`: an unquoted glob or brace list,
+    which may become other words. `is_quoted`: it held a quote or a backslash, so it is no keyword.
     """
 
     text: str
@@ -51,7 +67,9 @@ class Word:
 
 @dataclass(eq=False)
 class Draft:
-    """A simple command while it is read. `source`: the draft whose output it reads. `heredocs`: bodies, filled in when their lines come."""
+    """A simple command while it is read. `source`: the draft whose output it reads. `heredocs`: bodies, filled in when
+    their lines come.
+    """
 
     words: list[Word] = field(default_factory=list)
     redirects: list[tuple[str, Word]] = field(default_factory=list)
@@ -75,7 +93,9 @@ class Draft:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a text holds. `texts`: scripts inside it that are to be read on their own. `opaque`: the first thing that could not be told."""
+    """What a text holds. `texts`: scripts inside it that are to be read on their own. `opaque`: the first thing that
+    could not be told.
+    """
 
     drafts: list[Draft]
     texts: list[str]
@@ -84,7 +104,9 @@ class Reading:
 
 @dataclass(eq=False)
 class _List:
-    """One list of commands, up to `closer`. `cases`: how many `case` are open; then a `)` may end a pattern and not the list."""
+    """One list of commands, up to `closer`. `cases`: how many `case` are open; then a `)` may end a pattern and not the
+    list.
+    """
 
     closer: str
     draft: Draft
@@ -103,7 +125,9 @@ def read_script(text: str) -> Reading:
 
 
 class _Reader:
-    """Reads a text at `at`. `texts`: backquoted scripts met on the way. `opaque`: the first thing that could not be read, "" for none."""
+    """Reads a text at `at`. `texts`: backquoted scripts met on the way. `opaque`: the first thing that could not be
+    read, "" for none.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -346,7 +370,9 @@ class _Reader:
             self._parts, self._is_expanded = kept
 
     def read_word(self) -> Word | None:
-        """The word that begins here; None when only an expansion to blanks (`$IFS`) or nothing does. Always moves on in the text."""
+        """The word that begins here; None when only an expansion to blanks (`$IFS`) or nothing does. Always moves on in
+        the text.
+        """
         self._parts, self._is_expanded = [], False
         start = self.at
         is_pattern = is_quoted = has_brace = False
@@ -374,7 +400,9 @@ class _Reader:
         return Word("".join(self._parts), self._is_expanded, is_pattern, is_quoted)
 
     def read_quoted(self, closer: str = '"') -> None:
-        """Text inside double quotes up to `closer`, which is taken too; "" reads a here-document's body to the end of the text."""
+        """Text inside double quotes up to `closer`, which is taken too; "" reads a here-document's body to the end of
+        the text.
+        """
         while self.at < len(self.text):
             plain = _QUOTED_PLAIN.match(self.text, self.at)
             if plain:
@@ -397,7 +425,9 @@ class _Reader:
             self.doubt("a quote is not closed")
 
     def read_arithmetic(self) -> None:
-        """After `((`, up to its `))`. What runs inside is only what is substituted; a text that is no arithmetic after all is a doubt."""
+        """After `((`, up to its `))`. What runs inside is only what is substituted; a text that is no arithmetic after
+        all is a doubt.
+        """
         depth = 0
         with self.descend():
             while self.at < len(self.text):
@@ -419,7 +449,9 @@ class _Reader:
 
     def _read_special(self, character: str, *, is_first: bool) -> None:
         if character == "\\":
-            self._parts.append("" if self.text.startswith("\n", self.at + 1) else self.text[self.at + 1 : self.at + 2] or "\\")
+            self._parts.append(
+                "" if self.text.startswith("\n", self.at + 1) else self.text[self.at + 1 : self.at + 2] or "\\"
+            )
             self.at += 2
         elif character == "'":
             self._read_single()

@@ -1,7 +1,8 @@
 """Judges the repaired projects: `python examples/fix-the-test/check.py OUT.jsonl --artifacts DIR`.
 
-Each project is put together anew, its tests as they are here, its other files as the batch left them; then the tests are run in a fresh
-interpreter. That runs what a model wrote, under limits of time and memory but with your rights: do it where you would run that.
+Each project is put together anew, its tests as they are here, its other files as the batch left them; then the tests
+are run in a fresh interpreter. That runs what a model wrote, under limits of time and memory but with your rights: do
+it where you would run that.
 """
 
 import argparse
@@ -47,9 +48,11 @@ def is_test(path: Path) -> bool:
 
 
 def put_together(project: Path, artifact: Path, target: Path) -> int:
-    """The project in `target`, with what the batch made of its files but for the tests; gives how many of them the batch had changed.
+    """The project in `target`, with what the batch made of its files but for the tests; gives how many of them the
+    batch had changed.
 
-    Files that the project does not have are left out: a repair needs none, and they could stand in the way of what the tests import.
+    Files that the project does not have are left out: a repair needs none, and they could stand in the way of what the
+    tests import.
     """
     shutil.copytree(project, target, ignore=shutil.ignore_patterns("__pycache__"))
     changed = 0
@@ -133,4 +136,6 @@ def build_judge(asked: argparse.Namespace) -> Judge:
 
 
 if __name__ == "__main__":
-    sys.exit(run_check(HERE, "Runs the tests of the projects that a batch has repaired.", build_judge, needs_artifacts=True))
+    sys.exit(
+        run_check(HERE, "Runs the tests of the projects that a batch has repaired.", build_judge, needs_artifacts=True)
+    )

@@ -52,7 +52,10 @@ def quote_basket(context: CallContext, express: bool = False) -> Quote:
     return Quote(total=total, currency=context.config.get("currency", "EUR"))
 
 
-@tool(requires_permission=True, validators=[lambda given: None if given["address"]["street"].strip() else "give the street, with a number"])
+@tool(
+    requires_permission=True,
+    validators=[lambda given: None if given["address"]["street"].strip() else "give the street, with a number"],
+)
 async def place_order(context: CallContext, address: Address) -> str:
     """Order what is in the basket. It is empty afterwards.
 
@@ -81,5 +84,7 @@ async def word_thanks(context: CallContext, customer: str, tone: Literal["formal
         customer: The customer's name.
         tone: How to address them.
     """
-    completion = await context.require_model().complete(f"Thank {customer} for an order, in one {tone} sentence.", max_tokens=100)
+    completion = await context.require_model().complete(
+        f"Thank {customer} for an order, in one {tone} sentence.", max_tokens=100
+    )
     return completion.text.strip()

@@ -1,7 +1,8 @@
-"""Copies a few packages of this Python's standard library into workspace/ and computes the expected answers from the very copies.
+"""Copies a few packages of this Python's standard library into workspace/ and computes the expected answers from the
+very copies.
 
-From the project's folder: `python examples/repository-questions/prepare.py`. Nothing of Python is kept in the repository, and the answers hold
-for whatever version this interpreter is.
+From the project's folder: `python examples/repository-questions/prepare.py`. Nothing of Python is kept in the
+repository, and the answers hold for whatever version this interpreter is.
 """
 
 import argparse
@@ -30,7 +31,9 @@ def copy_packages(workspace: Path) -> None:
         places = list(spec.submodule_search_locations or ()) if spec is not None else []
         sources = sorted(Path(places[0]).rglob("*.py")) if places else []
         if not sources:
-            raise CannotPrepare(f"this Python has no sources of its package {name}: run this script with one that is installed as files")
+            raise CannotPrepare(
+                f"this Python has no sources of its package {name}: run this script with one that is installed as files"
+            )
         for source in sources:
             target = workspace / name / source.relative_to(places[0])
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +45,9 @@ class Sources:
     """The copied files, parsed."""
 
     def __init__(self, workspace: Path) -> None:
-        self.texts = {path.relative_to(workspace).as_posix(): path.read_bytes() for path in sorted(workspace.rglob("*.py"))}
+        self.texts = {
+            path.relative_to(workspace).as_posix(): path.read_bytes() for path in sorted(workspace.rglob("*.py"))
+        }
         self.trees = {name: ast.parse(text, name) for name, text in self.texts.items()}
 
     def classes(self, name: str) -> list[ast.ClassDef]:
@@ -74,15 +79,20 @@ class Sources:
 
     def raises(self, name: str, error: str) -> int:
         raised = [node.exc for node in ast.walk(self.trees[name]) if isinstance(node, ast.Raise)]
-        return sum(isinstance(exc, ast.Call) and isinstance(exc.func, ast.Name) and exc.func.id == error for exc in raised)
+        return sum(
+            isinstance(exc, ast.Call) and isinstance(exc.func, ast.Name) and exc.func.id == error for exc in raised
+        )
 
 
 def _assigned(body: list[ast.stmt], variable: str) -> ast.expr:
     for node in body:
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == variable for target in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == variable for target in node.targets
+        ):
             return node.value
     raise CannotPrepare(
-        f"{variable} is not where the questions look for it: this Python is laid out otherwise, run this script with another one"
+        f"{variable} is not where the questions look for it: this Python is laid out otherwise, run this script with "
+        "another one"
     )
 
 
@@ -123,7 +133,9 @@ ANSWERS: Mapping[str, Answer] = {
     "http-connection-line": lambda s: s.cls("http/client.py", "HTTPConnection").lineno,
     "importers-of-base64": lambda s: s.importers("base64"),
     "decoder-raises": lambda s: s.raises("json/decoder.py", "JSONDecodeError"),
-    "html-parser-handlers": lambda s: sum(name.startswith("handle_") for name in _methods(s.cls("html/parser.py", "HTMLParser"))),
+    "html-parser-handlers": lambda s: sum(
+        name.startswith("handle_") for name in _methods(s.cls("html/parser.py", "HTMLParser"))
+    ),
     "urllib-parse-exports": lambda s: len(list(s.value("urllib/parse.py", "__all__"))),  # type: ignore[call-overload]
 }
 
@@ -136,10 +148,17 @@ def compute_expected(workspace: Path) -> list[dict[str, object]]:
         try:
             value = answer(sources)
         except (KeyError, StopIteration, ValueError) as error:
-            raise CannotPrepare(f"the question {name} has no answer in this Python ({error!r}): run this script with another one") from None
+            raise CannotPrepare(
+                f"the question {name} has no answer in this Python ({error!r}): run this script with another one"
+            ) from None
         is_number = isinstance(value, int)
         rows.append(
-            {"id": name, "kind": "number" if is_number else "text", "answer": str(value), **({"tolerance": 0} if is_number else {})}
+            {
+                "id": name,
+                "kind": "number" if is_number else "text",
+                "answer": str(value),
+                **({"tolerance": 0} if is_number else {}),
+            }
         )
     return rows
 
@@ -153,7 +172,9 @@ def prepare(folder: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Copies sources of this Python, and computes what the batch's answers are.")
+    parser = argparse.ArgumentParser(
+        description="Copies sources of this Python, and computes what the batch's answers are."
+    )
     parser.add_argument("--into", type=Path, default=HERE, help="folder to write to; default: this example's")
     asked = parser.parse_args()
     try:
@@ -163,7 +184,9 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     version = ".".join(map(str, sys.version_info[:3]))
-    sys.stdout.write(f"{asked.into / 'workspace'}: {', '.join(PACKAGES)} of Python {version}; {count} expected answers\n")
+    sys.stdout.write(
+        f"{asked.into / 'workspace'}: {', '.join(PACKAGES)} of Python {version}; {count} expected answers\n"
+    )
     return 0
 
 

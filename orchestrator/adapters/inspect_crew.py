@@ -11,7 +11,9 @@ from orchestrator.settings import load_settings
 
 
 class Crew:
-    """Opened by the first who needs it. A task of its own holds the connection: Inspect begins and ends samples in other tasks than tasks."""
+    """Opened by the first who needs it. A task of its own holds the connection: Inspect begins and ends samples in
+    other tasks than tasks.
+    """
 
     def __init__(self) -> None:
         self._holder: asyncio.Task[None] | None = None
@@ -30,7 +32,9 @@ class Crew:
 
     async def open_session(self, config: ToolcrewSandboxConfig) -> Session:
         client = await self.client()
-        session = await client.open_session(tenant=config.tenant, image=config.image, network=config.network, ttl_s=config.ttl_s)
+        session = await client.open_session(
+            tenant=config.tenant, image=config.image, network=config.network, ttl_s=config.ttl_s
+        )
         self._sessions[session.id] = session
         return session
 
@@ -40,15 +44,20 @@ class Crew:
         self._sessions.pop(session.id, None)
 
     async def end(self, *, closes_sessions: bool) -> list[str]:
-        """Close what is left open, then the connection; gives the errors. Nothing happens to sessions when `closes_sessions` is False: they live for
-        their time. While a later use opens the connection again, another task of the same evaluation may go on."""
+        """Close what is left open, then the connection; gives the errors. Nothing happens to sessions when
+        `closes_sessions` is False: they live for their time. While a later use opens the connection again, another task
+        of the same evaluation may go on."""
         left = list(self._sessions.values()) if closes_sessions else []
         told = await asyncio.gather(*(self.close_session(session) for session in left), return_exceptions=True)
         if self._holder is not None:
             self._told_to_end.set()
             await asyncio.gather(self._holder, return_exceptions=True)
             self._holder = None
-        return [f"{session.id}: {error}" for session, error in zip(left, told, strict=True) if isinstance(error, BaseException)]
+        return [
+            f"{session.id}: {error}"
+            for session, error in zip(left, told, strict=True)
+            if isinstance(error, BaseException)
+        ]
 
 
 async def _hold(client: "asyncio.Future[ToolClient]", told_to_end: asyncio.Event) -> None:
@@ -56,7 +65,8 @@ async def _hold(client: "asyncio.Future[ToolClient]", told_to_end: asyncio.Event
     try:
         if settings.redis_url is None:
             raise ConfigError(
-                "sandboxes of type toolcrew need a running pool: set TOOLCREW_REDIS_URL (`toolcrew up` starts one and prints it)"
+                "sandboxes of type toolcrew need a running pool: set TOOLCREW_REDIS_URL (`toolcrew up` starts one and "
+                "prints it)"
             )
         key = settings.api_key.get_secret_value() if settings.api_key is not None else None
         async with ToolClient.connect(settings=settings, api_key=key) as connected:
@@ -77,5 +87,7 @@ def crew_of_loop() -> Crew:
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
-        raise ConfigError("sandboxes of type toolcrew need asyncio: unset INSPECT_ASYNC_BACKEND, or set it to asyncio") from None
+        raise ConfigError(
+            "sandboxes of type toolcrew need asyncio: unset INSPECT_ASYNC_BACKEND, or set it to asyncio"
+        ) from None
     return _CREWS.setdefault(loop, Crew())

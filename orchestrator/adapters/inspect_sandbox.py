@@ -41,7 +41,9 @@ _STREAM_LIMIT = "4 MiB"
 """What a worker takes of each stream."""
 _UNCERTAIN = frozenset({ErrorCode.OUTCOME_UNKNOWN, ErrorCode.CANCELLED, ErrorCode.INTERNAL, ErrorCode.ENVELOPE_REFUSED})
 """Of these nobody can say that the program was never started."""
-_NOT_BEGUN = frozenset({ErrorCode.TIMEOUT, ErrorCode.SESSION_NOT_FOUND, ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED})
+_NOT_BEGUN = frozenset(
+    {ErrorCode.TIMEOUT, ErrorCode.SESSION_NOT_FOUND, ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED}
+)
 _FILE_ERRORS: dict[ErrorCode, tuple[type[OSError], int]] = {
     ErrorCode.FILE_NOT_FOUND: (FileNotFoundError, errno.ENOENT),
     ErrorCode.NOT_A_DIRECTORY: (NotADirectoryError, errno.ENOTDIR),
@@ -63,7 +65,9 @@ _RUN_A_COPY = [
     'n=$#; while [ "$n" -gt 1 ]; do set -- "$@" "$1"; shift; n=$((n - 1)); done; shift; "$@" "$own"',
     "sh",
 ]
-"""No program can be started from /tmp, which is mounted noexec: the same command with a copy in the workspace, gone when it ends."""
+"""No program can be started from /tmp, which is mounted noexec: the same command with a copy in the workspace, gone
+when it ends.
+"""
 _CAT_TIMEOUT_S = 60.0
 _CAT_WORDS = {
     "No such file or directory": ErrorCode.FILE_NOT_FOUND,
@@ -75,7 +79,9 @@ _CAT_WORDS = {
 
 @sandboxenv(name="toolcrew")
 class ToolcrewSandboxEnvironment(SandboxEnvironment):
-    """One session of the pool that TOOLCREW_REDIS_URL names. Relative paths are below /workspace; everything runs as uid 1000."""
+    """One session of the pool that TOOLCREW_REDIS_URL names. Relative paths are below /workspace; everything runs as
+    uid 1000.
+    """
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -111,7 +117,9 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         environments: dict[str, SandboxEnvironment],
         interrupted: bool,
     ) -> None:
-        """Also of a sample that was interrupted: removing a sandbox takes no longer than telling that it is still there."""
+        """Also of a sample that was interrupted: removing a sandbox takes no longer than telling that it is still
+        there.
+        """
         for environment in environments.values():
             session = environment.as_type(ToolcrewSandboxEnvironment).session
             try:
@@ -128,11 +136,13 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
     @override
     @classmethod
     async def cli_cleanup(cls, id: str | None) -> None:
-        """Close one session. All of them is refused: a pool's sessions are not Inspect's alone. Raises PrerequisiteError."""
+        """Close one session. All of them is refused: a pool's sessions are not Inspect's alone. Raises
+        PrerequisiteError.
+        """
         if id is None:
             raise PrerequisiteError(
-                "toolcrew: name the session to remove: `toolcrew session ls` lists them, `inspect sandbox cleanup toolcrew ID` removes one. "
-                "The pool may have sessions of others, so they are not all removed"
+                "toolcrew: name the session to remove: `toolcrew session ls` lists them, `inspect sandbox cleanup "
+                "toolcrew ID` removes one. The pool may have sessions of others, so they are not all removed"
             )
         crew = crew_of_loop()
         try:
@@ -164,10 +174,12 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         timeout_retry: bool = True,
         concurrency: bool = True,
     ) -> ExecResult[str]:
-        """Run a program once: `timeout_retry` is not heeded, since what was killed may have acted. Without `timeout`, or with a longer one, it may run for
-        600 s, the most that a pool allows. `concurrency` is not heeded: the pool gives out its slots.
+        """Run a program once: `timeout_retry` is not heeded, since what was killed may have acted. Without `timeout`,
+        or with a longer one, it may run for 600 s, the most that a pool allows. `concurrency` is not heeded: the pool
+        gives out its slots.
 
-        Raises as SandboxEnvironment.exec says; OutputLimitExceededError above 4 MiB of a stream, or Inspect's own limit where that is less.
+        Raises as SandboxEnvironment.exec says; OutputLimitExceededError above 4 MiB of a stream, or Inspect's own limit
+        where that is less.
         """
         if user is not None and user != USER:
             raise SandboxUserUnsupportedError(
@@ -177,7 +189,9 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         if _starts_setup(cmd):
             cmd = [*_RUN_A_COPY, cmd[-1], *cmd]
         try:
-            done = await self.session.exec(cmd, stdin=_as_bytes(input), env=env, cwd=_place(cwd or ""), timeout_s=limit_s)
+            done = await self.session.exec(
+                cmd, stdin=_as_bytes(input), env=env, cwd=_place(cwd or ""), timeout_s=limit_s
+            )
         except ToolFailure as failure:
             return _not_started(failure)
         except OperatorError as error:
@@ -227,14 +241,28 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
 
     @override
     async def connection(self, *, user: str | None = None) -> SandboxConnection:
-        """A command that runs one program there; a sandbox of the pool has no terminal. Raises ConnectionError when the session is gone."""
+        """A command that runs one program there; a sandbox of the pool has no terminal. Raises ConnectionError when the
+        session is gone.
+        """
         if user is not None and user != USER:
-            raise SandboxUserUnsupportedError(f"a toolcrew sandbox runs everything as uid {USER}, and cannot as {user!r}")
+            raise SandboxUserUnsupportedError(
+                f"a toolcrew sandbox runs everything as uid {USER}, and cannot as {user!r}"
+            )
         try:
             await (await crew_of_loop().client()).session(self.session.id, tenant=self.session.tenant)
         except ToolcrewError as error:
             raise ConnectionError(f"the session {self.session.id} cannot be reached: {error}") from error
-        command = ["toolcrew", "session", "exec", "--tenant", self.session.tenant, self.session.id, "ls", "-la", WORKSPACE]
+        command = [
+            "toolcrew",
+            "session",
+            "exec",
+            "--tenant",
+            self.session.tenant,
+            self.session.id,
+            "ls",
+            "-la",
+            WORKSPACE,
+        ]
         return SandboxConnection(type="toolcrew", command=shlex.join(command))
 
 
@@ -252,7 +280,9 @@ def _as_bytes(content: str | bytes | None) -> bytes:
 
 
 def _unavailable(error: ToolFailure | OperatorError) -> RuntimeError:
-    """Inspect shows a model SandboxUnavailableError as a failure that came before its command; what may have acted is never told so."""
+    """Inspect shows a model SandboxUnavailableError as a failure that came before its command; what may have acted is
+    never told so.
+    """
     words = f"toolcrew [{error.code}]: {error}"
     return RuntimeError(words) if error.code in _UNCERTAIN else SandboxUnavailableError(words)
 
@@ -260,9 +290,11 @@ def _unavailable(error: ToolFailure | OperatorError) -> RuntimeError:
 def _not_started(failure: ToolFailure) -> ExecResult[str]:
     """A missing program or folder is the command's own fault, told as a shell tells it; all else is raised."""
     words = str(failure)
-    if failure.code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED, ErrorCode.PATH_NOT_ALLOWED) or words.endswith(
-        "could not be started: permission denied"
-    ):
+    if failure.code in (
+        ErrorCode.PERMISSION_DENIED,
+        ErrorCode.SECURITY_REFUSED,
+        ErrorCode.PATH_NOT_ALLOWED,
+    ) or words.endswith("could not be started: permission denied"):
         raise PermissionError(errno.EACCES, words)
     if failure.code in _NOT_BEGUN or failure.code in _UNCERTAIN:
         raise _unavailable(failure) from failure
@@ -273,7 +305,9 @@ def _read_failure(place: str, done: Done) -> ToolFailure:
     if done.timed_out:
         return ToolFailure(ErrorCode.TIMEOUT, f"{place} had no end within {_CAT_TIMEOUT_S:g} s")
     words = done.stderr.decode(errors="replace").strip()
-    return ToolFailure(next((code for ending, code in _CAT_WORDS.items() if words.endswith(ending)), ErrorCode.INTERNAL), words)
+    return ToolFailure(
+        next((code for ending, code in _CAT_WORDS.items() if words.endswith(ending)), ErrorCode.INTERNAL), words
+    )
 
 
 def _judge(done: Done, limit_s: float) -> ExecResult[str]:
@@ -286,7 +320,9 @@ def _judge(done: Done, limit_s: float) -> ExecResult[str]:
     most = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
     if max(len(done.stdout), len(done.stderr)) > most:
         longest = max(done.stdout, done.stderr, key=len)
-        raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, longest[-most:].decode(errors="replace"))
+        raise OutputLimitExceededError(
+            SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, longest[-most:].decode(errors="replace")
+        )
     if done.truncated:
         raise OutputLimitExceededError(_STREAM_LIMIT, stdout + stderr)
     code = done.returncode if done.returncode >= 0 else 128 - done.returncode

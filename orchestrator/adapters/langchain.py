@@ -1,4 +1,6 @@
-"""The tools of a session as LangChain tools: their schemas as they are, failures as ToolMessages with status "error", metadata as artifact."""
+"""The tools of a session as LangChain tools: their schemas as they are, failures as ToolMessages with status "error",
+metadata as artifact.
+"""
 
 import asyncio
 from typing import Any, Literal
@@ -21,10 +23,11 @@ except ModuleNotFoundError as error:
 
 
 class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
-    """One tool of a session. `ainvoke` runs in the loop of the client; `invoke` is for other threads, while that loop runs.
+    """One tool of a session. `ainvoke` runs in the loop of the client; `invoke` is for other threads, while that loop
+    runs.
 
-    Called with a tool call, a failure gives a ToolMessage with status "error"; with bare arguments, the text of it. Set `handle_tool_error`
-    to False to get ToolExceptions instead.
+    Called with a tool call, a failure gives a ToolMessage with status "error"; with bare arguments, the text of it. Set
+    `handle_tool_error` to False to get ToolExceptions instead.
     """
 
     response_format: Literal["content", "content_and_artifact"] = "content_and_artifact"
@@ -39,8 +42,11 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
         made._tools, made._loop = tools, loop
         return made
 
-    def _to_args_and_kwargs(self, tool_input: str | dict[str, Any], tool_call_id: str | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # As two values and not by their names: an argument may be called as LangChain's own are (config, callbacks, run_manager).
+    def _to_args_and_kwargs(
+        self, tool_input: str | dict[str, Any], tool_call_id: str | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # As two values and not by their names: an argument may be called as LangChain's own are (config, callbacks,
+        # run_manager).
         return (super()._parse_input(tool_input, tool_call_id), tool_call_id), {}
 
     async def _arun(self, arguments: dict[str, Any], tool_call_id: str | None) -> tuple[Any, dict[str, Any]]:
@@ -67,14 +73,20 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
         except RuntimeError:
             here = None
         if here is self._loop:
-            raise RuntimeError(f"{self.name}: invoke would wait for the loop that it runs in: use ainvoke, or invoke from another thread")
+            raise RuntimeError(
+                f"{self.name}: invoke would wait for the loop that it runs in: use ainvoke, or invoke from another "
+                "thread"
+            )
         if not self._loop.is_running():
             raise RuntimeError(
-                f"{self.name}: the loop of its client has ended: keep it running, as docs/adapters.md shows for plain programs"
+                f"{self.name}: the loop of its client has ended: keep it running, as docs/adapters.md shows for plain "
+                "programs"
             )
 
     def _told(self, result: ToolResult, tool_call_id: str | None) -> tuple[Any, dict[str, Any]]:
-        """Content and artifact, as LangChain takes them. Raises ToolException for a failure whose form the caller has chosen."""
+        """Content and artifact, as LangChain takes them. Raises ToolException for a failure whose form the caller has
+        chosen.
+        """
         text, artifact = result.text(), build_artifact(result)
         if result.success:
             return text, artifact
@@ -92,10 +104,11 @@ async def as_langchain_tools(
     approver: Approver | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[PoolTool]:
-    """The tools of `session` for a LangChain model or a LangGraph ToolNode, good as long as it is open. To be awaited in the loop of `client`.
+    """The tools of `session` for a LangChain model or a LangGraph ToolNode, good as long as it is open. To be awaited
+    in the loop of `client`.
 
-    `approver` None: the client's is asked about what needs approval. `timeout_s`: the limit of calls whose tool has none of its own.
-    Raises ToolFailure(TOOL_NOT_FOUND) for a name that is none, SandboxUnavailable, BrokerUnavailable.
+    `approver` None: the client's is asked about what needs approval. `timeout_s`: the limit of calls whose tool has
+    none of its own. Raises ToolFailure(TOOL_NOT_FOUND) for a name that is none, SandboxUnavailable, BrokerUnavailable.
     """
     tools = await client.session_tools(session, names, approver=approver, timeout_s=timeout_s)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,6 @@
-"""The tools of a session as FunctionTools of the OpenAI Agents SDK: their schemas as they are, failures as text, approvals ours or the SDK's."""
+"""The tools of a session as FunctionTools of the OpenAI Agents SDK: their schemas as they are, failures as text,
+approvals ours or the SDK's.
+"""
 
 import copy
 from typing import Any
@@ -24,7 +26,9 @@ except ModuleNotFoundError as error:
 
 
 class PoolOutput(str):
-    """What a model reads of a result; `artifact` has the rest of it, for hooks and for the run's items (`custom_data`)."""
+    """What a model reads of a result; `artifact` has the rest of it, for hooks and for the run's items
+    (`custom_data`).
+    """
 
     artifact: dict[str, Any]
 
@@ -36,7 +40,9 @@ class PoolOutput(str):
 
 
 class RunApprover:
-    """The decision that the SDK's run has on a call, by `RunState.approve` and `reject`. A call that it knows no yes for is refused."""
+    """The decision that the SDK's run has on a call, by `RunState.approve` and `reject`. A call that it knows no yes
+    for is refused.
+    """
 
     def __init__(self, context: ToolContext[Any]) -> None:
         self._context = context
@@ -53,7 +59,9 @@ class AgentCalls:
         self._spec, self._tools, self._asks_by_run = spec, tools, asks_by_run
 
     async def invoke(self, context: ToolContext[Any], raw: str) -> PoolOutput:
-        """`raw`: the arguments as the model wrote them. Never raises for a call's failure: the model reads it and goes on."""
+        """`raw`: the arguments as the model wrote them. Never raises for a call's failure: the model reads it and goes
+        on.
+        """
         try:
             arguments = parse_arguments(raw)
         except ValueError as error:
@@ -67,7 +75,9 @@ class AgentCalls:
         return PoolOutput.of(result)
 
     async def needs_approval(self, context: RunContextWrapper[Any], arguments: dict[str, Any], call_id: str) -> bool:
-        """Whether the run has to be interrupted for a person. False for what is refused in any case: nobody is asked about that."""
+        """Whether the run has to be interrupted for a person. False for what is refused in any case: nobody is asked
+        about that.
+        """
         try:
             return (await self._tools.verdict(self._spec.name, arguments)).action == "ask"
         except (ToolFailure, OperatorError):
@@ -79,7 +89,9 @@ def mark_span_failed(result: ToolResult) -> None:
     """Mark the SDK's span of the call as failed, by its code: what was printed is not the trace's to tell."""
     span = get_current_span()
     if span is not None:
-        span.set_error(SpanError(message="Error running tool", data={"tool_name": result.name, "code": str(result.error_code)}))
+        span.set_error(
+            SpanError(message="Error running tool", data={"tool_name": result.name, "code": str(result.error_code)})
+        )
 
 
 async def as_agents_tools(
@@ -93,9 +105,10 @@ async def as_agents_tools(
 ) -> list[FunctionTool]:
     """The tools of `session` for an Agent of the SDK, good as long as it is open and in the loop of `client`.
 
-    `approver` None: the client's is asked about what needs approval. `asks_by_run`: the run is interrupted instead, and goes on by the SDK's
-    RunState.approve or reject. `timeout_s`: the limit of calls whose tool has none of its own. Raises ConfigError for both kinds of approval at
-    once, ToolFailure(TOOL_NOT_FOUND) for a name that is none, SandboxUnavailable, BrokerUnavailable.
+    `approver` None: the client's is asked about what needs approval. `asks_by_run`: the run is interrupted instead, and
+    goes on by the SDK's RunState.approve or reject. `timeout_s`: the limit of calls whose tool has none of its own.
+    Raises ConfigError for both kinds of approval at once, ToolFailure(TOOL_NOT_FOUND) for a name that is none,
+    SandboxUnavailable, BrokerUnavailable.
     """
     if asks_by_run and approver is not None:
         raise ConfigError("give either an approver or asks_by_run=True, where the run's own approvals decide")
@@ -117,7 +130,9 @@ def _build_tool(spec: ToolSpec, calls: AgentCalls, asks_by_run: bool) -> Functio
 
 
 def is_strict(parameters: dict[str, Any]) -> bool:
-    """Whether a schema is one that the SDK calls strict, as it stands: made strict, an optional parameter would become a required one."""
+    """Whether a schema is one that the SDK calls strict, as it stands: made strict, an optional parameter would become
+    a required one.
+    """
     try:
         return ensure_strict_json_schema(copy.deepcopy(parameters)) == parameters
     except UserError:

@@ -1,4 +1,6 @@
-"""Admission that lets nothing of a paused tenant begin: its calls wait here for the operator, whoever else they would wait for."""
+"""Admission that lets nothing of a paused tenant begin: its calls wait here for the operator, whoever else they would
+wait for.
+"""
 
 import asyncio
 from collections import Counter
@@ -17,7 +19,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 LOOK_S = 0.5
-"""How often it is looked whether a tenant goes on: with what is known of policies being a second old, all go on within two."""
+"""How often it is looked whether a tenant goes on: with what is known of policies being a second old, all go on within
+two.
+"""
 LEAST_WAIT_S = 1.0
 RETRY_AFTER_S = 5.0
 PLACE_MARGIN_S = 0.4
@@ -31,8 +35,8 @@ class PolicySource(Protocol):
 
 
 class PausableAdmission:
-    """Adds pauses to `inner`, which gives the slots and counts paused calls as waiting. A call whose tenant is paused before it is sent gives its slot
-    back and waits."""
+    """Adds pauses to `inner`, which gives the slots and counts paused calls as waiting. A call whose tenant is paused
+    before it is sent gives its slot back and waits."""
 
     def __init__(self, inner: Admission, tenants: PolicySource) -> None:
         self._inner = inner
@@ -42,7 +46,9 @@ class PausableAdmission:
 
     @asynccontextmanager
     async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
-        """As promised by Admission; what only ends things passes. RATE_LIMITED, too, says that the tenant is still paused when `wait_s` is over."""
+        """As promised by Admission; what only ends things passes. RATE_LIMITED, too, says that the tenant is still
+        paused when `wait_s` is over.
+        """
         if request.is_urgent:
             async with self._inner.slot(request, is_early=is_early) as slot:
                 yield slot
@@ -71,9 +77,12 @@ class PausableAdmission:
         await self._inner.aclose()
 
     async def _until_resumed(self, request: SlotRequest, until: float) -> TenantPolicy:
-        """Return the policy of the resumed tenant. Raises ToolFailure when the tenant is still paused at that instant, or has too many calls waiting."""
+        """Return the policy of the resumed tenant. Raises ToolFailure when the tenant is still paused at that instant,
+        or has too many calls waiting.
+        """
         tenant, left_s = request.tenant, max(0.0, until - asyncio.get_running_loop().time())
-        # `inner` counts the call as waiting. Our own limit is reached first: its message says that the tenant is paused.
+        # `inner` counts the call as waiting. Our own limit is reached first: its message says that the tenant is
+        # paused.
         place = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + PLACE_MARGIN_S)))
         self._waiting[tenant] += 1
         try:
@@ -121,7 +130,7 @@ class PausableAdmission:
 def _still_paused(request: SlotRequest, policy: TenantPolicy) -> ToolFailure:
     why = f" ({policy.pause_reason})" if policy.pause_reason else ""
     sentence = (
-        f"{request.tool} was not run: tenant {request.tenant} is paused{why}; its calls go on when an operator resumes it "
-        f"(toolcrew resume {request.tenant})"
+        f"{request.tool} was not run: tenant {request.tenant} is paused{why}; its calls go on when an operator resumes "
+        f"it (toolcrew resume {request.tenant})"
     )
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=RETRY_AFTER_S, is_paused=True, **NOT_ADMITTED)

@@ -11,7 +11,19 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.admission.base import NOT_ADMITTED, Slot
 from orchestrator.admission.waiting import NOTICE_S, build_notice, waiting_listener
 from store.connection import RedisClient, ScriptConnection
-from store.slots import LEASE_S, Answer, Clock, GrantListener, SlotRequest, Steps, WaitReason, grants_channel, renew, restore, tick
+from store.slots import (
+    LEASE_S,
+    Answer,
+    Clock,
+    GrantListener,
+    SlotRequest,
+    Steps,
+    WaitReason,
+    grants_channel,
+    renew,
+    restore,
+    tick,
+)
 from store.tasks import begin_shared, cancel_all
 
 TICK_S = 1.0
@@ -25,8 +37,8 @@ MAX_RETRY_S = 60.0
 
 @dataclass
 class _Ticket:
-    """One call that waits for a slot or holds it. `is_known`: Redis has it; `reason`: why Redis has queued it; `held_at`: on this process's clock, None
-    while it waits."""
+    """One call that waits for a slot or holds it. `is_known`: Redis has it; `reason`: why Redis has queued it;
+    `held_at`: on this process's clock, None while it waits."""
 
     call: str
     request: SlotRequest
@@ -39,8 +51,8 @@ class _Ticket:
 class SharedAdmission:
     """Weighted fair shares of each queue's slots (docs/admission.md).
 
-    A call costs one round trip before it begins, and half a one that nobody waits for when it ends; what comes together goes together. `clock`: Unix
-    seconds instead of Redis's own, for programs that play time.
+    A call costs one round trip before it begins, and half a one that nobody waits for when it ends; what comes together
+    goes together. `clock`: Unix seconds instead of Redis's own, for programs that play time.
     """
 
     def __init__(
@@ -254,8 +266,8 @@ def _unavailable(what: str) -> BrokerUnavailable:
 
 def _too_many(request: SlotRequest, retry_after_s: float) -> ToolFailure:
     sentence = (
-        f"{request.tool} was not run: {request.policy.queued} calls of tenant {request.tenant} wait already, which is all that may; "
-        f"try again in {retry_after_s:.1f} s, or with fewer calls at a time"
+        f"{request.tool} was not run: {request.policy.queued} calls of tenant {request.tenant} wait already, which is "
+        f"all that may; try again in {retry_after_s:.1f} s, or with fewer calls at a time"
     )
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=round(retry_after_s, 3), **NOT_ADMITTED)
 
@@ -263,7 +275,7 @@ def _too_many(request: SlotRequest, retry_after_s: float) -> ToolFailure:
 def _none_free(request: SlotRequest) -> ToolFailure:
     retry_after_s = min(MAX_RETRY_S, max(1.0, request.wait_s))
     sentence = (
-        f"{request.tool} was not run: none of the slots that tenant {request.tenant} may use became free within {request.wait_s:g} s; "
-        f"try again in {retry_after_s:.0f} s, or with fewer calls at a time"
+        f"{request.tool} was not run: none of the slots that tenant {request.tenant} may use became free within "
+        f"{request.wait_s:g} s; try again in {retry_after_s:.0f} s, or with fewer calls at a time"
     )
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=retry_after_s, **NOT_ADMITTED)

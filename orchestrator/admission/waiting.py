@@ -29,7 +29,8 @@ _listener: ContextVar[OnWaiting | None] = ContextVar("on_waiting", default=None)
 
 @contextmanager
 def report_waiting(listener: OnWaiting) -> Iterator[None]:
-    """Call `listener` for every call of this task, and of the tasks that it starts in the block, that waits longer than NOTICE_S.
+    """Call `listener` for every call of this task, and of the tasks that it starts in the block, that waits longer than
+    NOTICE_S.
 
     A context variable, because calls are also made on the caller's behalf: opening a session is one.
     """
@@ -62,7 +63,9 @@ def build_notice(request: SlotRequest, reason: WaitReason) -> WaitNotice:
     tenant, policy = request.tenant, request.policy
     pause = f" ({policy.pause_reason})" if policy.pause_reason else ""
     causes = {
-        WaitReason.PAUSED: f"tenant {tenant} is paused{pause}; an operator can resume it ({build_command('resume', tenant)})",
+        WaitReason.PAUSED: (
+            f"tenant {tenant} is paused{pause}; an operator can resume it ({build_command('resume', tenant)})"
+        ),
         WaitReason.IN_FLIGHT: f"tenant {tenant} has {policy.in_flight} calls in flight, which is its limit",
         WaitReason.RATE: f"tenant {tenant} may begin at most {policy.rate_per_s or 0:g} calls per second",
         WaitReason.SLOTS: f"the workers have no free slot for tenant {tenant} now",

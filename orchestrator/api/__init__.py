@@ -1,1 +1,3 @@
-"""The HTTP API (`toolcrew serve api`): what programs, approvers and operators reach over the network, and the pages that people look at."""
+"""The HTTP API (`toolcrew serve api`): what programs, approvers and operators reach over the network, and the pages
+that people look at.
+"""

@@ -53,7 +53,9 @@ class Caller:
             await Audit(self.house.parts.pool.redis, self.house.settings.deployment).add(entry)
 
     def foreign_entry(self, action: AuditAction, target: str) -> AuditEntry | None:
-        """Of the audit, about what an operator does to another tenant's; None: what is one's own is one's own affair."""
+        """Of the audit, about what an operator does to another tenant's; None: what is one's own is one's own
+        affair.
+        """
         if self.tenant == self.identity.tenant:
             return None
         return build_entry(self.identity.actor(), action, target, tenant=self.tenant)
@@ -70,13 +72,15 @@ def house_of(request: Request) -> House:
 
 
 async def depend_on_house(request: Request) -> House:
-    """The same for routes. Async, though it waits for nothing: what is not is run in a thread, which costs a request more than all else that is looked up."""
+    """The same for routes. Async, though it waits for nothing: what is not is run in a thread, which costs a request
+    more than all else that is looked up.
+    """
     return house_of(request)
 
 
 class _Callers(SecurityBase):
-    """Who asks, by the key that is shown. One dependency that describes itself as a bearer key: finding out what a chain of them needs takes longer
-    than their work."""
+    """Who asks, by the key that is shown. One dependency that describes itself as a bearer key: finding out what a
+    chain of them needs takes longer than their work."""
 
     scheme_name = "HTTPBearer"
     model = HTTPBearer(description="An API key: `toolcrew tenants keys add TENANT`.")
@@ -86,7 +90,10 @@ class _Callers(SecurityBase):
         request: Request,
         tenant: Annotated[
             str | None,
-            Query(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="For whom, with the key of an operator. Else the key's own tenant."),
+            Query(
+                pattern=r"^[A-Za-z0-9_-]{1,64}$",
+                description="For whom, with the key of an operator. Else the key's own tenant.",
+            ),
         ] = None,
     ) -> Caller:
         house = house_of(request)
@@ -94,7 +101,9 @@ class _Callers(SecurityBase):
         credential = Credential(house.parts.keys, bearer_of(request.scope))
         wanted = tenant or identity.tenant
         if not identity.may_act_for(wanted):
-            raise ApiProblem(ErrorCode.PERMISSION_DENIED, f"the API key is for tenant {identity.tenant} alone: leave `tenant` out")
+            raise ApiProblem(
+                ErrorCode.PERMISSION_DENIED, f"the API key is for tenant {identity.tenant} alone: leave `tenant` out"
+            )
         return Caller(house, identity, wanted, credential)
 
 

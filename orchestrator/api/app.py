@@ -34,9 +34,9 @@ from orchestrator.api.limits import BATCH_BYTES, LOGIN_BYTES, SKILL_BYTES, BodyL
 VERSION = "v1"
 _ABOUT = """Runs, sessions, tools, approvals, batches, tenants and hosts of a toolcrew deployment.
 
-Each request carries an API key (`Authorization: Bearer KEY`), which says for which tenant it is; keys of operators may name another with `?tenant=`.
-Errors are `application/problem+json` with a closed `code`. Lists come in pages: give `next_cursor` as `cursor`. A `POST` with an `Idempotency-Key`
-is done once, however often it is sent."""
+Each request carries an API key (`Authorization: Bearer KEY`), which says for which tenant it is; keys of operators may
+name another with `?tenant=`. Errors are `application/problem+json` with a closed `code`. Lists come in pages: give
+`next_cursor` as `cursor`. A `POST` with an `Idempotency-Key` is done once, however often it is sent."""
 
 
 def build_app(house: House, beside: Beside) -> FastAPI:

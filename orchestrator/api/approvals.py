@@ -11,7 +11,15 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
-from store.approvals import AlreadyAnswered, ApprovalAnswer, ApprovalQueue, OtherCall, PendingQuestion, QuestionOver, UnknownQuestion
+from store.approvals import (
+    AlreadyAnswered,
+    ApprovalAnswer,
+    ApprovalQueue,
+    OtherCall,
+    PendingQuestion,
+    QuestionOver,
+    UnknownQuestion,
+)
 from store.audit import Actor
 
 router = APIRouter(prefix="/v1/approvals", tags=["approvals"], responses=responses())
@@ -20,8 +28,9 @@ ApprovalId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class ApprovalView(BaseModel):
-    """A call that waits. `arguments`: exactly what would run; `warning`: why it is dangerous, "" when it is not; `digest`: to be sent with the answer.
-    `command`: the shell command of the call, where its tool takes one. Instants in ISO 8601; an answer after `expires_at` does not count."""
+    """A call that waits. `arguments`: exactly what would run; `warning`: why it is dangerous, "" when it is not;
+    `digest`: to be sent with the answer. `command`: the shell command of the call, where its tool takes one. Instants
+    in ISO 8601; an answer after `expires_at` does not count."""
 
     id: str
     tenant: str
@@ -39,8 +48,8 @@ class ApprovalView(BaseModel):
 
 
 class NewAnswer(BaseModel):
-    """`allow`: it runs as it is; `modify`: it runs with `arguments`, which are checked again; `reject`: it does not run, and its model reads `reason`.
-    `digest`: of the call as it was shown."""
+    """`allow`: it runs as it is; `modify`: it runs with `arguments`, which are checked again; `reject`: it does not
+    run, and its model reads `reason`. `digest`: of the call as it was shown."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -75,7 +84,9 @@ async def list_approvals(
         raise ToolFailure(ErrorCode.PERMISSION_DENIED, "`everybody` is for operators: leave it out")
     actor, tenant = caller.identity.actor(), None if everybody else caller.tenant
     page = await _queue(caller).pending(actor, tenant, decode_cursor(cursor), limit)
-    return Page(data=[_view(one) for one in page.questions], next_cursor=encode_cursor(page.cursor) if page.cursor else None)
+    return Page(
+        data=[_view(one) for one in page.questions], next_cursor=encode_cursor(page.cursor) if page.cursor else None
+    )
 
 
 @router.get("/{approval_id}", responses=responses(404, 409))

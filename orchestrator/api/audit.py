@@ -15,7 +15,9 @@ router = APIRouter(prefix="/v1/audit", tags=["audit"], responses=responses())
 
 
 class AuditView(BaseModel):
-    """One change. `tenant`: whom it was about, None: everybody; `target`: the tool, tenant, key, approval, call, host, batch or run."""
+    """One change. `tenant`: whom it was about, None: everybody; `target`: the tool, tenant, key, approval, call, host,
+    batch or run.
+    """
 
     id: str
     at: str
@@ -32,12 +34,17 @@ async def read_audit(
     cursor: Cursor = None,
     limit: Limit = 50,
     action: Annotated[list[AuditAction] | None, Query(description="Only these.")] = None,
-    about: Annotated[str | None, Query(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Only what was about that tenant.")] = None,
+    about: Annotated[
+        str | None, Query(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Only what was about that tenant.")
+    ] = None,
     target: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Page[AuditView]:
     """What was changed, the newest first. A page may be short and not be the last: go by `next_cursor`."""
     house = caller.house
     audit = Audit(house.parts.pool.redis, house.settings.deployment)
     page = await audit.read(decode_cursor(cursor), limit, tenant=about, actions=tuple(action or ()), target=target)
-    views = [AuditView.model_validate({**one.to_json(), "at": format_instant(one.at, "milliseconds")}) for one in page.entries]
+    views = [
+        AuditView.model_validate({**one.to_json(), "at": format_instant(one.at, "milliseconds")})
+        for one in page.entries
+    ]
     return Page(data=views, next_cursor=encode_cursor(page.cursor) if page.cursor else None)

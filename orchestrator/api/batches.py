@@ -26,13 +26,20 @@ from store.idempotency import KEPT_S
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 
 SMALL_BYTES = 256 * 1024
-"""Of larger ones each key sends one at a time, and one of all is made batch items of: they lie in memory, and what is made of them."""
+"""Of larger ones each key sends one at a time, and one of all is made batch items of: they lie in memory, and what is
+made of them.
+"""
 _SENDING: set[str] = set()
 _LARGE = asyncio.Lock()
 ROWS_TYPE = "application/jsonl"
 BatchId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _LINES = {"schema": {"type": "string"}, "example": '{"id": "first", "instruction": "Count the files."}\n'}
-_BODY = {"requestBody": {"required": True, "content": {ROWS_TYPE: _LINES, "application/x-ndjson": _LINES, "text/plain": _LINES}}}
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {ROWS_TYPE: _LINES, "application/x-ndjson": _LINES, "text/plain": _LINES},
+    }
+}
 
 
 class RequestCounts(BaseModel):
@@ -79,7 +86,9 @@ class BatchOptions(BaseModel):
     max_tokens: int | None = Field(default=None, gt=0)
     retries: int = Field(default=2, ge=0, le=20)
     ask: bool = False
-    """Calls that need approval wait in the approvals queue; else they are refused, or allowed, as the orchestrator's settings say."""
+    """Calls that need approval wait in the approvals queue; else they are refused, or allowed, as the orchestrator's
+    settings say.
+    """
 
 
 class Retry(BaseModel):
@@ -102,13 +111,17 @@ async def submit_batch(
     response: Response,
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
 ) -> SubmittedBatch:
-    """Queue every line of the body: one JSON object a line, short (`id`, `instruction`) or of OpenAI's batches. All lines are checked first, with the
-    names of tools and the arguments of calls."""
+    """Queue every line of the body: one JSON object a line, short (`id`, `instruction`) or of OpenAI's batches. All
+    lines are checked first, with the names of tools and the arguments of calls."""
     file = await _read(request, caller.identity.key_id)
     runs = _runs(caller)
     warnings = await runs.check_tools(file, "the body")
-    limits = RunLimits(max_iterations=options.max_iterations, max_wall_s=options.max_wall_s, max_tokens=options.max_tokens)
-    defaults = BatchDefaults(model=options.model, dialect=options.dialect, limits=limits, retries=options.retries, asks_people=options.ask)
+    limits = RunLimits(
+        max_iterations=options.max_iterations, max_wall_s=options.max_wall_s, max_tokens=options.max_tokens
+    )
+    defaults = BatchDefaults(
+        model=options.model, dialect=options.dialect, limits=limits, retries=options.retries, asks_people=options.ask
+    )
     told = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
     # A submission that broke off is completed when it is sent again: its items are queued once.
     named = await _batch_of(told, runs) if idempotency_key and options.id is None else None
@@ -128,7 +141,9 @@ async def submit_batch(
 
 @router.get("")
 async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[BatchView]:
-    """The tenant's batches, the newest first. They are remembered for 30 days. A page may have fewer than `limit`, and be followed by more all the same."""
+    """The tenant's batches, the newest first. They are remembered for 30 days. A page may have fewer than `limit`, and
+    be followed by more all the same.
+    """
     runs = _runs(caller)
     known = await runs.queue.list_batches(runs.tenant, decode_cursor(cursor) or "", limit)
     counts = await asyncio.gather(*(runs.queue.counts(runs.tenant, batch) for batch in known.batches))
@@ -156,7 +171,9 @@ async def retry_batch(batch_id: BatchId, wanted: Retry, caller: AnyCaller) -> Re
     """Begin failed items anew, of these kinds of failure."""
     runs = await _known(caller, batch_id)
     entry = caller.foreign_entry("batch.retry", batch_id)
-    return Retried(items=await runs.batches.resume(batch_id, wanted.kinds, entry_text(entry) if entry is not None else ""))
+    return Retried(
+        items=await runs.batches.resume(batch_id, wanted.kinds, entry_text(entry) if entry is not None else "")
+    )
 
 
 @router.get(
@@ -176,7 +193,9 @@ async def batch_results(batch_id: BatchId, caller: AnyCaller) -> Response:
 
 
 async def _batch_of(submission: str, runs: BatchRuns) -> str:
-    """The id of the batch that such a submission makes, or has made if it was sent before: more than a day ago it was another one."""
+    """The id of the batch that such a submission makes, or has made if it was sent before: more than a day ago it was
+    another one.
+    """
     number = 0
     while True:
         batch = "batch-" + hashlib.sha256(f"batch\0{submission}\0{number}".encode()).hexdigest()[:24]
@@ -199,7 +218,9 @@ async def _known(caller: Caller, batch: str) -> BatchRuns:
     try:
         await runs.batches.status(batch)
     except ToolFailure as error:
-        raise ApiProblem(ApiCode.NOT_FOUND, f"tenant {caller.tenant} has no batch {batch}: GET /v1/batches lists them") from error
+        raise ApiProblem(
+            ApiCode.NOT_FOUND, f"tenant {caller.tenant} has no batch {batch}: GET /v1/batches lists them"
+        ) from error
     return runs
 
 
@@ -214,7 +235,9 @@ def _view_of(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> Batc
 
 
 async def _read(request: Request, key: str) -> BatchFile:
-    """The lines of the body. Raises BadBatch with all that is wrong with them, ApiProblem when too much is read already."""
+    """The lines of the body. Raises BadBatch with all that is wrong with them, ApiProblem when too much is read
+    already.
+    """
     body = io.BytesIO()
     pieces = request.stream()
     async for piece in pieces:
@@ -225,7 +248,9 @@ async def _read(request: Request, key: str) -> BatchFile:
         return await _parsed(body)
     if key in _SENDING:
         raise ApiProblem(
-            ErrorCode.RATE_LIMITED, "another large batch is being sent with this key: send this one after it", headers={"Retry-After": "10"}
+            ErrorCode.RATE_LIMITED,
+            "another large batch is being sent with this key: send this one after it",
+            headers={"Retry-After": "10"},
         )
     _SENDING.add(key)
     try:

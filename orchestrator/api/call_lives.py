@@ -35,8 +35,8 @@ class Killed(BaseModel):
 
 @router.get("/{call_id}", responses=responses(404))
 async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
-    """All that is known of a call: where it waits or runs, since when, on which host and in which sandbox, and its result while that is kept. Calls are
-    remembered for a day."""
+    """All that is known of a call: where it waits or runs, since when, on which host and in which sandbox, and its
+    result while that is kept. Calls are remembered for a day."""
     life = await _life(caller, call_id)
     if life is None:
         raise _unknown(caller, call_id)
@@ -46,7 +46,9 @@ async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
 
 @router.post("/{call_id}/kill", responses=responses(404))
 async def kill_call(call_id: CallId, wanted: Kill, caller: AnyCaller) -> Killed:
-    """End a call, wherever it is: one that waits never begins, one that runs is killed with all that it started. Its caller gets CANCELLED."""
+    """End a call, wherever it is: one that waits never begins, one that runs is killed with all that it started. Its
+    caller gets CANCELLED.
+    """
     house = caller.house
     # Whoever asks for calls that never were does not hold a request for as long as one may be looked for that waits.
     heard_s = GLANCE_S if await _life(caller, call_id) is None else None
@@ -58,15 +60,25 @@ async def kill_call(call_id: CallId, wanted: Kill, caller: AnyCaller) -> Killed:
         if failure.code is ErrorCode.INVALID_ARGUMENTS:
             raise _unknown(caller, call_id) from failure
         raise
-    return Killed(call=call_id, state=killed.record.state.value, error_code=killed.record.code or None, was_over=killed.was_over)
+    return Killed(
+        call=call_id, state=killed.record.state.value, error_code=killed.record.code or None, was_over=killed.was_over
+    )
 
 
 async def _life(caller: Caller, call_id: str) -> CallLife | None:
     house = caller.house
-    lives = CallLives(house.parts.pool.redis, house.settings.deployment, house.settings.broker().signing_keys(), house.settings.flower_url)
+    lives = CallLives(
+        house.parts.pool.redis,
+        house.settings.deployment,
+        house.settings.broker().signing_keys(),
+        house.settings.flower_url,
+    )
     async with house.looks.turn(caller.identity.key_id):
         return await lives.read(caller.tenant, call_id)
 
 
 def _unknown(caller: Caller, call_id: str) -> ApiProblem:
-    return ApiProblem(ApiCode.NOT_FOUND, f"nothing is known of call {call_id} of tenant {caller.tenant}: calls are remembered for a day")
+    return ApiProblem(
+        ApiCode.NOT_FOUND,
+        f"nothing is known of call {call_id} of tenant {caller.tenant}: calls are remembered for a day",
+    )

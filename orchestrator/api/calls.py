@@ -26,10 +26,15 @@ from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.dispatch.sessions import Session
 
 WAITING_PIECES = 32
-"""Of output that the client has not taken: then the call is held up for a while, and the rest is in the result alone."""
+"""Of output that the client has not taken: then the call is held up for a while, and the rest is in the result
+alone.
+"""
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The result; with `Accept: text/event-stream` events `waiting` (the call has no slot yet, and why) and `output`, then one `result`.",
+        "description": (
+            "The result; with `Accept: text/event-stream` events `waiting` (the call has no slot yet, and why) and "
+            "`output`, then one `result`."
+        ),
         "content": {MEDIA_TYPE: {}},
     }
 }
@@ -47,8 +52,9 @@ class NewCall(BaseModel):
 
 
 class _StraightRoute(APIRoute):
-    """A plain call, one without a query or an Idempotency-Key and with nothing wrong, goes straight to its tool: gathering what `call_tool` is given
-    takes FastAPI nearly half of a request's processor time. Every other one goes FastAPI's way, which also says what is wrong with it."""
+    """A plain call, one without a query or an Idempotency-Key and with nothing wrong, goes straight to its tool:
+    gathering what `call_tool` is given takes FastAPI nearly half of a request's processor time. Every other one goes
+    FastAPI's way, which also says what is wrong with it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         in_full = super().get_route_handler()
@@ -123,7 +129,9 @@ async def _stream(session: Session, wanted: NewCall, call_id: str | None) -> Asy
 
     async def work() -> None:
         with report_waiting(on_waiting):
-            result = await session.call(wanted.name, wanted.arguments, timeout_s=wanted.timeout_s, call_id=call_id, on_output=on_output)
+            result = await session.call(
+                wanted.name, wanted.arguments, timeout_s=wanted.timeout_s, call_id=call_id, on_output=on_output
+            )
         await pieces.put(ServerEvent("result", _dump(result).decode()))
 
     working = asyncio.ensure_future(work())

@@ -16,7 +16,8 @@ _IDENTITY = "toolcrew.identity"
 
 
 class Door:
-    """Checks the key and the rate of each request with a body, and names the owner of the body (BodyLimits). Pages check their logins (PageRoute).
+    """Checks the key and the rate of each request with a body, and names the owner of the body (BodyLimits). Pages
+    check their logins (PageRoute).
 
     A request that gives its length in two ways is refused: a proxy may have read it the other way.
     """
@@ -37,13 +38,16 @@ class Door:
     async def _check(self, scope: Scope) -> None:
         length, coding = find_header(scope, b"content-length"), find_header(scope, b"transfer-encoding")
         if length is not None and coding is not None:
-            raise ApiProblem(ApiCode.MALFORMED_REQUEST, "Content-Length and Transfer-Encoding are both there: send one of them")
+            raise ApiProblem(
+                ApiCode.MALFORMED_REQUEST, "Content-Length and Transfer-Encoding are both there: send one of them"
+            )
         if (length or coding) and scope["path"].startswith("/v1/"):
             await identify(self._house, scope)
 
 
 async def identify(house: House, scope: Scope) -> Identity:
-    """Return who the key of a request stands for. The first time that this is asked, the request counts towards the key's rate.
+    """Return who the key of a request stands for. The first time that this is asked, the request counts towards the
+    key's rate.
 
     Raises ToolFailure(UNAUTHENTICATED), ApiProblem for no key or too many requests, BrokerUnavailable.
     """
@@ -57,7 +61,9 @@ async def identify(house: House, scope: Scope) -> Identity:
 
 
 def body_owner(identity: Identity) -> str:
-    """Return in whose share a body counts: all keys of a tenant have one share, and the key of an operator has its own."""
+    """Return in whose share a body counts: all keys of a tenant have one share, and the key of an operator has its
+    own.
+    """
     return f"tenant {identity.tenant}" if identity.role == "tenant" else f"key {identity.key_id}"
 
 

@@ -8,7 +8,9 @@ from fastapi.responses import JSONResponse
 
 
 class ExactJson(JSONResponse):
-    """What a model said may hold half a surrogate pair: it is sent escaped, for whoever decides about a call must see what would run."""
+    """What a model said may hold half a surrogate pair: it is sent escaped, for whoever decides about a call must see
+    what would run.
+    """
 
     def render(self, content: Any) -> bytes:
         return dump_exactly(content)

@@ -23,5 +23,11 @@ class FileAnswer(Response):
         async with self._held:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             for start in range(0, len(self._data), PIECE_BYTES):
-                await send({"type": "http.response.body", "body": bytes(self._data[start : start + PIECE_BYTES]), "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": bytes(self._data[start : start + PIECE_BYTES]),
+                        "more_body": True,
+                    }
+                )
             await send({"type": "http.response.body", "body": b"", "more_body": False})

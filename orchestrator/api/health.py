@@ -25,7 +25,9 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    """`ready`: a run that is started now would be worked. `checks`: each with "ok", or what is missing and what to do."""
+    """`ready`: a run that is started now would be worked. `checks`: each with "ok", or what is missing and what to
+    do.
+    """
 
     ready: bool
     checks: dict[str, str]
@@ -39,7 +41,9 @@ async def healthz() -> Health:
 
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not ready"}})
 async def readyz(house: Annotated[House, Depends(depend_on_house)]) -> Response:
-    """Redis answers and can be written, and a worker of each pool that has ever served publishes its tools; looked at within the last second."""
+    """Redis answers and can be written, and a worker of each pool that has ever served publishes its tools; looked at
+    within the last second.
+    """
     checks = await house.readiness.get(partial(_checks, house)) if house.is_connected else _UNCONNECTED
     told = Readiness(ready=all(told == "ok" for told in checks.values()), checks=dict(checks))
     return JSONResponse(told.model_dump(), status_code=200 if told.ready else 503)
@@ -48,10 +52,15 @@ async def readyz(house: Annotated[House, Depends(depend_on_house)]) -> Response:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={**responses(), 200: {"description": "Prometheus's text, or OpenMetrics by `Accept`", "content": {"text/plain": {}}}},
+    responses={
+        **responses(),
+        200: {"description": "Prometheus's text, or OpenMetrics by `Accept`", "content": {"text/plain": {}}},
+    },
 )
 async def metrics(caller: OperatorCaller, request: Request) -> Response:
-    """What the deployment counts and holds now, whichever of its APIs is asked: one of them is enough to scrape. For operators."""
+    """What the deployment counts and holds now, whichever of its APIs is asked: one of them is enough to scrape. For
+    operators.
+    """
     is_open = choose_format(request.headers.get("accept", ""))
     page = await caller.house.parts.metrics.render(is_open=is_open)
     return Response(page, media_type=OPEN_METRICS if is_open else TEXT)

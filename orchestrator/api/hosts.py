@@ -18,7 +18,9 @@ router = APIRouter(prefix="/v1/hosts", tags=["hosts"], responses=responses())
 
 
 class HostView(BaseModel):
-    """One living worker. Sizes in bytes, instants in ISO 8601. `waiting`: calls in its queue and the pools that it serves."""
+    """One living worker. Sizes in bytes, instants in ISO 8601. `waiting`: calls in its queue and the pools that it
+    serves.
+    """
 
     host: str
     kind: str
@@ -61,7 +63,9 @@ async def list_hosts(caller: OperatorCaller, cursor: Cursor = None, limit: Limit
 
 @router.post("/{host}/drain", status_code=202, responses=responses(404))
 async def drain_host(host: str, drain: Drain, caller: OperatorCaller) -> Page[HostView]:
-    """Take a host out of service: its sessions go on elsewhere, then its workers end. Returns when they say that they do."""
+    """Take a host out of service: its sessions go on elsewhere, then its workers end. Returns when they say that they
+    do.
+    """
     house = caller.house
     hosts = HostStore(house.parts.pool.redis, house.settings.deployment)
     try:
@@ -69,7 +73,9 @@ async def drain_host(host: str, drain: Drain, caller: OperatorCaller) -> Page[Ho
     except ConfigError as error:
         raise ApiProblem(ApiCode.NOT_FOUND, str(error)) from error
     for report in found:
-        await order_drain(hosts, report, house.settings.broker().signing_keys(), lossy=drain.lossy, actor=caller.identity.actor())
+        await order_drain(
+            hosts, report, house.settings.broker().signing_keys(), lossy=drain.lossy, actor=caller.identity.actor()
+        )
     return page_of([_view(report, {}) for report in find_workers(await hosts.read(), host)], None, 200)
 
 

@@ -27,7 +27,9 @@ from telemetry.settings import load_tracing_settings
 log = get_logger(__name__)
 
 MAX_CLIENTS = 1000
-"""That are kept for the next request: each knows its settings and secrets, which take longer to gather than a request."""
+"""That are kept for the next request: each knows its settings and secrets, which take longer to gather than a
+request.
+"""
 AGAIN_S = 1.0
 """How often it is tried to reach a Redis that does not answer at the start."""
 ERRANDS_S = 5.0
@@ -52,7 +54,9 @@ Beside = Callable[[HouseParts], AbstractAsyncContextManager[None]]
 
 
 class House:
-    """One process of the API. It serves from the first moment: requests that need Redis fail with 503 until it answers."""
+    """One process of the API. It serves from the first moment: requests that need Redis fail with 503 until it
+    answers.
+    """
 
     def __init__(self, settings: OrchestratorSettings) -> None:
         self.settings = settings
@@ -68,7 +72,9 @@ class House:
         self.looks = Turns(LOOKS_OF_A_KEY)
         # Nobody sits at a service: what a program calls is its own decision, and runs ask through the approvals queue.
         self._approver: Approver = RefusingApprover()
-        self._policy: ApprovalPolicy = load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
+        self._policy: ApprovalPolicy = (
+            load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
+        )
         self._parts: HouseParts | None = None
         self._trouble = "Redis has not answered yet"
 
@@ -76,7 +82,9 @@ class House:
     def parts(self) -> HouseParts:
         """Raises ApiProblem while there is no connection."""
         if self._parts is None:
-            raise ApiProblem(ApiCode.NOT_READY, f"the service is not connected to its Redis: {self._trouble}; try again in a moment")
+            raise ApiProblem(
+                ApiCode.NOT_READY, f"the service is not connected to its Redis: {self._trouble}; try again in a moment"
+            )
         return self._parts
 
     @property
@@ -84,7 +92,9 @@ class House:
         return self._parts is not None
 
     def client(self, tenant: str, credential: Credential, *, key: str | None = None) -> ToolClient:
-        """The pool as a tenant has it. `key`: the id of the API key that has been shown, by which the same client is given again."""
+        """The pool as a tenant has it. `key`: the id of the API key that has been shown, by which the same client is
+        given again.
+        """
         pool = self.parts.pool
         kept = self._clients.pop((tenant, key), None) if key is not None else None
         client = kept or ToolClient(self.settings, pool, tenant, self._approver, None, self._policy, credential)
@@ -130,7 +140,9 @@ class House:
         settings, deployment = self.settings, self.settings.deployment
         approvals = ApprovalQueue(pool.redis, deployment, pool.keys, settings.approvers)
         metrics = MetricsPage(pool.redis, deployment, has_tenants=settings.metrics_tenants)
-        return HouseParts(pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, HostedRuns.on(pool, deployment), metrics)
+        return HouseParts(
+            pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, HostedRuns.on(pool, deployment), metrics
+        )
 
     async def _connected(self, stack: AsyncExitStack, is_over: asyncio.Event) -> HouseParts | None:
         """None when the service is to end before."""
@@ -138,7 +150,9 @@ class House:
         told = ""
         while not is_over.is_set():
             try:
-                opening = open_pool(settings.broker(), queue_wait_s=settings.queue_wait_s, needs_workers=False, settings=settings)
+                opening = open_pool(
+                    settings.broker(), queue_wait_s=settings.queue_wait_s, needs_workers=False, settings=settings
+                )
                 pool = await stack.enter_async_context(opening)
                 return self._built(pool)
             except (BrokerUnavailable, ConfigError) as error:

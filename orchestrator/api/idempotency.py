@@ -1,4 +1,6 @@
-"""Requests that may be sent again: with an `Idempotency-Key` the first answer is the only one, whoever it was that did not hear it."""
+"""Requests that may be sent again: with an `Idempotency-Key` the first answer is the only one, whoever it was that did
+not hear it.
+"""
 
 import asyncio
 import base64
@@ -25,19 +27,26 @@ log = get_logger(__name__)
 
 MAX_ANSWER_BYTES = 1024 * 1024
 KEPT_FIRST_S = 1.0
-"""So long the end of an answer waits until it is kept: whoever has heard it gets it again, whatever becomes of this process."""
+"""So long the end of an answer waits until it is kept: whoever has heard it gets it again, whatever becomes of this
+process.
+"""
 _UNDONE = "toolcrew.undone"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _HEADER = b"idempotency-key"
 
 
 def note_undone(scope: Scope) -> None:
-    """The request has done nothing, although its answer is none of a refusal: it is not kept, and the request may be sent again."""
+    """The request has done nothing, although its answer is none of a refusal: it is not kept, and the request may be
+    sent again.
+    """
     scope[_UNDONE] = True
 
 
 class Idempotency:
-    """Keeps the answers of requests that carry the header, for a day. Those to streams, and answers larger than MAX_ANSWER_BYTES, are not kept: a run is found again by the key itself, and a call is not run again. Of one with `Cache-Control: no-store` it is kept that it was given."""
+    """Keeps the answers of requests that carry the header, for a day. Those to streams, and answers larger than
+    MAX_ANSWER_BYTES, are not kept: a run is found again by the key itself, and a call is not run again. Of one with
+    `Cache-Control: no-store` it is kept that it was given.
+    """
 
     def __init__(self, app: ASGIApp, house: House) -> None:
         self._app = app
@@ -56,7 +65,8 @@ class Idempotency:
     async def _once(self, key: str, scope: Scope, receive: Receive, send: Send) -> None:
         if not _KEY.fullmatch(key):
             raise ApiProblem(
-                ApiCode.MALFORMED_REQUEST, "Idempotency-Key: give 1 to 255 visible ASCII characters, new ones for each request"
+                ApiCode.MALFORMED_REQUEST,
+                "Idempotency-Key: give 1 to 255 visible ASCII characters, new ones for each request",
             )
         identity = await identify(self._house, scope)
         body = await _read(receive)
@@ -68,7 +78,9 @@ class Idempotency:
         if kept is not None:
             await _replay(kept, digest, send)
             return
-        answer = _Answer(scope, send, lambda told: self._settle(slots, claim, told.record(digest) if told.is_kept else None))
+        answer = _Answer(
+            scope, send, lambda told: self._settle(slots, claim, told.record(digest) if told.is_kept else None)
+        )
         try:
             await self._app(scope, _given(body, receive), answer.send)
         finally:
@@ -80,7 +92,8 @@ class Idempotency:
         try:
             return await slots.claim(claim)
         except BaseException:
-            # It may be ours without our having heard of it, and would be said to be worked for as long as a request may take.
+            # It may be ours without our having heard of it, and would be said to be worked for as long as a request may
+            # take.
             self._house.errands.begin(_patiently(partial(slots.release, claim)))
             raise
 
@@ -136,7 +149,9 @@ class _Answer:
             # It holds a secret, which nobody can tell again: Redis neither.
             return json.dumps({"digest": digest, "told_once": True})
         kept = [
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in self._headers if name in (b"content-type", b"location")
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in self._headers
+            if name in (b"content-type", b"location")
         ]
         body = base64.b64encode(self._body).decode()
         return json.dumps({"digest": digest, "status": self._status, "headers": kept, "body": body})
@@ -145,17 +160,19 @@ class _Answer:
 async def _replay(kept: dict[str, Any], digest: str, send: Send) -> None:
     if kept["digest"] != digest:
         raise ApiProblem(
-            ApiCode.IDEMPOTENCY_MISMATCH, "this Idempotency-Key was sent with another request: make a new key for each request"
+            ApiCode.IDEMPOTENCY_MISMATCH,
+            "this Idempotency-Key was sent with another request: make a new key for each request",
         )
     if kept.get("pending"):
         raise ApiProblem(
-            ApiCode.IDEMPOTENCY_IN_PROGRESS, "the first request with this Idempotency-Key is still worked: send it again in a moment"
+            ApiCode.IDEMPOTENCY_IN_PROGRESS,
+            "the first request with this Idempotency-Key is still worked: send it again in a moment",
         )
     if kept.get("told_once"):
         raise ApiProblem(
             ApiCode.CONFLICT,
-            "the first request with this Idempotency-Key was done, and its answer holds a secret, which is told once: if it did not come, revoke "
-            "what it made and make another with a new Idempotency-Key",
+            "the first request with this Idempotency-Key was done, and its answer holds a secret, which is told once: "
+            "if it did not come, revoke what it made and make another with a new Idempotency-Key",
         )
     headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in kept["headers"]]
     body = base64.b64decode(kept["body"])
@@ -165,7 +182,9 @@ async def _replay(kept: dict[str, Any], digest: str, send: Send) -> None:
 
 
 async def _read(receive: Receive) -> bytes:
-    """The whole body; how much that may be, BodyLimits says. Raises ApiProblem for one that is too large to be kept in mind."""
+    """The whole body; how much that may be, BodyLimits says. Raises ApiProblem for one that is too large to be kept in
+    mind.
+    """
     body, is_more = bytearray(), True
     while is_more:
         message = await receive()
@@ -175,7 +194,8 @@ async def _read(receive: Receive) -> bytes:
         is_more = message.get("more_body", False)
         if len(body) > JSON_BYTES:
             raise ApiProblem(
-                ApiCode.BODY_TOO_LARGE, f"with an Idempotency-Key a body may have {JSON_BYTES} bytes; a batch is found again by its `id`"
+                ApiCode.BODY_TOO_LARGE,
+                f"with an Idempotency-Key a body may have {JSON_BYTES} bytes; a batch is found again by its `id`",
             )
     return bytes(body)
 

@@ -13,7 +13,9 @@ Name = tuple[str, str, str]
 
 
 class KnownSessions:
-    """Of one process. A session that is known may have been closed: a call says so, and it is to be forgotten then. `clock`: monotonic seconds."""
+    """Of one process. A session that is known may have been closed: a call says so, and it is to be forgotten then.
+    `clock`: monotonic seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -21,19 +21,27 @@ PATIENCE_S = 30.0
 JSON_BYTES = 2 * 1024 * 1024
 BATCH_BYTES = 200 * 1024 * 1024
 SKILL_BYTES = 16 * 1024 * 1024
-"""Of a skill's .zip file: it lies in /tmp while it is examined, which is small where a service is deployed. The command takes larger ones."""
+"""Of a skill's .zip file: it lies in /tmp while it is examined, which is small where a service is deployed. The command
+takes larger ones.
+"""
 LOGIN_BYTES = 16 * 1024
 """Limit of a body that comes without a key or login."""
 LINGER_S = 5.0
 LINGER_BYTES = 128 * 1024 * 1024
 JSON_VALUES = 10_000
-"""Limit of the values in a JSON body. Each one that is not expected becomes an error of its own, which takes kilobytes."""
+"""Limit of the values in a JSON body. Each one that is not expected becomes an error of its own, which takes
+kilobytes.
+"""
 HELD_BYTES = 512 * 1024 * 1024
-"""Limit of all bodies together, from their first byte to the end of their requests: half of the memory that a service has as it is deployed here."""
+"""Limit of all bodies together, from their first byte to the end of their requests: half of the memory that a service
+has as it is deployed here.
+"""
 TENANT_BYTES = HELD_BYTES // 4
 """Limit of one tenant's bodies together. A single larger body is accepted while the tenant has no other."""
 BODY_OWNER = "toolcrew.body_owner"
-"""In the scope of a request: who pays for its body. Set by what checks the key or login; without it LOGIN_BYTES are read."""
+"""In the scope of a request: who pays for its body. Set by what checks the key or login; without it LOGIN_BYTES are
+read.
+"""
 
 
 class _Refused(Exception):
@@ -41,7 +49,8 @@ class _Refused(Exception):
 
 
 class BodyLimits:
-    """Ends a request whose body is too large or comes too slowly, and reserves memory for it before its first byte is read, in its owner's share.
+    """Ends a request whose body is too large or comes too slowly, and reserves memory for it before its first byte is
+    read, in its owner's share.
 
     `other`: (method, pattern of the whole path, bytes) of the routes that take more or less than JSON_BYTES.
     """
@@ -163,7 +172,9 @@ class _Body:
         return {**message, "body": bytes(held)}
 
     def _reserve(self, count: int) -> Response | None:
-        """Reserve memory for that many bytes of the body, or return why it is refused. A body without an owner is small, and needs none."""
+        """Reserve memory for that many bytes of the body, or return why it is refused. A body without an owner is
+        small, and needs none.
+        """
         missing = count - self._reserved
         if missing <= 0 or not self._owner:
             return None
@@ -183,8 +194,8 @@ class _Body:
 
 
 async def refuse(refusal: Response, receive: Receive, send: Send) -> None:
-    """Answer a request whose body was not read to its end. What still comes is thrown away for a moment: a connection that is closed upon it takes the
-    answer with it."""
+    """Answer a request whose body was not read to its end. What still comes is thrown away for a moment: a connection
+    that is closed upon it takes the answer with it."""
     await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
     await send({"type": "http.response.body", "body": bytes(refusal.body), "more_body": True})
     with suppress(TimeoutError):
@@ -225,7 +236,10 @@ def _too_many_of_owner() -> Response:
 
 
 def _too_slow() -> Response:
-    detail = f"the body stopped coming, or came at less than {LEAST_BYTES_PER_S} bytes a second: send it again, faster or in parts"
+    detail = (
+        f"the body stopped coming, or came at less than {LEAST_BYTES_PER_S} bytes a second: send it again, faster or "
+        "in parts"
+    )
     return build_response(ApiCode.TOO_SLOW, detail, headers={"Connection": "close"})
 
 

@@ -40,7 +40,9 @@ def decode_cursor(cursor: str | None) -> str | None:
     except (binascii.Error, ValueError, UnicodeError):
         place = ""
     if not _WORDS.fullmatch(place):
-        raise ApiProblem(ErrorCode.INVALID_ARGUMENTS, "this is no cursor of ours: give `next_cursor` as it came, or none to begin")
+        raise ApiProblem(
+            ErrorCode.INVALID_ARGUMENTS, "this is no cursor of ours: give `next_cursor` as it came, or none to begin"
+        )
     return place
 
 

@@ -71,7 +71,9 @@ _STATUS: Mapping[ErrorCode, int] = {
     ErrorCode.TIMEOUT: 504,
     ErrorCode.INTERNAL: 500,
 }
-"""Of the others: what the infrastructure is to blame for is 503, all else a request that cannot be done as it is (422)."""
+"""Of the others: what the infrastructure is to blame for is 503, all else a request that cannot be done as it is
+(422).
+"""
 
 
 _SENTENCES: Mapping[int, str] = {
@@ -83,7 +85,9 @@ _SENTENCES: Mapping[int, str] = {
 
 
 class Problem(BaseModel):
-    """What is wrong with a request. `code`: closed, for programs; `detail`: what happened and what to do next, for people."""
+    """What is wrong with a request. `code`: closed, for programs; `detail`: what happened and what to do next, for
+    people.
+    """
 
     type: str = "about:blank"
     title: str
@@ -113,12 +117,19 @@ def status_of(code: ApiCode | ErrorCode) -> int:
 
 
 def build_response(
-    code: ApiCode | ErrorCode, detail: str, *, headers: Mapping[str, str] | None = None, status: int | None = None, **fields: Any
+    code: ApiCode | ErrorCode,
+    detail: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    status: int | None = None,
+    **fields: Any,
 ) -> Response:
     """The response to a request that failed."""
     status = status or status_of(code)
     shown = detail if len(detail) <= MAX_DETAIL_CHARS else detail[: MAX_DETAIL_CHARS - 3] + "..."
-    problem = Problem(title=HTTPStatus(status).phrase, status=status, code=code.value, detail=_sendable(shown), **fields)
+    problem = Problem(
+        title=HTTPStatus(status).phrase, status=status, code=code.value, detail=_sendable(shown), **fields
+    )
     told = dict(headers or {})
     if status == 401:
         told.setdefault("WWW-Authenticate", 'Bearer realm="toolcrew"')
@@ -147,7 +158,8 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
     async def _invalid(_: Request, error: RequestValidationError) -> Response:
         # Without the input: it may hold secrets, and be anything.
         parts = [
-            {"loc": [_sendable(str(part))[:100] for part in one["loc"]], "msg": _sendable(one["msg"])[:300]} for one in error.errors()[:20]
+            {"loc": [_sendable(str(part))[:100] for part in one["loc"]], "msg": _sendable(one["msg"])[:300]}
+            for one in error.errors()[:20]
         ]
         is_unreadable = any(one["type"] == "json_invalid" for one in error.errors())
         first = parts[0] if parts else {"loc": [], "msg": "it cannot be read"}
@@ -167,11 +179,15 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> Response:
         # What it says may hold anything of anybody's: the log has it, the client has a word to find it by.
-        log.error("api_failed", method=request.method, path=request.url.path[:200], error=type(error).__name__, exc_info=error)
+        log.error(
+            "api_failed", method=request.method, path=request.url.path[:200], error=type(error).__name__, exc_info=error
+        )
         return build_response(ErrorCode.INTERNAL, "this is a fault of the service, not of the request; its log has it")
 
 
-def response_to(error: ApiProblem | ToolFailure | OperatorError, path: str, *, headers: Mapping[str, str] | None = None) -> Response:
+def response_to(
+    error: ApiProblem | ToolFailure | OperatorError, path: str, *, headers: Mapping[str, str] | None = None
+) -> Response:
     """The response to a request that ended with one of the errors that requests end with."""
     match error:
         case ApiProblem():
@@ -186,7 +202,12 @@ def response_to(error: ApiProblem | ToolFailure | OperatorError, path: str, *, h
 
 def _methods_at(routers: Sequence[APIRouter], path: str) -> list[str]:
     """Of all routes of the address: each knows its own alone."""
-    routes = [route for router in routers for route in router.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    routes = [
+        route
+        for router in routers
+        for route in router.routes
+        if isinstance(route, Route) and route.path_regex.match(path)
+    ]
     return sorted({method for route in routes for method in route.methods or ()})
 
 

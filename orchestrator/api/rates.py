@@ -31,6 +31,7 @@ class Rates:
             wait_s = max(1, round((1.0 - left) / self._per_s + 0.5))
             raise ApiProblem(
                 ApiCode.TOO_MANY_REQUESTS,
-                f"more than {self._per_s:g} requests a second with this key: come again in {wait_s} s, or have the operator raise TOOLCREW_API_RATE",
+                f"more than {self._per_s:g} requests a second with this key: come again in {wait_s} s, or have the "
+                "operator raise TOOLCREW_API_RATE",
                 headers={"Retry-After": str(wait_s)},
             )

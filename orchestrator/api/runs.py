@@ -27,12 +27,14 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
 RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _TYPE = re.compile(r'\{"type": ?"([A-Za-z]{1,64})"')
 """Of an event's text, which is told as it is kept: there may be many readers."""
-_STREAM: dict[int | str, dict[str, Any]] = {200: {"description": "Events, the last of them `RunEnded`", "content": {MEDIA_TYPE: {}}}}
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Events, the last of them `RunEnded`", "content": {MEDIA_TYPE: {}}}
+}
 
 
 class NewRun(BaseModel):
-    """`session`: an open one to work in; without, the run has one of its own, of `image`, `restore` and `network`. `tools`: those that the model may
-    call; None: all that it can cope with. `metadata`: found again with the run."""
+    """`session`: an open one to work in; without, the run has one of its own, of `image`, `restore` and `network`.
+    `tools`: those that the model may call; None: all that it can cope with. `metadata`: found again with the run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -72,7 +74,12 @@ class NewRun(BaseModel):
         )
         tools = tuple(self.tools) if self.tools is not None else None
         return RunBody(
-            instruction=self.instruction, history=tuple(self.history), model=self.model, dialect=self.dialect, tools=tools, limits=limits
+            instruction=self.instruction,
+            history=tuple(self.history),
+            model=self.model,
+            dialect=self.dialect,
+            tools=tools,
+            limits=limits,
         )
 
     def ground(self) -> Ground:
@@ -80,8 +87,8 @@ class NewRun(BaseModel):
 
 
 class RunView(BaseModel):
-    """A run as it stands. `answer`, `stop_reason`, `steps`, `usage` and `failure` are there when it has ended; `is_cut`: the answer is only its beginning,
-    as lists have it. Instants in ISO 8601."""
+    """A run as it stands. `answer`, `stop_reason`, `steps`, `usage` and `failure` are there when it has ended;
+    `is_cut`: the answer is only its beginning, as lists have it. Instants in ISO 8601."""
 
     id: str
     tenant: str
@@ -112,10 +119,17 @@ class Transcript(BaseModel):
 
 @router.post("", status_code=202, responses=responses(404))
 async def start_run(
-    wanted: NewRun, caller: AnyCaller, response: Response, idempotency_key: Annotated[str | None, Header(max_length=255)] = None
+    wanted: NewRun,
+    caller: AnyCaller,
+    response: Response,
+    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
 ) -> RunView:
     """Queue a run: an orchestrator takes it within a moment, and another goes on with it should that one die."""
-    word = hashlib.sha256(f"{caller.identity.key_id}\0{idempotency_key}".encode()).hexdigest()[:32] if idempotency_key else None
+    word = (
+        hashlib.sha256(f"{caller.identity.key_id}\0{idempotency_key}".encode()).hexdigest()[:32]
+        if idempotency_key
+        else None
+    )
     run = await hosted(caller).start(
         caller.tenant, wanted.body(), wanted.ground(), word=word, metadata=wanted.metadata, priority=wanted.priority
     )
@@ -132,7 +146,10 @@ async def list_runs(
 ) -> Page[RunView]:
     """The tenant's runs, the newest first. A page may be short and not be the last: go by `next_cursor`."""
     page = await hosted(caller).list(caller.tenant, cursor=decode_cursor(cursor), limit=limit, state=state)
-    return Page(data=[view_run(run) for run in page.runs], next_cursor=encode_cursor(page.next_cursor) if page.next_cursor else None)
+    return Page(
+        data=[view_run(run) for run in page.runs],
+        next_cursor=encode_cursor(page.next_cursor) if page.next_cursor else None,
+    )
 
 
 @router.get("/{run_id}", responses=responses(404))
@@ -163,7 +180,9 @@ async def follow_run(
     last_event_id: Annotated[str | None, Header(max_length=64)] = None,
     after: Annotated[str | None, Query(max_length=64, description="As Last-Event-ID.")] = None,
 ) -> Response:
-    """What happens in a run, from its beginning or after the event of that id, until its end. A stream that breaks off is gone on with by its last id."""
+    """What happens in a run, from its beginning or after the event of that id, until its end. A stream that breaks off
+    is gone on with by its last id.
+    """
     # Before a stream has begun: what is wrong by then is told as a problem.
     start, runs = parse_id(last_event_id or after or ""), hosted(caller)
     with found():
@@ -208,7 +227,9 @@ def hosted(caller: Caller) -> HostedRuns:
 
 def view_run(run: HostedRun) -> RunView:
     """A run as clients get it."""
-    fields = run.model_dump(include={"id", "tenant", "state", "instruction", "model", "session", "metadata", "priority", "attempt"})
+    fields = run.model_dump(
+        include={"id", "tenant", "state", "instruction", "model", "session", "metadata", "priority", "attempt"}
+    )
     instants = {name: _instant(getattr(run, name)) for name in ("created_at", "started_at", "ended_at")}
     if run.end is None:
         return RunView(**fields, **instants)

@@ -23,13 +23,17 @@ MAX_HEAD_BYTES = 32 * 1024
 MAX_CONNECTIONS = 4000
 """Beyond them those go that have been idle longest, so that whoever only holds connections holds up nobody."""
 TAKE_WITHIN_S = 30.0
-"""A client that takes its answer slower than LEAST_BYTES_PER_S for so long is cut off: what waits for it lies in memory."""
+"""A client that takes its answer slower than LEAST_BYTES_PER_S for so long is cut off: what waits for it lies in
+memory.
+"""
 GRACE_S = 10
 """How long requests that run may go on once the service is told to stop; streams are ended."""
 
 
 class _JoinedAnswers(h11.Connection):
-    """Sends the head of an answer with what comes first of its body: each write is a call of the system, and wakes the client."""
+    """Sends the head of an answer with what comes first of its body: each write is a call of the system, and wakes the
+    client.
+    """
 
     _head: Sequence[bytes] = ()
 
@@ -93,7 +97,9 @@ class PatientProtocol(H11Protocol):
         problem = build_response(
             ApiCode.MALFORMED_REQUEST, "this is no HTTP/1.1 that can be read: check its head, its length and its chunks"
         )
-        head = h11.Response(status_code=400, reason=b"Bad Request", headers=[*problem.raw_headers, (b"connection", b"close")])
+        head = h11.Response(
+            status_code=400, reason=b"Bad Request", headers=[*problem.raw_headers, (b"connection", b"close")]
+        )
         # In the middle of an answer there is no place for another.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             for event in (head, h11.Data(data=bytes(problem.body)), h11.EndOfMessage()):
@@ -166,7 +172,9 @@ class ApiServer:
         self._server.should_exit = True
 
     async def run(self) -> None:
-        """Until stopped. Raises ConfigError for an address that cannot be had. An application that cannot start ends the process: it is checked before."""
+        """Until stopped. Raises ConfigError for an address that cannot be had. An application that cannot start ends
+        the process: it is checked before.
+        """
         with self._listening() as listening:
             host, port = listening.getsockname()[:2]
             self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -176,13 +184,15 @@ class ApiServer:
     def _listening(self) -> socket.socket:
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            # By its full name: asyncio sends small answers at once only on sockets that say they are TCP's; else they wait 40 ms for an acknowledgement.
+            # By its full name: asyncio sends small answers at once only on sockets that say they are TCP's; else they
+            # wait 40 ms for an acknowledgement.
             listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((self._host, self._port))
             listening.listen(2048)
         except OSError as error:
             raise ConfigError(
-                f"{self._host}:{self._port} cannot be listened on ({error.strerror}): give --host and --port of this machine"
+                f"{self._host}:{self._port} cannot be listened on ({error.strerror}): give --host and --port of this "
+                "machine"
             ) from error
         return listening

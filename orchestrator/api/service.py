@@ -33,10 +33,13 @@ class ApiService:
         *,
         has_traces: bool = True,
     ) -> None:
-        """`announce`: told the address when it serves; `has_traces`: each run is written down. Raises ConfigError for settings with which nothing can be served."""
+        """`announce`: told the address when it serves; `has_traces`: each run is written down. Raises ConfigError for
+        settings with which nothing can be served.
+        """
         if settings.api_key is not None:
             raise ConfigError(
-                "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant by the keys of its requests: unset it"
+                "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant by the keys of its "
+                "requests: unset it"
             )
         self._settings = settings
         self._concurrency = concurrency
@@ -57,7 +60,9 @@ class ApiService:
 
     @asynccontextmanager
     async def _orchestrator(self, parts: HouseParts) -> AsyncIterator[None]:
-        """Works runs while the service is connected; what has not ended by its end is given back, for another process to go on with."""
+        """Works runs while the service is connected; what has not ended by its end is given back, for another process
+        to go on with.
+        """
         if self._concurrency == 0:
             yield
             return
@@ -70,16 +75,20 @@ class ApiService:
             await asyncio.gather(working, return_exceptions=True)
 
     async def _work(self, parts: HouseParts, stopping: Stopping) -> None:
-        """Until it is to stop. A model that refuses this process is asked again after a while: the API serves on, and others may work what is started."""
+        """Until it is to stop. A model that refuses this process is asked again after a while: the API serves on, and
+        others may work what is started.
+        """
         while not stopping.draining.is_set():
             try:
-                async with open_runner(self._settings, parts.pool, self._concurrency, has_traces=self._has_traces) as runner:
+                async with open_runner(
+                    self._settings, parts.pool, self._concurrency, has_traces=self._has_traces
+                ) as runner:
                     await RunService(runner, GRACE_S, stopping).run()
             except OperatorError as error:
                 log.error("api_orchestrator_ended", error=str(error), again_in_s=AGAIN_S)
-            except (
-                Exception
-            ):  # the edge of the orchestrator: whatever ends it, the API would go on starting runs that nobody works, and nobody would know
+            except Exception:
+                # the edge of the orchestrator: whatever ends it, the API would go on starting runs that nobody works,
+                # and nobody would know
                 log.exception("api_orchestrator_broke_off", again_in_s=AGAIN_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_S):

@@ -20,13 +20,18 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses
 SESSION_ID = r"^[A-Za-z0-9_-]{1,64}$"
 SessionId = Annotated[str, Path(pattern=SESSION_ID)]
 FilePath = Annotated[
-    str, Path(description="Below /workspace; or an absolute path of the sandbox, with its first slash: `/files//etc/hosts`.")
+    str,
+    Path(
+        description="Below /workspace; or an absolute path of the sandbox, with its first slash: `/files//etc/hosts`."
+    ),
 ]
 MAX_PATH_BYTES = 4096
 
 
 class NewSession(BaseModel):
-    """`ttl_s`: seconds without a call after which it goes. `network` None: what the tenant's class says. `restore`: a checkpoint to begin with."""
+    """`ttl_s`: seconds without a call after which it goes. `network` None: what the tenant's class says. `restore`: a
+    checkpoint to begin with.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +42,9 @@ class NewSession(BaseModel):
 
 
 class SessionView(BaseModel):
-    """An open session. `hosts`: what it reaches with network egress. `sandbox`: its container's id, "" when that is not known yet."""
+    """An open session. `hosts`: what it reaches with network egress. `sandbox`: its container's id, "" when that is not
+    known yet.
+    """
 
     id: str
     tenant: str
@@ -50,7 +57,9 @@ class SessionView(BaseModel):
 
 
 class SessionRow(BaseModel):
-    """One of a list. `state`: open, or moving to another host; `image` None: the one of the tenant's class. Instants in ISO 8601."""
+    """One of a list. `state`: open, or moving to another host; `image` None: the one of the tenant's class. Instants in
+    ISO 8601.
+    """
 
     id: str
     tenant: str
@@ -81,7 +90,9 @@ class Written(BaseModel):
 @router.post("", status_code=201)
 async def open_session(wanted: NewSession, caller: AnyCaller, response: Response) -> SessionView:
     """A sandbox of one's own. It goes when it is deleted, or after `ttl_s` seconds without a call."""
-    session = await caller.client.open_session(image=wanted.image, ttl_s=wanted.ttl_s, network=wanted.network, restore=wanted.restore)
+    session = await caller.client.open_session(
+        image=wanted.image, ttl_s=wanted.ttl_s, network=wanted.network, restore=wanted.restore
+    )
     response.headers["Location"] = f"/v1/sessions/{session.id}"
     return view_session(await session.info())
 
@@ -96,8 +107,13 @@ async def list_sessions(
     """Open sessions, the newest first."""
     if everybody and not caller.is_operator:
         raise ToolFailure(ErrorCode.PERMISSION_DENIED, "`everybody` is for operators: leave it out")
-    found = await caller.client.sessions(tenant=None if everybody else caller.tenant, cursor=decode_cursor(cursor), limit=limit)
-    rows = [SessionRow.model_validate({name: one.to_json()[name] for name in SessionRow.model_fields}) for one in found.sessions]
+    found = await caller.client.sessions(
+        tenant=None if everybody else caller.tenant, cursor=decode_cursor(cursor), limit=limit
+    )
+    rows = [
+        SessionRow.model_validate({name: one.to_json()[name] for name in SessionRow.model_fields})
+        for one in found.sessions
+    ]
     return Page(data=rows, next_cursor=encode_cursor(found.cursor) if found.cursor else None)
 
 
@@ -146,7 +162,10 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
     "/{session_id}/files/{path:path}",
     responses=responses(404),
     openapi_extra={
-        "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
     },
 )
 async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> Written:
@@ -160,7 +179,9 @@ async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, r
 
 async def _with_path(caller: AnyCaller, session_id: str, path: str) -> Session:
     if not path or "\0" in path or len(path.encode("utf-8", "replace")) > MAX_PATH_BYTES:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the path of a file has 1 to {MAX_PATH_BYTES} bytes, and none of them is zero")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the path of a file has 1 to {MAX_PATH_BYTES} bytes, and none of them is zero"
+        )
     return await caller.client.session(session_id)
 
 

@@ -39,7 +39,8 @@ class Streams:
         if self._open[self._key] >= STREAMS_OF_A_KEY:
             raise ApiProblem(
                 ApiCode.TOO_MANY_REQUESTS,
-                f"{STREAMS_OF_A_KEY} event streams are open with this key, which is all that may: close some, or use another key",
+                f"{STREAMS_OF_A_KEY} event streams are open with this key, which is all that may: close some, or use "
+                "another key",
                 headers={"Retry-After": str(AGAIN_S)},
             )
         self._open[self._key] += 1
@@ -91,7 +92,9 @@ class Turns:
 
 
 class FairTurn:
-    """One at a time in all. A tenant waits with one request at a time, so another tenant's request runs after one of each tenant that waits."""
+    """One at a time in all. A tenant waits with one request at a time, so another tenant's request runs after one of
+    each tenant that waits.
+    """
 
     def __init__(self) -> None:
         self._of_tenants, self._one = Turns(1), asyncio.Semaphore(1)

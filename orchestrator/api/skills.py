@@ -21,9 +21,10 @@ router = APIRouter(prefix="/v1/skills", tags=["skills"], responses=responses())
 
 
 class SkillView(BaseModel):
-    """A skill. `source`: system: the workers have it for all; tenant: it was installed for this one. `digest`: sha256 over its files; `bytes`: of all of them;
-    `warnings`: what its author should mend; `tool`: whether it is a tool of its own name: yes, no, or "name taken" by a tool of the workers;
-    `hides_system`: it is there in place of the workers' of that name."""
+    """A skill. `source`: system: the workers have it for all; tenant: it was installed for this one. `digest`: sha256
+    over its files; `bytes`: of all of them; `warnings`: what its author should mend; `tool`: whether it is a tool of
+    its own name: yes, no, or "name taken" by a tool of the workers; `hides_system`: it is there in place of the
+    workers' of that name."""
 
     name: str
     source: str
@@ -41,7 +42,9 @@ class SkillView(BaseModel):
 
 @router.get("")
 async def list_skills(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[SkillView]:
-    """Every skill that there is for the tenant, by name: those that were installed for it, then those of the workers."""
+    """Every skill that there is for the tenant, by name: those that were installed for it, then those of the
+    workers.
+    """
     offer = await caller.client.offer()
     return page_of([view_skill(skill, offer) for skill in offer.skills], cursor, limit)
 
@@ -56,13 +59,20 @@ async def get_skill(name: str, caller: AnyCaller) -> SkillView:
     "",
     status_code=201,
     openapi_extra={
-        "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
     },
 )
 async def install_skill(
-    caller: AnyCaller, request: Request, replace: Annotated[bool, Query(description="In place of the tenant's skill of that name.")] = False
+    caller: AnyCaller,
+    request: Request,
+    replace: Annotated[bool, Query(description="In place of the tenant's skill of that name.")] = False,
 ) -> SkillView:
-    """Install a skill for the tenant: its folder as a .zip file (`toolcrew skills pack`), at most 16 MiB. Runs that begin from now on have it."""
+    """Install a skill for the tenant: its folder as a .zip file (`toolcrew skills pack`), at most 16 MiB. Runs that
+    begin from now on have it.
+    """
     desk = await caller.client.own_skills()
     async with caller.house.files.turn(caller.identity.key_id):
         data = await request.body()
@@ -86,7 +96,8 @@ async def remove_skill(name: str, caller: AnyCaller) -> None:
     """Remove a skill that was installed for the tenant. What runs with it goes on."""
     if not await (await caller.client.own_skills()).remove(name):
         raise ToolFailure(
-            ErrorCode.FILE_NOT_FOUND, f"tenant {caller.tenant} has no skill {name[:100]} of its own: GET /v1/skills lists them"
+            ErrorCode.FILE_NOT_FOUND,
+            f"tenant {caller.tenant} has no skill {name[:100]} of its own: GET /v1/skills lists them",
         )
 
 

@@ -38,7 +38,9 @@ class ServerEvent:
 
 
 class EventStream(Response):
-    """Sends events until there are no more, or the client goes. `events` is closed then, so that what it holds is let go."""
+    """Sends events until there are no more, or the client goes. `events` is closed then, so that what it holds is let
+    go.
+    """
 
     media_type = MEDIA_TYPE
 

@@ -114,7 +114,9 @@ async def set_tenant(name: Name, policy: TenantPolicy, caller: AdminCaller) -> T
 
 @router.delete("/{name}", responses=responses(404))
 async def remove_tenant(name: Name, caller: AdminCaller) -> Removed:
-    """Remove a tenant and revoke its keys. Its open sessions expire. The name cannot be registered again: the tenant's data may still be stored."""
+    """Remove a tenant and revoke its keys. Its open sessions expire. The name cannot be registered again: the tenant's
+    data may still be stored.
+    """
     return Removed(keys=await caller.tenants.remove(name))
 
 
@@ -134,7 +136,11 @@ async def resume_tenant(name: Name, caller: OperatorCaller) -> TenantView:
 async def list_keys(name: Name, caller: AdminCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[KeyView]:
     """The tenant's API keys, oldest first."""
     found = await caller.house.parts.keys.all()
-    mine = [_key_view(key_id, key) for key_id, key in found.items() if not isinstance(key, ConfigError) and key.tenant == name]
+    mine = [
+        _key_view(key_id, key)
+        for key_id, key in found.items()
+        if not isinstance(key, ConfigError) and key.tenant == name
+    ]
     return page_of(mine, cursor, limit)
 
 
@@ -153,7 +159,9 @@ async def revoke_key(name: Name, key_id: Annotated[str, Path(pattern=r"^[0-9a-f]
     # One that cannot be read belongs to nobody: whoever names it may have it away.
     is_here = known is not None and (isinstance(known, ConfigError) or known.tenant == name)
     if not is_here or not await caller.keys.revoke(key_id):
-        raise ApiProblem(ApiCode.NOT_FOUND, f"tenant {name} has no API key {key_id}: GET /v1/tenants/{name}/keys lists them")
+        raise ApiProblem(
+            ApiCode.NOT_FOUND, f"tenant {name} has no API key {key_id}: GET /v1/tenants/{name}/keys lists them"
+        )
 
 
 async def _check_tools(caller: Caller, name: str, policy: TenantPolicy) -> None:
@@ -173,5 +181,9 @@ def _key_view(key_id: str, key: ApiKeyRecord | ConfigError) -> KeyView:
     fields: dict[str, Any] = key.model_dump(include={"tenant", "role", "name", "tail"})
     expires_at = format_instant(key.expires_at) if key.expires_at is not None else None
     return KeyView(
-        id=key_id, **fields, created_at=format_instant(key.created_at), expires_at=expires_at, state="expired" if is_over else "valid"
+        id=key_id,
+        **fields,
+        created_at=format_instant(key.created_at),
+        expires_at=expires_at,
+        state="expired" if is_over else "valid",
     )

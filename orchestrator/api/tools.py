@@ -23,8 +23,8 @@ class Off(BaseModel):
 
 
 class ToolView(BaseModel):
-    """A tool that the workers publish. `state`: for the tenant of the request: enabled, disabled (turned off), or forbidden (not allowed by its policy);
-    `off`: who turned it off, if it is turned off."""
+    """A tool that the workers publish. `state`: for the tenant of the request: enabled, disabled (turned off), or
+    forbidden (not allowed by its policy); `off`: who turned it off, if it is turned off."""
 
     name: str
     description: str
@@ -63,15 +63,21 @@ async def get_tool(name: str, caller: AnyCaller) -> ToolView:
 
 
 @router.patch(
-    "/{name}", response_model=ToolView, responses={**responses(404), 204: {"description": "It is so, and no worker serves the tool now"}}
+    "/{name}",
+    response_model=ToolView,
+    responses={**responses(404), 204: {"description": "It is so, and no worker serves the tool now"}},
 )
 async def change_tool(name: str, change: ToolChange, caller: OperatorCaller) -> ToolView | Response:
-    """Turn a tool on or off, for everybody or for one tenant: it holds on every worker within 2 seconds, and is in the audit log."""
+    """Turn a tool on or off, for everybody or for one tenant: it holds on every worker within 2 seconds, and is in the
+    audit log.
+    """
     client = caller.client
     if change.enabled:
         state = await client.enable(name, tenant=change.tenant)
     else:
-        state = await client.disable(name, reason=change.reason, by=caller.identity.actor().label(), tenant=change.tenant)
+        state = await client.disable(
+            name, reason=change.reason, by=caller.identity.actor().label(), tenant=change.tenant
+        )
     return view_tool(state) if state is not None else Response(status_code=204)
 
 

@@ -17,7 +17,9 @@ from contract.specs import ToolSpec
 from orchestrator.terminal.output import escape_controls
 
 MAX_ANSWER_BYTES = 64
-_INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10)})
+_INVISIBLE = frozenset(
+    {0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10)}
+)
 """Characters that Unicode calls printable and that nobody sees."""
 
 
@@ -25,8 +27,9 @@ _INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 
 class ApprovalRequest:
     """What is asked about: this call with these arguments, for this tenant. A decision holds for it alone.
 
-    `call`: a copy, its arguments checked and completed; changing it refuses the call. `digest`: what the decision is bound to.
-    `reason`: why it is asked. `warning`: why it is dangerous, "" when it is not. `expires_at`: Unix seconds; a later yes does not count.
+    `call`: a copy, its arguments checked and completed; changing it refuses the call. `digest`: what the decision is
+    bound to. `reason`: why it is asked. `warning`: why it is dangerous, "" when it is not. `expires_at`: Unix seconds;
+    a later yes does not count.
     """
 
     call: ToolCall
@@ -80,14 +83,19 @@ class CallbackApprover:
         answer = self._fn(request)
         if isinstance(answer, Awaitable):
             answer = await answer
-        return answer if isinstance(answer, Decision) else Decision(answer is True, "" if answer is True else "it was refused")
+        return (
+            answer
+            if isinstance(answer, Decision)
+            else Decision(answer is True, "" if answer is True else "it was refused")
+        )
 
 
 class ConsoleApprover:
-    """Asks a person at a terminal, one question at a time; anything but y or yes and Enter is no. Use one for each terminal.
+    """Asks a person at a terminal, one question at a time; anything but y or yes and Enter is no. Use one for each
+    terminal.
 
-    Arguments are shown whole, what cannot be seen is shown escaped. What was typed before a question was shown does not answer it, and a
-    question that is withdrawn leaves nothing behind that would take the next line typed.
+    Arguments are shown whole, what cannot be seen is shown escaped. What was typed before a question was shown does not
+    answer it, and a question that is withdrawn leaves nothing behind that would take the next line typed.
     """
 
     def __init__(self, read: TextIO | None = None, write: TextIO | None = None) -> None:
@@ -110,7 +118,9 @@ class ConsoleApprover:
 
 
 def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bool) -> Approver:
-    """The approver of TOOLCREW_APPROVALS, but for "queue" (orchestrator/approvals/asking.py). "ask" without a terminal refuses, and says so."""
+    """The approver of TOOLCREW_APPROVALS, but for "queue" (orchestrator/approvals/asking.py). "ask" without a terminal
+    refuses, and says so.
+    """
     if mode == "auto":
         return AutoApprover()
     if mode == "never":
@@ -118,9 +128,9 @@ def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bo
     if is_interactive:
         return ConsoleApprover()
     return RefusingApprover(
-        "it needs approval and there is no terminal to ask at: set TOOLCREW_APPROVALS=auto to allow all such calls unasked, "
-        "TOOLCREW_APPROVALS=queue to have them wait for a decision (`toolcrew approve ls`), or allow this one by a rule in the file that TOOLCREW_APPROVAL_POLICY "
-        "names"
+        "it needs approval and there is no terminal to ask at: set TOOLCREW_APPROVALS=auto to allow all such calls "
+        "unasked, TOOLCREW_APPROVALS=queue to have them wait for a decision (`toolcrew approve ls`), or allow this one "
+        "by a rule in the file that TOOLCREW_APPROVAL_POLICY names"
     )
 
 
@@ -173,7 +183,9 @@ def _forget_typed(stream: TextIO) -> None:
 
 
 async def _read_line(stream: TextIO) -> str:
-    """One whole line, "" at the end of input. Cancelled, it leaves nothing that reads: a thread in `readline` could not be called back."""
+    """One whole line, "" at the end of input. Cancelled, it leaves nothing that reads: a thread in `readline` could not
+    be called back.
+    """
     loop = asyncio.get_running_loop()
     typed: asyncio.Future[bytes] = loop.create_future()
     line = bytearray()

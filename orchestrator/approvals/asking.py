@@ -10,7 +10,15 @@ from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolF
 from orchestrator.approvals.approvers import ApprovalRequest, Approver, choose_approver
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.settings import OrchestratorSettings
-from store.approvals import MAX_QUESTION_BYTES, MAX_WAIT_S, ApprovalAnswer, ApprovalQuestion, ApprovalQueue, dump_plain, question_id
+from store.approvals import (
+    MAX_QUESTION_BYTES,
+    MAX_WAIT_S,
+    ApprovalAnswer,
+    ApprovalQuestion,
+    ApprovalQueue,
+    dump_plain,
+    question_id,
+)
 from store.tasks import begin_shared
 from telemetry.logs import get_logger
 
@@ -27,8 +35,9 @@ WITHDRAW_S = 2.0
 
 
 class QueueApprover:
-    """Puts each question into the queue and waits for its answer. A question whose waiting ends is withdrawn; one whose process died stays until it
-    expires, and whoever goes on with the run finds it there, or the answer that was given meanwhile."""
+    """Puts each question into the queue and waits for its answer. A question whose waiting ends is withdrawn; one whose
+    process died stays until it expires, and whoever goes on with the run finds it there, or the answer that was given
+    meanwhile."""
 
     def __init__(self, queue: ApprovalQueue) -> None:
         self._queue = queue
@@ -56,7 +65,9 @@ class QueueApprover:
         return answer.to_decision()
 
     async def _asked(self, question: ApprovalQuestion, asker: str, expires_at: float) -> ApprovalAnswer | None:
-        """Put there as soon as Redis takes it; whoever waits for this has a limit of his own. Raises ToolFailure, EnvelopeRefused."""
+        """Put there as soon as Redis takes it; whoever waits for this has a limit of his own. Raises ToolFailure,
+        EnvelopeRefused.
+        """
         while True:
             left_s = expires_at - time.time() if math.isfinite(expires_at) else MAX_WAIT_S
             try:
@@ -131,14 +142,18 @@ def choose_pool_approver(settings: OrchestratorSettings, pool: PoolConnection, *
 
 
 def choose_people(settings: OrchestratorSettings, pool: PoolConnection) -> Approver:
-    """The approver of runs that are to ask people. What the operator has said with `auto` or `never` is the last word."""
+    """The approver of runs that are to ask people. What the operator has said with `auto` or `never` is the last
+    word.
+    """
     if settings.approvals in ("auto", "never"):
         return choose_pool_approver(settings, pool, is_interactive=False)
     return QueueApprover(open_approvals(settings, pool))
 
 
 def build_record(request: ApprovalRequest) -> ApprovalQuestion:
-    """The question as it is kept. Raises ToolFailure(INVALID_ARGUMENTS) for a call that is too long to be read by anybody."""
+    """The question as it is kept. Raises ToolFailure(INVALID_ARGUMENTS) for a call that is too long to be read by
+    anybody.
+    """
     question = ApprovalQuestion(
         id=question_id(request.tenant, request.run, request.digest),
         tenant=request.tenant,
@@ -154,7 +169,8 @@ def build_record(request: ApprovalRequest) -> ApprovalQuestion:
     if size > MAX_QUESTION_BYTES:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"it needs approval, and with its {size} bytes it is longer than the {MAX_QUESTION_BYTES} that people are asked to read: make it shorter",
+            f"it needs approval, and with its {size} bytes it is longer than the {MAX_QUESTION_BYTES} that people are "
+            "asked to read: make it shorter",
         )
     return question
 

@@ -1,6 +1,7 @@
 """Decisions before dispatch: a call is judged by the policy and, where it says so, asked about; nobody to ask means no.
 
-Only calls that a model asks for are gated: what a program calls itself, by `Session.call`, is that program's own decision.
+Only calls that a model asks for are gated: what a program calls itself, by `Session.call`, is that program's own
+decision.
 """
 
 import asyncio
@@ -43,7 +44,9 @@ class Approval:
     _is_spent: bool = field(default=False, init=False, repr=False)
 
     def redeem(self, digest: str, now: float) -> None:
-        """Use it up for the call with `digest`. Raises ToolFailure(PERMISSION_DENIED) when it does not hold for that call now."""
+        """Use it up for the call with `digest`. Raises ToolFailure(PERMISSION_DENIED) when it does not hold for that
+        call now.
+        """
         was_spent, self._is_spent = self._is_spent, True
         if was_spent:
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "its approval has been used already")
@@ -69,9 +72,10 @@ async def review(
 ) -> ToolCall | ToolResult:
     """The call to run, its arguments checked and completed and its own, or the result that says why not.
 
-    Order: the arguments are validated (nobody is asked about an invalid call), judged by the policy, asked about; arguments that the
-    approver changed are validated and judged again, and not asked about twice. `checks`: the tool's own. `clock`: Unix seconds. The call's own time limit starts
-    afterwards. Never raises for what an approver does: an error of it, junk, or no answer within `ttl_s` seconds is no.
+    Order: the arguments are validated (nobody is asked about an invalid call), judged by the policy, asked about;
+    arguments that the approver changed are validated and judged again, and not asked about twice. `checks`: the tool's
+    own. `clock`: Unix seconds. The call's own time limit starts afterwards. Never raises for what an approver does: an
+    error of it, junk, or no answer within `ttl_s` seconds is no.
     """
     try:
         given = _seal(call, tenant, session)
@@ -83,7 +87,9 @@ async def review(
             return asked
         approval = Approval(digest_call(asked, tenant, session), clock() + ttl_s)
         shown = asked.model_copy(deep=True)
-        request = ApprovalRequest(shown, spec, tenant, session, approval.digest, verdict.reason, verdict.warning, approval.expires_at, run)
+        request = ApprovalRequest(
+            shown, spec, tenant, session, approval.digest, verdict.reason, verdict.warning, approval.expires_at, run
+        )
         on_event(_asked(run, request))
         decision = await _ask(approver, request, ttl_s)
         on_event(_decided(run, request, decision))
@@ -94,7 +100,9 @@ async def review(
         approval.redeem(_seal(shown, tenant, session) if is_same else "", clock())
         if decision.arguments is None:
             return asked
-        changed = await check_off_loop(spec, decision.arguments, partial(_prepare, asked, spec, decision.arguments, checks))
+        changed = await check_off_loop(
+            spec, decision.arguments, partial(_prepare, asked, spec, decision.arguments, checks)
+        )
         return await _change(changed, spec, policy, tenant)
     except ToolFailure as failure:
         return _failed(call, failure)
@@ -106,8 +114,14 @@ def _prepare(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], check
     try:
         return ToolCall(id=call.id, name=call.name, arguments=json.loads(canonical_json(prepared)))
     except (ValueError, TypeError, RecursionError) as error:
-        told = error.errors(include_url=False, include_input=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments are no plain JSON: {told}") from error
+        told = (
+            error.errors(include_url=False, include_input=False)[0]["msg"]
+            if isinstance(error, ValidationError)
+            else str(error)
+        )
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments are no plain JSON: {told}"
+        ) from error
 
 
 async def _judge(policy: ApprovalPolicy, tenant: str, spec: ToolSpec, call: ToolCall) -> Verdict:
@@ -138,7 +152,13 @@ async def _ask(approver: Approver, request: ApprovalRequest, ttl_s: float) -> De
     if not _is_whole(decision):
         log.error("approver_answered_junk", tool=request.call.name, call=request.call.id, kind=type(decision).__name__)
         return Decision(False, "it needs approval and the answer could not be read")
-    log.info("approval_decided", tool=request.call.name, call=request.call.id, digest=request.digest, allowed=decision.is_allowed)
+    log.info(
+        "approval_decided",
+        tool=request.call.name,
+        call=request.call.id,
+        digest=request.digest,
+        allowed=decision.is_allowed,
+    )
     return decision
 
 

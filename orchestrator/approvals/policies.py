@@ -1,4 +1,6 @@
-"""Which calls are refused, asked about or let through: rules by tool, tenant and command, read from a file or built in code."""
+"""Which calls are refused, asked about or let through: rules by tool, tenant and command, read from a file or built in
+code.
+"""
 
 import json
 import posixpath
@@ -29,12 +31,13 @@ class Rule:
 
     With `argv_prefix` the rule is about commands, and only of tools whose spec has a `command_parameter`:
 
-    - deny and ask: ANY command of the line begins with these words. Folders before the program (`/bin/rm`) and options before later words
-      (`git -C x push`) do not hide it; a word known only at run time counts as the rule's. Of a line that cannot be read whole it is
-      enough that all the words stand somewhere in it.
-    - allow: EVERY command of the line begins with the words of an allow rule, exactly as written, program's folder included. It does not
-      match a line that cannot be read whole, sets variables, or redirects output into a file (/dev/null is none): where a redirection
-      writes is not the prefix's to say. A rule without prefix allows these too.
+    - deny and ask: ANY command of the line begins with these words. Folders before the program (`/bin/rm`) and options
+      before later words (`git -C x push`) do not hide it; a word known only at run time counts as the rule's. Of a line
+      that cannot be read whole it is enough that all the words stand somewhere in it.
+    - allow: EVERY command of the line begins with the words of an allow rule, exactly as written, program's folder
+      included. It does not match a line that cannot be read whole, sets variables, or redirects output into a file
+      (/dev/null is none): where a redirection writes is not the prefix's to say. A rule without prefix allows these
+      too.
 
     No rule lifts the refusal of a catastrophic command. Raises ConfigError when a field is not what it must be.
     """
@@ -61,7 +64,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be done with a call. `code`: the error of a denied one. `warning`: why it is dangerous, "" when it is not."""
+    """What is to be done with a call. `code`: the error of a denied one. `warning`: why it is dangerous, "" when it is
+    not.
+    """
 
     action: Action
     reason: str = ""
@@ -77,20 +82,27 @@ class Verdict:
 class ApprovalPolicy:
     """Rules in any order: of all that match, deny goes before ask and ask before allow.
 
-    Without a matching rule: what is dangerous, or of a tool that requires permission, is asked about; anything else is let through.
+    Without a matching rule: what is dangerous, or of a tool that requires permission, is asked about; anything else is
+    let through.
     """
 
     rules: tuple[Rule, ...] = field(default=())
 
     def decide(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> Verdict:
-        """The verdict on one call, by arguments as `prepare_arguments` gives them: aliases are folded, so none hides the command."""
+        """The verdict on one call, by arguments as `prepare_arguments` gives them: aliases are folded, so none hides
+        the command.
+        """
         script = read_command(spec, arguments)
         danger = classify(script, _folder(spec, arguments)) if script is not None else None
         if danger is not None and danger.level is Level.CATASTROPHIC:
             return Verdict("deny", f"it {danger.reason}", danger.reason, ErrorCode.SECURITY_REFUSED)
         warning = _warning(spec, danger.reason if danger is not None else "")
-        rules = [(rule, used) for rule in self.rules for used in tools_of(spec, arguments) if rule.is_about(tenant, used)]
-        touching = [(rule, used) for rule, used in rules if rule.action != "allow" and touches(rule.argv_prefix, script)]
+        rules = [
+            (rule, used) for rule in self.rules for used in tools_of(spec, arguments) if rule.is_about(tenant, used)
+        ]
+        touching = [
+            (rule, used) for rule, used in rules if rule.action != "allow" and touches(rule.argv_prefix, script)
+        ]
         denying = next(((rule, used) for rule, used in touching if rule.action == "deny"), None)
         if denying is not None:
             return _denied(denying[0], say_subject(spec.name, denying[1]), warning)
@@ -118,7 +130,10 @@ def load_policy(path: Path | str) -> ApprovalPolicy:
         raise ConfigError(f"{path}: unknown field '{unknown[0]}': a policy holds nothing but rules")
     rules = data.get("rules")
     if not isinstance(rules, list):
-        raise ConfigError(f"{path}: there is no list of rules: write [[rules]] tables in TOML, or an object with a list 'rules' in JSON")
+        raise ConfigError(
+            f"{path}: there is no list of rules: write [[rules]] tables in TOML, or an object with a list 'rules' in "
+            "JSON"
+        )
     return ApprovalPolicy(tuple(_parse_rule(path, number, rule) for number, rule in enumerate(rules, start=1)))
 
 
@@ -130,7 +145,9 @@ def _load(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(MAX_POLICY_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: the approval policy cannot be read: {error.strerror}; mend the path or leave it out") from error
+        raise ConfigError(
+            f"{path}: the approval policy cannot be read: {error.strerror}; mend the path or leave it out"
+        ) from error
     if len(raw) > MAX_POLICY_BYTES:
         raise ConfigError(f"{path}: the approval policy is larger than {MAX_POLICY_BYTES} bytes")
     try:
@@ -179,7 +196,9 @@ def _say_asked(name: str, used: str) -> str:
 
 
 def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
-    """Where a command starts: its `cwd` argument, else the workspace. Without a sandbox that is anybody's folder, and unknown."""
+    """Where a command starts: its `cwd` argument, else the workspace. Without a sandbox that is anybody's folder, and
+    unknown.
+    """
     given = arguments.get("cwd")
     start = WORKSPACE if spec.pool == "sandbox" else ""
     return posixpath.normpath(posixpath.join(start, given)) if isinstance(given, str) else start
@@ -191,7 +210,9 @@ def _is_allowed(rules: list[Rule], script: Script | None) -> bool:
     if script is None or script.is_opaque:
         return False
     prefixes = [rule.argv_prefix for rule in rules]
-    commands = [command for command in script.commands if not command.is_wrapper or command.outputs or command.assignments]
+    commands = [
+        command for command in script.commands if not command.is_wrapper or command.outputs or command.assignments
+    ]
     return bool(prefixes) and bool(commands) and all(_is_within(command, prefixes) for command in commands)
 
 

@@ -1,4 +1,6 @@
-"""When a batch will be done: from what has ended lately, how long items took, and how long those that run have run already."""
+"""When a batch will be done: from what has ended lately, how long items took, and how long those that run have run
+already.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,8 +19,9 @@ def estimate_arrival(
 ) -> float | None:
     """Seconds until all have ended, never negative; None: not enough is known.
 
-    `ages`: seconds that each running item has run. `lengths`: of those that have ended. `ends`: when the last MAX_ENDS of them did.
-    The longer one of two estimates counts: by the rate of the last ends, in which silence counts, and by lengths.
+    `ages`: seconds that each running item has run. `lengths`: of those that have ended. `ends`: when the last MAX_ENDS
+    of them did. The longer one of two estimates counts: by the rate of the last ends, in which silence counts, and by
+    lengths.
     """
     if queued + len(ages) == 0:
         return 0.0
@@ -43,8 +46,8 @@ def _by_lengths(queued: int, ages: Sequence[float], lengths: LogHistogram) -> fl
 
 
 class LifeTable:
-    """How long items take when some have not ended yet: those have taken at least their age. Without them the quick ones, which end first, would
-    make all look quick. `ages`: how many of a bucket's age are running."""
+    """How long items take when some have not ended yet: those have taken at least their age. Without them the quick
+    ones, which end first, would make all look quick. `ages`: how many of a bucket's age are running."""
 
     def __init__(self, ended: LogHistogram, ages: Counter[int]) -> None:
         at_risk, survival = ended.count + ages.total(), 1.0

@@ -28,7 +28,9 @@ class ArtifactsNotWritten(OperatorError):
 
 
 class Pattern:
-    """Paths below /workspace: `*`, `?` and `[...]` within a name, `**` for any folders. What it names brings along all that is below it."""
+    """Paths below /workspace: `*`, `?` and `[...]` within a name, `**` for any folders. What it names brings along all
+    that is below it.
+    """
 
     def __init__(self, text: str) -> None:
         """Raises ValueError, a sentence, for what is no pattern or does not stay below /workspace."""
@@ -42,7 +44,9 @@ class Pattern:
             raise ValueError("it holds '..': name files of the workspace from its top")
         self.text = text
         # Several `**` in a row say what one says.
-        kept = [part for place, part in enumerate(parts) if part != "**" or place == 0 or parts[place - 1] != "**"] or ["**"]
+        kept = [part for place, part in enumerate(parts) if part != "**" or place == 0 or parts[place - 1] != "**"] or [
+            "**"
+        ]
         self._steps = [None if part == "**" else re.compile(fnmatch.translate(part)) for part in kept]
 
     def matches(self, path: str) -> bool:
@@ -50,7 +54,9 @@ class Pattern:
         states = self._spread({0})
         for name in path.split("/"):
             steps = [(at, self._steps[at]) for at in states if at < len(self._steps)]
-            states = self._spread({at if step is None else at + 1 for at, step in steps if step is None or step.match(name)})
+            states = self._spread(
+                {at if step is None else at + 1 for at, step in steps if step is None or step.match(name)}
+            )
             if len(self._steps) in states:
                 return True
         return False
@@ -62,7 +68,9 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Copied:
-    """What was copied, as paths from the item's folder, sorted. `unmatched`: patterns that named nothing; `skipped`: links that lead to no file."""
+    """What was copied, as paths from the item's folder, sorted. `unmatched`: patterns that named nothing; `skipped`:
+    links that lead to no file.
+    """
 
     paths: tuple[str, ...] = ()
     bytes: int = 0
@@ -77,7 +85,9 @@ class Copied:
 
 
 def choose_paths(paths: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The paths that a pattern names, sorted, and the patterns that named none. Raises ValueError for what is no pattern."""
+    """The paths that a pattern names, sorted, and the patterns that named none. Raises ValueError for what is no
+    pattern.
+    """
     parsed = [Pattern(text) for text in patterns]
     idle = set(range(len(parsed)))
     chosen = []
@@ -95,12 +105,16 @@ def artifact_folder(artifacts: Path, custom_id: str) -> Path:
 
 
 def build_folder_name(custom_id: str) -> str:
-    """A file name for any id: readable, at most 255 bytes, and for no two ids the same, on disks that do not tell `A` from `a` as well.
+    """A file name for any id: readable, at most 255 bytes, and for no two ids the same, on disks that do not tell `A`
+    from `a` as well.
 
-    Bytes other than ASCII letters, digits, `-`, `_` and inner dots are written `%XX`. Where letters are upper-case, `%~` and a hexadecimal
-    number follow, whose bits say which. A name that would be too long is cut, with `%+` and a hash of the whole id.
+    Bytes other than ASCII letters, digits, `-`, `_` and inner dots are written `%XX`. Where letters are upper-case,
+    `%~` and a hexadecimal number follow, whose bits say which. A name that would be too long is cut, with `%+` and a
+    hash of the whole id.
     """
-    pieces = [letter if letter in _PLAIN else "".join(f"%{byte:02X}" for byte in letter.encode()) for letter in custom_id]
+    pieces = [
+        letter if letter in _PLAIN else "".join(f"%{byte:02X}" for byte in letter.encode()) for letter in custom_id
+    ]
     for place in (0, -1):
         if pieces[place] == ".":
             pieces[place] = "%2E"
@@ -118,9 +132,11 @@ def build_folder_name(custom_id: str) -> str:
 
 
 def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> Copied:
-    """Copy from `exported`, a workspace as `Session.export` left it, what `patterns` name into `target`, which is made when something is named.
+    """Copy from `exported`, a workspace as `Session.export` left it, what `patterns` name into `target`, which is made
+    when something is named.
 
-    Files are replaced whole; others that are in `target` stay. A link to a file of the workspace becomes that file. Raises ArtifactsNotWritten.
+    Files are replaced whole; others that are in `target` stay. A link to a file of the workspace becomes that file.
+    Raises ArtifactsNotWritten.
     """
     chosen, idle = choose_paths(_walk(exported), patterns)
     done, skipped, size = [], [], 0
@@ -134,7 +150,8 @@ def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> Cop
         except OSError as error:
             what = "make room on it" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
             raise ArtifactsNotWritten(
-                f"'{path}' cannot be copied to {target} ({error.strerror or error}): {what}, then resume; nothing is lost until then"
+                f"'{path}' cannot be copied to {target} ({error.strerror or error}): {what}, then resume; nothing is "
+                "lost until then"
             ) from error
         done.append(path)
     return Copied(tuple(done), size, tuple(idle), tuple(skipped))

@@ -14,11 +14,15 @@ from store.batches import BatchEvent
 
 
 class Display(Protocol):
-    """A context manager: leaving it, at any moment and for any reason, ends the display cleanly with a summary. Not for several threads."""
+    """A context manager: leaving it, at any moment and for any reason, ends the display cleanly with a summary. Not for
+    several threads.
+    """
 
     def __enter__(self) -> "Display": ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     def show(self, batch_event: BatchEvent) -> None:
         """Count one more, and show what is to be shown of it."""
@@ -29,8 +33,9 @@ class Display(Protocol):
 
 @dataclass(frozen=True)
 class Watched:
-    """The batch that a display shows. `wall`: Unix seconds; `ticks`: seconds that never jump. `is_kept`: commands can name the batch afterwards. `rows`: the
-    files that its rows go to, of successes and of failures, if this process writes any. `tenant`: whose it is."""
+    """The batch that a display shows. `wall`: Unix seconds; `ticks`: seconds that never jump. `is_kept`: commands can
+    name the batch afterwards. `rows`: the files that its rows go to, of successes and of failures, if this process
+    writes any. `tenant`: whose it is."""
 
     batch: str
     progress: Progress
@@ -44,4 +49,6 @@ class Watched:
         return self.progress.snapshot(self.wall())
 
     def summary(self) -> Summary:
-        return build_summary(self.snapshot(), batch=self.batch, tenant=self.tenant, is_kept=self.is_kept, rows=self.rows)
+        return build_summary(
+            self.snapshot(), batch=self.batch, tenant=self.tenant, is_kept=self.is_kept, rows=self.rows
+        )

@@ -15,7 +15,9 @@ log = get_logger(__name__)
 
 
 class BatchEventFile:
-    """Appends to a file, which only tells: what the disk does not take ends nothing, and is counted. A context manager."""
+    """Appends to a file, which only tells: what the disk does not take ends nothing, and is counted. A context
+    manager.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,10 +29,14 @@ class BatchEventFile:
         try:
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{self.path} cannot be written ({error.strerror or error}): give another place for it") from error
+            raise ConfigError(
+                f"{self.path} cannot be written ({error.strerror or error}): give another place for it"
+            ) from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._file is not None:
             try:
                 self._file.close()
@@ -50,7 +56,9 @@ class BatchEventFile:
 
 
 def read_batch_events(path: Path) -> Iterator[BatchEvent]:
-    """Those of a file, in its order; what a crash left of a line is passed over. Raises ConfigError for a file that cannot be read."""
+    """Those of a file, in its order; what a crash left of a line is passed over. Raises ConfigError for a file that
+    cannot be read.
+    """
     try:
         with path.open("rb") as lines:
             for line in lines:

@@ -33,7 +33,9 @@ class _Group:
 
 
 class FailureGroups:
-    """A group has a number from 1. `max_rows`: so many failed items are kept in all, those heard of first, and MAX_EXAMPLES of each group in any case."""
+    """A group has a number from 1. `max_rows`: so many failed items are kept in all, those heard of first, and
+    MAX_EXAMPLES of each group in any case.
+    """
 
     def __init__(self, max_rows: int = 0) -> None:
         self._max_rows = max_rows
@@ -75,7 +77,9 @@ class FailureGroups:
 
     def groups(self) -> tuple[FailureGroup, ...]:
         """The largest first."""
-        standing = sorted((group for group in self._groups if group.count), key=lambda group: (-group.count, group.kind, group.code))
+        standing = sorted(
+            (group for group in self._groups if group.count), key=lambda group: (-group.count, group.kind, group.code)
+        )
         return tuple(_shown(group) for group in standing)
 
 

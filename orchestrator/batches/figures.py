@@ -18,7 +18,9 @@ def format_count(count: int) -> str:
     size, letter = next((size, letter) for size, letter in _STEPS if count >= size)
     # Cut, not rounded: 999,999 is not yet 1M.
     digits = 0 if count >= 100 * size else 1 if count >= 10 * size else 2
-    return f"{math.floor(count / size * 10**digits) / 10**digits:.{digits}f}{letter}" if count < 1e15 else f"{count:.3g}"
+    return (
+        f"{math.floor(count / size * 10**digits) / 10**digits:.{digits}f}{letter}" if count < 1e15 else f"{count:.3g}"
+    )
 
 
 def format_seconds(seconds: float) -> str:
@@ -45,7 +47,11 @@ def format_cost(cost: float | None, unknown: int = 0) -> str:
     """In the currency of the prices. `unknown`: so many that told none; then it is the least that it can be."""
     if cost is None:
         return "unknown"
-    return f"{'at least ' if unknown else ''}{cost:.2f}" if cost >= 1 or cost == 0 else f"{'at least ' if unknown else ''}{cost:.4f}"
+    return (
+        f"{'at least ' if unknown else ''}{cost:.2f}"
+        if cost >= 1 or cost == 0
+        else f"{'at least ' if unknown else ''}{cost:.4f}"
+    )
 
 
 def format_rate(rate: float) -> str:

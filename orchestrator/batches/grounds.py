@@ -1,4 +1,6 @@
-"""What the lines of a file name on this machine, looked at before anything runs: workspaces, and patterns of artifacts."""
+"""What the lines of a file name on this machine, looked at before anything runs: workspaces, and patterns of
+artifacts.
+"""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +20,9 @@ class Grounds:
     """The grounds of one file's items: names become whole paths, and what many lines name is looked at once."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder`: what relative names begin at; None: nothing of this machine may be named, and nothing is looked at."""
+        """`folder`: what relative names begin at; None: nothing of this machine may be named, and nothing is looked
+        at.
+        """
         self._folder = folder.absolute() if folder is not None else None
         self._workspaces: dict[str, str | None] = {}
         self._patterns: dict[str, str | None] = {}
@@ -42,7 +46,13 @@ class Grounds:
             if (complaint := self._workspaces[path]) is not None:
                 yield ("workspace",), complaint
         if len(ground.artifacts) > MAX_PATTERNS:
-            yield ("artifacts",), f"there are {len(ground.artifacts)} patterns, at most {MAX_PATTERNS} are taken: use `**`, or name folders"
+            yield (
+                ("artifacts",),
+                (
+                    f"there are {len(ground.artifacts)} patterns, at most {MAX_PATTERNS} are taken: use `**`, or name "
+                    "folders"
+                ),
+            )
         for place, pattern in enumerate(ground.artifacts[:MAX_PATTERNS]):
             if pattern not in self._patterns:
                 self._patterns[pattern] = _complaint_of(pattern)
@@ -57,7 +67,10 @@ class Grounds:
 def _foreign(ground: Ground) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """What of it is a path of another machine than the one that works it."""
     if ground.workspace is not None:
-        yield ("workspace",), "a path of the submitter's machine cannot be read here: begin with a checkpoint (`restore`)"
+        yield (
+            ("workspace",),
+            "a path of the submitter's machine cannot be read here: begin with a checkpoint (`restore`)",
+        )
     if ground.artifacts:
         yield ("artifacts",), "files cannot be copied to the submitter's machine from here: leave this out"
 

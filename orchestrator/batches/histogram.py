@@ -11,7 +11,9 @@ _LOG_GROWTH = math.log(GROWTH)
 
 
 class LogHistogram:
-    """Seconds, counted. Quantiles are right to 5 %; count, sum and maximum are exact. The same set in any order gives the same histogram."""
+    """Seconds, counted. Quantiles are right to 5 %; count, sum and maximum are exact. The same set in any order gives
+    the same histogram.
+    """
 
     __slots__ = ("_buckets", "_total_us", "count", "max_s")
 

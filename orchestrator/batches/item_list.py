@@ -6,7 +6,9 @@ from typing import overload
 from store.batches import BatchItem
 
 MANY_VALUES = 64
-"""Lists, objects and what they hold: as records these take ten times their text and more, so items with more of them are kept as text."""
+"""Lists, objects and what they hold: as records these take ten times their text and more, so items with more of them
+are kept as text.
+"""
 
 
 class ItemList(Sequence[BatchItem]):

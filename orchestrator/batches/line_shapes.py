@@ -13,7 +13,9 @@ _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 _Model = Annotated[str, Field(min_length=1, max_length=256)]
 _Text = Annotated[str, Field(min_length=1)]
 Json = Any
-"""A value out of a JSON text: read as JSON already, it is not checked for that once more, which takes longer than the reading."""
+"""A value out of a JSON text: read as JSON already, it is not checked for that once more, which takes longer than the
+reading.
+"""
 _Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -62,9 +64,16 @@ class GroundFields(Shape):
     def to_ground(self) -> Ground:
         """Raises Unfit for two beginnings."""
         if self.workspace is not None and self.restore is not None:
-            raise Unfit(("restore",), "a session begins with a workspace or with a checkpoint: leave one of `workspace` and `restore`")
+            raise Unfit(
+                ("restore",),
+                "a session begins with a workspace or with a checkpoint: leave one of `workspace` and `restore`",
+            )
         return Ground(
-            workspace=self.workspace, restore=self.restore, image=self.image, network=self.network, artifacts=tuple(self.artifacts)
+            workspace=self.workspace,
+            restore=self.restore,
+            image=self.image,
+            network=self.network,
+            artifacts=tuple(self.artifacts),
         )
 
 
@@ -180,12 +189,22 @@ class ChatFields(Shape):
         if self.tools or self.tool_choice not in (None, "none", "auto"):
             raise Unfit(
                 ("tools",) if self.tools else ("tool_choice",),
-                f"functions of yours cannot be called from here: leave `tools` out, or use the url {RUNS_URL}, whose tools run in a sandbox",
+                f"functions of yours cannot be called from here: leave `tools` out, or use the url {RUNS_URL}, whose "
+                "tools run in a sandbox",
             )
 
 
 _SAMPLING = (
-    *("temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    *(
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "max_completion_tokens",
+        "seed",
+        "stop",
+        "presence_penalty",
+        "frequency_penalty",
+    ),
     *("logit_bias", "response_format", "reasoning_effort", "user"),
 )
 _NO_LIMITS, _ONE_STEP = RunLimits(), RunLimits(max_iterations=1)
@@ -229,7 +248,8 @@ def _instruction(message: dict[str, Json], place: int) -> str:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise Unfit(
-                ("messages", place, "content", at), "the last message can only hold text here: put files into the workspace of a run"
+                ("messages", place, "content", at),
+                "the last message can only hold text here: put files into the workspace of a run",
             )
         texts.append(text)
     joined = "\n".join(texts)

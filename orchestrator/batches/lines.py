@@ -15,7 +15,17 @@ from pydantic_core import ErrorDetails
 from contract.errors import ErrorCode, OperatorError
 from orchestrator.batches.grounds import Grounds
 from orchestrator.batches.item_list import ItemList
-from orchestrator.batches.line_shapes import BODIES, LIMIT_NAMES, Fields, OpenAILine, Shape, ShortCall, ShortRun, Unfit, build_item
+from orchestrator.batches.line_shapes import (
+    BODIES,
+    LIMIT_NAMES,
+    Fields,
+    OpenAILine,
+    Shape,
+    ShortCall,
+    ShortRun,
+    Unfit,
+    build_item,
+)
 from orchestrator.batches.strict_json import NotStrict, find_columns, parse_object
 from store.batches import CALLS_URL, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 
@@ -48,7 +58,9 @@ class Complaint:
 
 
 class BadBatch(OperatorError):
-    """A file that is not run: nothing of it was started. `complaints`: the first of its errors; `more`: how many others there are."""
+    """A file that is not run: nothing of it was started. `complaints`: the first of its errors; `more`: how many others
+    there are.
+    """
 
     code = ErrorCode.INVALID_ARGUMENTS
 
@@ -58,13 +70,18 @@ class BadBatch(OperatorError):
         count = len(self.complaints) + more
         rest = [f"  and {more} more" + ("; what follows was not read" if more >= MAX_COUNTED else "")] if more else []
         told = [f"  {complaint}" for complaint in self.complaints] + rest
-        head = f"{name} has {count} error{'s' if count > 1 else ''} and nothing of it was started: mend the file and submit it again"
+        head = (
+            f"{name} has {count} error{'s' if count > 1 else ''} and nothing of it was started: mend the file and "
+            "submit it again"
+        )
         super().__init__("\n".join([head, *told]))
 
 
 @dataclass(frozen=True)
 class BatchFile:
-    """A file without an error. `sha256` and `bytes`: of its content as it was read; `url`: of all its lines, None for the short form."""
+    """A file without an error. `sha256` and `bytes`: of its content as it was read; `url`: of all its lines, None for
+    the short form.
+    """
 
     items: Sequence[BatchItem]
     sha256: str
@@ -73,29 +90,42 @@ class BatchFile:
 
 
 def load_lines(path: Path) -> BatchFile:
-    """The items of a file, in its order; names of workspaces in it begin at its folder. Raises BadBatch with all that is wrong."""
+    """The items of a file, in its order; names of workspaces in it begin at its folder. Raises BadBatch with all that
+    is wrong.
+    """
     try:
         # Looked at first: opening a pipe would wait for somebody who writes it, and a device may never end.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise BadBatch(
-                str(path), [Complaint("it is no plain file, and its lines are read again to go on with the batch: save them to one")]
+                str(path),
+                [
+                    Complaint(
+                        "it is no plain file, and its lines are read again to go on with the batch: save them to one"
+                    )
+                ],
             )
         with path.open("rb") as file:
             return read_lines(file, path.parent, str(path))
     except FileNotFoundError:
         raise BadBatch(str(path), [Complaint("the file does not exist: look at its name")]) from None
     except (OSError, ValueError) as error:
-        raise BadBatch(str(path), [Complaint(f"the file cannot be read ({error}): give a file of JSON lines")]) from error
+        raise BadBatch(
+            str(path), [Complaint(f"the file cannot be read ({error}): give a file of JSON lines")]
+        ) from error
 
 
 def read_lines(stream: BinaryIO, folder: Path | None, name: str) -> BatchFile:
-    """The same of a stream that has no folder of its own; `name`: what messages call it; `folder` None: lines may name no path. Raises BadBatch, OSError."""
+    """The same of a stream that has no folder of its own; `name`: what messages call it; `folder` None: lines may name
+    no path. Raises BadBatch, OSError.
+    """
     reader = _Reader(Grounds(folder))
     reader.read(stream)
     if reader.complaints:
         raise BadBatch(name, reader.complaints, reader.more)
     if not reader.items:
-        raise BadBatch(name, [Complaint("the file holds no line: write one object a line, with an id and an instruction")])
+        raise BadBatch(
+            name, [Complaint("the file holds no line: write one object a line, with an id and an instruction")]
+        )
     return BatchFile(reader.items, reader.sha256.hexdigest(), reader.bytes, reader.url)
 
 
@@ -118,16 +148,23 @@ class _Reader:
             self.bytes += len(raw)
             self.sha256.update(raw)
             if self.bytes > MAX_INPUT_BYTES:
-                return self._complain(Complaint(f"the file is larger than {MAX_INPUT_BYTES} bytes: make several batches of it"))
+                return self._complain(
+                    Complaint(f"the file is larger than {MAX_INPUT_BYTES} bytes: make several batches of it")
+                )
             line = raw.rstrip(b"\r\n")
             if len(line) > MAX_LINE_BYTES:
-                told = f"it is longer than {MAX_LINE_BYTES} bytes: put what is large into the workspace; what follows was not read"
+                told = (
+                    f"it is longer than {MAX_LINE_BYTES} bytes: put what is large into the workspace; what follows was "
+                    "not read"
+                )
                 return self._complain(Complaint(told, number))
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
                 if len(self._lines_of) >= MAX_ITEMS:
                     return self._complain(
-                        Complaint(f"this is line {MAX_ITEMS + 1} of at most {MAX_ITEMS}: make several batches of it", number)
+                        Complaint(
+                            f"this is line {MAX_ITEMS + 1} of at most {MAX_ITEMS}: make several batches of it", number
+                        )
                     )
                 self._read_line(number, line)
         return None
@@ -158,7 +195,9 @@ class _Reader:
             if url not in BODIES or not isinstance(found.get("body"), dict):
                 return
         shape: type[Fields] = BODIES[url] if url is not None else ShortCall if "tool" in found else ShortRun
-        fields, problems = _parse(shape, found["body"] if is_openai else found, ("body",) if is_openai else (), is_told=not self._is_full)
+        fields, problems = _parse(
+            shape, found["body"] if is_openai else found, ("body",) if is_openai else (), is_told=not self._is_full
+        )
         yield from problems
         if fields is None:
             return
@@ -181,7 +220,10 @@ class _Reader:
         custom_id = found.get(name)
         first = self._lines_of.setdefault(custom_id, number) if isinstance(custom_id, str) else number
         if first != number:
-            yield (name,), f"'{_short(str(custom_id))}' is the id of line {first} as well: give each line one of its own"
+            yield (
+                (name,),
+                f"'{_short(str(custom_id))}' is the id of line {first} as well: give each line one of its own",
+            )
 
     def _check_shape(self, number: int, url: str | None) -> Iterator[tuple[FieldPath, str]]:
         """All lines are short ones, or all have the first one's url."""
@@ -193,9 +235,18 @@ class _Reader:
         if url == expected:
             return
         if url is None or expected is None:
-            yield (), f"this line has another shape than line {first}: write all lines with custom_id, method, url and body, or all short"
+            yield (
+                (),
+                (
+                    f"this line has another shape than line {first}: write all lines with custom_id, method, url and "
+                    "body, or all short"
+                ),
+            )
         else:
-            yield ("url",), f"this is '{url}' and line {first} has '{expected}': a file has one url, make two batches of it"
+            yield (
+                ("url",),
+                f"this is '{url}' and line {first} has '{expected}': a file has one url, make two batches of it",
+            )
 
     @property
     def _is_full(self) -> bool:
@@ -216,14 +267,17 @@ def _decode(line: bytes) -> str:
         raise NotStrict(f"this is no UTF-8 (byte 0x{line[error.start]:02x}): save the file as UTF-8", at) from None
 
 
-def _parse(shape: type[S], fields: Any, prefix: FieldPath, *, is_told: bool) -> tuple[S | None, list[tuple[FieldPath, str]]]:
+def _parse(
+    shape: type[S], fields: Any, prefix: FieldPath, *, is_told: bool
+) -> tuple[S | None, list[tuple[FieldPath, str]]]:
     """The record, or what is wrong with it; without its sentences where nobody reads them."""
     try:
         return shape.model_validate(fields), []
     except ValidationError as error:
         told = [(problem, (*prefix, *problem["loc"])) for problem in error.errors(include_url=False)]
         return None, [
-            (path, _sentence(shape, problem, path) if is_told and at < MAX_SHOWN else "") for at, (problem, path) in enumerate(told)
+            (path, _sentence(shape, problem, path) if is_told and at < MAX_SHOWN else "")
+            for at, (problem, path) in enumerate(told)
         ]
 
 
@@ -236,11 +290,15 @@ def _sentence(shape: type[BaseModel], problem: ErrorDetails, path: FieldPath) ->
         return f"{field} is not known: {_nearest(shape, last, problem['loc'][:-1])}"
     if kind == "literal_error" and last == "url":
         return f"{field} is one of {', '.join(BODIES)}, not {_shown(value)}"
-    return f"{field} {problem['msg'].removeprefix('Input ').removeprefix('String ')[:300]}, not {_shown(value)}: mend it"
+    return (
+        f"{field} {problem['msg'].removeprefix('Input ').removeprefix('String ')[:300]}, not {_shown(value)}: mend it"
+    )
 
 
-_MEANT = {"custom_id": "id", "prompt": "instruction", "task": "instruction", "question": "instruction", "text": "instruction", "timeout": "timeout_s"} | {
-    "folder": "workspace", "dir": "workspace", "files": "artifacts", "args": "arguments", "checkpoint": "restore"
+_MEANT = {
+    "custom_id": "id", "prompt": "instruction", "task": "instruction", "question": "instruction", "text": "instruction",
+    "timeout": "timeout_s", "folder": "workspace", "dir": "workspace", "files": "artifacts", "args": "arguments",
+    "checkpoint": "restore",
 }  # fmt: skip
 
 

@@ -19,7 +19,9 @@ _FREE_CELLS = 3
 
 
 class LiveDisplay:
-    """Drawn at most four times a second, and only when something shown has changed. Needs a terminal that can move its cursor."""
+    """Drawn at most four times a second, and only when something shown has changed. Needs a terminal that can move its
+    cursor.
+    """
 
     def __init__(self, watched: Watched, console: Console) -> None:
         self._watched = watched
@@ -34,7 +36,9 @@ class LiveDisplay:
         self.tick()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.stop()
         if isinstance(error, BrokenPipeError):
             return
@@ -53,8 +57,11 @@ class LiveDisplay:
             return
         self._drawn_at = now
         size = self._console.size
-        # The last line stays free: terminals scroll when it is written to. So do the last columns: a Ctrl-C is shown there, as ^C, and must not wrap.
-        lines = build_screen(self._watched.snapshot(), self._watched.batch, max(1, size.width - _FREE_CELLS), max(1, size.height - 1))
+        # The last line stays free: terminals scroll when it is written to. So do the last columns: a Ctrl-C is shown
+        # there, as ^C, and must not wrap.
+        lines = build_screen(
+            self._watched.snapshot(), self._watched.batch, max(1, size.width - _FREE_CELLS), max(1, size.height - 1)
+        )
         if size != self._size:
             # Of another width the lines that stand there are not where they were drawn.
             self._live.stop()

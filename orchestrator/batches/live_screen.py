@@ -1,11 +1,21 @@
-"""The lines that a live display of a batch shows, for any width and height; what matters most is shown first and dropped last."""
+"""The lines that a live display of a batch shows, for any width and height; what matters most is shown first and
+dropped last.
+"""
 
 import textwrap
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from orchestrator.batches.figures import MAX_NOTE_CHARS, format_cost, format_count, format_eta, format_rate, format_seconds, one_line
+from orchestrator.batches.figures import (
+    MAX_NOTE_CHARS,
+    format_cost,
+    format_count,
+    format_eta,
+    format_rate,
+    format_seconds,
+    one_line,
+)
 from orchestrator.batches.snapshot import Snapshot
 
 MAX_SHOWN_RUNNING = 8
@@ -61,7 +71,11 @@ def _counts(s: Snapshot) -> list[Text]:
     ]
     return [
         *parts,
-        *(Text(f"{count:,} {word}", style="dim") for count, word in ((s.retried, "tried again"), (s.resumed, "resumed")) if count),
+        *(
+            Text(f"{count:,} {word}", style="dim")
+            for count, word in ((s.retried, "tried again"), (s.resumed, "resumed"))
+            if count
+        ),
     ]
 
 
@@ -119,7 +133,9 @@ def _tools(s: Snapshot, width: int) -> list[Text]:
     name_cells = max(8, min(_NAME_CELLS, width - cells * len(titles)))
     rows = [Text(_column("tool", name_cells) + "".join(f"{title:>{cells}}" for title in titles), style="bold")]
     for tool in s.tools[:MAX_SHOWN_TOOLS]:
-        p50, p95, most = (_short_seconds(value) for value in (tool.seconds.p50_s, tool.seconds.p95_s, tool.seconds.max_s))
+        p50, p95, most = (
+            _short_seconds(value) for value in (tool.seconds.p50_s, tool.seconds.p95_s, tool.seconds.max_s)
+        )
         calls, errors = format_count(tool.calls), format_count(tool.errors)
         figures = (calls, errors, p50, p95, most, _short_seconds(tool.queued.p95_s)) if is_wide else (calls, p50, p95)
         rows.append(Text(_column(tool.tool, name_cells) + "".join(f"{figure:>{cells}}" for figure in figures)))
@@ -127,7 +143,13 @@ def _tools(s: Snapshot, width: int) -> list[Text]:
 
 
 def _short_seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds < 60 else f"{seconds / 60:.0f} min" if seconds < 36_000 else f"{seconds / 3600:.0f} h"
+    return (
+        format_seconds(seconds)
+        if seconds < 60
+        else f"{seconds / 60:.0f} min"
+        if seconds < 36_000
+        else f"{seconds / 3600:.0f} h"
+    )
 
 
 def _column(text: str, cells: int) -> str:

@@ -19,7 +19,9 @@ class LogLines:
     def __enter__(self) -> "LogLines":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, BrokenPipeError):
             return
         for line in build_summary_lines(self._watched.summary()):
@@ -52,10 +54,14 @@ def _line(batch_event: BatchEvent) -> str:
             # Nobody told of its end when it came; its row did.
             return f"{name} done"
         case ItemDone(failure=None):
-            return f"{name} done in {format_seconds(batch_event.seconds)}; steps {batch_event.steps:,}, calls {batch_event.calls:,}"
+            return (
+                f"{name} done in {format_seconds(batch_event.seconds)}; steps {batch_event.steps:,}, calls "
+                f"{batch_event.calls:,}"
+            )
         case ItemDone():
             return (
-                f"{name} failed ({batch_event.failure} {one_line(batch_event.code, 64)}): {one_line(batch_event.message) or 'no message'}"
+                f"{name} failed ({batch_event.failure} {one_line(batch_event.code, 64)}): "
+                f"{one_line(batch_event.message) or 'no message'}"
             )
         case ItemRetried():
             return f"{name} queued again after a failure ({batch_event.failure} {one_line(batch_event.code, 64)})"

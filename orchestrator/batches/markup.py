@@ -13,7 +13,9 @@ NOTHING = Markup("")
 _NAME = re.compile(r"[a-z][a-zA-Z0-9-]*")
 _VOID = frozenset({"meta", "br"})
 _MOST_CHARS = 1000
-"""Of an attribute's value; what is longer is cut, and that is told. A line's points are ours, and cut they would be no line."""
+"""Of an attribute's value; what is longer is cut, and that is told. A line's points are ours, and cut they would be no
+line.
+"""
 
 
 def text(value: str, most: int = 200) -> Markup:
@@ -23,7 +25,10 @@ def text(value: str, most: int = 200) -> Markup:
 
 def element(name: str, *children: Markup, **attributes: str | float) -> Markup:
     """One element. An underscore in an attribute's name is a hyphen, one at its end is left out; values are escaped."""
-    shown = "".join(f' {_attribute(key)}="{_value(value, 10**6 if key == "points" else _MOST_CHARS)}"' for key, value in attributes.items())
+    shown = "".join(
+        f' {_attribute(key)}="{_value(value, 10**6 if key == "points" else _MOST_CHARS)}"'
+        for key, value in attributes.items()
+    )
     if not _NAME.fullmatch(name):
         raise ValueError(f"'{name}' is no name of an element: give one of letters, digits and hyphens")
     if name in _VOID:

@@ -1,4 +1,6 @@
-"""A batch in a log: a line when something worth telling has happened, every few seconds at most, and one for each failure."""
+"""A batch in a log: a line when something worth telling has happened, every few seconds at most, and one for each
+failure.
+"""
 
 from types import TracebackType
 from typing import IO
@@ -28,7 +30,9 @@ class PlainLines:
         self._write(f"batch {one_line(self._watched.batch)}")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, BrokenPipeError):
             return
         self._tell_untold()
@@ -40,7 +44,9 @@ class PlainLines:
         is_new = self._watched.progress.add(batch_event)
         match batch_event:
             case ItemDone() if is_new and batch_event.failure is not None:
-                self._tell(f"failed {_what(batch_event)}: {one_line(batch_event.message) or 'no message'}", is_failure=True)
+                self._tell(
+                    f"failed {_what(batch_event)}: {one_line(batch_event.message) or 'no message'}", is_failure=True
+                )
             case ItemRetried() if is_new:
                 self._tell(f"tried again {_what(batch_event)}", is_failure=True)
             case BatchNotice() if is_new and batch_event.message:
@@ -56,7 +62,17 @@ class PlainLines:
             return
         self._stood_at = now
         snapshot = self._watched.snapshot()
-        counts = str((snapshot.total, snapshot.done, snapshot.failed, snapshot.running, snapshot.queued, snapshot.steps, snapshot.calls))
+        counts = str(
+            (
+                snapshot.total,
+                snapshot.done,
+                snapshot.failed,
+                snapshot.running,
+                snapshot.queued,
+                snapshot.steps,
+                snapshot.calls,
+            )
+        )
         if counts != self._stood:
             self._stood = counts
             self._write(build_standing(snapshot))
@@ -93,8 +109,9 @@ def build_standing(snapshot: Snapshot) -> str:
     failed = f"{s.failed:,} failed" + (f" ({kinds})" if kinds else "")
     return (
         f"{s.done:,} of {s.total:,} done, {failed}, {s.running:,} running, {s.queued:,} queued; "
-        f"{format_rate(s.calls_per_s)} calls/s; tokens {format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out; "
-        f"cost {format_cost(s.cost, s.cost_unknown)}; ETA {format_eta(s.eta_s)}"
+        f"{format_rate(s.calls_per_s)} calls/s; tokens {format_count(s.prompt_tokens)} in, "
+        f"{format_count(s.completion_tokens)} out; cost {format_cost(s.cost, s.cost_unknown)}; ETA "
+        f"{format_eta(s.eta_s)}"
     )
 
 

@@ -1,4 +1,6 @@
-"""Batch events folded into what is known of a batch. They may come twice and in any order: the same set gives the same totals."""
+"""Batch events folded into what is known of a batch. They may come twice and in any order: the same set gives the same
+totals.
+"""
 
 import heapq
 from collections import Counter
@@ -10,7 +12,18 @@ from orchestrator.batches.progress_items import Heard, Item, Spent, Stage, Worki
 from orchestrator.batches.settled_items import SettledItems
 from orchestrator.batches.snapshot import EndedItem, Note, RunningItem, Snapshot, Spread
 from orchestrator.batches.tool_times import ToolTable
-from store.batches import MAX_ITEMS, BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
+from store.batches import (
+    MAX_ITEMS,
+    BatchEvent,
+    BatchNotice,
+    CallDone,
+    FailureKind,
+    ItemDone,
+    ItemReady,
+    ItemRetried,
+    ItemStarted,
+    StepDone,
+)
 
 MAX_SLOWEST = 20
 MAX_NOTES = 20
@@ -23,9 +36,11 @@ _OfItem = ItemStarted | ItemReady | StepDone | CallDone | ItemDone | ItemRetried
 
 
 class Progress:
-    """Add what happens, ask how it stands. Reads no clock; keeps a few bytes of an item of which nothing more is to come.
+    """Add what happens, ask how it stands. Reads no clock; keeps a few bytes of an item of which nothing more is to
+    come.
 
-    `total`: how many items there are, as far as a BatchNotice does not say more. `max_failed_rows`: so many failed items can be listed.
+    `total`: how many items there are, as far as a BatchNotice does not say more. `max_failed_rows`: so many failed
+    items can be listed.
     """
 
     def __init__(self, total: int = 0, *, max_failed_rows: int = 0) -> None:
@@ -80,7 +95,11 @@ class Progress:
 
     def running_items(self, now: float, most: int = MAX_ITEMS) -> tuple[RunningItem, ...]:
         """Those that run, the longest first."""
-        aged = ((item.working.age(now), name, item.attempt, item.working) for name, item in self._running.items() if item.working)
+        aged = (
+            (item.working.age(now), name, item.attempt, item.working)
+            for name, item in self._running.items()
+            if item.working
+        )
         slowest = heapq.nsmallest(most, aged, key=lambda row: (-row[0], row[1]))
         return tuple(
             RunningItem(item=name, run=working.run, attempt=attempt, age_s=age, does=working.does())
@@ -110,7 +129,8 @@ class Progress:
             resumed=self._resumed,
             steps=steps,
             calls=calls,
-            calls_per_s=sum(count for second, count in self._calls_at.items() if now - RATE_WINDOW_S < second <= now) / RATE_WINDOW_S,
+            calls_per_s=sum(count for second, count in self._calls_at.items() if now - RATE_WINDOW_S < second <= now)
+            / RATE_WINDOW_S,
             calls_per_s_overall=calls / wall if wall > 0 else 0.0,
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -120,7 +140,13 @@ class Progress:
             eta_s=estimate_arrival(now, self._total, queued, ages, self._lengths, self._ends) if self._total else None,
             slowest_running=self.running_items(now, MAX_SLOWEST),
             slowest=tuple(
-                EndedItem(item=item, run=run, attempt=attempt, seconds=seconds, failure=FailureKind(failure) if failure else None)
+                EndedItem(
+                    item=item,
+                    run=run,
+                    attempt=attempt,
+                    seconds=seconds,
+                    failure=FailureKind(failure) if failure else None,
+                )
                 for seconds, item, attempt, run, failure in sorted(self._slowest, reverse=True)
             ),
             tools=self.tools.times(),
@@ -150,7 +176,9 @@ class Progress:
         return kept in self._notes
 
     def _add_warning(self, message: str) -> bool:
-        """Every process that works the batch may give the same warning. The smallest are kept, so that their order does not matter."""
+        """Every process that works the batch may give the same warning. The smallest are kept, so that their order does
+        not matter.
+        """
         kept = set(sorted({*self._warnings, message})[:MAX_WARNINGS])
         is_new, self._warnings = kept != self._warnings, kept
         return is_new
@@ -170,9 +198,13 @@ class Progress:
                     self._setups.add(batch_event.setup_s)
                 return is_new
             case StepDone():
-                return item.is_first(("step", attempt, batch_event.step)) and self._count_step(item.of_attempt(attempt), batch_event)
+                return item.is_first(("step", attempt, batch_event.step)) and self._count_step(
+                    item.of_attempt(attempt), batch_event
+                )
             case CallDone():
-                return item.is_first(("call", attempt, batch_event.call)) and self._count_call(item.of_attempt(attempt), batch_event)
+                return item.is_first(("call", attempt, batch_event.call)) and self._count_call(
+                    item.of_attempt(attempt), batch_event
+                )
             case ItemRetried():
                 self._advance(item, batch_event, Stage.QUEUED)
                 return item.is_first(("retried", attempt))
@@ -224,7 +256,9 @@ class Progress:
             _keep_largest(self._ends, end.at, MAX_ENDS)
         return True
 
-    def _spend(self, spent: Spent, more: tuple[int, int, int, int] | None, said: tuple[int, int, int, int] | None = None) -> None:
+    def _spend(
+        self, spent: Spent, more: tuple[int, int, int, int] | None, said: tuple[int, int, int, int] | None = None
+    ) -> None:
         before = spent.counted()
         if more is not None:
             a, b, c, d = spent.seen
@@ -232,7 +266,12 @@ class Progress:
         spent.said = said or spent.said
         after = spent.counted()
         a, b, c, d = self._spent
-        self._spent = a + after[0] - before[0], b + after[1] - before[1], c + after[2] - before[2], d + after[3] - before[3]
+        self._spent = (
+            a + after[0] - before[0],
+            b + after[1] - before[1],
+            c + after[2] - before[2],
+            d + after[3] - before[3],
+        )
 
     def _advance(self, item: Item, batch_event: _OfItem, stage: Stage) -> None:
         """Items go upwards only: what an earlier attempt or stage tells late moves nothing."""

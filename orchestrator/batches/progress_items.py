@@ -1,4 +1,6 @@
-"""What is remembered of an item that is not settled: where it stands, what its attempts spent, and which of its batch_events have been counted."""
+"""What is remembered of an item that is not settled: where it stands, what its attempts spent, and which of its
+batch_events have been counted.
+"""
 
 import math
 from array import array
@@ -11,7 +13,9 @@ _MAX_LISTED = 256
 
 
 class Stage(IntEnum):
-    """Of one attempt; with the attempt before it, an order that an item goes through only upwards, however its batch_events arrive."""
+    """Of one attempt; with the attempt before it, an order that an item goes through only upwards, however its
+    batch_events arrive.
+    """
 
     QUEUED = 0
     RUNNING = 1
@@ -27,7 +31,9 @@ class Heard(IntFlag):
 
 
 class Spent:
-    """Of one attempt: what its steps and calls add up to, and what its end says of the whole; the larger figure counts."""
+    """Of one attempt: what its steps and calls add up to, and what its end says of the whole; the larger figure
+    counts.
+    """
 
     __slots__ = ("attempt", "said", "seen")
 
@@ -75,7 +81,9 @@ class Working:
 
 
 class Item:
-    """`reason`: of a failed end, its place in the table of reasons; 0: none. `is_settled`: nothing of its first attempt is to come."""
+    """`reason`: of a failed end, its place in the table of reasons; 0: none. `is_settled`: nothing of its first attempt
+    is to come.
+    """
 
     __slots__ = ("attempt", "heard", "is_settled", "marks", "reason", "spent", "stage", "working")
 

@@ -3,7 +3,15 @@
 from collections.abc import Iterable
 
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.figures import format_cost, format_count, format_eta, format_rate, format_seconds, format_time, one_line
+from orchestrator.batches.figures import (
+    format_cost,
+    format_count,
+    format_eta,
+    format_rate,
+    format_seconds,
+    format_time,
+    one_line,
+)
 from orchestrator.batches.markup import Markup, element, join, text
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.report_page import build_page, figure, paragraph, table
@@ -20,10 +28,14 @@ MAX_CELL_CHARS = 240
 _NANO = 10**9
 
 
-def build_report(events: Iterable[BatchEvent], *, title: str, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0) -> str:
-    """The page, below 2 MB for the largest batch. Reads `events` once, in any order, also with repetitions; the same ones give the same page.
+def build_report(
+    events: Iterable[BatchEvent], *, title: str, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
+) -> str:
+    """The page, below 2 MB for the largest batch. Reads `events` once, in any order, also with repetitions; the same
+    ones give the same page.
 
-    `batch`: its id and `tenant`: whose it is, for the commands that the page names. `total`: how many items there are, where no event tells it.
+    `batch`: its id and `tenant`: whose it is, for the commands that the page names. `total`: how many items there are,
+    where no event tells it.
     """
     return build_page(title, build_sections(events, batch=batch, tenant=tenant, total=total))
 
@@ -31,7 +43,9 @@ def build_report(events: Iterable[BatchEvent], *, title: str, batch: str = "", t
 def build_sections(
     batch_events: Iterable[BatchEvent], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> list[tuple[str, str, Markup]]:
-    """What stands on that page, for others to hold it: (id, heading, content) each, in the classes of its style sheet."""
+    """What stands on that page, for others to hold it: (id, heading, content) each, in the classes of its style
+    sheet.
+    """
     story = _Story(total)
     for batch_event in batch_events:
         story.add(batch_event)
@@ -100,10 +114,19 @@ class _Story:
     def _failures(self, snapshot: Snapshot) -> Markup:
         if not snapshot.failed:
             return paragraph("Nothing has failed.")
-        bars = plot_bars("kinds", "Failed items by kind", [(kind.value, count) for kind, count in snapshot.failures.items()])
+        bars = plot_bars(
+            "kinds", "Failed items by kind", [(kind.value, count) for kind, count in snapshot.failures.items()]
+        )
         shown = self._progress.failed_items()[:MAX_FAILED_ROWS]
         rows = [
-            (one_line(item.item, 120), item.kind.value, one_line(item.code, 64), str(item.attempt), format_time(item.at), item.message)
+            (
+                one_line(item.item, 120),
+                item.kind.value,
+                one_line(item.code, 64),
+                str(item.attempt),
+                format_time(item.at),
+                item.message,
+            )
             for item in shown
         ]
         rest = snapshot.failed - len(shown)
@@ -112,22 +135,37 @@ class _Story:
             [
                 figure(
                     bars,
-                    "Items that stand as failed, by whose fault it is. Those that succeeded when they were tried again are not counted.",
+                    "Items that stand as failed, by whose fault it is. Those that succeeded when they were tried again "
+                    "are not counted.",
                 ),
                 _groups(snapshot),
-                table(f"Failed items: {len(shown):,} of {snapshot.failed:,}", columns, rows, words=(0, 1, 2, 4, 5), most=MAX_CELL_CHARS),
-                paragraph(f"{rest:,} more failed items are not listed here; the batch's error file has them all." if rest else ""),
+                table(
+                    f"Failed items: {len(shown):,} of {snapshot.failed:,}",
+                    columns,
+                    rows,
+                    words=(0, 1, 2, 4, 5),
+                    most=MAX_CELL_CHARS,
+                ),
+                paragraph(
+                    f"{rest:,} more failed items are not listed here; the batch's error file has them all."
+                    if rest
+                    else ""
+                ),
             ]
         )
 
     def _over_time(self, low: float, high: float) -> Markup:
         if not len(self._spans):
             return paragraph("No item has been worked yet.")
-        ends = [Line("succeeded", "done", self._series.added_up("done")), Line("failed", "failed", self._series.added_up("failed"))]
+        ends = [
+            Line("succeeded", "done", self._series.added_up("done")),
+            Line("failed", "failed", self._series.added_up("failed")),
+        ]
         running = [Line("running", "third", self._spans.running(low, high))]
         parts = [
             figure(
-                plot_spans("spans", "Items as they ran", self._spans, low, high), "When each item ran, in the order in which they began."
+                plot_spans("spans", "Items as they ran", self._spans, low, high),
+                "When each item ran, in the order in which they began.",
             ),
             figure(
                 plot_lines("ends", "Ends of items, added up", ends, low, high),
@@ -144,14 +182,20 @@ class _Story:
         if not snapshot.tools:
             return paragraph("No tool has been called.")
         names = [tool.tool for tool in snapshot.tools[:MAX_TOOLS]]
-        strips = plot_strips("latency", "Seconds of calls by tool", [(name, self._progress.tools.rows[name].seconds) for name in names])
+        strips = plot_strips(
+            "latency", "Seconds of calls by tool", [(name, self._progress.tools.rows[name].seconds) for name in names]
+        )
         rows = [
             (tool.tool, f"{tool.calls:,}", f"{tool.errors:,}", *_times(tool.seconds), format_seconds(tool.queued.p95_s))
             for tool in snapshot.tools
         ]
         columns = ("tool", "calls", "errors", "mean", "p50", "p95", "max", "queued p95")
         caption = "From request to result, on a logarithmic axis: line p50, dashed p95, dot the maximum."
-        more = f" The {MAX_TOOLS} tools that were called most; the table has all." if len(snapshot.tools) > MAX_TOOLS else ""
+        more = (
+            f" The {MAX_TOOLS} tools that were called most; the table has all."
+            if len(snapshot.tools) > MAX_TOOLS
+            else ""
+        )
         return join([figure(strips, caption + more), table("Calls by tool", columns, rows)])
 
     def _waiting(self, snapshot: Snapshot) -> Markup:
@@ -169,18 +213,37 @@ class _Story:
             )
         ]
         strips = plot_strips("waits", "Seconds of waiting", times)
-        caption = "Items: in the queue before each first begin of an attempt. Tools: until a worker took the call. Line p50, dashed p95, dot the maximum."
-        return join([figure(strips, caption), table("What was waited for", ("what", "times", "mean", "p50", "p95", "max"), rows)])
+        caption = (
+            "Items: in the queue before each first begin of an attempt. Tools: until a worker took the call. Line p50, "
+            "dashed p95, dot the maximum."
+        )
+        return join(
+            [
+                figure(strips, caption),
+                table("What was waited for", ("what", "times", "mean", "p50", "p95", "max"), rows),
+            ]
+        )
 
     def _tokens(self, snapshot: Snapshot, low: float, high: float) -> Markup:
-        lines = [Line("tokens in", "other", self._series.added_up("in")), Line("tokens out", "third", self._series.added_up("out"))]
+        lines = [
+            Line("tokens in", "other", self._series.added_up("in")),
+            Line("tokens out", "third", self._series.added_up("out")),
+        ]
         parts = [paragraph("No step has told its tokens.")]
         if any(line.points for line in lines):
-            parts = [figure(plot_lines("tokens", "Tokens, added up", lines, low, high), "Tokens of the steps that were told, added up.")]
+            parts = [
+                figure(
+                    plot_lines("tokens", "Tokens, added up", lines, low, high),
+                    "Tokens of the steps that were told, added up.",
+                )
+            ]
         costs = [(at, cost / _NANO) for at, cost in self._series.added_up("cost")]
         if not costs:
             return join([*parts, paragraph("No prices are known, so there is no cost.")])
-        told = f"Cost of the attempts that have ended, in the currency of the prices; {format_cost(snapshot.cost, snapshot.cost_unknown)} in all."
+        told = (
+            "Cost of the attempts that have ended, in the currency of the prices; "
+            f"{format_cost(snapshot.cost, snapshot.cost_unknown)} in all."
+        )
         parts.append(figure(plot_lines("costs", "Cost, added up", [Line("cost", "done", costs)], low, high), told))
         return join(parts)
 
@@ -223,9 +286,13 @@ def _slowest(snapshot: Snapshot) -> Markup:
     if not snapshot.slowest and not snapshot.slowest_running:
         return paragraph("No item has been worked yet.")
     ended = [
-        (item.item, format_seconds(item.seconds), item.failure or "succeeded", str(item.attempt), item.run) for item in snapshot.slowest
+        (item.item, format_seconds(item.seconds), item.failure or "succeeded", str(item.attempt), item.run)
+        for item in snapshot.slowest
     ]
-    running = [(item.item, format_seconds(item.age_s), item.does, str(item.attempt), item.run) for item in snapshot.slowest_running]
+    running = [
+        (item.item, format_seconds(item.age_s), item.does, str(item.attempt), item.run)
+        for item in snapshot.slowest_running
+    ]
     parts = [(caption, rows) for caption, rows in (("Ended", ended), ("Still running", running)) if rows]
     columns = ("item", "time", "how", "attempt", "run")
     return join([table(caption, columns, rows, words=(0, 2, 4)) for caption, rows in parts])
@@ -233,9 +300,15 @@ def _slowest(snapshot: Snapshot) -> Markup:
 
 def _notes(snapshot: Snapshot) -> Markup:
     rows = [(format_time(note.at), note.message) for note in snapshot.notes]
-    return table("Of the batch as a whole, the newest last", ("when", "what"), rows, words=(0, 1)) if rows else paragraph("There are none.")
+    return (
+        table("Of the batch as a whole, the newest last", ("when", "what"), rows, words=(0, 1))
+        if rows
+        else paragraph("There are none.")
+    )
 
 
 def _times(spread: Spread) -> tuple[str, str, str, str]:
-    mean, p50, p95, most = (format_seconds(value) for value in (spread.mean_s, spread.p50_s, spread.p95_s, spread.max_s))
+    mean, p50, p95, most = (
+        format_seconds(value) for value in (spread.mean_s, spread.p50_s, spread.p95_s, spread.max_s)
+    )
     return mean, p50, p95, most

@@ -6,27 +6,32 @@ from orchestrator.batches.markup import NOTHING, Markup, element, text
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 STYLE = Markup("""
-:root { color-scheme: light dark; --back: #fff; --text: #1a1f26; --soft: #5a6572; --rule: #d5dae1; --done: #1a7f4b; --failed: #c0342b;
-  --other: #a86400; --third: #2a62c9; --pale: #b9dcc8; }
-@media (prefers-color-scheme: dark) { :root { --back: #14181d; --text: #e6e9ed; --soft: #a2adba; --rule: #38414c; --done: #4cc38a;
-  --failed: #ff8075; --other: #f0b150; --third: #85b0ff; --pale: #2b5440; } }
+:root { color-scheme: light dark; --back: #fff; --text: #1a1f26; --soft: #5a6572; --rule: #d5dae1;
+  --done: #1a7f4b; --failed: #c0342b; --other: #a86400; --third: #2a62c9; --pale: #b9dcc8; }
+@media (prefers-color-scheme: dark) { :root { --back: #14181d; --text: #e6e9ed; --soft: #a2adba; --rule: #38414c;
+  --done: #4cc38a; --failed: #ff8075; --other: #f0b150; --third: #85b0ff; --pale: #2b5440; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--back); color: var(--text); font: 1rem/1.5 system-ui, sans-serif; }
+body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--back); color: var(--text);
+  font: 1rem/1.5 system-ui, sans-serif; }
 h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--rule); padding-bottom: .3rem; }
 a { color: var(--third); } nav ul { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; list-style: none; padding: 0; }
 figure { margin: 1rem 0; } figcaption, .soft { color: var(--soft); font-size: .9rem; }
-.scroll { overflow-x: auto; } .scroll:focus-visible, a:focus-visible { outline: 3px solid var(--third); outline-offset: 2px; }
+.scroll { overflow-x: auto; }
+.scroll:focus-visible, a:focus-visible { outline: 3px solid var(--third); outline-offset: 2px; }
 svg { display: block; width: 100%; min-width: 35rem; height: auto; font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: .4rem 0; }
-th, td { text-align: left; vertical-align: top; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--rule); overflow-wrap: anywhere; min-width: 4rem; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .7rem .25rem 0;
+  border-bottom: 1px solid var(--rule); overflow-wrap: anywhere; min-width: 4rem; }
 .number { text-align: right; white-space: nowrap; } .words { min-width: 14rem; }
 .tick { fill: var(--soft); } .middle { text-anchor: middle; } .end { text-anchor: end; }
 .axis { stroke: var(--soft); } .grid { stroke: var(--rule); stroke-width: .5; }
-.line { fill: none; stroke-width: 2; stroke: var(--done); } .line.failed { stroke: var(--failed); stroke-dasharray: 6 3; }
+.line { fill: none; stroke-width: 2; stroke: var(--done); }
+.line.failed { stroke: var(--failed); stroke-dasharray: 6 3; }
 .line.other { stroke: var(--other); } .line.third { stroke: var(--third); stroke-dasharray: 2 3; }
-.fill { fill: var(--done); } .fill.failed { fill: var(--failed); } .fill.retried { fill: var(--other); } .fill.running { fill: var(--third); }
+.fill { fill: var(--done); } .fill.failed { fill: var(--failed); } .fill.retried { fill: var(--other); }
+.fill.running { fill: var(--third); }
 .fill.pale { fill: var(--pale); } .fill.column { fill: var(--third); }
 .mark { stroke: var(--text); stroke-width: 1.5; fill: var(--text); } .dashed { stroke-dasharray: 3 2; }
 @media print { .scroll { overflow: visible; } svg { min-width: 0; } }
@@ -46,7 +51,9 @@ def build_page(title: str, sections: Sequence[tuple[str, str, Markup]]) -> str:
     )
     links = [element("li", element("a", text(heading), href=f"#{name}")) for name, heading, _ in sections]
     blocks = [element("section", element("h2", text(heading), id=name), content) for name, heading, content in sections]
-    main = element("main", element("h1", text(title)), element("nav", element("ul", *links), aria_label="Sections"), *blocks)
+    main = element(
+        "main", element("h1", text(title)), element("nav", element("ul", *links), aria_label="Sections"), *blocks
+    )
     return f"<!DOCTYPE html>\n{element('html', head, element('body', main), lang='en')}\n"
 
 
@@ -56,14 +63,22 @@ def figure(plot: Markup, caption: str) -> Markup:
     return element("figure", box, element("figcaption", text(caption, 1000)))
 
 
-def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,), most: int = 200) -> Markup:
-    """Cells are strangers' text, at most `most` characters. Columns are of numbers, but those of `words`; the first names its row."""
+def table(
+    caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,), most: int = 200
+) -> Markup:
+    """Cells are strangers' text, at most `most` characters. Columns are of numbers, but those of `words`; the first
+    names its row.
+    """
     classes = ["words" if number in words else "number" for number in range(len(columns))]
-    head = [element("th", text(column), scope="col", class_=style) for column, style in zip(columns, classes, strict=True)]
+    head = [
+        element("th", text(column), scope="col", class_=style) for column, style in zip(columns, classes, strict=True)
+    ]
     body = []
     for row in rows:
         cells = [
-            element("th", text(cell, most), scope="row", class_=style) if number == 0 else element("td", text(cell, most), class_=style)
+            element("th", text(cell, most), scope="row", class_=style)
+            if number == 0
+            else element("td", text(cell, most), class_=style)
             for number, (cell, style) in enumerate(zip(row, classes, strict=True))
         ]
         body.append(element("tr", *cells))

@@ -29,7 +29,9 @@ class Line:
     points: Sequence[tuple[float, float]]
 
 
-def plot_lines(name: str, title: str, lines: Sequence[Line], low: float, high: float, *, is_stepped: bool = True) -> Markup:
+def plot_lines(
+    name: str, title: str, lines: Sequence[Line], low: float, high: float, *, is_stepped: bool = True
+) -> Markup:
     """Lines over the time from `low` to `high`; stepped ones hold their value until the next."""
     height, most = 200, max((value for line in lines for _, value in line.points), default=0.0)
     x, y = _across(low, high), _upwards(most, height)
@@ -40,7 +42,9 @@ def plot_lines(name: str, title: str, lines: Sequence[Line], low: float, high: f
             points = _stepped(points, low, high)
         path = " ".join(f"{x(time):.1f},{y(value):.1f}" for time, value in points)
         parts.append(element("polyline", points=path, class_=f"line {line.style}") if points else Markup(""))
-    told = "; ".join(f"{line.label}: {_number(max((value for _, value in line.points), default=0))} at most" for line in lines)
+    told = "; ".join(
+        f"{line.label}: {_number(max((value for _, value in line.points), default=0))} at most" for line in lines
+    )
     legend = _legend([(line.label, line.style) for line in lines], height + TOP + BOTTOM + 4)
     return _svg(name, title, told, height + TOP + BOTTOM + 22, [*parts, *legend])
 
@@ -80,7 +84,13 @@ def plot_bars(name: str, title: str, rows: Sequence[tuple[str, int]]) -> Markup:
             element("rect", x=LEFT, y=y, width=max(1.0, length), height=18, class_="fill failed"),
             element("text", text(f"{count:,}"), x=LEFT + length + 6, y=y + 14, class_="tick"),
         ]
-    return _svg(name, title, "; ".join(f"{one_line(label, 40)}: {count:,}" for label, count in rows), TOP * 2 + 24 * len(rows), parts)
+    return _svg(
+        name,
+        title,
+        "; ".join(f"{one_line(label, 40)}: {count:,}" for label, count in rows),
+        TOP * 2 + 24 * len(rows),
+        parts,
+    )
 
 
 def plot_spans(name: str, title: str, spans: Spans, low: float, high: float) -> Markup:
@@ -97,7 +107,9 @@ def plot_spans(name: str, title: str, spans: Spans, low: float, high: float) -> 
     told = f"{len(order):,} attempts, " + ("a row each" if size == 1 else f"{size:,} in a row")
     styles = [(word, f"fill {style}") for word, style in zip(_WORDS, _CLASSES, strict=True)]
     parts += _legend(
-        styles if size == 1 else [("first to last", "fill pale"), ("middle", "fill done"), ("failed, share", "fill failed")],
+        styles
+        if size == 1
+        else [("first to last", "fill pale"), ("middle", "fill done"), ("failed, share", "fill failed")],
         height + TOP + BOTTOM + 4,
     )
     return _svg(name, title, told, height + TOP + BOTTOM + 22, parts)
@@ -107,7 +119,15 @@ def _one_span(spans: Spans, number: int, y: float, row: float, x: "_Scale") -> M
     begin, end, outcome = spans.begins[number], spans.ends[number], spans.outcomes[number]
     told = f"{one_line(spans.names[number], 80)}: {format_seconds(end - begin)}, {_WORDS[outcome]}"
     style = f"fill {_CLASSES[outcome]}"
-    return element("rect", element("title", text(told)), x=x(begin), y=y, width=max(1.0, x(end) - x(begin)), height=row * 0.8, class_=style)
+    return element(
+        "rect",
+        element("title", text(told)),
+        x=x(begin),
+        y=y,
+        width=max(1.0, x(end) - x(begin)),
+        height=row * 0.8,
+        class_=style,
+    )
 
 
 def _many_spans(spans: Spans, group: Sequence[int], y: float, row: float, x: "_Scale") -> list[Markup]:
@@ -119,13 +139,23 @@ def _many_spans(spans: Spans, group: Sequence[int], y: float, row: float, x: "_S
     width = max(1.0, x(end) - x(begin))
     parts = [
         element(
-            "rect", element("title", text(told)), x=x(low), y=y, width=max(1.0, x(high) - x(low)), height=row * 0.8, class_="fill pale"
+            "rect",
+            element("title", text(told)),
+            x=x(low),
+            y=y,
+            width=max(1.0, x(high) - x(low)),
+            height=row * 0.8,
+            class_="fill pale",
         ),
         element("rect", x=x(begin), y=y, width=width, height=row * 0.8, class_="fill done"),
     ]
     if failed:
         share = width * failed / len(group)
-        parts.append(element("rect", x=x(begin) + width - share, y=y, width=max(1.0, share), height=row * 0.8, class_="fill failed"))
+        parts.append(
+            element(
+                "rect", x=x(begin) + width - share, y=y, width=max(1.0, share), height=row * 0.8, class_="fill failed"
+            )
+        )
     return parts
 
 
@@ -157,7 +187,9 @@ def _stepped(points: Sequence[tuple[float, float]], low: float, high: float) -> 
     return [*made, (high, before)]
 
 
-def _columns(buckets: Mapping[int, int], low: int, step: int, base: float, height: float, x: Callable[[float], float]) -> list[Markup]:
+def _columns(
+    buckets: Mapping[int, int], low: int, step: int, base: float, height: float, x: Callable[[float], float]
+) -> list[Markup]:
     sums: dict[int, int] = {}
     for bucket, count in buckets.items():
         sums[(bucket - low) // step] = sums.get((bucket - low) // step, 0) + count
@@ -166,14 +198,20 @@ def _columns(buckets: Mapping[int, int], low: int, step: int, base: float, heigh
     for column, count in sorted(sums.items()):
         left, right = x(low + column * step), x(low + (column + 1) * step)
         tall = max(1.0, height * count / most)
-        parts.append(element("rect", x=left, y=base - tall, width=max(0.5, right - left - 0.5), height=tall, class_="fill column"))
+        parts.append(
+            element(
+                "rect", x=left, y=base - tall, width=max(0.5, right - left - 0.5), height=tall, class_="fill column"
+            )
+        )
     return parts
 
 
 def _time_axis(low: float, high: float, height: float) -> list[Markup]:
     """Time since the begin."""
     span, x = high - low, _across(low, high)
-    step = next((float(step) for step in _STEPS if span / step <= 6), 86400.0 * max(1, math.ceil(min(span, 1e300) / 86400 / 6)))
+    step = next(
+        (float(step) for step in _STEPS if span / step <= 6), 86400.0 * max(1, math.ceil(min(span, 1e300) / 86400 / 6))
+    )
     parts = [element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=TOP + height, y2=TOP + height, class_="axis")]
     for number in range(int(min(6.0, span / step)) + 1):
         at = x(low + number * step)
@@ -186,7 +224,11 @@ def _since(seconds: float) -> str:
     return (
         "0"
         if seconds == 0
-        else format_seconds(seconds).replace(" 00 s", "").replace(" 00 min", "").replace(".0 s", " s").replace(" 0 h", "")
+        else format_seconds(seconds)
+        .replace(" 00 s", "")
+        .replace(" 00 min", "")
+        .replace(".0 s", " s")
+        .replace(" 0 h", "")
     )
 
 
@@ -216,7 +258,9 @@ def _legend(entries: Sequence[tuple[str, str]], y: float) -> list[Markup]:
         if style.startswith("fill"):
             parts.append(element("rect", x=x, y=y, width=18, height=10, class_=style))
         else:
-            parts.append(element("polyline", points=f"{x:.0f},{y + 5:.0f} {x + 18:.0f},{y + 5:.0f}", class_=f"line {style}"))
+            parts.append(
+                element("polyline", points=f"{x:.0f},{y + 5:.0f} {x + 18:.0f},{y + 5:.0f}", class_=f"line {style}")
+            )
         parts.append(element("text", text(label), x=x + 24, y=y + 10, class_="tick"))
         x += 44 + 7.5 * len(label)
     return parts

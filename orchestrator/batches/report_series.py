@@ -1,4 +1,6 @@
-"""What a report keeps of a batch while it reads: sums by time in at most some hundred buckets, and when each item ran."""
+"""What a report keeps of a batch while it reads: sums by time in at most some hundred buckets, and when each item
+ran.
+"""
 
 import math
 from array import array
@@ -17,7 +19,9 @@ def within_time(at: float) -> float:
 
 
 class TimeSeries:
-    """Sums by name and time. Buckets are seconds that double in width as the time grows that they must cover; the same set gives the same sums."""
+    """Sums by name and time. Buckets are seconds that double in width as the time grows that they must cover; the same
+    set gives the same sums.
+    """
 
     def __init__(self) -> None:
         self.width_s = 1
@@ -74,7 +78,9 @@ class Spans:
 
     def in_order(self) -> list[int]:
         """Their numbers, by begin."""
-        return sorted(range(len(self)), key=lambda number: (self.begins[number], self.ends[number], self.outcomes[number]))
+        return sorted(
+            range(len(self)), key=lambda number: (self.begins[number], self.ends[number], self.outcomes[number])
+        )
 
     def running(self, low: float, high: float, buckets: int = 240) -> list[tuple[float, float]]:
         """(middle of a bucket, how many ran in it in the mean) between two times."""

@@ -1,4 +1,6 @@
-"""The file of a batch's rows: only added to, row by whole row, by one process; and the pair of files that hold one row for each item."""
+"""The file of a batch's rows: only added to, row by whole row, by one process; and the pair of files that hold one row
+for each item.
+"""
 
 import contextlib
 import errno
@@ -22,7 +24,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RowsNotWritten(OperatorError):
-    """Rows could not be added: none of them is in the file, and the same call may be made again. Nothing that was there is lost."""
+    """Rows could not be added: none of them is in the file, and the same call may be made again. Nothing that was there
+    is lost.
+    """
 
     code = ErrorCode.NO_SPACE
 
@@ -45,8 +49,9 @@ class RowFile:
 
     @classmethod
     def open(cls, path: Path, belongs: Belongs) -> "RowFile":
-        """The file for rows of one batch, made when it is not there. Raises ConfigError for a path that cannot be written, a full disk, what is
-        no file of rows, rows of another batch, and a file that another process has open: its rows are then as they were."""
+        """The file for rows of one batch, made when it is not there. Raises ConfigError for a path that cannot be
+        written, a full disk, what is no file of rows, rows of another batch, and a file that another process has open:
+        its rows are then as they were."""
         try:
             return cls._open(path, belongs)
         except OSError as error:
@@ -73,7 +78,8 @@ class RowFile:
         return self._ids
 
     def append(self, lines: Mapping[str, bytes]) -> list[str]:
-        """Add rows, id to line, all of them or none, and return when the disk has them: rows that are ready together share the wait for it.
+        """Add rows, id to line, all of them or none, and return when the disk has them: rows that are ready together
+        share the wait for it.
 
         Gives the ids that were added; one that is there already is left out. Raises RowsNotWritten.
         """
@@ -91,7 +97,9 @@ class RowFile:
                 yield parse_row(line)
 
     def rewrite(self, leave_out: Collection[str], newer: Mapping[str, bytes]) -> None:
-        """Put a file in its place, at once and whole, without the rows of some ids and with `newer` lines for others. Raises RowsNotWritten."""
+        """Put a file in its place, at once and whole, without the rows of some ids and with `newer` lines for others.
+        Raises RowsNotWritten.
+        """
         with self._lock:
             self._check_place()
             try:
@@ -142,7 +150,8 @@ class RowFile:
             self._is_torn, end = True, self._end
             for line in lines:
                 end += _write_whole(self._descriptor, line, end)
-            # After a failure the kernel may count as written what it has lost: the rows are taken away, and written again by the next call.
+            # After a failure the kernel may count as written what it has lost: the rows are taken away, and written
+            # again by the next call.
             os.fsync(self._descriptor)
         except OSError as error:
             # Where that fails the next call tries it first, and whoever opens the file.
@@ -154,7 +163,9 @@ class RowFile:
         self._end = end
 
     def _check_place(self) -> None:
-        """Raises RowsNotWritten when the file is not what and where it was: rows would be lost in it, or lose others."""
+        """Raises RowsNotWritten when the file is not what and where it was: rows would be lost in it, or lose
+        others.
+        """
         if self._descriptor < 0:
             raise RowsNotWritten(f"{self.path} is closed: open it again")
         mine = os.fstat(self._descriptor)
@@ -163,7 +174,9 @@ class RowFile:
         except OSError:
             there = None
         if there is None or not os.path.samestat(mine, there):
-            raise RowsNotWritten(f"{self.path} has been moved or deleted while rows were written to it: put it back, then resume")
+            raise RowsNotWritten(
+                f"{self.path} has been moved or deleted while rows were written to it: put it back, then resume"
+            )
         if mine.st_size != self._end and not self._is_torn:
             raise self._changed()
 
@@ -200,14 +213,20 @@ class RowFile:
         return ids, end
 
     def _changed(self) -> RowsNotWritten:
-        return RowsNotWritten(f"{self.path} has been changed by another program while rows were written to it: undo that, then resume")
+        return RowsNotWritten(
+            f"{self.path} has been changed by another program while rows were written to it: undo that, then resume"
+        )
 
     def _not_written(self, error: OSError) -> RowsNotWritten:
-        return RowsNotWritten(f"rows cannot be written to {self.path} ({error.strerror}): {_advice(error)}, then resume; no row is lost")
+        return RowsNotWritten(
+            f"rows cannot be written to {self.path} ({error.strerror}): {_advice(error)}, then resume; no row is lost"
+        )
 
 
 class RowFiles:
-    """The two files of a batch: rows of items that succeeded, and of those that failed. Used by one thread at a time."""
+    """The two files of a batch: rows of items that succeeded, and of those that failed. Used by one thread at a
+    time.
+    """
 
     def __init__(self, output: RowFile, errors: RowFile) -> None:
         self._output = output
@@ -242,8 +261,9 @@ class RowFiles:
         return self._output.dropped_bytes + self._errors.dropped_bytes
 
     def append(self, outcomes: Iterable[Outcome]) -> list[str]:
-        """Add the rows of items that ended, each to its file, and give the ids that are new to one. An item that has succeeded stays so;
-        the newer of two failures takes the older one's place when the files are settled. Raises RowsNotWritten: call it again with the same.
+        """Add the rows of items that ended, each to its file, and give the ids that are new to one. An item that has
+        succeeded stays so; the newer of two failures takes the older one's place when the files are settled. Raises
+        RowsNotWritten: call it again with the same.
         """
         successes: dict[str, bytes] = {}
         failures: dict[str, bytes] = {}
@@ -259,7 +279,9 @@ class RowFiles:
         return [*added, *new]
 
     def outcomes(self) -> Iterator[Outcome]:
-        """How those items ended that are not worth the same attempt again: the successes, then the failures of other items."""
+        """How those items ended that are not worth the same attempt again: the successes, then the failures of other
+        items.
+        """
         for row in self._output.rows():
             yield from parse_outcome(row)
         for row in self._errors.rows():
@@ -267,7 +289,8 @@ class RowFiles:
                 yield from parse_outcome(row)
 
     def settle(self) -> None:
-        """One row for each item: the errors file loses those of items that have succeeded since, and has the newest of the others.
+        """One row for each item: the errors file loses those of items that have succeeded since, and has the newest of
+        the others.
 
         Raises RowsNotWritten: both files are as they were.
         """
@@ -288,11 +311,16 @@ class RowFiles:
 
 
 def _build_line(outcome: Outcome) -> tuple[bytes, bool]:
-    """The row's line, and whether it is of a success. What cannot be written down is a failure that says so: one item holds up no other."""
+    """The row's line, and whether it is of a success. What cannot be written down is a failure that says so: one item
+    holds up no other.
+    """
     try:
         return build_row_line(build_row(outcome)), outcome.failure is None
     except ValueError as error:
-        message = f"the item ended, and its row cannot be kept: {error}; ask for less of it, as without its transcript, and retry it"
+        message = (
+            f"the item ended, and its row cannot be kept: {error}; ask for less of it, as without its transcript, and "
+            "retry it"
+        )
         failure = Failure(kind=FailureKind.MODEL, code=ErrorCode.INTERNAL, message=message)
         return build_row_line(build_row(outcome.model_copy(update={"body": None, "failure": failure}))), False
 
@@ -308,10 +336,14 @@ def _open_locked(path: Path) -> tuple[Path, int]:
                 return real, descriptor
         except BlockingIOError:
             os.close(descriptor)
-            raise ConfigError(f"another process is writing rows to {path}: wait until it has ended, or give another file") from None
+            raise ConfigError(
+                f"another process is writing rows to {path}: wait until it has ended, or give another file"
+            ) from None
         except OSError as error:
             os.close(descriptor)
-            raise ConfigError(f"{path} cannot be locked ({error.strerror}): give a file on a disk that keeps locks") from error
+            raise ConfigError(
+                f"{path} cannot be locked ({error.strerror}): give a file on a disk that keeps locks"
+            ) from error
         os.close(descriptor)
 
 
@@ -321,11 +353,13 @@ def _open_file(path: Path) -> tuple[Path, int]:
         # Looked at first: opening a pipe would wait for somebody who reads it.
         if path.exists() and not path.is_file():
             raise ConfigError(
-                f"{path} is no plain file, and rows are kept, not only printed: give a file (`toolcrew batch results ID` prints what is in it)"
+                f"{path} is no plain file, and rows are kept, not only printed: give a file (`toolcrew batch results "
+                "ID` prints what is in it)"
             )
         if real.parent.is_dir() and not os.access(real.parent, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"rows cannot be written to {path}: no file can be made in its folder; mend the folder's rights, or give another"
+                f"rows cannot be written to {path}: no file can be made in its folder; mend the folder's rights, or "
+                "give another"
             )
         return real, os.open(real, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except ValueError as error:

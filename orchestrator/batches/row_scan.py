@@ -1,4 +1,6 @@
-"""Reads a file of rows as a crash may have left it: which ids it has, where its whole rows end, and whether it is ours at all."""
+"""Reads a file of rows as a crash may have left it: which ids it has, where its whole rows end, and whether it is ours
+at all.
+"""
 
 import json
 import os
@@ -22,8 +24,8 @@ class Belongs(Protocol):
 
 @dataclass
 class Scan:
-    """`end`: of the last whole row. `lacks_newline`: that row is whole but for its end of line. `has_holes`: between rows lies what a crash of
-    the machine left, bytes that were never written."""
+    """`end`: of the last whole row. `lacks_newline`: that row is whole but for its end of line. `has_holes`: between
+    rows lies what a crash of the machine left, bytes that were never written."""
 
     ids: set[str] = field(default_factory=set)
     end: int = 0
@@ -33,7 +35,9 @@ class Scan:
 
 
 def scan_rows(descriptor: int, path: Path, belongs: Belongs) -> Scan:
-    """Reads from the beginning. Raises ConfigError for what no crash of ours can have left: the file is then not touched."""
+    """Reads from the beginning. Raises ConfigError for what no crash of ours can have left: the file is then not
+    touched.
+    """
     scan = Scan()
     with os.fdopen(os.dup(descriptor), "rb") as source:
         source.seek(0)
@@ -68,7 +72,9 @@ def _take_line(scan: Scan, line: bytes, path: Path, number: int, belongs: Belong
 
 
 def _is_hole(scan: Scan, line: bytes) -> bool:
-    """JSON never holds NUL: it is what a disk gives for blocks whose content had not reached it. Behind no row of ours it may be anything else."""
+    """JSON never holds NUL: it is what a disk gives for blocks whose content had not reached it. Behind no row of ours
+    it may be anything else.
+    """
     return bool(scan.ids) or not line.strip(b"\0\n")
 
 
@@ -96,10 +102,13 @@ def _is_json(tail: bytes) -> bool:
 def _take_row(scan: Scan, row: Row, path: Path, number: int, belongs: Belongs) -> None:
     if not belongs(row.custom_id, row.id):
         raise ConfigError(
-            f"{path} holds a row of another batch (line {number}, '{row.custom_id[:100]}'): give a file of this one, or a new one"
+            f"{path} holds a row of another batch (line {number}, '{row.custom_id[:100]}'): give a file of this one, "
+            "or a new one"
         )
     if row.custom_id in scan.ids:
-        raise ConfigError(f"{path} holds two rows of '{row.custom_id[:100]}', the second in line {number}: remove one of them")
+        raise ConfigError(
+            f"{path} holds two rows of '{row.custom_id[:100]}', the second in line {number}: remove one of them"
+        )
     scan.ids.add(row.custom_id)
 
 
@@ -112,5 +121,6 @@ def _parse(line: bytes, path: Path, number: int) -> Row:
 
 def _no_row(path: Path, number: int, why: str) -> ConfigError:
     return ConfigError(
-        f"line {number} of {path} is no row of a batch ({why[:300]}): nothing was changed in it; give another file, or take the line out"
+        f"line {number} of {path} is no row of a batch ({why[:300]}): nothing was changed in it; give another file, or "
+        "take the line out"
     )

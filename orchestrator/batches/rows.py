@@ -13,9 +13,13 @@ from store.batches import CHAT_URL, MAX_ID_CHARS, Failure, FailureKind, Outcome
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
 
-_CUT = frozenset({StopReason.CUT_REPLY, StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS, StopReason.MAX_COST})
+_CUT = frozenset(
+    {StopReason.CUT_REPLY, StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS, StopReason.MAX_COST}
+)
 _ESCAPED = {number: f"\\u{number:04x}" for number in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
-"""Readers that split text into lines, not bytes, would split a row at some of these; terminals, to which rows are printed, obey others."""
+"""Readers that split text into lines, not bytes, would split a row at some of these; terminals, to which rows are
+printed, obey others.
+"""
 
 
 class RowResponse(BaseModel):
@@ -39,7 +43,9 @@ class RowError(BaseModel):
 
 
 class Row(BaseModel):
-    """One line of an output or errors file. `id`: of the run. An error may have a response beside it: what there was until then."""
+    """One line of an output or errors file. `id`: of the run. An error may have a response beside it: what there was
+    until then.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -87,13 +93,17 @@ def parse_row(line: bytes) -> Row:
         return Row.model_validate(json.loads(line))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(f"this is no row of a batch: `{'.'.join(str(step) for step in first['loc'])}` {first['msg']}") from None
+        raise ValueError(
+            f"this is no row of a batch: `{'.'.join(str(step) for step in first['loc'])}` {first['msg']}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"this is no row of a batch: {error}") from None
 
 
 def parse_outcome(row: Row) -> Iterator[Outcome]:
-    """How the item of a row ended; nothing for one that may be begun anew: the infrastructure failed it, it was cancelled, or nobody says why."""
+    """How the item of a row ended; nothing for one that may be begun anew: the infrastructure failed it, it was
+    cancelled, or nobody says why.
+    """
     failure, status = None, row.response.status_code if row.response is not None else 500
     if row.error is not None:
         if row.error.kind in (None, FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED):
@@ -104,9 +114,15 @@ def parse_outcome(row: Row) -> Iterator[Outcome]:
 
 
 def build_run_body(
-    result: RunResult, *, has_transcript: bool = False, artifacts: Iterable[str] | None = None, missing: Iterable[str] = ()
+    result: RunResult,
+    *,
+    has_transcript: bool = False,
+    artifacts: Iterable[str] | None = None,
+    missing: Iterable[str] = (),
 ) -> dict[str, JsonValue]:
-    """Body of a row of /v1/agent/runs. Fields that were not asked for are not there. `missing`: why some artifacts are not."""
+    """Body of a row of /v1/agent/runs. Fields that were not asked for are not there. `missing`: why some artifacts are
+    not.
+    """
     body: dict[str, JsonValue] = {
         "run": result.run,
         "answer": result.answer,
@@ -117,11 +133,15 @@ def build_run_body(
         "clocks": result.clocks.model_dump(),
     }
     return _with(
-        body, transcript=[dict(message) for message in result.transcript] if has_transcript else None, **_artifacts(artifacts, missing)
+        body,
+        transcript=[dict(message) for message in result.transcript] if has_transcript else None,
+        **_artifacts(artifacts, missing),
     )
 
 
-def build_call_body(result: ToolResult, *, artifacts: Iterable[str] | None = None, missing: Iterable[str] = ()) -> dict[str, JsonValue]:
+def build_call_body(
+    result: ToolResult, *, artifacts: Iterable[str] | None = None, missing: Iterable[str] = ()
+) -> dict[str, JsonValue]:
     """Body of a row of /v1/tools/execute: the result of the call."""
     return _with(result.model_dump(mode="json"), **_artifacts(artifacts, missing))
 

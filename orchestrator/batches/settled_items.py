@@ -1,4 +1,6 @@
-"""Items of which nothing more is to come: 64 bits of the id and a small number each, for all of a batch in less than 2 MB."""
+"""Items of which nothing more is to come: 64 bits of the id and a small number each, for all of a batch in less than 2
+MB.
+"""
 
 from array import array
 

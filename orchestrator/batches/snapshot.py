@@ -31,7 +31,9 @@ class ToolTimes(Record):
 
 
 class FailureGroup(Record):
-    """Items that failed alike. `item`, `run`, `message`: of one of them; "" when none is left of those that were kept as examples."""
+    """Items that failed alike. `item`, `run`, `message`: of one of them; "" when none is left of those that were kept
+    as examples.
+    """
 
     kind: FailureKind
     code: str
@@ -69,10 +71,10 @@ class Note(Record):
 class Snapshot(Record):
     """`done` succeeded; done + failed + running + queued = total.
 
-    `retried`: attempts that were more than an item's first; `resumed`: items that another process went on with. `calls_per_s`: over the
-    last 10 s; `calls_per_s_overall`: since the first thing that happened, pauses counted. `cost`: of attempts that have ended, None when none
-    of them told; `cost_unknown`: how many of them did not. `wall_s`: from the first thing that happened until the last end, or now.
-    `eta_s` None: unknown.
+    `retried`: attempts that were more than an item's first; `resumed`: items that another process went on with.
+    `calls_per_s`: over the last 10 s; `calls_per_s_overall`: since the first thing that happened, pauses counted.
+    `cost`: of attempts that have ended, None when none of them told; `cost_unknown`: how many of them did not.
+    `wall_s`: from the first thing that happened until the last end, or now. `eta_s` None: unknown.
     """
 
     at: float

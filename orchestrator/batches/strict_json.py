@@ -1,4 +1,6 @@
-"""One line of JSON, read strictly: one object, no key twice, no NaN, no half characters; and where in the line a value stands."""
+"""One line of JSON, read strictly: one object, no key twice, no NaN, no half characters; and where in the line a value
+stands.
+"""
 
 import json
 import math
@@ -20,7 +22,9 @@ Path = tuple[str | int, ...]
 _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]:,]|[^\s"{}\[\]:,]+')
 _NO_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^"{}\[\]]++')
 _INNERMOST = re.compile(r"\{\}|\[\]")
-_ESCAPE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.")
+_ESCAPE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
+)
 
 
 class NotStrict(Exception):
@@ -55,7 +59,9 @@ def parse_object(text: str) -> dict[str, Any]:
     except _Doubled as doubled:
         raise NotStrict(f"the key '{doubled}' is there twice in one object: leave one", _find_doubled(text)) from None
     except _Infinite as number:
-        column = next((place.column for place in walk_places(text) if not place.is_key and _is_infinite(place.word)), None)
+        column = next(
+            (place.column for place in walk_places(text) if not place.is_key and _is_infinite(place.word)), None
+        )
         raise NotStrict(f"{number} is no number of JSON: write null, or a finite number", column) from None
     except ValueError as error:
         raise NotStrict(f"a number cannot be read ({error}): write it as a string", None) from None
@@ -69,14 +75,19 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def find_columns(text: str, paths: Iterable[Path]) -> list[int | None]:
-    """Where the value at each path begins in a line that has been parsed, in one walk. For a value that is missing: where the nearest one around it begins."""
+    """Where the value at each path begins in a line that has been parsed, in one walk. For a value that is missing:
+    where the nearest one around it begins.
+    """
     wanted = list(paths)
     around = {path[:depth] for path in wanted for depth in range(len(path) + 1)}
     columns: dict[Path, int] = {}
     for place in walk_places(text):
         if not place.is_key and place.path in around:
             columns.setdefault(place.path, place.column)
-    return [next((columns[path[:depth]] for depth in range(len(path), -1, -1) if path[:depth] in columns), None) for path in wanted]
+    return [
+        next((columns[path[:depth]] for depth in range(len(path), -1, -1) if path[:depth] in columns), None)
+        for path in wanted
+    ]
 
 
 def walk_places(text: str) -> Iterator[Place]:
@@ -169,7 +180,9 @@ def _check_characters(text: str) -> None:
     """Half a surrogate pair is no character: no UTF-8 could carry it on."""
     for escape in _ESCAPE.finditer(text):
         if escape[1] is not None:
-            raise NotStrict(f"{escape[1]} is half a character: write both halves, or the character itself", escape.start() + 1)
+            raise NotStrict(
+                f"{escape[1]} is half a character: write both halves, or the character itself", escape.start() + 1
+            )
 
 
 def _find_doubled(text: str) -> int | None:
@@ -190,7 +203,14 @@ def _key(word: str) -> str:
 
 
 def _kind(value: object) -> str:
-    names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+    names = {
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        type(None): "null",
+    }
     return names[type(value)]
 
 
@@ -199,5 +219,8 @@ def _sentence(error: json.JSONDecodeError, text: str) -> str:
     if error.msg == "Extra data":
         return "something follows the object: a line holds one object and nothing else"
     if text.strip() in ("[", "{") or (not rest and text.lstrip().startswith(("{", "["))):
-        return "the JSON is not whole at the end of the line: write each object on one line (`jq -c .` does, `jq -c '.[]'` of a list)"
+        return (
+            "the JSON is not whole at the end of the line: write each object on one line (`jq -c .` does, `jq -c "
+            "'.[]'` of a list)"
+        )
     return f"this is no JSON ({error.msg[0].lower()}{error.msg[1:]}): mend it"

@@ -5,7 +5,14 @@ from shlex import quote
 from typing import Literal
 
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.figures import MAX_NOTE_CHARS, format_cost, format_count, format_rate, format_seconds, one_line
+from orchestrator.batches.figures import (
+    MAX_NOTE_CHARS,
+    format_cost,
+    format_count,
+    format_rate,
+    format_seconds,
+    one_line,
+)
 from orchestrator.batches.snapshot import FailureGroup, Snapshot
 from orchestrator.terminal.commands import build_command, build_resubmission
 from store.batches import FailureKind
@@ -25,15 +32,17 @@ class Summary(Snapshot):
 def build_summary(
     snapshot: Snapshot, *, batch: str, tenant: str = DEFAULT_TENANT, is_kept: bool = True, rows: Sequence[str] = ()
 ) -> Summary:
-    """`batch`: its id and `tenant`: whose it is, for the commands that it names; without `is_kept` nothing but its files is left of it afterwards. `rows`: the
-    files with its rows, of successes and of failures."""
+    """`batch`: its id and `tenant`: whose it is, for the commands that it names; without `is_kept` nothing but its
+    files is left of it afterwards. `rows`: the files with its rows, of successes and of failures."""
     fields = {name: getattr(snapshot, name) for name in Snapshot.model_fields}
     return Summary(**fields, batch=batch, next=tuple(_next(snapshot, one_line(batch), tenant, is_kept, rows)))
 
 
 def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequence[str]) -> list[str]:
     told, counts = [], snapshot.failures
-    resume = retry = f"by submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output"
+    resume = retry = (
+        f"by submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output"
+    )
     if is_kept:
         resume = f"with `{build_command('batch', 'resume', batch, tenant=tenant)}`"
         retry = f"with `{build_command('batch', 'retry', batch, '--errors', tenant=tenant)}`"
@@ -45,11 +54,15 @@ def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequ
     if infrastructure := counts.get(FailureKind.INFRASTRUCTURE, 0):
         told.append(f"{infrastructure:,} failed for the infrastructure: try them again {retry}")
     if wrong := counts.get(FailureKind.INPUT, 0):
-        told.append(f"{wrong:,} failed for what their lines name: mend these lines and submit them as a batch of their own")
+        told.append(
+            f"{wrong:,} failed for what their lines name: mend these lines and submit them as a batch of their own"
+        )
     if count := counts.get(FailureKind.MODEL, 0):
         run = next((group.run for group in snapshot.groups if group.kind == FailureKind.MODEL and group.run), "RUN")
         look = f"`{build_command('trace', 'show', one_line(run), tenant=tenant)}`"
-        told.append(f"{count:,} failed for the model, as they would again: see what happened, of one of them with {look}")
+        told.append(
+            f"{count:,} failed for the model, as they would again: see what happened, of one of them with {look}"
+        )
     if count := counts.get(FailureKind.TOOL, 0):
         told.append(f"{count:,} failed for a tool, as they would again: their rows say why")
     if snapshot.ended and rows:
@@ -68,17 +81,23 @@ def build_summary_lines(summary: Summary) -> list[str]:
     counts += [f"{count:,} {word}" for count, word in ((s.running, "running"), (s.queued, "queued")) if count]
     lines = [f"batch {one_line(s.batch)}: {head}, {', '.join(counts)}"]
     extra = [f"{count:,} {word}" for count, word in ((s.retried, "tried again"), (s.resumed, "resumed")) if count]
-    lines.append(f"  {format_seconds(s.wall_s)}, {s.steps:,} steps, {s.calls:,} calls ({format_rate(s.calls_per_s_overall)} a second)")
+    lines.append(
+        f"  {format_seconds(s.wall_s)}, {s.steps:,} steps, {s.calls:,} calls ({format_rate(s.calls_per_s_overall)} a "
+        "second)"
+    )
     lines[-1] += "".join(f", {part}" for part in extra)
     lines.append(
-        f"  tokens {format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out; cost {format_cost(s.cost, s.cost_unknown)}"
+        f"  tokens {format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out; cost "
+        f"{format_cost(s.cost, s.cost_unknown)}"
     )
     lines += [f"  warning: {one_line(warning, MAX_NOTE_CHARS)}" for warning in s.warnings]
     lines += [_group_line(group) for group in s.groups[:MAX_SHOWN_GROUPS]]
     if rest := s.groups[MAX_SHOWN_GROUPS:]:
         lines.append(f"  and {sum(group.count for group in rest):,} more failed with {len(rest)} other codes")
     if s.slowest:
-        slowest = (f"{one_line(item.item, 60)} {format_seconds(item.seconds)}" for item in s.slowest[:MAX_SHOWN_SLOWEST])
+        slowest = (
+            f"{one_line(item.item, 60)} {format_seconds(item.seconds)}" for item in s.slowest[:MAX_SHOWN_SLOWEST]
+        )
         lines.append(f"  slowest: {', '.join(slowest)}")
     return [*lines, *(f"  next: {sentence}" for sentence in s.next)]
 

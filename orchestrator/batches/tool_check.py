@@ -17,11 +17,14 @@ CHECK_S = 20.0
 """Processor time for the arguments of a whole batch; that of a call is checked again before it is sent."""
 
 
-def check_tools(file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[str], bool], name: str, tenant: str) -> list[str]:
+def check_tools(
+    file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[str], bool], name: str, tenant: str
+) -> list[str]:
     """Return warnings for arguments that are given by another name of their parameter.
 
-    `specs`: the tools of `tenant`. `is_known`: whether a tool exists that no worker serves now. `name`: the file, for messages.
-    Raises BadBatch when a line names a tool that does not exist, or a call has arguments that do not fit its tool.
+    `specs`: the tools of `tenant`. `is_known`: whether a tool exists that no worker serves now. `name`: the file, for
+    messages. Raises BadBatch when a line names a tool that does not exist, or a call has arguments that do not fit its
+    tool.
     """
     tools = {spec.name: spec for spec in specs if spec.audience == "model"}
     aliases: dict[tuple[str, str], list[int]] = {}
@@ -41,7 +44,9 @@ def check_tools(file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[
         raise BadBatch(name, complaints, more)
     warnings = [_alias_warning(tool, alias, lines) for (tool, alias), lines in aliases.items()]
     if unchecked:
-        warnings.append(f"from line {unchecked} on, tools and arguments were not checked: checking those before took {CHECK_S:g} s")
+        warnings.append(
+            f"from line {unchecked} on, tools and arguments were not checked: checking those before took {CHECK_S:g} s"
+        )
     return warnings
 
 
@@ -52,7 +57,11 @@ def suggest_tool(name: str, tools: Iterable[str], tenant: str) -> str:
 
 
 def _problems(
-    item: BatchItem, tools: dict[str, ToolSpec], is_known: Callable[[str], bool], aliases: dict[tuple[str, str], list[int]], tenant: str
+    item: BatchItem,
+    tools: dict[str, ToolSpec],
+    is_known: Callable[[str], bool],
+    aliases: dict[tuple[str, str], list[int]],
+    tenant: str,
 ) -> Iterator[str]:
     work = item.work
     names = (work.name,) if isinstance(work, CallBody) else work.tools or ()

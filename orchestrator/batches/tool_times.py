@@ -41,6 +41,12 @@ class ToolTable:
         """The most used first."""
         ordered = sorted(self.rows.items(), key=lambda pair: (-pair[1].calls, pair[0]))
         return tuple(
-            ToolTimes(tool=name, calls=row.calls, errors=row.errors, seconds=Spread.of(row.seconds), queued=Spread.of(row.queued))
+            ToolTimes(
+                tool=name,
+                calls=row.calls,
+                errors=row.errors,
+                seconds=Spread.of(row.seconds),
+                queued=Spread.of(row.queued),
+            )
             for name, row in ordered
         )

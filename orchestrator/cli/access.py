@@ -1,4 +1,6 @@
-"""Connections of commands that read or change a whole deployment. Such a command has the rights of the key in TOOLCREW_API_KEY."""
+"""Connections of commands that read or change a whole deployment. Such a command has the rights of the key in
+TOOLCREW_API_KEY.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -23,14 +23,19 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The question, as ls shows
 Reason = Annotated[str, typer.Option("--reason", help="Told to the model when it is refused, and kept in the audit.")]
 Digest = Annotated[
     str | None,
-    typer.Option("--digest", help="Of the call as you saw it, its beginning is enough: another call of that id is not decided then."),
+    typer.Option(
+        "--digest",
+        help="Of the call as you saw it, its beginning is enough: another call of that id is not decided then.",
+    ),
 ]
 MIN_DIGEST_CHARS = 8
 
 
 @asynccontextmanager
 async def open_questions() -> AsyncIterator[tuple[ApprovalQueue, Actor]]:
-    """The questions of the pool that TOOLCREW_REDIS_URL names, and who asks for them; no worker need be there. Raises ConfigError, BrokerUnavailable."""
+    """The questions of the pool that TOOLCREW_REDIS_URL names, and who asks for them; no worker need be there. Raises
+    ConfigError, BrokerUnavailable.
+    """
     if load_settings().redis_url is None:
         raise ConfigError("questions wait in the Redis of a pool, and TOOLCREW_REDIS_URL names none: set it")
     async with open_client(needs_workers=False) as client:
@@ -42,15 +47,17 @@ def asks_elsewhere() -> bool:
     settings = load_settings()
     if settings.approvals == "queue" and settings.redis_url is None:
         raise ConfigError(
-            "TOOLCREW_APPROVALS=queue lets calls wait in the Redis of a pool, and nobody reaches that of a stack of this command's own: set TOOLCREW_REDIS_URL, "
-            "or TOOLCREW_APPROVALS=ask"
+            "TOOLCREW_APPROVALS=queue lets calls wait in the Redis of a pool, and nobody reaches that of a stack of "
+            "this command's own: set TOOLCREW_REDIS_URL, or TOOLCREW_APPROVALS=ask"
         )
     return settings.approvals == "queue"
 
 
 @approve_app.command("ls")
 def approve_ls(tenant: Tenant = None, as_json: Json = False) -> None:
-    """What waits, each with its exact arguments; those that expire first first. Of every tenant, with a tenant's key of that one."""
+    """What waits, each with its exact arguments; those that expire first first. Of every tenant, with a tenant's key of
+    that one.
+    """
 
     async def work() -> list[PendingQuestion]:
         async with open_questions() as (queue, actor):
@@ -76,7 +83,9 @@ def approve_allow(
     reason: Reason = "",
     arguments: Annotated[
         str | None,
-        typer.Option("--arguments", help="@FILE.json: run it with these arguments instead; they are checked as the model's were."),
+        typer.Option(
+            "--arguments", help="@FILE.json: run it with these arguments instead; they are checked as the model's were."
+        ),
     ] = None,
     digest: Digest = None,
     as_json: Json = False,
@@ -106,7 +115,10 @@ def approve_deny(
 
 def pending_json(pending: PendingQuestion) -> dict[str, Any]:
     """For programs: instants in ISO 8601."""
-    return pending.to_json() | {"created_at": format_instant(pending.created_at), "expires_at": format_instant(pending.expires_at)}
+    return pending.to_json() | {
+        "created_at": format_instant(pending.created_at),
+        "expires_at": format_instant(pending.expires_at),
+    }
 
 
 def pending_lines(pending: PendingQuestion) -> list[str]:
@@ -136,7 +148,8 @@ def _read_arguments(text: str | None) -> dict[str, Any] | None:
         return None
     if not text.startswith("@"):
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "--arguments is @FILE.json: write the arguments into a file, all of them, and name that"
+            ErrorCode.INVALID_ARGUMENTS,
+            "--arguments is @FILE.json: write the arguments into a file, all of them, and name that",
         )
     try:
         with Path(text[1:]).open("rb") as file:
@@ -145,13 +158,20 @@ def _read_arguments(text: str | None) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the arguments cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the arguments must be one JSON object of at most {MAX_ARGUMENT_BYTES} bytes")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the arguments must be one JSON object of at most {MAX_ARGUMENT_BYTES} bytes"
+        )
     return found
 
 
 def _print_answer(answer: ApprovalAnswer, as_json: bool) -> None:
     if as_json:
-        told = {"id": answer.id, "state": "allowed" if answer.is_allowed else "denied", "tool": answer.tool, "digest": answer.digest}
+        told = {
+            "id": answer.id,
+            "state": "allowed" if answer.is_allowed else "denied",
+            "tool": answer.tool,
+            "digest": answer.digest,
+        }
         typer.echo(json.dumps(told | {"arguments_changed": answer.arguments is not None}))
         return
     how = " with other arguments" if answer.arguments is not None else ""

@@ -13,7 +13,9 @@ from orchestrator.terminal.output import escape_controls, table_rows
 from store.audit import ACTIONS, MAX_PAGE, AuditAction, Audited
 
 Tenants = Annotated[str | None, typer.Option("--tenant", help="Only what is about this tenant.")]
-Actions = Annotated[list[str] | None, typer.Option("--action", help="Only these, as tool.disable; a list with commas, or given again.")]
+Actions = Annotated[
+    list[str] | None, typer.Option("--action", help="Only these, as tool.disable; a list with commas, or given again.")
+]
 Number = Annotated[int, typer.Option("-n", "--number", min=1, max=100_000, help="How many entries.")]
 
 
@@ -38,7 +40,9 @@ def audit(tenant: Tenants = None, action: Actions = None, number: Number = 50, a
         typer.echo(json.dumps([kept.to_json() | {"at": format_instant(kept.at)} for kept in found]))
         return
     columns = ("at", "actor", "role", "action", "tenant", "target", "details")
-    for line in table_rows([_row(kept) for kept in found], columns) if found else ["nothing has been changed yet that fits"]:
+    for line in (
+        table_rows([_row(kept) for kept in found], columns) if found else ["nothing has been changed yet that fits"]
+    ):
         typer.echo(escape_controls(line))
 
 
@@ -46,12 +50,16 @@ def _parse_actions(texts: list[str]) -> tuple[AuditAction, ...]:
     wanted = {part.strip() for text in texts for part in text.split(",")}
     unknown = sorted(wanted - set(ACTIONS))
     if unknown:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"there is no action '{unknown[0][:64]}': the actions are {', '.join(ACTIONS)}")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"there is no action '{unknown[0][:64]}': the actions are {', '.join(ACTIONS)}"
+        )
     return tuple(action for action in ACTIONS if action in wanted)
 
 
 def _one_word(value: str) -> str:
-    """Quote what has spaces or cannot be printed, so that an entry is one line with clear parts whatever a reason contains."""
+    """Quote what has spaces or cannot be printed, so that an entry is one line with clear parts whatever a reason
+    contains.
+    """
     return value if value.isprintable() and value and " " not in value else json.dumps(value, ensure_ascii=False)
 
 

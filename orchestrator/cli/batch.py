@@ -14,7 +14,14 @@ from rich.console import Console
 from contract.errors import ConfigError
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile, load_lines
-from orchestrator.cli.batch_options import GivenLimits, build_defaults, check_lines, check_models, parse_kinds, prepare_artifacts
+from orchestrator.cli.batch_options import (
+    GivenLimits,
+    build_defaults,
+    check_lines,
+    check_models,
+    parse_kinds,
+    prepare_artifacts,
+)
 from orchestrator.cli.batch_shift import Interrupts, find_rows, place_of, work_batch
 from orchestrator.cli.batch_views import (
     BatchId,
@@ -38,10 +45,17 @@ from store.batches import BatchDefaults, FailureKind
 
 batch_app = typer.Typer(no_args_is_help=True, help="Files of many instructions, worked to a row each.")
 
-Output = Annotated[Path | None, typer.Option("--output", help="Where rows of successes go, as items end. Else where they went before.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", help="Where rows of successes go, as items end. Else where they went before.")
+]
 Concurrency = Annotated[
     int | None,
-    typer.Option("--concurrency", min=1, max=10_000, help="Items at a time, over all orchestrators. Else as before, and 16 at first."),
+    typer.Option(
+        "--concurrency",
+        min=1,
+        max=10_000,
+        help="Items at a time, over all orchestrators. Else as before, and 16 at first.",
+    ),
 ]
 
 
@@ -49,31 +63,47 @@ Concurrency = Annotated[
 def submit(
     file: Annotated[Path, typer.Argument(help="JSON lines: {id, instruction, workspace}, or OpenAI's batch lines.")],
     output: Annotated[
-        Path | None, typer.Option("--output", help="Where rows of successes go, as items end. Needed, except with --detach.")
+        Path | None,
+        typer.Option("--output", help="Where rows of successes go, as items end. Needed, except with --detach."),
     ] = None,
     errors: Errors = None,
     concurrency: Concurrency = None,
     batch: Annotated[
-        str | None, typer.Option("--id", help="The batch's id: submitting the same file under it again goes on with it.")
+        str | None,
+        typer.Option("--id", help="The batch's id: submitting the same file under it again goes on with it."),
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Of the lines that name none.")] = None,
-    dialect: Annotated[str | None, typer.Option("--dialect", help="native, tags, json, or auto; of the lines that name none.")] = None,
-    artifacts: Annotated[Path | None, typer.Option("--artifacts", help="The folder for the files that lines ask to be copied out.")] = None,
+    dialect: Annotated[
+        str | None, typer.Option("--dialect", help="native, tags, json, or auto; of the lines that name none.")
+    ] = None,
+    artifacts: Annotated[
+        Path | None, typer.Option("--artifacts", help="The folder for the files that lines ask to be copied out.")
+    ] = None,
     max_iterations: Annotated[
         int | None, typer.Option("--max-iterations", min=1, help="Replies of the model; of the lines that say none.")
     ] = None,
-    max_wall: Annotated[float | None, typer.Option("--max-wall", help="Seconds an item may work, its setting up not counted.")] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Tokens an item may use, in and out.")] = None,
+    max_wall: Annotated[
+        float | None, typer.Option("--max-wall", help="Seconds an item may work, its setting up not counted.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Tokens an item may use, in and out.")
+    ] = None,
     max_cost: Annotated[float | None, typer.Option("--max-cost", help="What an item may cost. Needs --prices.")] = None,
     prices: Annotated[str | None, typer.Option("--prices", help="IN/OUT: what a million tokens cost.")] = None,
     retries: Annotated[
-        int, typer.Option("--retries", min=0, max=20, help="How often an item is begun anew after an infrastructure failure.")
+        int,
+        typer.Option(
+            "--retries", min=0, max=20, help="How often an item is begun anew after an infrastructure failure."
+        ),
     ] = 2,
     ask: Annotated[
         bool,
         typer.Option(
             "--ask",
-            help="Calls that need approval wait for a decision (`toolcrew approve ls`); else as TOOLCREW_APPROVALS says where it runs.",
+            help=(
+                "Calls that need approval wait for a decision (`toolcrew approve ls`); else as TOOLCREW_APPROVALS says "
+                "where it runs."
+            ),
         ),
     ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Only queue it: other orchestrators work it.")] = False,
@@ -89,7 +119,9 @@ def submit(
     if output is None and errors is not None:
         raise typer.BadParameter("--errors goes with --output: give that, too")
     limits = GivenLimits(max_iterations, max_wall, max_tokens, max_cost, prices)
-    defaults = build_defaults(limits, model=model, dialect=dialect, retries=retries, artifacts=artifacts, asks_people=ask)
+    defaults = build_defaults(
+        limits, model=model, dialect=dialect, retries=retries, artifacts=artifacts, asks_people=ask
+    )
     paths = RowPaths(output, errors) if output is not None else None
 
     async def work() -> int:
@@ -99,7 +131,9 @@ def submit(
         async with open_client(tenant) as client:
             for warning in await client.batch_runs().check_tools(read, str(file)):
                 _warn(warning)
-            return await _submit(client, read, batch or new_batch_id(), file.name, paths, concurrency, defaults, detach, as_json)
+            return await _submit(
+                client, read, batch or new_batch_id(), file.name, paths, concurrency, defaults, detach, as_json
+            )
 
     raise typer.Exit(run_work(work(), as_json))
 
@@ -113,7 +147,8 @@ def resume(
     tenant: Tenant = None,
     as_json: JsonAsItGoes = False,
 ) -> None:
-    """Go on with a batch, in its files: what waits or was interrupted is worked, what failed for the infrastructure or was cancelled begun anew.
+    """Go on with a batch, in its files: what waits or was interrupted is worked, what failed for the infrastructure or
+    was cancelled begun anew.
 
     Exit codes as `submit`.
     """
@@ -130,7 +165,9 @@ def retry(
     output: Output = None,
     errors: Annotated[
         Path | None,
-        typer.Option("--errors-file", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output."),
+        typer.Option(
+            "--errors-file", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output."
+        ),
     ] = None,
     concurrency: Concurrency = None,
     tenant: Tenant = None,
@@ -152,7 +189,9 @@ def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None
 
     waited = run_work(work(), as_json)
     typer.echo(
-        json.dumps({"batch": batch, "not_begun": waited}) if as_json else f"{batch} is being cancelled; {waited} items had not been begun"
+        json.dumps({"batch": batch, "not_begun": waited})
+        if as_json
+        else f"{batch} is being cancelled; {waited} items had not been begun"
     )
 
 
@@ -170,7 +209,8 @@ async def _read(file: Path, batch: str | None, defaults: BatchDefaults, *, is_de
         check_batch_id(batch)
     if is_detached and load_settings().redis_url is None:
         raise ConfigError(
-            "--detach leaves the work to the orchestrators of a pool: set TOOLCREW_REDIS_URL, or leave it out to work it here"
+            "--detach leaves the work to the orchestrators of a pool: set TOOLCREW_REDIS_URL, or leave it out to work "
+            "it here"
         )
     read = await asyncio.to_thread(load_lines, file)
     if is_detached:
@@ -197,7 +237,9 @@ async def _submit(
         rows = stack.enter_context(runs.open_rows(paths, batch, read)) if paths is not None else None
         interrupts = _listen(batch, runs.tenant, console, is_kept=client.stack is None)
         _print_id(batch, as_json)
-        await runs.batches.submit(read, batch=batch, concurrency=concurrency, defaults=defaults, name=name, is_detached=is_detached)
+        await runs.batches.submit(
+            read, batch=batch, concurrency=concurrency, defaults=defaults, name=name, is_detached=is_detached
+        )
         if paths is not None and rows is not None:
             await runs.queue.note_rows(runs.tenant, batch, place_of(paths))
             await runs.recall(batch, rows)
@@ -206,7 +248,9 @@ async def _submit(
             logs = build_command("batch", "logs", "-f", batch, tenant=runs.tenant)
             console.print(f"queued; `{status}` and `{logs}` show how it stands", highlight=False, soft_wrap=True)
             return 0
-        return await work_batch(runs, batch, paths, rows, interrupts, console, is_kept=client.stack is None, as_json=as_json)
+        return await work_batch(
+            runs, batch, paths, rows, interrupts, console, is_kept=client.stack is None, as_json=as_json
+        )
 
 
 async def _go_on(
@@ -236,14 +280,19 @@ async def _go_on(
 def _listen(batch: str, tenant: str, console: Console, *, is_kept: bool) -> Interrupts:
     again = f"`{build_command('batch', 'resume', batch, tenant=tenant)}` goes on with it"
     if not is_kept:
-        again = f"submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output goes on with it"
+        again = (
+            f"submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output goes on "
+            "with it"
+        )
 
     def leave(code: int) -> None:
         console.show_cursor(True)
         sys.stdout.flush()
         os._exit(code)
 
-    interrupts = Interrupts(again, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True), leave)
+    interrupts = Interrupts(
+        again, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True), leave
+    )
     interrupts.listen()
     return interrupts
 

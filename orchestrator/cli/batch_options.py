@@ -29,7 +29,13 @@ class GivenLimits:
 
 
 def build_defaults(
-    given: GivenLimits, *, model: str | None, dialect: str | None, retries: int, artifacts: Path | None, asks_people: bool = False
+    given: GivenLimits,
+    *,
+    model: str | None,
+    dialect: str | None,
+    retries: int,
+    artifacts: Path | None,
+    asks_people: bool = False,
 ) -> BatchDefaults:
     """What the lines of a batch do not say. Raises BadParameter."""
     prompt, completion = parse_prices(given.prices)
@@ -55,17 +61,23 @@ def build_defaults(
 
 
 def check_lines(file: BatchFile, defaults: BatchDefaults) -> None:
-    """Raises ConfigError when lines ask for what the flags do not give: told now, and not once for each of them at their ends."""
+    """Raises ConfigError when lines ask for what the flags do not give: told now, and not once for each of them at
+    their ends.
+    """
     costly = [item for item in file.items if isinstance(item.work, RunBody) and item.work.limits.max_cost is not None]
     if costly and defaults.prompt_price is None:
-        raise ConfigError(f"{_told(costly)} a max_cost, and no prices are known: give --prices IN/OUT, what a million tokens cost")
+        raise ConfigError(
+            f"{_told(costly)} a max_cost, and no prices are known: give --prices IN/OUT, what a million tokens cost"
+        )
     asking = [item for item in file.items if item.ground.artifacts]
     if asking and defaults.artifacts is None:
         raise ConfigError(f"{_told(asking)} artifacts: give --artifacts FOLDER, or take `artifacts` out of the lines")
 
 
 def check_models(file: BatchFile, defaults: BatchDefaults, settings: OrchestratorSettings) -> list[str]:
-    """Return warnings about the models that this process will use for the lines. Raises ConfigError for a name that could mean two of them."""
+    """Return warnings about the models that this process will use for the lines. Raises ConfigError for a name that
+    could mean two of them.
+    """
     names = {item.work.model or defaults.model for item in file.items if isinstance(item.work, RunBody)}
     shipped = {name: find_shipped(settings, name) for name in names}
     return [FALLBACK_WARNING] if settings.model is None and shipped.get(None) is not None else []
@@ -103,7 +115,9 @@ def parse_kinds(text: str) -> list[FailureKind]:
     try:
         return [FailureKind(part.strip()) for part in text.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"--kinds is one or more of {', '.join(FailureKind)}, with commas between, or all") from None
+        raise typer.BadParameter(
+            f"--kinds is one or more of {', '.join(FailureKind)}, with commas between, or all"
+        ) from None
 
 
 def _above_zero(flag: str, value: float | None) -> float | None:

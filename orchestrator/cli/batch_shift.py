@@ -23,11 +23,14 @@ _DRAIN, _STOP, _BREAK_OFF = 1, 2, 3
 
 
 class Interrupts:
-    """Signals to a command that works a batch. Each one asks for more: nothing is begun any more and what runs is ended; what runs is given back; the
-    command ends at once. SIGTERM and SIGHUP begin with the second. `again`: a sentence's end, how to go on with the batch."""
+    """Signals to a command that works a batch. Each one asks for more: nothing is begun any more and what runs is
+    ended; what runs is given back; the command ends at once. SIGTERM and SIGHUP begin with the second. `again`: a
+    sentence's end, how to go on with the batch."""
 
     def __init__(self, again: str, say: Callable[[str], None], leave: Callable[[int], object] = os._exit) -> None:
-        """`leave`: ends the process with that exit code, whatever still goes on in it. Rows, logs and leases are made for that."""
+        """`leave`: ends the process with that exit code, whatever still goes on in it. Rows, logs and leases are made
+        for that.
+        """
         self.exit_code = EXIT_INTERRUPTED
         self._again, self._say, self._leave = again, say, leave
         self._shift: Shift | None = None
@@ -75,17 +78,27 @@ class Interrupts:
 
 
 def find_rows(batch: str, place: RowPlace | None, output: Path | None, errors: Path | None) -> RowPaths:
-    """Where the rows of a batch go that is gone on with: as the command says, else where they went. Raises ConfigError when that cannot be."""
+    """Where the rows of a batch go that is gone on with: as the command says, else where they went. Raises ConfigError
+    when that cannot be.
+    """
     if output is not None:
         return RowPaths(output, errors)
     if errors is not None:
-        raise ConfigError("a file for rows of failures goes with --output: give that, too, or neither to go on in the files of before")
+        raise ConfigError(
+            "a file for rows of failures goes with --output: give that, too, or neither to go on in the files of before"
+        )
     if place is None:
         raise ConfigError(f"it is not known where the rows of batch {batch} go: give --output OUT.jsonl")
     if place.host != platform.node():
-        raise ConfigError(f"the rows of batch {batch} go to {place.output} on host {place.host}: go on there, or give --output OUT.jsonl")
+        raise ConfigError(
+            f"the rows of batch {batch} go to {place.output} on host {place.host}: go on there, or give --output "
+            "OUT.jsonl"
+        )
     if not Path(place.output).is_file():
-        raise ConfigError(f"the rows of batch {batch} went to {place.output}, which is gone: give --output; then all of them are written")
+        raise ConfigError(
+            f"the rows of batch {batch} went to {place.output}, which is gone: give --output; then all of them are "
+            "written"
+        )
     return RowPaths(Path(place.output), Path(place.errors))
 
 
@@ -95,13 +108,23 @@ def place_of(paths: RowPaths) -> RowPlace:
 
 
 async def work_batch(
-    runs: BatchRuns, batch: str, paths: RowPaths, rows: RowFiles, interrupts: Interrupts, console: Console, *, is_kept: bool, as_json: bool
+    runs: BatchRuns,
+    batch: str,
+    paths: RowPaths,
+    rows: RowFiles,
+    interrupts: Interrupts,
+    console: Console,
+    *,
+    is_kept: bool,
+    as_json: bool,
 ) -> int:
     """Work a batch to its end, or until interrupted; gives the exit code. `is_kept`: its Redis outlives the command."""
     with BatchEventFile(paths.batch_events) as kept:
         record, summary = await runs.work(
             batch,
-            lambda watched: open_display(replace(watched, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json),
+            lambda watched: open_display(
+                replace(watched, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json
+            ),
             rows=rows,
             kept=kept,
             on_shift=interrupts.begin,

@@ -28,9 +28,12 @@ from store.batches import BatchEvent
 
 BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `ls` shows it.")]
 Errors = Annotated[
-    Path | None, typer.Option("--errors", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output.")
+    Path | None,
+    typer.Option("--errors", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output."),
 ]
-JsonAsItGoes = Annotated[bool, typer.Option("--json", help="Print what happens as one JSON object a line, the last of type summary.")]
+JsonAsItGoes = Annotated[
+    bool, typer.Option("--json", help="Print what happens as one JSON object a line, the last of type summary.")
+]
 _COLUMNS = ("tenant", "id", "status", "total", "completed", "failed", "waiting", "running", "created", "name")
 
 
@@ -49,7 +52,9 @@ def batch_ls(tenant: OnlyTenant = None, as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(batches))
         return
-    rows = [{**one, **one["request_counts"], "created": one["created_at"], "name": one["name"] or ""} for one in batches]
+    rows = [
+        {**one, **one["request_counts"], "created": one["created_at"], "name": one["name"] or ""} for one in batches
+    ]
     for line in table_rows(rows, _COLUMNS) if rows else ["no batch was submitted in the last 30 days"]:
         typer.echo(escape_controls(line))
 
@@ -112,7 +117,9 @@ def batch_results(
 
 def batch_logs(
     batch: BatchId,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Show what happens, until the batch has ended.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Show what happens, until the batch has ended.")
+    ] = False,
     tenant: Tenant = None,
     as_json: JsonAsItGoes = False,
 ) -> None:
@@ -132,7 +139,10 @@ def batch_report(
     events: Annotated[
         Path | None,
         typer.Option(
-            "--events", help="out.events.jsonl, as `submit` wrote it. Else what Redis still has, which for large batches is not all."
+            "--events",
+            help=(
+                "out.events.jsonl, as `submit` wrote it. Else what Redis still has, which for large batches is not all."
+            ),
         ),
     ] = None,
     tenant: Tenant = None,

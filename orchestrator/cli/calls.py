@@ -16,7 +16,9 @@ from orchestrator.terminal.output import escape_controls
 from store.call_life import CallLife
 
 calls_app = typer.Typer(no_args_is_help=True, help="What is known of calls.")
-CallName = Annotated[str, typer.Argument(help="The call's id, as results, logs and Flower tell it; or the id of its task in Flower.")]
+CallName = Annotated[
+    str, typer.Argument(help="The call's id, as results, logs and Flower tell it; or the id of its task in Flower.")
+]
 
 
 @calls_app.callback()
@@ -26,10 +28,13 @@ def calls() -> None:
 
 @asynccontextmanager
 async def open_running(what: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
-    """A client of the pool that TOOLCREW_REDIS_URL names, for commands about `what` is there. Raises ConfigError when none is named."""
+    """A client of the pool that TOOLCREW_REDIS_URL names, for commands about `what` is there. Raises ConfigError when
+    none is named.
+    """
     if load_settings().redis_url is None:
         raise ConfigError(
-            f"TOOLCREW_REDIS_URL is not set, and {what} of a stack that ends with this command would be nobody's: set it (`toolcrew up` prints it)"
+            f"TOOLCREW_REDIS_URL is not set, and {what} of a stack that ends with this command would be nobody's: set "
+            "it (`toolcrew up` prints it)"
         )
     async with open_client(tenant, needs_workers=needs_workers) as client:
         yield client
@@ -37,8 +42,9 @@ async def open_running(what: str, tenant: str | None, *, needs_workers: bool = F
 
 @calls_app.command("show")
 def calls_show(call_id: CallName, tenant: Tenant = None, as_json: Json = False) -> None:
-    """The life of a call through every process: its state, where it waits or who ran it when, its session, what came of it. Calls are remembered for a
-    day. Without --tenant it is looked for among all tenants, or with a tenant's key among its own."""
+    """The life of a call through every process: its state, where it waits or who ran it when, its session, what came of
+    it. Calls are remembered for a day. Without --tenant it is looked for among all tenants, or with a tenant's key
+    among its own."""
 
     async def work() -> CallLife:
         async with open_running("calls", tenant) as client:
@@ -58,7 +64,9 @@ def kill(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """End a call that waits or runs, and wait until it has ended. Its caller gets CANCELLED, with who did it and why."""
+    """End a call that waits or runs, and wait until it has ended. Its caller gets CANCELLED, with who did it and
+    why.
+    """
 
     async def work() -> tuple[KilledCall, str]:
         async with open_running("calls", tenant) as client:
@@ -70,7 +78,9 @@ def kill(
         typer.echo(json.dumps({"call": name, "state": state, "error_code": code or None, "was_over": killed.was_over}))
     else:
         how = f"{state}, {code}" if code else state
-        typer.echo(escape_controls(f"{name} had ended before ({how})" if killed.was_over else f"{name} has ended ({how})"))
+        typer.echo(
+            escape_controls(f"{name} had ended before ({how})" if killed.was_over else f"{name} has ended ({how})")
+        )
 
 
 def _flat(told: Mapping[str, Any], head: str = "") -> dict[str, Any]:

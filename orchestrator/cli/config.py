@@ -18,13 +18,16 @@ MAX_CHARS = 100
 
 @config_app.command("show")
 def config_show(
-    origin: Annotated[bool, typer.Option("--origin", help="Say of each where it comes from, and what it is by default.")] = False,
+    origin: Annotated[
+        bool, typer.Option("--origin", help="Say of each where it comes from, and what it is by default.")
+    ] = False,
     is_set: Annotated[bool, typer.Option("--set", help="Only those that the environment sets.")] = False,
     as_json: Json = False,
 ) -> None:
     """Every setting of every process of this release, as this environment makes it; secrets are masked.
 
-    A process elsewhere has an environment of its own: ask it there. Exit code 1 when a process would not start with these settings.
+    A process elsewhere has an environment of its own: ask it there. Exit code 1 when a process would not start with
+    these settings.
     """
     told = run_work(read_settings(), as_json)
     if is_set:

@@ -15,15 +15,19 @@ from orchestrator.terminal.output import escape_controls
 def doctor(
     only: Annotated[
         Literal["host", "deployment"] | None,
-        typer.Option("--only", help="host: engine, image and kernel here; deployment: what TOOLCREW_REDIS_URL names. Else both."),
+        typer.Option(
+            "--only", help="host: engine, image and kernel here; deployment: what TOOLCREW_REDIS_URL names. Else both."
+        ),
     ] = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Open a session on each host, too, and run a program in it.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Open a session on each host, too, and run a program in it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """What this host and the deployment can promise, and how to mend what is missing.
 
-    Of this host engine, image and kernel; of the deployment Redis, workers, queues, tools, tenants, API keys, Flower, the API, model and
-    tracing. Exit code 1 when something is broken.
+    Of this host engine, image and kernel; of the deployment Redis, workers, queues, tools, tenants, API keys, Flower,
+    the API, model and tracing. Exit code 1 when something is broken.
     """
 
     async def work() -> Report:

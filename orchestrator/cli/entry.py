@@ -1,4 +1,6 @@
-"""The command `toolcrew` as it is installed: everything it does is in cli.py; here it is said when a package is missing for that."""
+"""The command `toolcrew` as it is installed: everything it does is in cli.py; here it is said when a package is missing
+for that.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""`toolcrew hosts`, `toolcrew worker status` and `toolcrew worker drain`: which workers live, and taking one out of service."""
+"""`toolcrew hosts`, `toolcrew worker status` and `toolcrew worker drain`: which workers live, and taking one out of
+service.
+"""
 
 import json
 from typing import Annotated, Any
@@ -31,7 +33,9 @@ def hosts_list(as_json: Json = False) -> None:
         return
     columns = ("host", "kind", "state", "busy", "sessions", "memory-free-mib", "reported-at", "queue")
     _print(
-        table_rows([_row(report) for report in reports], columns) if reports else ["no worker reports: start one (toolcrew worker start)"]
+        table_rows([_row(report) for report in reports], columns)
+        if reports
+        else ["no worker reports: start one (toolcrew worker start)"]
     )
 
 
@@ -48,7 +52,8 @@ def worker_status(
             found = reports if host is None else find_workers(reports, host)
             waiting = await hosts.queued(sorted({queue for report in found for queue in (report.queue, *report.pools)}))
             return [
-                report_json(report) | {"waiting": {queue: waiting[queue] for queue in (report.queue, *report.pools)}} for report in found
+                report_json(report) | {"waiting": {queue: waiting[queue] for queue in (report.queue, *report.pools)}}
+                for report in found
             ]
 
     rows = run_work(work(), as_json)
@@ -56,7 +61,9 @@ def worker_status(
         typer.echo(json.dumps(rows))
         return
     for row in rows:
-        _print([f"{row['queue']}", *(f"  {name:<18} {_shown(value)}" for name, value in row.items() if name != "queue")])
+        _print(
+            [f"{row['queue']}", *(f"  {name:<18} {_shown(value)}" for name, value in row.items() if name != "queue")]
+        )
     if not rows:
         _print(["no worker reports: start one (toolcrew worker start)"])
 
@@ -65,7 +72,8 @@ def worker_drain(
     host: Host,
     wait: Annotated[bool, typer.Option("--wait", help="Return when the workers have ended.")] = False,
     lossy: Annotated[
-        bool, typer.Option("--lossy", help="Though the host's checkpoints do not leave it: its sessions lose their files.")
+        bool,
+        typer.Option("--lossy", help="Though the host's checkpoints do not leave it: its sessions lose their files."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -82,7 +90,8 @@ def worker_drain(
             reports = [report for report in found if report.worker]
             if not reports:
                 raise OperatorError(
-                    f"{found[0].queue} has ended, and its restart is awaited for {RESTART_GRACE_S} s: start it and drain it, or wait; then its sessions go on elsewhere"
+                    f"{found[0].queue} has ended, and its restart is awaited for {RESTART_GRACE_S} s: start it and "
+                    "drain it, or wait; then its sessions go on elsewhere"
                 )
             for report in reports:
                 await order_drain(hosts, report, keys, lossy=lossy, actor=deployment.actor)
@@ -100,7 +109,9 @@ async def _followed(hosts: HostStore, report: HostReport, tell: Any) -> dict[str
     """The end of a worker that drains. Raises OperatorError when it is lost meanwhile."""
     async for state, last in follow_drain(hosts, report):
         if state == "lost":
-            raise OperatorError(f"{report.queue} was lost while it drained: its sessions go on elsewhere from their last checkpoints")
+            raise OperatorError(
+                f"{report.queue} was lost while it drained: its sessions go on elsewhere from their last checkpoints"
+            )
         if state == "drained":
             tell(f"{report.queue} has ended")
         else:

@@ -1,4 +1,6 @@
-"""What `toolcrew run` keeps of a session when the run has ended. The answer is never lost by it: what cannot be kept is told beside it."""
+"""What `toolcrew run` keeps of a session when the run has ended. The answer is never lost by it: what cannot be kept is
+told beside it.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,9 @@ from orchestrator.settings import load_settings
 
 
 class Keeping:
-    """A copy of the workspace in a folder here, a checkpoint, both, or neither. `failure`: why one of them was not kept."""
+    """A copy of the workspace in a folder here, a checkpoint, both, or neither. `failure`: why one of them was not
+    kept.
+    """
 
     def __init__(self, folder: Path | None, wants_checkpoint: bool) -> None:
         self._folder = folder
@@ -37,7 +41,9 @@ class Keeping:
         try:
             self._skipped = await session.export(self._folder)
         except OSError as error:
-            raise ConfigError(f"/workspace cannot be copied to {self._folder} ({error}): give another folder") from error
+            raise ConfigError(
+                f"/workspace cannot be copied to {self._folder} ({error}): give another folder"
+            ) from error
 
     def lines(self) -> list[str]:
         """For people."""
@@ -65,5 +71,6 @@ def check_store() -> None:
     settings = load_settings()
     if settings.redis_url is None and settings.workspace_store is None:
         raise ConfigError(
-            "a checkpoint would go with the stack of this command: set TOOLCREW_WORKSPACE_STORE to a folder that keeps it, or TOOLCREW_REDIS_URL to a pool"
+            "a checkpoint would go with the stack of this command: set TOOLCREW_WORKSPACE_STORE to a folder that keeps "
+            "it, or TOOLCREW_REDIS_URL to a pool"
         )

@@ -57,10 +57,14 @@ from orchestrator.settings import child_environment, load_settings, program
 from orchestrator.terminal.live import LiveOutput
 from orchestrator.terminal.output import RunView, escape_controls, format_times
 
-HELP = "Runs the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names; without it run, call, tools and batch submit start one of their own."
+HELP = (
+    "Runs the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names; without it run, call, tools and "
+    "batch submit start one of their own."
+)
 
 _STACK_END_LOST = (
-    "stopping: running calls are stopped, and the sessions and the embedded Redis with its tenants, API keys, runs and batches are deleted"
+    "stopping: running calls are stopped, and the sessions and the embedded Redis with its tenants, API keys, runs and "
+    "batches are deleted"
 )
 _STACK_END_KEPT = (
     "stopping: running calls are stopped and the sessions of this stack are deleted; "
@@ -81,7 +85,8 @@ for part, groups in _GROUPS.items():
         app.add_typer(group, name=group_name, rich_help_panel=part)
 
 Workspace = Annotated[
-    Path | None, typer.Option("--workspace", help="A folder, an archive (tar, tar.gz, ..., zip) or a git bundle to begin with.")
+    Path | None,
+    typer.Option("--workspace", help="A folder, an archive (tar, tar.gz, ..., zip) or a git bundle to begin with."),
 ]
 Restore = Annotated[str | None, typer.Option("--restore", help="A checkpoint to begin with, by its id.")]
 Network = Annotated[
@@ -118,22 +123,35 @@ def run(
     workspace: Workspace = None,
     restore: Restore = None,
     network: Network = None,
-    save_workspace: Annotated[Path | None, typer.Option("--save-workspace", help="Copy /workspace here when the run has ended.")] = None,
+    save_workspace: Annotated[
+        Path | None, typer.Option("--save-workspace", help="Copy /workspace here when the run has ended.")
+    ] = None,
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Keep a checkpoint when the run has ended; its id is told on stderr.")
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="A name at OPENAI_BASE_URL. Without one also local or scripted, which are shipped with toolcrew."),
+        typer.Option(
+            "--model",
+            help="A name at OPENAI_BASE_URL. Without one also local or scripted, which are shipped with toolcrew.",
+        ),
     ] = None,
-    dialect: Annotated[str | None, typer.Option("--dialect", help="native, tags, json, or auto: what the model can do.")] = None,
+    dialect: Annotated[
+        str | None, typer.Option("--dialect", help="native, tags, json, or auto: what the model can do.")
+    ] = None,
     max_iterations: Annotated[int, typer.Option("--max-iterations", min=1, help="How often the model may reply.")] = 5,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="The run's trajectory as a file, as `toolcrew trace export RUN --to traj` gives it."),
+        typer.Option(
+            "-o", "--output", help="The run's trajectory as a file, as `toolcrew trace export RUN --to traj` gives it."
+        ),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Write a trace, and say where. Else one is written with -o, or where TOOLCREW_TRACES is set.")
+        bool,
+        typer.Option(
+            "--trace",
+            help="Write a trace, and say where. Else one is written with -o, or where TOOLCREW_TRACES is set.",
+        ),
     ] = False,
     tenant: Tenant = None,
     as_json: Json = False,
@@ -157,7 +175,10 @@ def run(
             check_store()
         leavings.append(leaving := Leaving(output, trace))
         view.asks_elsewhere = asks_elsewhere()
-        async with open_client(tenant) as client, await client.open_session(workspace, restore=restore, network=network) as session:
+        async with (
+            open_client(tenant) as client,
+            await client.open_session(workspace, restore=restore, network=network) as session,
+        ):
             options = ReActOptions(max_iterations=max_iterations)
             try:
                 result = await client.run(
@@ -179,7 +200,11 @@ def run(
         result = run_work(work(), as_json, reports_waiting=True)
     finally:
         _tell(leavings, as_json)
-    typer.echo(json.dumps(_run_json(result) | leavings[0].to_json() | keeping.to_json()) if as_json else escape_controls(result.answer))
+    typer.echo(
+        json.dumps(_run_json(result) | leavings[0].to_json() | keeping.to_json())
+        if as_json
+        else escape_controls(result.answer)
+    )
     if not as_json:
         for line in keeping.lines():
             typer.echo(escape_controls(line), err=True)
@@ -190,24 +215,33 @@ def run(
 @app.command(rich_help_panel=WORK)
 def call(
     name: Annotated[str, typer.Argument(help="The tool.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - for JSON on stdin.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - for JSON on stdin.")
+    ] = None,
     workspace: Workspace = None,
     restore: Restore = None,
     network: Network = None,
     session_id: Annotated[
-        str | None, typer.Option("--session", help="An open session to run it in, which stays open. Else one for this call alone.")
+        str | None,
+        typer.Option("--session", help="An open session to run it in, which stays open. Else one for this call alone."),
     ] = None,
-    timeout: Annotated[float | None, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds the call may run.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds the call may run.")
+    ] = None,
     live: Annotated[
         bool | None,
-        typer.Option("--live/--no-live", help="Output on stderr while the tool runs. Else: when stderr is a terminal, without --json."),
+        typer.Option(
+            "--live/--no-live",
+            help="Output on stderr while the tool runs. Else: when stderr is a terminal, without --json.",
+        ),
     ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Run one tool once, through the whole path. The result goes to stdout, unchanged where that is not a terminal.
 
-    Exit code 0 when the call succeeded, 1 when it failed, 3 when it was refused, 4 when the command that it ran ended with another exit code than 0.
+    Exit code 0 when the call succeeded, 1 when it failed, 3 when it was refused, 4 when the command that it ran ended
+    with another exit code than 0.
     """
     console = Console(stderr=True)
     is_live = live if live is not None else console.is_terminal and not as_json
@@ -216,14 +250,19 @@ def call(
         values, is_text = parse_arguments(arguments or [])
         terms = Terms(timeout_s=timeout, text_arguments=is_text)
         if session_id is not None and (workspace, restore, network) != (None, None, None):
-            raise ConfigError("an open session has its files and its network: leave --workspace, --restore and --network out, or --session")
+            raise ConfigError(
+                "an open session has its files and its network: leave --workspace, --restore and --network out, or "
+                "--session"
+            )
         async with AsyncExitStack() as opened:
             if session_id is not None:
                 client = await opened.enter_async_context(open_running("sessions", tenant))
                 session = await client.session(session_id, tenant=tenant)
             else:
                 client = await opened.enter_async_context(open_client(tenant))
-                session = await opened.enter_async_context(await client.open_session(workspace, restore=restore, network=network))
+                session = await opened.enter_async_context(
+                    await client.open_session(workspace, restore=restore, network=network)
+                )
             with ExitStack() as stack:
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None
                 return await session.call(name, values, terms=terms, on_output=on_output)
@@ -240,7 +279,8 @@ def call(
 def up(as_json: Json = False) -> None:
     """Run Redis, sandboxd, workers, Flower and the API in the foreground, until Ctrl-C.
 
-    Its Redis is deleted when it ends, with tenants, API keys, sessions and batches; a Redis that TOOLCREW_REDIS_URL names is kept.
+    Its Redis is deleted when it ends, with tenants, API keys, sessions and batches; a Redis that TOOLCREW_REDIS_URL
+    names is kept.
     """
 
     async def work() -> int:
@@ -257,11 +297,14 @@ def up(as_json: Json = False) -> None:
 
 @worker_app.command("start")
 def worker_start(
-    kind: Annotated[Literal["sandbox", "web"] | None, typer.Option("--kind", help="sandbox, or web. Else TOOLCREW_WORKER_KIND.")] = None,
+    kind: Annotated[
+        Literal["sandbox", "web"] | None, typer.Option("--kind", help="sandbox, or web. Else TOOLCREW_WORKER_KIND.")
+    ] = None,
 ) -> None:
     """A Celery worker in the foreground. Settings: TOOLCREW_REDIS_URL, TOOLCREW_SECRET.
 
-    Of the kind sandbox, beside this host's sandboxd (TOOLCREW_SANDBOXD_SOCKET); or web, with the network and without sandboxes.
+    Of the kind sandbox, beside this host's sandboxd (TOOLCREW_SANDBOXD_SOCKET); or web, with the network and without
+    sandboxes.
     """
 
     async def check() -> None:
@@ -290,7 +333,9 @@ for command_name, command in _OPERATING.items():
 
 
 def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:
-    """Arguments of a call, and whether they are text that the schema may coerce. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    """Arguments of a call, and whether they are text that the schema may coerce. Raises
+    ToolFailure(INVALID_ARGUMENTS).
+    """
     if len(texts) == 1 and (texts[0] == "-" or texts[0].startswith("@")):
         return _read_json(texts[0]), False
     values: dict[str, Any] = {}
@@ -300,7 +345,8 @@ def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{name}' is given twice: give it once")
         if not equals or not name:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"'{text}' is not k=v: write name=value, or give @file.json, or - for JSON on stdin"
+                ErrorCode.INVALID_ARGUMENTS,
+                f"'{text}' is not k=v: write name=value, or give @file.json, or - for JSON on stdin",
             )
         values[name] = value
     return values, True
@@ -346,7 +392,9 @@ def _command_failure(result: ToolResult) -> str:
 def _call_exit_code(result: ToolResult) -> int:
     if result.success:
         return EXIT_COMMAND if _command_failure(result) else 0
-    return EXIT_REFUSED if result.error_code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
+    return (
+        EXIT_REFUSED if result.error_code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
+    )
 
 
 def _exit_code(reason: StopReason, *, is_refused: bool) -> int:
@@ -377,7 +425,8 @@ def _print_stack(stack: StackInfo, *, is_kept: bool) -> None:
     typer.echo("the stack is up; Ctrl-C takes it down")
     if not is_kept:
         typer.echo(
-            "WARNING: Ctrl-C also deletes its tenants, API keys, sessions and batches. For work that must last, name a Redis of your own"
+            "WARNING: Ctrl-C also deletes its tenants, API keys, sessions and batches. For work that must last, name a "
+            "Redis of your own"
         )
         typer.echo("in TOOLCREW_REDIS_URL, or use a deployment (docs/deployment.md)")
     if stack.flower_url is not None:

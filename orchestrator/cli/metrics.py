@@ -12,7 +12,9 @@ from orchestrator.settings import load_settings
 
 
 def metrics_print(
-    is_open: Annotated[bool, typer.Option("--openmetrics", help="As OpenMetrics and not in Prometheus's own format.")] = False,
+    is_open: Annotated[
+        bool, typer.Option("--openmetrics", help="As OpenMetrics and not in Prometheus's own format.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """All metrics of the deployment as of now (docs/metrics.md), as GET /metrics of the API gives them."""
@@ -20,7 +22,9 @@ def metrics_print(
     async def work() -> bytes:
         has_tenants = load_settings().metrics_tenants
         async with open_deployment("operator") as deployment:
-            return await render_metrics(deployment.redis, deployment.broker.deployment, has_tenants=has_tenants, is_open=is_open)
+            return await render_metrics(
+                deployment.redis, deployment.broker.deployment, has_tenants=has_tenants, is_open=is_open
+            )
 
     text = run_work(work(), as_json).decode()
     typer.echo(json.dumps({"metrics": text}) if as_json else text, nl=as_json)

@@ -17,7 +17,9 @@ def pause(
     reason: Annotated[str, typer.Option("--reason", help="Why; whoever waits too long reads it.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Begin none of a tenant's calls, runs and batch items any more. What runs goes on to its end, sessions stay for their time to live."""
+    """Begin none of a tenant's calls, runs and batch items any more. What runs goes on to its end, sessions stay for
+    their time to live.
+    """
 
     async def work() -> tuple[TenantPolicy, bool]:
         async with open_deployment("operator") as deployment:
@@ -30,7 +32,9 @@ def pause(
         return
     typer.echo(f"{tenant} is paused: nothing of it begins, until `toolcrew resume {tenant}`")
     if is_open and tenant == DEFAULT_TENANT:
-        typer.echo(f"no tenant is registered, and every name is served as {DEFAULT_TENANT}: all of them are paused", err=True)
+        typer.echo(
+            f"no tenant is registered, and every name is served as {DEFAULT_TENANT}: all of them are paused", err=True
+        )
 
 
 def resume(tenant: Name, as_json: Json = False) -> None:

@@ -15,7 +15,13 @@ from contract.calls import Record
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import MAX_POLICY_BYTES, CommandRule, TenantPolicy
 
-_NAMES = {"rate_per_s": "rate", "commands": "command-rule", "trusted_skills": "trust-skill", "tenant_class": "class", "images": "image"}
+_NAMES = {
+    "rate_per_s": "rate",
+    "commands": "command-rule",
+    "trusted_skills": "trust-skill",
+    "tenant_class": "class",
+    "images": "image",
+}
 """Field -> its option, where the option has another name."""
 
 
@@ -40,7 +46,9 @@ _UNSET = {
 
 
 def with_policy_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `given` of a command by one option for each field of the policy, and call it with what was given by option."""
+    """Replace the parameter `given` of a command by one option for each field of the policy, and call it with what was
+    given by option.
+    """
 
     @wraps(command)
     def run(**values: Any) -> None:
@@ -48,7 +56,11 @@ def with_policy_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**values, given=given)
 
     options = [_build_parameter(option, path[-1], field) for option, (path, field) in _FIELDS.items()]
-    own = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in signature(command, eval_str=True).parameters.values() if one.name != "given"]
+    own = [
+        one.replace(kind=Parameter.KEYWORD_ONLY)
+        for one in signature(command, eval_str=True).parameters.values()
+        if one.name != "given"
+    ]
     run.__signature__ = Signature([*own[:-1], *options, own[-1]])  # type: ignore[attr-defined]
     return run
 
@@ -92,7 +104,9 @@ def apply_options(policy: TenantPolicy, given: Mapping[str, Any], unset: Sequenc
 
 
 def read_policy(path: Path) -> TenantPolicy:
-    """The policy of a JSON file: an object with the fields of TenantPolicy; what it leaves out is as by default. Raises ConfigError."""
+    """The policy of a JSON file: an object with the fields of TenantPolicy; what it leaves out is as by default. Raises
+    ConfigError.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_POLICY_BYTES + 1)
@@ -100,7 +114,8 @@ def read_policy(path: Path) -> TenantPolicy:
         raise ConfigError(f"--from: {path} cannot be read ({error.strerror}): mend the path") from error
     if len(text) > MAX_POLICY_BYTES:
         raise ConfigError(
-            f"--from: {path} is larger than {MAX_POLICY_BYTES} bytes, more than a policy may have: name less, or use patterns"
+            f"--from: {path} is larger than {MAX_POLICY_BYTES} bytes, more than a policy may have: name less, or use "
+            "patterns"
         )
     try:
         return TenantPolicy.model_validate_json(text, strict=True)
@@ -114,7 +129,9 @@ def policy_lines(policy: TenantPolicy) -> list[str]:
     """For people: each option with what the policy has."""
     values = policy.model_dump(mode="json")
     width = max(map(len, OPTIONS))
-    return [f"  {option.ljust(width)}  {_show(option, _place(values, option)[OPTIONS[option][-1]])}" for option in OPTIONS]
+    return [
+        f"  {option.ljust(width)}  {_show(option, _place(values, option)[OPTIONS[option][-1]])}" for option in OPTIONS
+    ]
 
 
 def _place(values: dict[str, Any], option: str) -> dict[str, Any]:

@@ -21,12 +21,19 @@ redis_app = typer.Typer(no_args_is_help=True, help="Users for Redis, and signatu
 
 @redis_app.command("users")
 def redis_users(
-    roles: Annotated[list[str] | None, typer.Option("--role", help=f"One of {', '.join(ROLES)}; repeat it. Else all of them.")] = None,
-    out: Annotated[Path, typer.Option("--out", help="The ACL file to write, for Redis's `aclfile`.")] = Path("users.acl"),
-    passwords: Annotated[Path, typer.Option("--passwords", help="The new passwords, as an env file.")] = Path("redis-passwords.env"),
+    roles: Annotated[
+        list[str] | None, typer.Option("--role", help=f"One of {', '.join(ROLES)}; repeat it. Else all of them.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="The ACL file to write, for Redis's `aclfile`.")] = Path(
+        "users.acl"
+    ),
+    passwords: Annotated[Path, typer.Option("--passwords", help="The new passwords, as an env file.")] = Path(
+        "redis-passwords.env"
+    ),
     as_json: Json = False,
 ) -> None:
-    """Write Redis users with new random passwords: an ACL file that holds only their hashes, and an env file that holds them.
+    """Write Redis users with new random passwords: an ACL file that holds only their hashes, and an env file that holds
+    them.
 
     The rules name the deployment of TOOLCREW_DEPLOYMENT. Neither file is overwritten.
     """
@@ -38,14 +45,18 @@ def redis_users(
     if as_json:
         typer.echo(json.dumps({"acl_file": str(out), "passwords_file": str(passwords), "roles": roles or list(ROLES)}))
         return
-    typer.echo(f"wrote {out} (for Redis: aclfile {out}) and {passwords} (keep it secret; each process gets its own user's)", err=True)
+    typer.echo(
+        f"wrote {out} (for Redis: aclfile {out}) and {passwords} (keep it secret; each process gets its own user's)",
+        err=True,
+    )
 
 
 @redis_app.command("reseal")
 def redis_reseal(as_json: Json = False) -> None:
     """Sign API keys, policies, switches and installed skills again with the present secret.
 
-    Run it after TOOLCREW_SECRET was changed everywhere and before the old secret is removed from TOOLCREW_SECRETS_PREVIOUS. It can be repeated.
+    Run it after TOOLCREW_SECRET was changed everywhere and before the old secret is removed from
+    TOOLCREW_SECRETS_PREVIOUS. It can be repeated.
     """
 
     async def work() -> Resealed:
@@ -58,7 +69,9 @@ def redis_reseal(as_json: Json = False) -> None:
         return
     typer.echo(f"{done.signed} records have a new signature")
     for name in done.refused:
-        typer.echo(f"{escape_controls(name)} cannot be verified and was left as it is: remove it or set it again", err=True)
+        typer.echo(
+            f"{escape_controls(name)} cannot be verified and was left as it is: remove it or set it again", err=True
+        )
 
 
 def _write_users(roles: list[str], out: Path, passwords: Path) -> None:
@@ -68,7 +81,9 @@ def _write_users(roles: list[str], out: Path, passwords: Path) -> None:
     for path in (out, passwords):
         if path.exists():
             raise ConfigError(f"{path} is there already and is not overwritten: move it away, or name another file")
-    _write_new(passwords, "".join(f"TOOLCREW_REDIS_{role.upper()}_PASSWORD={password}\n" for role, password in made.items()))
+    _write_new(
+        passwords, "".join(f"TOOLCREW_REDIS_{role.upper()}_PASSWORD={password}\n" for role, password in made.items())
+    )
     try:
         _write_new(out, lines)
     except ConfigError:

@@ -1,4 +1,6 @@
-"""How a command of `toolcrew` does its work: the client it uses, what interrupts it, its errors as one sentence and an exit code."""
+"""How a command of `toolcrew` does its work: the client it uses, what interrupts it, its errors as one sentence and an
+exit code.
+"""
 
 import asyncio
 import json
@@ -20,51 +22,68 @@ EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_COMMAND, EXIT_INTERRUPTED = 1, 2, 3, 
 """EXIT_COMMAND: the call succeeded, and the command that it ran ended with another exit code than 0."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Tenant = Annotated[str | None, typer.Option("--tenant", help="For whom. Else the tenant of TOOLCREW_API_KEY, or default.")]
+Tenant = Annotated[
+    str | None, typer.Option("--tenant", help="For whom. Else the tenant of TOOLCREW_API_KEY, or default.")
+]
 OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only those of this tenant.")]
 
 T = TypeVar("T")
 
 
 def refuse_key(settings: OrchestratorSettings) -> None:
-    """Raises ConfigError for commands that start a process with the deployment's own secrets: no key limits what that process may do."""
+    """Raises ConfigError for commands that start a process with the deployment's own secrets: no key limits what that
+    process may do.
+    """
     if settings.api_key is not None:
-        raise ConfigError("TOOLCREW_API_KEY is set, and this command starts a process that works for every tenant: unset the key")
+        raise ConfigError(
+            "TOOLCREW_API_KEY is set, and this command starts a process that works for every tenant: unset the key"
+        )
 
 
 @asynccontextmanager
 async def open_client(tenant: str | None = None, *, needs_workers: bool = True) -> AsyncIterator[ToolClient]:
-    """The pool that TOOLCREW_REDIS_URL names, for that tenant or the one of TOOLCREW_API_KEY; else an embedded stack for this command."""
+    """The pool that TOOLCREW_REDIS_URL names, for that tenant or the one of TOOLCREW_API_KEY; else an embedded stack
+    for this command.
+    """
     settings = load_settings()
     key = settings.api_key.get_secret_value() if settings.api_key is not None else None
     if settings.redis_url is not None:
-        async with ToolClient.connect(settings=settings, api_key=key, tenant=tenant, needs_workers=needs_workers) as client:
+        async with ToolClient.connect(
+            settings=settings, api_key=key, tenant=tenant, needs_workers=needs_workers
+        ) as client:
             yield client
     elif key is not None:
         raise ConfigError(
-            "TOOLCREW_API_KEY is a key of a running pool: set TOOLCREW_REDIS_URL to that, or unset the key to start a stack of your own"
+            "TOOLCREW_API_KEY is a key of a running pool: set TOOLCREW_REDIS_URL to that, or unset the key to start a "
+            "stack of your own"
         )
     else:
-        typer.echo("TOOLCREW_REDIS_URL is not set: starting an embedded stack for this command (`toolcrew up` keeps one running)", err=True)
+        typer.echo(
+            "TOOLCREW_REDIS_URL is not set: starting an embedded stack for this command (`toolcrew up` keeps one "
+            "running)",
+            err=True,
+        )
         async with ToolClient.embedded(settings=settings, tenant=tenant or DEFAULT_TENANT) as client:
             yield client
 
 
 @asynccontextmanager
 async def open_pool_client(tenant: str | None = None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
-    """As `open_client`, for commands to which a stack of their own could tell nothing; of most of them Redis knows all. Raises ConfigError when no pool is
-    named."""
+    """As `open_client`, for commands to which a stack of their own could tell nothing; of most of them Redis knows all.
+    Raises ConfigError when no pool is named."""
     if load_settings().redis_url is None:
         raise ConfigError(
-            "batches are kept in the Redis of a pool, and TOOLCREW_REDIS_URL names none: set it (`toolcrew up` prints it). "
-            "A batch that ran on a stack of its own is gone on with by submitting its file again with the same --id and --output"
+            "batches are kept in the Redis of a pool, and TOOLCREW_REDIS_URL names none: set it (`toolcrew up` prints "
+            "it). A batch that ran on a stack of its own is gone on with by submitting its file again with the same "
+            "--id and --output"
         )
     async with open_client(tenant, needs_workers=needs_workers) as client:
         yield client
 
 
 def run_work(work: Coroutine[Any, Any, T], as_json: bool, *, reports_waiting: bool = False) -> T:
-    """The command's result; our own errors end it with a sentence and an exit code, Ctrl-C after everything was taken down.
+    """The command's result; our own errors end it with a sentence and an exit code, Ctrl-C after everything was taken
+    down.
 
     `reports_waiting`: print on stderr why a call waits for a slot, each reason once.
     """

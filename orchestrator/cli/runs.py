@@ -13,7 +13,9 @@ from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.runs import HostedRun, HostedState, RunPage
 
-runs_app = typer.Typer(no_args_is_help=True, help="Runs that programs have started: listed, shown, followed, cancelled.")
+runs_app = typer.Typer(
+    no_args_is_help=True, help="Runs that programs have started: listed, shown, followed, cancelled."
+)
 RunName = Annotated[str, typer.Argument(help="The run, as whoever started it was told, and `ls` shows it.")]
 _COLUMNS = ("id", "state", "created", "attempt", "session", "instruction")
 _SHOWN = 60
@@ -24,7 +26,9 @@ _TEXTS = ("text", "message", "reason", "answer", "instruction", "step", "charact
 def runs_ls(
     state: Annotated[HostedState | None, typer.Option("--state", help="Only those.")] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=200, help="How many at most.")] = 50,
-    cursor: Annotated[str | None, typer.Option("--cursor", help="Go on after the page before: its `next_cursor`.")] = None,
+    cursor: Annotated[
+        str | None, typer.Option("--cursor", help="Go on after the page before: its `next_cursor`.")
+    ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
@@ -38,12 +42,17 @@ def runs_ls(
     if as_json:
         typer.echo(json.dumps({"runs": [_view(run) for run in page.runs], "next_cursor": page.next_cursor}))
         return
-    rows = [{**_view(run), "created": format_instant(run.created_at), "instruction": _first_line(run.instruction)} for run in page.runs]
+    rows = [
+        {**_view(run), "created": format_instant(run.created_at), "instruction": _first_line(run.instruction)}
+        for run in page.runs
+    ]
     for line in table_rows(rows, _COLUMNS) if rows else ["no such run was started in the last 30 days"]:
         typer.echo(escape_controls(line))
     if page.next_cursor is not None:
         states = ("--state", state.value) if state is not None else ()
-        more = build_command("runs", "ls", *states, "--limit", str(limit), "--cursor", page.next_cursor, tenant=tenant or DEFAULT_TENANT)
+        more = build_command(
+            "runs", "ls", *states, "--limit", str(limit), "--cursor", page.next_cursor, tenant=tenant or DEFAULT_TENANT
+        )
         typer.echo(f"there may be more: `{more}`", err=True)
 
 
@@ -83,7 +92,11 @@ def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False) -> N
             return await client.runs.cancel(run)
 
     told = run_work(work(), as_json)
-    typer.echo(json.dumps(_view(told)) if as_json else f"{told.id} {'is being cancelled' if not told.state.is_final else told.state.value}")
+    typer.echo(
+        json.dumps(_view(told))
+        if as_json
+        else f"{told.id} {'is being cancelled' if not told.state.is_final else told.state.value}"
+    )
 
 
 @runs_app.command("events")

@@ -29,9 +29,14 @@ def serve_api(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8080,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", min=0, max=10_000, help="Runs and batch items at a time here; 0: others work them.")
+        int,
+        typer.Option(
+            "--concurrency", min=0, max=10_000, help="Runs and batch items at a time here; 0: others work them."
+        ),
     ] = CONCURRENCY,
-    traces: Annotated[bool, typer.Option("--traces/--no-traces", help="Write each run down in TOOLCREW_TRACES.")] = True,
+    traces: Annotated[
+        bool, typer.Option("--traces/--no-traces", help="Write each run down in TOOLCREW_TRACES.")
+    ] = True,
 ) -> None:
     """The HTTP API and its pages, and an orchestrator that works what is started there, until SIGTERM or Ctrl-C.
 
@@ -54,21 +59,29 @@ def serve_api(
 @serve_app.command("mcp")
 def serve_mcp(
     http: Annotated[
-        int | None, typer.Option("--http", min=0, max=65535, help="Serve streamable HTTP on this port; 0: any. Else stdio.")
+        int | None,
+        typer.Option("--http", min=0, max=65535, help="Serve streamable HTTP on this port; 0: any. Else stdio."),
     ] = None,
     host: Annotated[str, typer.Option("--host", help="With --http: the address to listen on.")] = "127.0.0.1",
     origin: Annotated[
         list[str] | None,
-        typer.Option("--origin", help="With --http: pages of this origin (https://name[:port]) may call, too. Repeatable."),
+        typer.Option(
+            "--origin", help="With --http: pages of this origin (https://name[:port]) may call, too. Repeatable."
+        ),
     ] = None,
     session: Annotated[
-        str | None, typer.Option("--session", help="Over stdio: the open session that calls are made in. Else one of the connection's own.")
+        str | None,
+        typer.Option(
+            "--session", help="Over stdio: the open session that calls are made in. Else one of the connection's own."
+        ),
     ] = None,
     tenant: Tenant = None,
 ) -> None:
-    """The pool's tools for clients of the Model Context Protocol: one over stdin and stdout, or any number over HTTP, until the end of stdin or SIGTERM.
+    """The pool's tools for clients of the Model Context Protocol: one over stdin and stdout, or any number over HTTP,
+    until the end of stdin or SIGTERM.
 
-    Over HTTP an API key says whose tools they are (`toolcrew tenants keys add TENANT`); over stdio --tenant or TOOLCREW_API_KEY.
+    Over HTTP an API key says whose tools they are (`toolcrew tenants keys add TENANT`); over stdio --tenant or
+    TOOLCREW_API_KEY.
     """
     if http is None:
         _refuse_with("--http", {"--origin": bool(origin), "--host": host != "127.0.0.1"})

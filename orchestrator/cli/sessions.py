@@ -22,7 +22,8 @@ from orchestrator.terminal.output import escape_controls, table_rows
 from store.sessions import OpenSession, SessionPage
 
 session_app = typer.Typer(
-    no_args_is_help=True, help="Sessions: sandboxes that stay until they are closed, or have been idle for their time to live."
+    no_args_is_help=True,
+    help="Sessions: sandboxes that stay until they are closed, or have been idle for their time to live.",
 )
 
 EXIT_OURS = 125
@@ -47,21 +48,31 @@ def session_ls(cursor: Cursor = None, limit: Limit = 50, tenant: OnlyTenant = No
     if as_json:
         typer.echo(json.dumps({"sessions": [session.to_json() for session in page.sessions], "cursor": page.cursor}))
         return
-    for line in table_rows([_row(session) for session in page.sessions], _COLUMNS) if page.sessions else ["no session is open"]:
+    for line in (
+        table_rows([_row(session) for session in page.sessions], _COLUMNS) if page.sessions else ["no session is open"]
+    ):
         typer.echo(escape_controls(line))
     if page.cursor is not None:
-        more = build_command("session", "ls", "--limit", str(limit), "--cursor", page.cursor, tenant=tenant or DEFAULT_TENANT)
+        more = build_command(
+            "session", "ls", "--limit", str(limit), "--cursor", page.cursor, tenant=tenant or DEFAULT_TENANT
+        )
         typer.echo(f"there are more: `{more}`", err=True)
 
 
 @session_app.command("new")
 def session_new(
-    image: Annotated[str | None, typer.Option("--image", help="One that the tenant may have. Else its class's own.")] = None,
+    image: Annotated[
+        str | None, typer.Option("--image", help="One that the tenant may have. Else its class's own.")
+    ] = None,
     ttl: Annotated[
         float, typer.Option("--ttl", min=1, max=MAX_TTL_S, help="Seconds without a call after which it is closed.")
     ] = DEFAULT_TTL_S,
-    network: Annotated[Literal["none", "egress"] | None, typer.Option("--network", help="Else as the tenant's class says.")] = None,
-    workspace: Annotated[Path | None, typer.Option("--workspace", help="A folder, an archive or a git bundle to begin with.")] = None,
+    network: Annotated[
+        Literal["none", "egress"] | None, typer.Option("--network", help="Else as the tenant's class says.")
+    ] = None,
+    workspace: Annotated[
+        Path | None, typer.Option("--workspace", help="A folder, an archive or a git bundle to begin with.")
+    ] = None,
     restore: Annotated[str | None, typer.Option("--restore", help="A checkpoint to begin with, by its id.")] = None,
     tenant: Tenant = None,
     as_json: Json = False,
@@ -72,7 +83,13 @@ def session_new(
         async with open_running("sessions", tenant, needs_workers=True) as client:
             session = await client.open_session(workspace, image=image, ttl_s=ttl, network=network, restore=restore)
             info = await session.info()
-            return session, {"id": session.id, "tenant": session.tenant, "host": info.host, "image": info.image, "network": info.network}
+            return session, {
+                "id": session.id,
+                "tenant": session.tenant,
+                "host": info.host,
+                "image": info.image,
+                "network": info.network,
+            }
 
     session, told = run_work(work(), as_json, reports_waiting=True)
     typer.echo(json.dumps(told) if as_json else session.id)
@@ -82,18 +99,26 @@ def session_new(
 def session_exec(
     session_id: Id,
     argv: Annotated[
-        list[str], typer.Argument(help="The program and its arguments; no shell between. Options of exec stand before SESSION_ID.")
+        list[str],
+        typer.Argument(
+            help="The program and its arguments; no shell between. Options of exec stand before SESSION_ID."
+        ),
     ],
     cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="The folder to run it in.")] = None,
     timeout: Annotated[float, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds it may run.")] = 30,
-    stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Give it what comes on stdin, all of it at once.")] = False,
+    stdin: Annotated[
+        bool, typer.Option("--stdin", "-i", help="Give it what comes on stdin, all of it at once.")
+    ] = False,
     live: Annotated[
-        bool | None, typer.Option("--live/--no-live", help="Show output as it comes, as text. Else: when stdout is a terminal.")
+        bool | None,
+        typer.Option("--live/--no-live", help="Show output as it comes, as text. Else: when stdout is a terminal."),
     ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Run a program in a session. The exit code is the program's, 128 and the signal's number where one ended it, 125 where it did not come to that."""
+    """Run a program in a session. The exit code is the program's, 128 and the signal's number where one ended it, 125
+    where it did not come to that.
+    """
     shown, command = _Shown(), argv[1:] if argv[0] == "--" else argv
     if not command:
         raise typer.BadParameter("name the program to run, behind --")
@@ -113,7 +138,16 @@ def session_exec(
     code = result.returncode if result.returncode >= 0 else EXIT_SIGNAL - result.returncode
     if as_json:
         texts = {"stdout": result.stdout.decode(errors="replace"), "stderr": result.stderr.decode(errors="replace")}
-        typer.echo(json.dumps({"returncode": result.returncode, **texts, "truncated": result.truncated, "timed_out": _was_killed(result)}))
+        typer.echo(
+            json.dumps(
+                {
+                    "returncode": result.returncode,
+                    **texts,
+                    "truncated": result.truncated,
+                    "timed_out": _was_killed(result),
+                }
+            )
+        )
     else:
         shown.rest(result)
     raise typer.Exit(code)
@@ -126,13 +160,16 @@ def session_cp(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a file or a folder, at most 64 MiB, into a session or out of one: into the target, where that is a folder, else as the target."""
+    """Copy a file or a folder, at most 64 MiB, into a session or out of one: into the target, where that is a folder,
+    else as the target.
+    """
 
     async def work() -> dict[str, Any]:
         inner, outer = _parse_remote(source), _parse_remote(target)
         if (inner is None) == (outer is None):
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, "one of the two is in a session: write it as SESSION:PATH, and a place here as ./PATH"
+                ErrorCode.INVALID_ARGUMENTS,
+                "one of the two is in a session: write it as SESSION:PATH, and a place here as ./PATH",
             )
         remote = inner or outer
         assert remote is not None
@@ -146,14 +183,20 @@ def session_cp(
     if as_json:
         typer.echo(json.dumps(told))
     elif told["left_out"]:
-        typer.echo(escape_controls(f"left out, since they lead out or are special: {', '.join(told['left_out'])}"), err=True)
+        typer.echo(
+            escape_controls(f"left out, since they lead out or are special: {', '.join(told['left_out'])}"), err=True
+        )
 
 
 @session_app.command("rm")
 def session_rm(
-    session_ids: Annotated[list[str], typer.Argument(help="The sessions.")], tenant: Tenant = None, as_json: Json = False
+    session_ids: Annotated[list[str], typer.Argument(help="The sessions.")],
+    tenant: Tenant = None,
+    as_json: Json = False,
 ) -> None:
-    """Close sessions: their sandboxes and files are gone when it returns. Of several each is tried, whatever became of the others."""
+    """Close sessions: their sandboxes and files are gone when it returns. Of several each is tried, whatever became of
+    the others.
+    """
     closed: list[str] = []
     failed: dict[str, str] = {}
 
@@ -197,7 +240,9 @@ class _Shown:
                 out.buffer.write(escape_controls(data.decode(errors="replace")).encode() if out.isatty() else data)
                 out.flush()
         if result.truncated:
-            typer.echo("toolcrew: its output was longer than is kept: write it to a file there, and copy that", err=True)
+            typer.echo(
+                "toolcrew: its output was longer than is kept: write it to a file there, and copy that", err=True
+            )
         if _was_killed(result):
             typer.echo("toolcrew: it was ended at its limit, or told to stop: give --timeout for more time", err=True)
 
@@ -260,7 +305,9 @@ def _look(source: Path) -> tuple[str, bytes | None]:
     try:
         return source.resolve().name, None if source.is_dir() else source.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{source} cannot be read ({error.strerror}): name a file or a folder that is here, and may be read") from error
+        raise ConfigError(
+            f"{source} cannot be read ({error.strerror}): name a file or a folder that is here, and may be read"
+        ) from error
 
 
 def _place(target: Path, name: str, path: str) -> Path:

@@ -19,7 +19,9 @@ from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.skills import InstalledSkill
 
-skills_app = typer.Typer(no_args_is_help=True, help="Skills: those that the workers have, and those that are installed for a tenant.")
+skills_app = typer.Typer(
+    no_args_is_help=True, help="Skills: those that the workers have, and those that are installed for a tenant."
+)
 Source = Annotated[Path, typer.Argument(help="The skill's folder, or a .zip file of it.")]
 
 
@@ -36,12 +38,17 @@ def skills_ls(tenant: Tenant = None, as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    short = [{**row, "description": str(row["description"])[:100], "scripts": "yes" if row["has_scripts"] else "no"} for row in rows]
+    short = [
+        {**row, "description": str(row["description"])[:100], "scripts": "yes" if row["has_scripts"] else "no"}
+        for row in rows
+    ]
     _print(table_rows(short, ("name", "source", "tool", "files", "scripts", "description")))
 
 
 @skills_app.command("show")
-def skills_show(name: Annotated[str, typer.Argument(help="The skill.")], tenant: Tenant = None, as_json: Json = False) -> None:
+def skills_show(
+    name: Annotated[str, typer.Argument(help="The skill.")], tenant: Tenant = None, as_json: Json = False
+) -> None:
     """One skill: what it is for, what its folder holds, and what is wrong with it."""
 
     async def work() -> SkillSummary:
@@ -65,7 +72,9 @@ def skills_install(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Install a skill for a tenant: its runs have it from now on, in place of the workers' of that name. Nobody else has it."""
+    """Install a skill for a tenant: its runs have it from now on, in place of the workers' of that name. Nobody else
+    has it.
+    """
 
     async def work() -> InstalledSkill:
         async with open_client(tenant) as client:
@@ -80,13 +89,18 @@ def skills_install(
         return
     skill = installed.skill
     _print(
-        [*(f"warning: {warning}" for warning in skill.warnings), f"{skill.name} is installed ({skill.files} files, digest {skill.digest})"]
+        [
+            *(f"warning: {warning}" for warning in skill.warnings),
+            f"{skill.name} is installed ({skill.files} files, digest {skill.digest})",
+        ]
     )
 
 
 @skills_app.command("rm")
 def skills_rm(
-    name: Annotated[str, typer.Argument(help="A skill that was installed for the tenant.")], tenant: Tenant = None, as_json: Json = False
+    name: Annotated[str, typer.Argument(help="A skill that was installed for the tenant.")],
+    tenant: Tenant = None,
+    as_json: Json = False,
 ) -> None:
     """Remove a skill that was installed for a tenant. What runs with it goes on."""
 
@@ -96,7 +110,8 @@ def skills_rm(
             if not await desk.remove(name):
                 raise ToolFailure(
                     ErrorCode.FILE_NOT_FOUND,
-                    f"tenant {desk.tenant} has no skill {name[:100]} of its own: see `{build_command('skills', 'ls', tenant=desk.tenant)}`",
+                    f"tenant {desk.tenant} has no skill {name[:100]} of its own: see "
+                    f"`{build_command('skills', 'ls', tenant=desk.tenant)}`",
                     nearest=find_nearest(name, await desk.all()),
                 )
 
@@ -107,7 +122,9 @@ def skills_rm(
 @skills_app.command("pack")
 def skills_pack(
     source: Source,
-    target: Annotated[Path | None, typer.Option("--output", "-o", help="The .zip file; else NAME.zip in the current folder.")] = None,
+    target: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The .zip file; else NAME.zip in the current folder.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a skill as a .zip file, the same bytes for the same files. Needs no pool."""
@@ -129,7 +146,9 @@ def skills_validate(
     strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Whether it would be loaded as a skill, and what its author should mend. Needs no pool. Exit code 1 when it would not."""
+    """Whether it would be loaded as a skill, and what its author should mend. Needs no pool. Exit code 1 when it would
+    not.
+    """
     skill = _examined(source, as_json)
     if as_json:
         typer.echo(json.dumps(skill.model_dump(mode="json")))

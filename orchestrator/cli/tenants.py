@@ -25,13 +25,19 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys: who may call for wh
 tenants_app.add_typer(keys_app, name="keys")
 
 Name = Annotated[str, typer.Argument(help="The tenant.")]
-Source = Annotated[Path | None, typer.Option("--from", help="A JSON file with all of the policy; other options change what it says.")]
-Unset = Annotated[list[str] | None, typer.Option("--unset", help="An option that is to be as by default again, by its name.")]
+Source = Annotated[
+    Path | None, typer.Option("--from", help="A JSON file with all of the policy; other options change what it says.")
+]
+Unset = Annotated[
+    list[str] | None, typer.Option("--unset", help="An option that is to be as by default again, by its name.")
+]
 
 
 @tenants_app.command("ls")
 def tenants_ls(as_json: Json = False) -> None:
-    """Every registered tenant, and the default one. Until the first is registered, any name is served as the default one."""
+    """Every registered tenant, and the default one. Until the first is registered, any name is served as the default
+    one.
+    """
 
     async def work() -> tuple[dict[str, TenantPolicy | ConfigError], dict[str, TenantLook]]:
         async with open_deployment("operator") as deployment:
@@ -69,18 +75,24 @@ def tenants_add(name: Name, *, given: Mapping[str, Any], source: Source = None, 
 
 @tenants_app.command("set")
 @with_policy_options
-def tenants_set(name: Name, *, given: Mapping[str, Any], source: Source = None, unset: Unset = None, as_json: Json = False) -> None:
+def tenants_set(
+    name: Name, *, given: Mapping[str, Any], source: Source = None, unset: Unset = None, as_json: Json = False
+) -> None:
     """Change what a tenant may have, within 2 seconds everywhere. What is not named stays as it is."""
 
     async def work() -> tuple[TenantPolicy, list[str]]:
         if source is None and not unset and all(value is None for value in given.values()):
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "nothing is named that is to be changed: see `toolcrew tenants set --help`")
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, "nothing is named that is to be changed: see `toolcrew tenants set --help`"
+            )
         async with open_deployment("admin") as deployment:
             # Only what is given now: a tool that was removed since must not stop other changes.
             wanted = apply_options(read_policy(source) if source is not None else TenantPolicy(), given, unset or ())
             warnings = await check_tools(deployment.redis, deployment.broker.deployment, name, wanted)
             if source is None:
-                return await deployment.tenants.change(name, lambda policy: apply_options(policy, given, unset or ())), warnings
+                return await deployment.tenants.change(
+                    name, lambda policy: apply_options(policy, given, unset or ())
+                ), warnings
             await deployment.tenants.replace(name, wanted)
             return wanted, warnings
 
@@ -91,7 +103,9 @@ def tenants_set(name: Name, *, given: Mapping[str, Any], source: Source = None, 
 
 @tenants_app.command("rm")
 def tenants_rm(name: Name, as_json: Json = False) -> None:
-    """Remove a tenant and revoke its API keys. Its open sessions expire. The name cannot be registered again: the tenant's data may still be stored."""
+    """Remove a tenant and revoke its API keys. Its open sessions expire. The name cannot be registered again: the
+    tenant's data may still be stored.
+    """
 
     async def work() -> int:
         async with open_deployment("admin") as deployment:
@@ -115,7 +129,11 @@ def keys_ls(tenant: Annotated[str | None, typer.Argument(help="Of one tenant.")]
             return await deployment.keys.all()
 
     found = run_work(work(), as_json).items()
-    rows = [_key_json(key_id, key) for key_id, key in found if tenant is None or (isinstance(key, ApiKeyRecord) and key.tenant == tenant)]
+    rows = [
+        _key_json(key_id, key)
+        for key_id, key in found
+        if tenant is None or (isinstance(key, ApiKeyRecord) and key.tenant == tenant)
+    ]
     if as_json:
         typer.echo(json.dumps(rows))
         return
@@ -127,11 +145,15 @@ def keys_ls(tenant: Annotated[str | None, typer.Argument(help="Of one tenant.")]
 def keys_add(
     tenant: Annotated[str, typer.Argument(help="The tenant that the key is for.")],
     role: Annotated[
-        Role, typer.Option("--role", help="tenant: calls for this tenant; operator: for any; admin: also sets what tenants may have.")
+        Role,
+        typer.Option(
+            "--role", help="tenant: calls for this tenant; operator: for any; admin: also sets what tenants may have."
+        ),
     ] = "tenant",
     name: Annotated[str, typer.Option("--name", help="Whose key it is, for recognition.")] = "",
     expires_in: Annotated[
-        str | None, typer.Option("--expires-in", help="How long it holds: 90d, 12h, 30m, 60s. Else until it is revoked.")
+        str | None,
+        typer.Option("--expires-in", help="How long it holds: 90d, 12h, 30m, 60s. Else until it is revoked."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -147,17 +169,23 @@ def keys_add(
     typer.echo(json.dumps(made) if as_json else made["key"])
     if not as_json:
         until = f"until {made['expires']}" if made["expires"] else "until it is revoked"
-        typer.echo(f"key {made['id']} of tenant {tenant}, role {role}, {until}; keep it now, it is not shown again", err=True)
+        typer.echo(
+            f"key {made['id']} of tenant {tenant}, role {role}, {until}; keep it now, it is not shown again", err=True
+        )
 
 
 @keys_app.command("rm")
-def keys_rm(key_id: Annotated[str, typer.Argument(help="The key's id, as ls shows it.")], as_json: Json = False) -> None:
+def keys_rm(
+    key_id: Annotated[str, typer.Argument(help="The key's id, as ls shows it.")], as_json: Json = False
+) -> None:
     """Revoke a key: within 2 seconds it opens nothing any more."""
 
     async def work() -> None:
         async with open_deployment("admin") as deployment:
             if not await deployment.keys.revoke(key_id):
-                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"there is no key {key_id[:64]}: see `toolcrew tenants keys ls`")
+                raise ToolFailure(
+                    ErrorCode.INVALID_ARGUMENTS, f"there is no key {key_id[:64]}: see `toolcrew tenants keys ls`"
+                )
 
     run_work(work(), as_json)
     typer.echo(json.dumps({"id": key_id, "state": "revoked"}) if as_json else f"{key_id} is revoked")
@@ -201,7 +229,12 @@ def _key_json(key_id: str, key: ApiKeyRecord | ConfigError) -> dict[str, Any]:
         return {"id": key_id, "state": str(key)}
     is_over = key.expires_at is not None and key.expires_at <= datetime.now(UTC).timestamp()
     told = {"id": key_id, "tenant": key.tenant, "role": key.role, "name": key.name, "tail": key.tail}
-    return {**told, "created": _when(key.created_at), "expires": _when(key.expires_at), "state": "expired" if is_over else "valid"}
+    return {
+        **told,
+        "created": _when(key.created_at),
+        "expires": _when(key.expires_at),
+        "state": "expired" if is_over else "valid",
+    }
 
 
 def _when(at: float | None) -> str | None:
@@ -211,7 +244,9 @@ def _when(at: float | None) -> str | None:
 def _parse_duration(text: str) -> float:
     found = re.fullmatch(r"([1-9][0-9]{0,8})([smhd])", text)
     if found is None:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"--expires-in: '{text[:32]}' is no duration: write 90d, 12h, 30m or 60s")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"--expires-in: '{text[:32]}' is no duration: write 90d, 12h, 30m or 60s"
+        )
     return float(int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]])
 
 

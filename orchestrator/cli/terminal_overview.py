@@ -1,4 +1,6 @@
-"""The lines in which `toolcrew top` shows a deployment, for any width and height: of each table the busiest rows, and how many there are more."""
+"""The lines in which `toolcrew top` shows a deployment, for any width and height: of each table the busiest rows, and
+how many there are more.
+"""
 
 import textwrap
 from collections.abc import Sequence
@@ -18,7 +20,14 @@ VIEWS: tuple[View, ...] = ("all", "hosts", "queues", "tenants", "batches")
 KEYS = "q ends  left, right: one table  up, down: its rows"
 _NAME_CELLS = 48
 """At most: figures far from their names are read on the wrong line."""
-_STYLES = {"serving": "green", "unhealthy": "red", "draining": "yellow", "restarting": "yellow", "paused": "yellow", "unreadable": "red"}
+_STYLES = {
+    "serving": "green",
+    "unhealthy": "red",
+    "draining": "yellow",
+    "restarting": "yellow",
+    "paused": "yellow",
+    "unreadable": "red",
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Shown:
-    """What is on the screen: all tables, or one of them from its row `offset` on. `trouble`: why what is shown is not of now."""
+    """What is on the screen: all tables, or one of them from its row `offset` on. `trouble`: why what is shown is not
+    of now.
+    """
 
     overview: Overview | None
     trouble: str = ""
@@ -157,7 +168,12 @@ def _one_table(table: Table, offset: int, width: int, room: int) -> list[Text]:
     more = len(rows) - fits
     shown = rows if more <= 0 else rows[: max(0, fits - 1)] if fits > 1 else rows[:fits]
     lines = [
-        Text("  ".join(_cell(title, cell, is_name=at == 0) for at, (title, cell) in enumerate(zip(table.titles, widths, strict=True))))
+        Text(
+            "  ".join(
+                _cell(title, cell, is_name=at == 0)
+                for at, (title, cell) in enumerate(zip(table.titles, widths, strict=True))
+            )
+        )
     ]
     lines[0].stylize("bold cyan")
     lines += [_row(row, widths) for row in shown]

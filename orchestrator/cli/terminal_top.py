@@ -20,7 +20,14 @@ from store.overview import OverviewReader
 
 EVERY_S = 1.0
 READ_WITHIN_S = 3.0
-_ARROWS = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1b[C": "right", b"\x1b[D": "left", b"\x1bOA": "up", b"\x1bOB": "down"}
+_ARROWS = {
+    b"\x1b[A": "up",
+    b"\x1b[B": "down",
+    b"\x1b[C": "right",
+    b"\x1b[D": "left",
+    b"\x1bOA": "up",
+    b"\x1bOB": "down",
+}
 _ARROWS |= {b"\x1bOC": "right", b"\x1bOD": "left"}
 
 
@@ -62,7 +69,9 @@ class LiveOverview:
             except BrokerUnavailable as error:
                 self._shown = replace(self._shown, trouble=str(error))
             except TimeoutError:
-                self._shown = replace(self._shown, trouble=f"Redis has not answered for {READ_WITHIN_S:g} s: see that it is up")
+                self._shown = replace(
+                    self._shown, trouble=f"Redis has not answered for {READ_WITHIN_S:g} s: see that it is up"
+                )
             self._changed.set()
             await asyncio.sleep(max(0.0, next_at - loop.time()))
 

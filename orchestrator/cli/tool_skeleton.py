@@ -1,4 +1,6 @@
-"""A package for a tool of an operator's own, as `toolcrew tools new` writes it: entry point, typed function, limit, and a test that passes."""
+"""A package for a tool of an operator's own, as `toolcrew tools new` writes it: entry point, typed function, limit, and
+a test that passes.
+"""
 
 import builtins
 import importlib.metadata
@@ -55,8 +57,9 @@ def refuse_blank(given: Mapping[str, Any]) -> str | None:
     return None if given["table"].strip() else "give a table with at least one line"
 
 
-# timeout_s: the hard limit of a call in seconds, after which the worker stops it wherever it is. read_only and idempotent: it changes nothing,
-# so it may run beside others and be sent again. One that acts on the world says neither, and requires_permission=True where a person is to be asked.
+# timeout_s: the hard limit of a call in seconds, after which the worker stops it wherever it is. read_only and
+# idempotent: it changes nothing, so it may run beside others and be sent again. One that acts on the world says
+# neither, and requires_permission=True where a person is to be asked.
 @tool(timeout_s=10, read_only=True, idempotent=True, validators=[refuse_blank])
 def {name}(table: str, column: str, separator: Literal["comma", "semicolon", "tab"] = "comma") -> dict[str, float]:
     """Sum up a column of a table: how many numbers it has, and their sum.
@@ -77,7 +80,8 @@ def {name}(table: str, column: str, separator: Literal["comma", "semicolon", "ta
     try:
         numbers = [float(line.split(SEPARATORS[separator])[place]) for line in lines if line.strip()]
     except (ValueError, IndexError):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the column '{{column}}' needs a number in every line") from None
+        problem = f"the column '{{column}}' needs a number in every line"
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, problem) from None
     return {{"numbers": len(numbers), "sum": sum(numbers)}}
 '''
 
@@ -103,7 +107,8 @@ def test_a_column_is_summed_up():
 
 def test_a_model_is_told_what_it_can_do_about_a_failure():
     result = WORKER.call("{name}", {{"table": TABLE, "column": "price"}})
-    assert (result.error_code, result.error) == (ErrorCode.NO_MATCH, "there is no column 'price': the columns are fruit, pieces")
+    assert result.error_code == ErrorCode.NO_MATCH
+    assert result.error == "there is no column 'price': the columns are fruit, pieces"
 
 
 def test_arguments_that_do_not_fit_never_reach_the_function():
@@ -140,14 +145,18 @@ How tools get state, configuration and the model of their caller: `docs/custom-t
 
 
 def write_skeleton(name: str, folder: Path) -> tuple[Path, list[str]]:
-    """Make the package of a tool called `name` in a new folder of that name within `folder`. Gives it, and the files in it.
+    """Make the package of a tool called `name` in a new folder of that name within `folder`. Gives it, and the files in
+    it.
 
-    Raises ConfigError with what to do, and writes nothing then: a name that is none or is taken, a folder that is there already or cannot be made.
+    Raises ConfigError with what to do, and writes nothing then: a name that is none or is taken, a folder that is there
+    already or cannot be made.
     """
     target = folder / name
     _check_name(name)
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target} is there already, and nothing is overwritten: choose another NAME, or another folder with --dir")
+        raise ConfigError(
+            f"{target} is there already, and nothing is overwritten: choose another NAME, or another folder with --dir"
+        )
     _check_importable(name)
     files = build_skeleton(name)
     try:
@@ -162,7 +171,12 @@ def write_skeleton(name: str, folder: Path) -> tuple[Path, list[str]]:
 
 def build_skeleton(name: str) -> dict[str, str]:
     """Path within the package -> text."""
-    templates = {"pyproject.toml": _PYPROJECT, "README.md": _README, f"{name}.py": _MODULE, f"tests/test_{name}.py": _TEST}
+    templates = {
+        "pyproject.toml": _PYPROJECT,
+        "README.md": _README,
+        f"{name}.py": _MODULE,
+        f"tests/test_{name}.py": _TEST,
+    }
     return {path: text.format(name=name, package=_package(name)) for path, text in templates.items()}
 
 
@@ -171,7 +185,8 @@ def _check_name(name: str) -> None:
         fitting = re.sub(r"[^a-z0-9]+", "_", name.lower()).lstrip("_0123456789")[:MAX_NAME].rstrip("_")
         hint = f", such as {fitting}" if fitting else ""
         raise ConfigError(
-            f"'{name}' is no name for a tool and its module: write 1 to {MAX_NAME} small letters and digits, a letter first, with single '_' between{hint}"
+            f"'{name}' is no name for a tool and its module: write 1 to {MAX_NAME} small letters and digits, a letter "
+            f"first, with single '_' between{hint}"
         )
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or hasattr(builtins, name):
         raise ConfigError(f"'{name}' is a word of Python's own: choose another, such as {name}_tool")
@@ -186,7 +201,10 @@ def _check_importable(name: str) -> None:
     except (ImportError, ValueError):
         is_taken = True
     if is_taken or _is_installed(_package(name)):
-        raise ConfigError(f"'{name}' is the name of a Python module or package that is installed here: choose another, such as {name}_tool")
+        raise ConfigError(
+            f"'{name}' is the name of a Python module or package that is installed here: choose another, such as "
+            f"{name}_tool"
+        )
 
 
 def _is_installed(package: str) -> bool:

@@ -24,7 +24,9 @@ OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="For that tenan
 
 @tools_app.command("ls")
 def tools_ls(tenant: Tenant = None, as_json: Json = False) -> None:
-    """List every tool of the pool with its state for the tenant: enabled, disabled (turned off), or forbidden by its policy. A model gets those that are enabled."""
+    """List every tool of the pool with its state for the tenant: enabled, disabled (turned off), or forbidden by its
+    policy. A model gets those that are enabled.
+    """
 
     async def work() -> list[ToolState]:
         async with open_client(tenant) as client:
@@ -40,7 +42,9 @@ def tools_ls(tenant: Tenant = None, as_json: Json = False) -> None:
 
 @tools_app.command("show")
 def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -> None:
-    """One tool: whether it is enabled for the tenant, and its page: description, parameters, limits, flags. Operators see for which tenants it is off."""
+    """One tool: whether it is enabled for the tenant, and its page: description, parameters, limits, flags. Operators
+    see for which tenants it is off.
+    """
 
     async def work() -> tuple[ToolState, dict[str, Switch]]:
         async with open_client(tenant) as client:
@@ -49,7 +53,11 @@ def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -> None
 
     state, others = run_work(work(), as_json)
     if as_json:
-        typer.echo(json.dumps(state_json(state) | {"tenants": {tenant: _switch_json(switch) for tenant, switch in others.items()}}))
+        typer.echo(
+            json.dumps(
+                state_json(state) | {"tenants": {tenant: _switch_json(switch) for tenant, switch in others.items()}}
+            )
+        )
         return
     head, *rest = state_lines(state)
     _print([head, *(f"for tenant {tenant}: {_told(switch)}" for tenant, switch in others.items()), *rest])
@@ -87,10 +95,14 @@ def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = False) -
 @tools_app.command("new")
 def tools_new(
     name: Annotated[str, typer.Argument(help="The tool: small letters, digits and '_'.")],
-    folder: Annotated[Path, typer.Option("--dir", help="Where the folder NAME is made; made itself where it is missing.")] = Path(),
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Where the folder NAME is made; made itself where it is missing.")
+    ] = Path(),
     as_json: Json = False,
 ) -> None:
-    """Make a package for a tool of your own: a typed function with a hard limit, the entry point by which workers find it, and a test that passes."""
+    """Make a package for a tool of your own: a typed function with a hard limit, the entry point by which workers find
+    it, and a test that passes.
+    """
     try:
         check_environment()
         target, files = write_skeleton(name, folder)
@@ -131,7 +143,10 @@ def _told(switch: Switch) -> str:
 def _require_pool() -> None:
     """Raises ConfigError without a pool that outlives this command."""
     if load_settings().redis_url is None:
-        raise ConfigError("TOOLCREW_REDIS_URL is not set, and a switch of a stack that ends with this command would mean nothing: set it")
+        raise ConfigError(
+            "TOOLCREW_REDIS_URL is not set, and a switch of a stack that ends with this command would mean nothing: "
+            "set it"
+        )
 
 
 def _print_switched(name: str, now: str, tenant: str | None, state: ToolState | None, as_json: bool) -> None:
@@ -144,7 +159,9 @@ def _print_switched(name: str, now: str, tenant: str | None, state: ToolState | 
     elif state.state != now:
         # Turned on where the other kind of switch keeps it off.
         told += (
-            ", and it stays off for everybody" if state.scope == "everywhere" else f", and it stays off for {tenant or 'this tenant'} alone"
+            ", and it stays off for everybody"
+            if state.scope == "everywhere"
+            else f", and it stays off for {tenant or 'this tenant'} alone"
         )
     _print([told])
 

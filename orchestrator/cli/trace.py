@@ -27,7 +27,8 @@ from orchestrator.traces.stats import TraceStats, gather_stats
 from orchestrator.traces.text_view import build_json, build_lines
 
 trace_app = typer.Typer(
-    no_args_is_help=True, help="Traces: what each run did, line by line; exported, counted, and its tool calls run again."
+    no_args_is_help=True,
+    help="Traces: what each run did, line by line; exported, counted, and its tool calls run again.",
 )
 
 Name = Annotated[str, typer.Argument(help="A run's id, or the path of its trace.")]
@@ -53,7 +54,9 @@ def trace_show(
 @trace_app.command("view")
 def trace_view(
     name: Name,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where the page goes. Else beside the trace.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Where the page goes. Else beside the trace.")
+    ] = None,
     opens: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = True,
     tenant: Whose = None,
     as_json: Json = False,
@@ -91,9 +94,14 @@ def trace_stats(
 @trace_app.command("export")
 def trace_export(
     name: Name,
-    to: Annotated[Literal["atif", "openai", "traj", "otel"], typer.Option("--to", help="The format: docs/traces.md tells of each.")],
+    to: Annotated[
+        Literal["atif", "openai", "traj", "otel"],
+        typer.Option("--to", help="The format: docs/traces.md tells of each."),
+    ],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A file. Else stdout.")] = None,
-    with_content: Annotated[bool, typer.Option("--with-content", help="otel: texts, arguments and results, too.")] = False,
+    with_content: Annotated[
+        bool, typer.Option("--with-content", help="otel: texts, arguments and results, too.")
+    ] = False,
     tenant: Whose = None,
 ) -> None:
     """One run in a format of others."""
@@ -117,19 +125,29 @@ def trace_export(
 @trace_app.command("replay")
 def trace_replay(
     name: Name,
-    workspace: Annotated[Path | None, typer.Option("--workspace", help="A folder, an archive or a git bundle to begin with.")] = None,
+    workspace: Annotated[
+        Path | None, typer.Option("--workspace", help="A folder, an archive or a git bundle to begin with.")
+    ] = None,
     restore: Annotated[str | None, typer.Option("--restore", help="A checkpoint to begin with, by its id.")] = None,
     image: Annotated[str | None, typer.Option("--image", help="The sandbox's image.")] = None,
-    network: Annotated[Literal["none", "egress"] | None, typer.Option("--network", help="Else as the tenant's class says.")] = None,
-    ignore: Annotated[list[str] | None, typer.Option("--ignore", help="What matches this regular expression counts as the same.")] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Times, numbers of processes and names made by chance count, too.")] = False,
+    network: Annotated[
+        Literal["none", "egress"] | None, typer.Option("--network", help="Else as the tenant's class says.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option("--ignore", help="What matches this regular expression counts as the same.")
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Times, numbers of processes and names made by chance count, too.")
+    ] = False,
     outside: Annotated[
         bool, typer.Option("--outside", help="Run calls that act outside of the sandbox (web, own tools) again, too.")
     ] = False,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Run the tool calls of a trace (native, or ATIF) again in a fresh session, and show what differs. Exit code 0 the same, 1 not, or not all could be run."""
+    """Run the tool calls of a trace (native, or ATIF) again in a fresh session, and show what differs. Exit code 0 the
+    same, 1 not, or not all could be run.
+    """
 
     async def work() -> ReplayReport:
         patterns = _compile(ignore or [])
@@ -187,7 +205,9 @@ def _compile(texts: list[str]) -> list[re.Pattern[str]]:
         try:
             patterns.append(re.compile(text))
         except re.error as error:
-            raise ConfigError(f"--ignore '{text}' is no regular expression ({error}): mend it, or escape its special characters") from error
+            raise ConfigError(
+                f"--ignore '{text}' is no regular expression ({error}): mend it, or escape its special characters"
+            ) from error
     return patterns
 
 
@@ -198,8 +218,18 @@ def _can_run(call: RecordedCall) -> bool:
 def _show_replayed(one: Replayed) -> None:
     arguments = json.dumps(one.call.arguments, ensure_ascii=False)
     shown = arguments if len(arguments) <= 200 else f"{arguments[:200]}... ({len(arguments)} characters)"
-    word = {"same": "same", "different": "DIFFERENT", "unfit": "CANNOT BE RUN", "unrun": "not run", "outside": "left alone"}[one.state]
-    lines = [f"{word}  {one.call.tool} {shown}", *([f"   {one.why}"] if one.why else []), *(f"   {line}" for line in one.diff)]
+    word = {
+        "same": "same",
+        "different": "DIFFERENT",
+        "unfit": "CANNOT BE RUN",
+        "unrun": "not run",
+        "outside": "left alone",
+    }[one.state]
+    lines = [
+        f"{word}  {one.call.tool} {shown}",
+        *([f"   {one.why}"] if one.why else []),
+        *(f"   {line}" for line in one.diff),
+    ]
     for line in lines:
         typer.echo(escape_controls(line))
 
@@ -213,7 +243,10 @@ def _stats_lines(stats: dict[str, Any]) -> list[str]:
         lines.append(f"of {stats['faulty']} not all lines can be read: `toolcrew trace show RUN` says why")
     cost = f", cost {stats['cost']:.4f}" if stats["cost"] is not None else ""
     lines.append(f"{stats['prompt_tokens']} + {stats['completion_tokens']} tokens{cost}")
-    rows = [{"tool": name, **told, "p50": _seconds(told["p50_s"]), "p95": _seconds(told["p95_s"])} for name, told in stats["tools"].items()]
+    rows = [
+        {"tool": name, **told, "p50": _seconds(told["p50_s"]), "p95": _seconds(told["p95_s"])}
+        for name, told in stats["tools"].items()
+    ]
     return [*lines, *(table_rows(rows, ("tool", "count", "errors", "p50", "p95")) if rows else [])]
 
 

@@ -1,4 +1,6 @@
-"""What `toolcrew run` leaves of a run: its trace, and its trajectory as a file of the user's. The answer is never lost by it."""
+"""What `toolcrew run` leaves of a run: its trace, and its trajectory as a file of the user's. The answer is never lost
+by it.
+"""
 
 import json
 import os
@@ -16,7 +18,9 @@ from orchestrator.traces.recorder import trace_path
 
 
 class Leaving:
-    """A trace, with `wants_trace` or where TOOLCREW_TRACES is set; `output`: made of it, the run's trajectory; or neither."""
+    """A trace, with `wants_trace` or where TOOLCREW_TRACES is set; `output`: made of it, the run's trajectory; or
+    neither.
+    """
 
     def __init__(self, output: Path | None, wants_trace: bool) -> None:
         """Raises ConfigError for a file that cannot be written, before anything is paid for."""
@@ -43,7 +47,8 @@ class Leaving:
             path = trace_path(self._folder, tenant, self._run)
             if not path.is_file():
                 raise ConfigError(
-                    f"the trace {path} could not be written: mend the rights of its folder, or set TOOLCREW_TRACES to another"
+                    f"the trace {path} could not be written: mend the rights of its folder, or set TOOLCREW_TRACES to "
+                    "another"
                 )
             self._trace = load_trace(path)
             if self._output is not None:
@@ -85,5 +90,11 @@ def write_private(path: Path, text: str) -> None:
 def _check(output: Path) -> None:
     is_writable = os.access(output if output.exists() else output.parent, os.W_OK)
     if output.is_dir() or not output.parent.is_dir() or not is_writable:
-        why = "it is a folder" if output.is_dir() else "its folder is not there" if not output.parent.is_dir() else "its rights forbid it"
+        why = (
+            "it is a folder"
+            if output.is_dir()
+            else "its folder is not there"
+            if not output.parent.is_dir()
+            else "its rights forbid it"
+        )
         raise ConfigError(f"{output} cannot be written ({why}): give another file with -o")

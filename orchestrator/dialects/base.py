@@ -17,7 +17,8 @@ class CallRequested:
     """A complete, well-formed request for a tool. The consumer runs it before it handles the next event.
 
     `model_id`: the id under which the model expects the result, "" when the dialect has none. `call.id` is always ours.
-    `is_text`: the argument values are strings that the schema may coerce. `is_parallel`: the model asked for several calls at once.
+    `is_text`: the argument values are strings that the schema may coerce. `is_parallel`: the model asked for several
+    calls at once.
     """
 
     call: ToolCall
@@ -29,7 +30,9 @@ class CallRequested:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A request for a tool that cannot be run. `call_id` ties the error observation to it; `reason` tells the model how to write it."""
+    """A request for a tool that cannot be run. `call_id` ties the error observation to it; `reason` tells the model how
+    to write it.
+    """
 
     call_id: str
     name: str | None
@@ -57,8 +60,8 @@ class ReplyReader(Protocol):
     def feed(self, chunk: Chunk) -> list[Event]: ...
 
     def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
-        """The last events and the end. In a reply cut by `length` the last call, complete or not, comes as MalformedCall; in one whose
-        stream broke off (`is_broken`) every call that has not come out yet does."""
+        """The last events and the end. In a reply cut by `length` the last call, complete or not, comes as
+        MalformedCall; in one whose stream broke off (`is_broken`) every call that has not come out yet does."""
         ...
 
 
@@ -70,7 +73,9 @@ class Dialect(Protocol):
 
     @property
     def max_repairs(self) -> int | None:
-        """How many replies in a row may be nothing but malformed calls before the run stops; None: as the run's options say."""
+        """How many replies in a row may be nothing but malformed calls before the run stops; None: as the run's options
+        say.
+        """
         ...
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str: ...
@@ -80,7 +85,8 @@ class Dialect(Protocol):
         ...
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
-        """A reader for the reply of that step; made-up call ids contain run, step and index, so they are unique and repeatable.
+        """A reader for the reply of that step; made-up call ids contain run, step and index, so they are unique and
+        repeatable.
 
         `reads_tags` off: tags in the text are text, in every dialect.
         """

@@ -57,7 +57,9 @@ _OPENING = re.compile(r'\{\s*"(?:tool|arguments|reply)"\s*:')
 
 @dataclass(frozen=True)
 class ToolDecisionOutput:
-    """A decision. `tool` None: `reply` is the answer; else the tool to call, and `reply` is what the model says beside it, mostly None."""
+    """A decision. `tool` None: `reply` is the answer; else the tool to call, and `reply` is what the model says beside
+    it, mostly None.
+    """
 
     tool: str | None
     arguments: dict[str, Any]
@@ -65,7 +67,9 @@ class ToolDecisionOutput:
 
 
 def build_decision_schema(specs: Sequence[ToolSpec]) -> dict[str, Any]:
-    """The strict form of TOOL_DECISION_SCHEMA with the names and parameters of these tools, for servers that constrain a reply to a schema."""
+    """The strict form of TOOL_DECISION_SCHEMA with the names and parameters of these tools, for servers that constrain
+    a reply to a schema.
+    """
     calls = [
         {
             "type": "object",
@@ -79,19 +83,23 @@ def build_decision_schema(specs: Sequence[ToolSpec]) -> dict[str, Any]:
 
 
 def _standing_alone(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters as a part of another schema, where references to their own root would lead elsewhere; loosely, when they need those."""
+    """The parameters as a part of another schema, where references to their own root would lead elsewhere; loosely,
+    when they need those.
+    """
     plain = plain_schema(parameters)
     return {"type": "object"} if '"$ref"' in json.dumps(plain) else plain
 
 
 def parse_tool_decision(text: str) -> ToolDecisionOutput:
-    """The decision that `text` is, wholly; one code fence around it is let pass. Raises ValueError with a sentence for the model."""
+    """The decision that `text` is, wholly; one code fence around it is let pass. Raises ValueError with a sentence for
+    the model.
+    """
     return _decision(_unfenced(strip_thinking(text).strip()))
 
 
 def find_tool_decision(text: str) -> tuple[str, ToolDecisionOutput | None, str]:
-    """The first decision in `text`, with the words before and behind it; all of `text` and None when there is none that is legal. What the
-    model only thinks of is none."""
+    """The first decision in `text`, with the words before and behind it; all of `text` and None when there is none that
+    is legal. What the model only thinks of is none."""
     answer_at = len(text) - len(strip_thinking(text))
     for opening in itertools.islice(_OPENING.finditer(text, answer_at), MAX_OPENINGS):
         start = opening.start()

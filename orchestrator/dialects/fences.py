@@ -11,7 +11,9 @@ _Place = Literal["indent", "run", "info", "other"]
 
 
 class FenceTracker:
-    """Knows whether the place it has been fed up to lies inside a code fence. Keeps counts, no text: a line may be of any length."""
+    """Knows whether the place it has been fed up to lies inside a code fence. Keeps counts, no text: a line may be of
+    any length.
+    """
 
     def __init__(self) -> None:
         self._fence, self._fence_length = "", 0
@@ -75,6 +77,11 @@ class FenceTracker:
         if not self._fence:
             if self._opens():
                 self._fence, self._fence_length = self._character, self._length
-        elif self._opens() and self._character == self._fence and self._length >= self._fence_length and not self._has_info:
+        elif (
+            self._opens()
+            and self._character == self._fence
+            and self._length >= self._fence_length
+            and not self._has_info
+        ):
             self._fence = ""
         self._start_line()

@@ -31,15 +31,17 @@ Call one tool at a time. Its result comes in the next message. When you know the
 
 
 Parse = Callable[[str], tuple[str, ToolDecisionOutput | None, str]]
-"""The decision in a reply, with the words before and behind it; None: the reply is plain text. Raises ValueError for what is to be written
-again."""
+"""The decision in a reply, with the words before and behind it; None: the reply is plain text. Raises ValueError for
+what is to be written again."""
 
 
 class JsonDecisionDialect:
-    """One decision per reply. `has_schema`: the server takes `response_format` json_schema and holds the reply to it; else only the prompt
-    asks for it. A reply that is no decision is answered with how to write one, once; the next such reply ends the run as it stands.
+    """One decision per reply. `has_schema`: the server takes `response_format` json_schema and holds the reply to it;
+    else only the prompt asks for it. A reply that is no decision is answered with how to write one, once; the next such
+    reply ends the run as it stands.
 
-    `parse`: reads a whole reply. `closing_hint` ends the last result, `worked_example` the prompt; both are for small models.
+    `parse`: reads a whole reply. `closing_hint` ends the last result, `worked_example` the prompt; both are for small
+    models.
     """
 
     name = "json"

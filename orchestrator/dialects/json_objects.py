@@ -7,15 +7,24 @@ from contract.json_limits import has_more_values_in_text
 from contract.schema import MAX_VALUES
 from orchestrator.dialects.surrogates import join_surrogates
 
-_JSON_TYPES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
+_JSON_TYPES = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
 
 
 def parse_json_object(raw: str, what: str) -> dict[str, Any]:
-    """The object that `raw` is. Raises ValueError with a sentence about `what` ("the arguments"): invalid JSON, another type, NaN, a
-    number beyond floats, a key that comes twice, nesting too deep, more than twice MAX_VALUES values."""
+    """The object that `raw` is. Raises ValueError with a sentence about `what` ("the arguments"): invalid JSON, another
+    type, NaN, a number beyond floats, a key that comes twice, nesting too deep, more than twice MAX_VALUES values."""
     be = "are" if what.endswith("s") else "is"
     if has_more_values_in_text(raw, MAX_VALUES):
-        raise ValueError(f"{what} {be} nested too deep or too large: at most {MAX_VALUES} values can be passed, more in a file")
+        raise ValueError(
+            f"{what} {be} nested too deep or too large: at most {MAX_VALUES} values can be passed, more in a file"
+        )
     try:
         value = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
         if isinstance(value, dict) and "\\ud" in raw.lower():

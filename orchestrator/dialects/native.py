@@ -1,4 +1,6 @@
-"""The native dialect: tools in the request's `tools`, calls in the reply's `tool_calls` deltas, results as tool messages."""
+"""The native dialect: tools in the request's `tools`, calls in the reply's `tool_calls` deltas, results as tool
+messages.
+"""
 
 from collections.abc import Sequence
 
@@ -19,8 +21,8 @@ __all__ = ["MalformedNativeCall", "NativeCall", "NativeCallAssembler", "NativeDi
 class NativeDialect:
     """Native tool calls. Tags in the text are read as well, but run only in a reply without native calls, at its end.
 
-    `short_ids`: ids of nine alphanumerics in the messages, which Mistral's templates insist on. `parallel`: ask for several calls at once, of
-    servers that take the field.
+    `short_ids`: ids of nine alphanumerics in the messages, which Mistral's templates insist on. `parallel`: ask for
+    several calls at once, of servers that take the field.
     """
 
     name = "native"

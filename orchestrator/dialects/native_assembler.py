@@ -1,4 +1,6 @@
-"""Assembles streamed native tool calls, whose deltas are only nominally OpenAI's (docs/dialects.md lists the quirks)."""
+"""Assembles streamed native tool calls, whose deltas are only nominally OpenAI's (docs/dialects.md lists the
+quirks).
+"""
 
 import json
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ NO_NAME = "the call has no tool name"
 
 @dataclass(frozen=True)
 class NativeCall:
-    """A call whose arguments are a JSON object. `id` is the model's, made up when it sent none. `position`: its place in the reply."""
+    """A call whose arguments are a JSON object. `id` is the model's, made up when it sent none. `position`: its place
+    in the reply.
+    """
 
     id: str
     name: str
@@ -68,7 +72,8 @@ class NativeCallAssembler:
         self.has_calls = False
 
     def feed(self, chunk: Chunk) -> list[Text]:
-        """The text of one `chat.completion.chunk`. Calls come at `finish`: until then a fragment may still belong to any of them.
+        """The text of one `chat.completion.chunk`. Calls come at `finish`: until then a fragment may still belong to
+        any of them.
 
         Raises ModelRefused for a reply that is longer than MAX_REPLY_CHARS.
         """
@@ -96,7 +101,9 @@ class NativeCallAssembler:
         return [Text(tail)]
 
     def finish(self, strict: bool = True) -> Reply:
-        """The reply. When `strict`, raises ValueError with tool name and raw arguments of the first malformed call; else lists them."""
+        """The reply. When `strict`, raises ValueError with tool name and raw arguments of the first malformed call;
+        else lists them.
+        """
         self.flush()
         reply = Reply("".join(self._text), [], self._finish_reason, [])
         used: set[str] = set()
@@ -109,7 +116,9 @@ class NativeCallAssembler:
             if isinstance(finished, NativeCall):
                 reply.calls.append(finished)
             elif strict:
-                raise ValueError(f"tool call {finished.name or '(no name)'}: {finished.reason}; raw arguments: {finished.raw}")
+                raise ValueError(
+                    f"tool call {finished.name or '(no name)'}: {finished.reason}; raw arguments: {finished.raw}"
+                )
             else:
                 reply.malformed.append(finished)
         return reply
@@ -137,7 +146,9 @@ class NativeCallAssembler:
     def _grow(self, chars: int) -> None:
         self._chars += chars
         if self._chars > MAX_REPLY_CHARS:
-            raise ModelRefused(f"the reply of the model is longer than {MAX_REPLY_CHARS} characters: see whether its server works")
+            raise ModelRefused(
+                f"the reply of the model is longer than {MAX_REPLY_CHARS} characters: see whether its server works"
+            )
 
 
 def _first_choice(chunk: Chunk) -> dict[str, Any] | None:
@@ -149,7 +160,9 @@ def _first_choice(chunk: Chunk) -> dict[str, Any] | None:
 
 
 def _argument_text(arguments: Any) -> str:
-    """A fragment as text. Objects (some servers send them whole) become JSON, other oddities too: then the parse refuses them."""
+    """A fragment as text. Objects (some servers send them whole) become JSON, other oddities too: then the parse
+    refuses them.
+    """
     if isinstance(arguments, str):
         return arguments
     if arguments is None:

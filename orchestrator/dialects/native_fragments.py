@@ -9,7 +9,9 @@ LONGEST_NAME = 256
 
 @dataclass
 class PartialCall:
-    """A call in the making. Arguments stay a list of fragments until the reply has ended: joining at each delta would be quadratic."""
+    """A call in the making. Arguments stay a list of fragments until the reply has ended: joining at each delta would
+    be quadratic.
+    """
 
     index: int
     id: str = ""
@@ -37,7 +39,9 @@ def parse_fragment(entry: Any) -> Fragment | None:
         return None
     function = entry.get("function")
     function = function if isinstance(function, dict) else {}
-    return Fragment(_index(entry.get("index")), _text(entry.get("id")), _text(function.get("name")), function.get("arguments"))
+    return Fragment(
+        _index(entry.get("index")), _text(entry.get("id")), _text(function.get("name")), function.get("arguments")
+    )
 
 
 def _index(value: Any) -> int | None:

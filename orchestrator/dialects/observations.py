@@ -1,4 +1,6 @@
-"""Observations: the messages that tell a model the results of its calls, in the transcript and in the form that servers take."""
+"""Observations: the messages that tell a model the results of its calls, in the transcript and in the form that servers
+take.
+"""
 
 from collections.abc import Sequence
 
@@ -13,13 +15,16 @@ NAMELESS_TOOL = "the tool"
 
 def build_tool_messages(results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
     """A tool message for each result, in order."""
-    return [{"role": "tool", "tool_call_id": call_id, "name": result.name, "content": result.text()} for call_id, result in results]
+    return [
+        {"role": "tool", "tool_call_id": call_id, "name": result.name, "content": result.text()}
+        for call_id, result in results
+    ]
 
 
 def build_wire_messages(messages: Sequence[Message], closing_hint: str = "") -> list[Message]:
-    """The transcript as servers take it. They refuse a tool message that no native call precedes, and many chat templates two user
-    messages in a row: results of calls by tag share one user message, which `closing_hint` ends. So do tool messages of a history whose
-    call is not in it.
+    """The transcript as servers take it. They refuse a tool message that no native call precedes, and many chat
+    templates two user messages in a row: results of calls by tag share one user message, which `closing_hint` ends. So
+    do tool messages of a history whose call is not in it.
     """
     wire: list[Message] = []
     asked: set[str] = set()
@@ -29,10 +34,14 @@ def build_wire_messages(messages: Sequence[Message], closing_hint: str = "") -> 
             if message.get("tool_call_id") in asked:
                 wire.append({key: value for key, value in message.items() if key != "name"})
             else:
-                sections.append(f"Tool result for {message.get('name') or NAMELESS_TOOL}:\n{message.get('content') or ''}")
+                sections.append(
+                    f"Tool result for {message.get('name') or NAMELESS_TOOL}:\n{message.get('content') or ''}"
+                )
             continue
         _flush(wire, sections, closing_hint)
-        asked = {entry["id"] for entry in message.get("tool_calls") or ()} if message.get("role") == "assistant" else set()
+        asked = (
+            {entry["id"] for entry in message.get("tool_calls") or ()} if message.get("role") == "assistant" else set()
+        )
         wire.append(message)
     _flush(wire, sections, closing_hint)
     return wire

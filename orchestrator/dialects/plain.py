@@ -9,7 +9,9 @@ from orchestrator.models.base import Message, ModelRequest
 
 
 class PlainDialect(NativeDialect):
-    """For requests that a program has written itself: nothing is said in front of them, and nothing in the reply is taken for a call in tags."""
+    """For requests that a program has written itself: nothing is said in front of them, and nothing in the reply is
+    taken for a call in tags.
+    """
 
     name = "plain"
 

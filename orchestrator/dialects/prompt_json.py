@@ -1,4 +1,6 @@
-"""The deprecated fallback for models without function calling: schemas in the system prompt, a JSON decision somewhere in the text."""
+"""The deprecated fallback for models without function calling: schemas in the system prompt, a JSON decision somewhere
+in the text.
+"""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +19,9 @@ _HOW_TO_CALL = f"To call a tool, answer with this JSON and nothing else: {CALL_F
 
 
 class PromptJsonDialect(JsonDecisionDialect):
-    """Tolerant where the json dialect is strict: a reply without a legal decision is an ordinary answer. Warns once that it is deprecated."""
+    """Tolerant where the json dialect is strict: a reply without a legal decision is an ordinary answer. Warns once
+    that it is deprecated.
+    """
 
     name = "prompt_json"
     max_repairs = 0
@@ -26,7 +30,9 @@ class PromptJsonDialect(JsonDecisionDialect):
         super().__init__()
         log.warning(
             "function_calling_fallback",
-            message="function_calling=False is deprecated: use a model with native tool calls, or the tags or json dialect",
+            message=(
+                "function_calling=False is deprecated: use a model with native tool calls, or the tags or json dialect"
+            ),
         )
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str:

@@ -1,4 +1,6 @@
-"""Reads one streamed reply, for every dialect: native calls from `tool_calls`, tag calls from the text, and which of them count."""
+"""Reads one streamed reply, for every dialect: native calls from `tool_calls`, tag calls from the text, and which of
+them count.
+"""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +19,10 @@ from telemetry.logs import get_logger
 
 BROKEN = "the connection to the model broke off, so this call was not run; write it again"
 CUT = "the reply was cut at the token limit, so this call was not run; write it again, shorter"
-TAG_HINT = 'Use <name value="..." />, escape " as &quot;, or put long text between <name> and </name>. Close the call with </tool_action>.'
+TAG_HINT = (
+    'Use <name value="..." />, escape " as &quot;, or put long text between <name> and </name>. Close the call with '
+    "</tool_action>."
+)
 
 NATIVE_HINT = "The arguments must be one JSON object that fits the tool's parameters."
 
@@ -28,12 +33,14 @@ _UNFIT_FOR_NAME = re.compile(r"[^A-Za-z0-9_-]")
 class StreamReader:
     """A ReplyReader. `tags` None: the text is not searched for calls.
 
-    `provisional`: the request carried native tools, so tag calls wait for the end of the reply; when native calls come, tags are text.
-    Otherwise tag calls come out as soon as they are complete. A complete tag counts even in a reply cut by `length`: its end proves it
-    whole. Of native calls the last one then does not.
+    `provisional`: the request carried native tools, so tag calls wait for the end of the reply; when native calls come,
+    tags are text. Otherwise tag calls come out as soon as they are complete. A complete tag counts even in a reply cut
+    by `length`: its end proves it whole. Of native calls the last one then does not.
     """
 
-    def __init__(self, run: str, step: int, *, tags: TagStreamParser | None, provisional: bool, short_ids: bool = False) -> None:
+    def __init__(
+        self, run: str, step: int, *, tags: TagStreamParser | None, provisional: bool, short_ids: bool = False
+    ) -> None:
         self._run = run
         self._step = step
         self._short_ids = short_ids
@@ -79,7 +86,9 @@ class StreamReader:
         return self._settle(self._tags.feed(text.text))
 
     def _settle(self, found: list[TagEvent]) -> list[Event]:
-        """Tag events as ours, or kept when a native call may still come: then all that follows the first call waits with it."""
+        """Tag events as ours, or kept when a native call may still come: then all that follows the first call waits
+        with it.
+        """
         if not self._provisional:
             return [self._tag_event(event) for event in found]
         events: list[Event] = []
@@ -95,7 +104,10 @@ class StreamReader:
         self._tags = None
         waiting, self._waiting = self._waiting, []
         if self._index:
-            log.warning("native_calls_after_tags", message="tag calls of this reply have run already: tags are text from here on")
+            log.warning(
+                "native_calls_after_tags",
+                message="tag calls of this reply have run already: tags are text from here on",
+            )
         texts = [event.text if isinstance(event, Text) else event.raw for event in [*waiting, *tags.release()]]
         return [Text(text) for text in texts if text]
 
@@ -105,9 +117,15 @@ class StreamReader:
         call_id = self._next_id()
         if isinstance(event, Call):
             return requested(call_id, event.name, event.arguments, event.raw, is_text=True)
-        cut = ", since the reply was cut at the token limit" if finish_reason == "length" and event.reason == "unclosed" else ""
+        cut = (
+            ", since the reply was cut at the token limit"
+            if finish_reason == "length" and event.reason == "unclosed"
+            else ""
+        )
         about = f" ({event.name})" if event.name else ""
-        return MalformedCall(call_id, event.name, f"Malformed tool_action{about}: {event.reason}{cut}. {TAG_HINT}", event.raw)
+        return MalformedCall(
+            call_id, event.name, f"Malformed tool_action{about}: {event.reason}{cut}. {TAG_HINT}", event.raw
+        )
 
     def _native_event(
         self, native: NativeCall | MalformedNativeCall, cut: str | None, *, is_parallel: bool
@@ -117,8 +135,12 @@ class StreamReader:
         if cut is not None:
             return MalformedCall(call_id, native.name or None, cut, native.raw, model_id)
         if isinstance(native, NativeCall):
-            return requested(call_id, native.name, native.arguments, native.raw, model_id=model_id, is_parallel=is_parallel)
-        return MalformedCall(call_id, native.name or None, f"Malformed tool call: {native.reason}. {NATIVE_HINT}", native.raw, model_id)
+            return requested(
+                call_id, native.name, native.arguments, native.raw, model_id=model_id, is_parallel=is_parallel
+            )
+        return MalformedCall(
+            call_id, native.name or None, f"Malformed tool call: {native.reason}. {NATIVE_HINT}", native.raw, model_id
+        )
 
     def _next_id(self) -> str:
         self._index += 1
@@ -129,9 +151,11 @@ class StreamReader:
         return events
 
 
-def requested(call_id: str, name: str, arguments: Mapping[str, Any], raw: str, **facts: Any) -> CallRequested | MalformedCall:
-    """The call as a record, `facts` being other fields of CallRequested; what the contract does not take (a name of 200 characters,
-    nesting 300 deep) is malformed."""
+def requested(
+    call_id: str, name: str, arguments: Mapping[str, Any], raw: str, **facts: Any
+) -> CallRequested | MalformedCall:
+    """The call as a record, `facts` being other fields of CallRequested; what the contract does not take (a name of 200
+    characters, nesting 300 deep) is malformed."""
     try:
         return CallRequested(ToolCall(id=call_id, name=name, arguments=dict(arguments)), raw, **facts)
     except ValidationError as error:
@@ -143,10 +167,15 @@ def requested(call_id: str, name: str, arguments: Mapping[str, Any], raw: str, *
 def _message_entry(native: NativeCall | MalformedNativeCall, model_id: str) -> dict[str, Any]:
     """The call as the transcript shows it. A malformed one is there, too, so that a tool message may answer it.
 
-    Servers refuse names and arguments that no well-behaved model writes, and templates parse the arguments: both are made fit.
+    Servers refuse names and arguments that no well-behaved model writes, and templates parse the arguments: both are
+    made fit.
     """
     arguments = native.raw if isinstance(native, NativeCall) and native.raw.strip().startswith("{") else "{}"
-    return {"id": model_id, "type": "function", "function": {"name": build_wire_name(native.name), "arguments": arguments}}
+    return {
+        "id": model_id,
+        "type": "function",
+        "function": {"name": build_wire_name(native.name), "arguments": arguments},
+    }
 
 
 def build_wire_name(name: str) -> str:

@@ -1,4 +1,6 @@
-"""What reading `<tool_action>` tags gives: text, calls, malformed calls. Text + raw of calls + raw of errors = the input."""
+"""What reading `<tool_action>` tags gives: text, calls, malformed calls. Text + raw of calls + raw of errors = the
+input.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,6 @@
-"""The grammar of replies with calls by tag, as GBNF: llama.cpp's servers hold a reply to it, so a model can neither invent a tool nor misspell a tag."""
+"""The grammar of replies with calls by tag, as GBNF: llama.cpp's servers hold a reply to it, so a model can neither
+invent a tool nor misspell a tag.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,8 +43,9 @@ _USES = {
 def build_tag_grammar(specs: Sequence[ToolSpec]) -> str:
     """GBNF of what may be replied: one canonical call of one of these tools, or text without a tag.
 
-    A call has all required parameters and any optional ones, in the order of the schema; enums, numbers, booleans, lists and objects can
-    only be written as such. A tool that cannot be called by tags, for the name of a required parameter, is left out.
+    A call has all required parameters and any optional ones, in the order of the schema; enums, numbers, booleans,
+    lists and objects can only be written as such. A tool that cannot be called by tags, for the name of a required
+    parameter, is left out.
     """
     callable_ = [spec for spec in specs if all(is_spellable(name) for name in _schema(spec).get("required") or ())]
     calls = {f"call-{index}": _call(spec) for index, spec in enumerate(callable_)}

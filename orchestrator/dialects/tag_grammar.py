@@ -1,7 +1,7 @@
 """The grammar of an open `<tool_action` tag as a table of states: what to skip, and where each next character leads.
 
-A state skips its run, looks at one character and takes the edge for it. Edges that only look do not consume: the next state sees the
-character again. So no text is ever searched twice, however it was cut into chunks.
+A state skips its run, looks at one character and takes the edge for it. Edges that only look do not consume: the next
+state sees the character again. So no text is ever searched twice, however it was cut into chunks.
 """
 
 import re
@@ -25,7 +25,9 @@ Skip = Callable[[str, int, int], "re.Match[str] | None"]
 
 
 class Edge(NamedTuple):
-    """`step`: characters consumed, 0 or 1. `action`: a method of the open tag that notes a place, or picks another target."""
+    """`step`: characters consumed, 0 or 1. `action`: a method of the open tag that notes a place, or picks another
+    target.
+    """
 
     target: str
     step: int
@@ -35,7 +37,9 @@ class Edge(NamedTuple):
 
 @dataclass
 class State:
-    """`run` is skipped first; then `edges` by character, `named` for any character of a name, `otherwise` for the rest."""
+    """`run` is skipped first; then `edges` by character, `named` for any character of a name, `otherwise` for the
+    rest.
+    """
 
     run: Skip
     edges: dict[str, Edge]
@@ -63,7 +67,8 @@ _COMMON_CHILD = rf'[{_S}]*+<([^{_DELIMITERS}]++)[{_S}]++value="([^"]*+)"[{_S}]*+
 CHILD = re.compile(_COMMON_CHILD).match
 COMMIT = re.compile(rf"[{_S}]*+<(?:[/!]|[^{_DELIMITERS}])").match
 CLOSE = re.compile(rf"[{_S}]*+</{TAG}[{_S}]*+>").match
-# A whole call in the common form, its children, what may still become one, and what looks like one up to its first attribute only.
+# A whole call in the common form, its children, what may still become one, and what looks like one up to its first
+# attribute only.
 _COMMON_HEADER = rf'{MARKER}[{_S}]++name="([^"<>&\r\n]++)">'
 _ANY_CHILD = _COMMON_CHILD.replace("([", "(?:[")
 COMMON_CHILDREN = re.compile(_COMMON_CHILD).findall
@@ -107,15 +112,21 @@ def _quotes(double: Edge, single: Edge) -> dict[str, Edge]:
 
 
 def _header() -> dict[str, State]:
-    """From the marker to the first sign of a body. What breaks the rules here is a mention of the tag, given back as text."""
+    """From the marker to the first sign of a body. What breaks the rules here is a mention of the tag, given back as
+    text.
+    """
     ends = {">": _to("body"), "/": _to("header_slash")}
     return {
         "header": State(_SPACE, ends, _MENTION, named=_to("header_name", "mark")),
         "header_tight": State(_NOTHING, {**_blank("header"), **ends}, _MENTION),
         "header_slash": State(_NOTHING, {">": _to("", "self_closed")}, _MENTION),
-        "header_name": State(_NAME, {**_blank("header_equals", "attribute"), "=": _to("header_quote", "attribute")}, _MENTION),
+        "header_name": State(
+            _NAME, {**_blank("header_equals", "attribute"), "=": _to("header_quote", "attribute")}, _MENTION
+        ),
         "header_equals": State(_SPACE, {"=": _to("header_quote")}, _MENTION),
-        "header_quote": State(_SPACE, _quotes(_to("header_double", "mark_next"), _to("header_single", "mark_next")), _MENTION),
+        "header_quote": State(
+            _SPACE, _quotes(_to("header_double", "mark_next"), _to("header_single", "mark_next")), _MENTION
+        ),
         "header_double": State(_run(r'^"<\r\n'), {'"': _to("header_tight", "attribute_value")}, _MENTION),
         "header_single": State(_run(r"^'<\r\n"), {"'": _to("header_tight", "attribute_value")}, _MENTION),
         "body": State(_SPACE, {"<": _to("body_open", "open"), "{": _fail(JSON_BODY)}, _MENTION),
@@ -165,7 +176,9 @@ def _value(quote: str) -> dict[str, State]:
         state("after"): State(_NOTHING, {**ends, **_blank(state("spaced"))}, data),
         state("spaced"): State(_SPACE, ends, data, named=_to(state("word"), "mark")),
         state("slash"): State(_NOTHING, {">": _to("gap", "keep_value")}, data),
-        state("word"): State(_NAME, {"=": _to(state("word_quote"), "attribute"), **_blank(state("word_equals"), "attribute")}, data),
+        state("word"): State(
+            _NAME, {"=": _to(state("word_quote"), "attribute"), **_blank(state("word_equals"), "attribute")}, data
+        ),
         state("word_equals"): State(_SPACE, {"=": _to(state("word_quote"))}, data),
         state("word_quote"): State(_SPACE, _quotes(attribute, attribute), data),
     }
@@ -175,25 +188,34 @@ def _paired_value() -> dict[str, State]:
     """`value="..."></name>`: the one thing that may follow `>` instead of `/>`."""
     return {
         "paired_value": State(_SPACE, {"<": _to("paired_value_open", "open")}, _fail(NOT_CLOSED)),
-        "paired_value_open": State(_NOTHING, {"/": _to("paired_value_close", "mark_next")}, _fail(NOT_CLOSED, "skip_open")),
+        "paired_value_open": State(
+            _NOTHING, {"/": _to("paired_value_close", "mark_next")}, _fail(NOT_CLOSED, "skip_open")
+        ),
         "paired_value_close": State(_NAME, {}, _see("", "paired_value_name")),
         "paired_value_end": State(_SPACE, {">": _to("gap", "keep_value")}, _fail(NOT_CLOSED)),
     }
 
 
 def _paired() -> dict[str, State]:
-    """A literal body, or CDATA sections alone. `</name>` ends it only when a child, a comment or the tag's end follows."""
+    """A literal body, or CDATA sections alone. `</name>` ends it only when a child, a comment or the tag's end
+    follows.
+    """
     literal = _see("literal", "literal")
     states = {
         "paired": State(_SPACE, {"<": _to("paired_open", "open")}, literal),
         "paired_open": State(_NOTHING, {"/": _to("end_name", "mark_next"), "!": _to("cdata0")}, literal),
-        "literal": State(re.compile("(?:[^<]++|<(?=[^/]))*+").match, {"<": _to("literal_open", "open")}, _see("literal"), awaited="<"),
+        "literal": State(
+            re.compile("(?:[^<]++|<(?=[^/]))*+").match, {"<": _to("literal_open", "open")}, _see("literal"), awaited="<"
+        ),
         "literal_open": State(_NOTHING, {"/": _to("end_name", "mark_next")}, _see("literal")),
         "end_name": State(_NAME, {}, _see("", "end_name")),
         "end_close": State(_SPACE, {">": _to("follow", "end_paired")}, literal),
         "follow": State(_SPACE, {"<": _to("follow_open", "open")}, literal),
         "follow_open": State(
-            _NOTHING, {"/": _to("follow_close", "mark_next"), "!": _to("follow_bang")}, literal, named=_to("child", "keep_paired_child")
+            _NOTHING,
+            {"/": _to("follow_close", "mark_next"), "!": _to("follow_bang")},
+            literal,
+            named=_to("child", "keep_paired_child"),
         ),
         "follow_close": State(_NAME, {}, _see("", "follow_name")),
         "follow_bang": State(_NOTHING, {"-": _to("follow_dash")}, literal),
@@ -214,8 +236,12 @@ def _skip() -> dict[str, State]:
     """After an error: on to the tag's end, or to the next tag."""
     reopen = {character: _see("", "reopen_skipped") for character in BLANKS + ">/"}
     return {
-        "skip": State(re.compile("(?:[^<]++|<(?=[^/t]))*+").match, {"<": _to("skip_open", "open")}, _see("skip"), awaited="<"),
-        "skip_open": State(_NOTHING, {"/": _to("skip_close", "mark_next")}, _see("skip"), named=_to("skip_name", "mark")),
+        "skip": State(
+            re.compile("(?:[^<]++|<(?=[^/t]))*+").match, {"<": _to("skip_open", "open")}, _see("skip"), awaited="<"
+        ),
+        "skip_open": State(
+            _NOTHING, {"/": _to("skip_close", "mark_next")}, _see("skip"), named=_to("skip_name", "mark")
+        ),
         "skip_close": State(_NAME, {}, _see("", "skip_close_name")),
         "skip_end": State(_SPACE, {">": _to("", "complete")}, _see("skip")),
         "skip_name": State(_NAME, reopen, _see("skip")),
@@ -226,4 +252,12 @@ def _as_header(states: dict[str, State]) -> dict[str, State]:
     return {name: replace(state, is_header=True) for name, state in states.items()}
 
 
-STATES = {**_as_header(_header()), **_children(), **_value('"'), **_value("'"), **_paired_value(), **_paired(), **_skip()}
+STATES = {
+    **_as_header(_header()),
+    **_children(),
+    **_value('"'),
+    **_value("'"),
+    **_paired_value(),
+    **_paired(),
+    **_skip(),
+}

@@ -30,7 +30,9 @@ _LONGEST_CLOSE = 64
 
 
 class OpenTag:
-    """One tag from its marker on. Offsets count from the marker's `<`; the text is kept in pieces and joined once, at the end."""
+    """One tag from its marker on. Offsets count from the marker's `<`; the text is kept in pieces and joined once, at
+    the end.
+    """
 
     def __init__(self) -> None:
         self.outcome: Outcome = "open"
@@ -59,7 +61,8 @@ class OpenTag:
     def feed(self, chunk: str, position: int, size: int) -> int:
         """Read `chunk` from `position` up to `size`; gives the position behind what was taken in.
 
-        Ends early when `outcome` is decided, and when the tag has just passed the commit point and the rest may be deferred.
+        Ends early when `outcome` is decided, and when the tag has just passed the commit point and the rest may be
+        deferred.
         """
         start, state, was_committed = position, self._state, self.is_committed
         self._chunk, self._base = chunk, self.size - position
@@ -115,7 +118,9 @@ class OpenTag:
         return position, state
 
     def defers(self, text: str) -> bool:
-        """Keeps `text` for a later look if nothing can end or begin in it: reading many small pieces at once is far quicker."""
+        """Keeps `text` for a later look if nothing can end or begin in it: reading many small pieces at once is far
+        quicker.
+        """
         if self._awaited in text:
             if ">" in text:
                 return False
@@ -142,12 +147,15 @@ class OpenTag:
         return Call(self._name, {child: self._value(raw, spans, quote) for child, spans, quote in self._values}, raw)
 
     def abandon(self, reason: str = "unclosed") -> Malformed:
-        """The event of a tag that ends here without being complete; an error that was found before is the better reason."""
+        """The event of a tag that ends here without being complete; an error that was found before is the better
+        reason.
+        """
         raw = self.raw()[: self.cut] if self.outcome == "reopen" else self.raw()
         return Malformed(self._problem if self._skipping and self._problem else reason, self._name or None, raw)
 
     def overflow(self) -> tuple[Malformed, str]:
-        """The event of a tag larger than the limit, and the end of it that is to be fed again: it may begin the closing tag.
+        """The event of a tag larger than the limit, and the end of it that is to be fed again: it may begin the closing
+        tag.
 
         The tag stays open and skips on to its end, from an empty record.
         """

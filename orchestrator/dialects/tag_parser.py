@@ -21,10 +21,12 @@ _new = object.__new__
 
 
 class TagStreamParser:
-    """One reply's text as events. Text goes out at once, but for at most 12 characters that may begin a tag; a tag is kept until it is
-    complete. Text + raw of calls + raw of errors = input, and the events do not depend on the chunks (but for where texts are cut).
+    """One reply's text as events. Text goes out at once, but for at most 12 characters that may begin a tag; a tag is
+    kept until it is complete. Text + raw of calls + raw of errors = input, and the events do not depend on the chunks
+    (but for where texts are cut).
 
-    `ignore_fenced`: tags inside Markdown code fences are text. `max_tag_chars`: a longer tag is malformed; ValueError below 64.
+    `ignore_fenced`: tags inside Markdown code fences are text. `max_tag_chars`: a longer tag is malformed; ValueError
+    below 64.
     """
 
     def __init__(self, *, ignore_fenced: bool = False, max_tag_chars: int = MAX_TAG_CHARS) -> None:
@@ -32,7 +34,8 @@ class TagStreamParser:
             raise ValueError(f"max_tag_chars must be at least {SMALLEST_LIMIT}, not {max_tag_chars}")
         self._fences = FenceTracker() if ignore_fenced else None
         self._max_tag_chars = max_tag_chars
-        # What may begin a tag. Longer than the marker it is a tag, in the common form so far; `_is_certain` behind its commit point.
+        # What may begin a tag. Longer than the marker it is a tag, in the common form so far; `_is_certain` behind its
+        # commit point.
         self._held = ""
         self._is_certain = False
         self._longest_held = min(LONGEST_HELD, max_tag_chars)
@@ -55,7 +58,11 @@ class TagStreamParser:
             return [event]
         tag = self._tag
         if tag is not None:
-            if tag.is_committed and tag.size + tag.deferred_size + len(chunk) < self._max_tag_chars and tag.defers(chunk):
+            if (
+                tag.is_committed
+                and tag.size + tag.deferred_size + len(chunk) < self._max_tag_chars
+                and tag.defers(chunk)
+            ):
                 return []
         elif self._is_simple:
             if self._held:
@@ -205,7 +212,9 @@ class TagStreamParser:
             if end:
                 start = search = end
                 continue
-            if search == len(chunk) or (len(chunk) - found <= self._longest_held and self._may_become_common(chunk[found:])):
+            if search == len(chunk) or (
+                len(chunk) - found <= self._longest_held and self._may_become_common(chunk[found:])
+            ):
                 self._held = chunk[found:]
                 return len(chunk)
             self._tag = OpenTag()
@@ -216,7 +225,9 @@ class TagStreamParser:
         return len(chunk)
 
     def _read_common(self, chunk: str, start: int, events: list[TagEvent]) -> int:
-        """Emit the call that is whole in the chunk and in the common form; gives the position behind it, 0 when there is none."""
+        """Emit the call that is whole in the chunk and in the common form; gives the position behind it, 0 when there
+        is none.
+        """
         found = COMMON_CALL(chunk, start)
         if found is None or found.end() - start > self._max_tag_chars:
             return 0
@@ -230,7 +241,9 @@ class TagStreamParser:
         return found.end()
 
     def _may_become_common(self, text: str) -> bool:
-        """Whether `text` begins a tag, as far as it goes, and all of it is in the common form. Notes whether it is behind the commit point."""
+        """Whether `text` begins a tag, as far as it goes, and all of it is in the common form. Notes whether it is
+        behind the commit point.
+        """
         found = COMMON_START(text) if len(text) <= self._longest_held and not self._is_ending else None
         self._is_certain = found is not None and found.lastindex is not None
         return found is not None

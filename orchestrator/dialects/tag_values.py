@@ -11,7 +11,9 @@ _LAST_BREAK = re.compile(r"\r?\n[ \t]*\Z")
 
 
 def decode_attribute(raw: str, quote: str) -> str:
-    """The value between two `quote`s. A doubled last quote is one too many when the value then holds an odd number of them."""
+    """The value between two `quote`s. A doubled last quote is one too many when the value then holds an odd number of
+    them.
+    """
     if raw.endswith(quote) and raw.count(quote) % 2:
         raw = raw[:-1]
     return decode_entities(raw)

@@ -1,4 +1,6 @@
-"""The tags dialect: tools described in the system prompt, calls as `<tool_action>` tags in the text, results sent as user messages."""
+"""The tags dialect: tools described in the system prompt, calls as `<tool_action>` tags in the text, results sent as
+user messages.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +14,12 @@ from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
 from orchestrator.dialects.tag_gbnf import build_tag_grammar
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tag_values import build_tag_call
-from orchestrator.loop.prompts import WORKED_EXAMPLE_STOP, build_system_prompt, build_worked_example, generate_tool_prompt
+from orchestrator.loop.prompts import (
+    WORKED_EXAMPLE_STOP,
+    build_system_prompt,
+    build_worked_example,
+    generate_tool_prompt,
+)
 from orchestrator.models.base import Message, ModelRequest
 
 __all__ = ["Call", "Malformed", "TagEvent", "TagStreamParser", "TagsDialect", "Text", "build_tag_call"]
@@ -21,15 +28,21 @@ __all__ = ["Call", "Malformed", "TagEvent", "TagStreamParser", "TagsDialect", "T
 class TagsDialect:
     """Calls by tags. `ignore_fenced`: tags inside code fences are text.
 
-    `closing_hint` ends the message with the results; small models need telling that it is now their turn. `constrained`: the request
-    carries a GBNF grammar, which llama.cpp's server holds the reply to. `worked_example`: the prompt ends in one, for small models.
+    `closing_hint` ends the message with the results; small models need telling that it is now their turn.
+    `constrained`: the request carries a GBNF grammar, which llama.cpp's server holds the reply to. `worked_example`:
+    the prompt ends in one, for small models.
     """
 
     name = "tags"
     max_repairs = None
 
     def __init__(
-        self, *, ignore_fenced: bool = False, closing_hint: str = "", constrained: bool = False, worked_example: bool = False
+        self,
+        *,
+        ignore_fenced: bool = False,
+        closing_hint: str = "",
+        constrained: bool = False,
+        worked_example: bool = False,
     ) -> None:
         self._ignore_fenced = ignore_fenced
         self._closing_hint = closing_hint

@@ -1,4 +1,6 @@
-"""Receives the events of running calls: output as it is written, and questions that a call asks. The keys and commands are in store/call_events.py."""
+"""Receives the events of running calls: output as it is written, and questions that a call asks. The keys and commands
+are in store/call_events.py.
+"""
 
 import asyncio
 import contextlib
@@ -46,8 +48,9 @@ def output_handler(on_output: OnOutput) -> Handler:
 class CallEventReader:
     """Passes the events of one call to their handlers, and the handlers' answers to the call.
 
-    Handlers of OUTPUT run one after the other. Handlers of other kinds run at the same time, and are cancelled when the call has its result. If a handler
-    raises, that is logged, and the call still gets its result. Events of a kind without a handler are dropped.
+    Handlers of OUTPUT run one after the other. Handlers of other kinds run at the same time, and are cancelled when the
+    call has its result. If a handler raises, that is logged, and the call still gets its result. Events of a kind
+    without a handler are dropped.
     """
 
     def __init__(self, store: CallEventStore, tenant: str, call_id: str, handlers: Mapping[str, Handler]) -> None:
@@ -72,12 +75,16 @@ class CallEventReader:
         self._question_slots = asyncio.Semaphore(MAX_QUESTIONS)
 
     async def open(self, ttl_s: float) -> None:
-        """Create the stream, which expires by itself after `ttl_s`. Raises BrokerUnavailable also if another process reads this call."""
+        """Create the stream, which expires by itself after `ttl_s`. Raises BrokerUnavailable also if another process
+        reads this call.
+        """
         self._ttl_s = int(ttl_s)
         await self._store.create(self.keys, self._ttl_s)
 
     async def answer(self, payload: Mapping[str, Any]) -> None:
-        """Answer a question of the running call. Raises ValueError when the answer is too large, BrokerUnavailable when Redis does not accept it."""
+        """Answer a question of the running call. Raises ValueError when the answer is too large, BrokerUnavailable when
+        Redis does not accept it.
+        """
         await self._store.push_answer(self.keys, encode_answer(payload), self._ttl_s)
 
     def take(self, entries: Sequence[Entry]) -> None:
@@ -144,7 +151,9 @@ class CallEventReader:
             return
         if event.kind == END:
             if event.payload.get("count") != self._count:
-                log.warning("call_events_lost", call=self.call_id, received=self._count, written=event.payload.get("count"))
+                log.warning(
+                    "call_events_lost", call=self.call_id, received=self._count, written=event.payload.get("count")
+                )
             self._is_ended = True
             return
         self._count += 1
@@ -171,7 +180,9 @@ class CallEventReader:
             self._question_slots.release()
 
     async def _call_handler(self, handler: Handler, event: CallEvent) -> None:
-        """Run a handler. It is a program's own code: what it raises must not cost the call its result. After that it gets no more output."""
+        """Run a handler. It is a program's own code: what it raises must not cost the call its result. After that it
+        gets no more output.
+        """
         try:
             value = handler(event, self)
             # A plain function may return something as well, as `write` does.
@@ -188,7 +199,8 @@ class CallEventReader:
 
 
 class CallEventListener:
-    """Reads the events of all calls of this process over one blocked connection, which is used only while there are such calls.
+    """Reads the events of all calls of this process over one blocked connection, which is used only while there are
+    such calls.
 
     Its id travels in the signed context of each call.
     """
@@ -210,11 +222,11 @@ class CallEventListener:
     async def listen(
         self, tenant: str, call_id: str, handlers: Mapping[str, Handler], ttl_s: float
     ) -> AsyncIterator[CallEventReader | None]:
-        """Pass a call's events to `handlers` while the block sends it and awaits its result. Leaving the block waits for events on their way, unless an
-        exception leaves it.
+        """Pass a call's events to `handlers` while the block sends it and awaits its result. Leaving the block waits
+        for events on their way, unless an exception leaves it.
 
-        `ttl_s`: the longest time that the call can take. Yields None without handlers, when Redis does not answer, or when the call is read already: a
-        call never fails because of its events.
+        `ttl_s`: the longest time that the call can take. Yields None without handlers, when Redis does not answer, or
+        when the call is read already: a call never fails because of its events.
         """
         reader = await self._open(tenant, call_id, handlers, ttl_s) if handlers else None
         if reader is None:
@@ -233,13 +245,17 @@ class CallEventListener:
                 reader.delete()
 
     async def close(self) -> None:
-        """Stop listening. The keys of ended calls are deleted first; those of calls that are still read expire by themselves."""
+        """Stop listening. The keys of ended calls are deleted first; those of calls that are still read expire by
+        themselves.
+        """
         self._is_closed = True
         await self._store.close(CLOSE_S)
         if self._task is not None:
             await cancel_all((self._task,))
 
-    async def _open(self, tenant: str, call_id: str, handlers: Mapping[str, Handler], ttl_s: float) -> CallEventReader | None:
+    async def _open(
+        self, tenant: str, call_id: str, handlers: Mapping[str, Handler], ttl_s: float
+    ) -> CallEventReader | None:
         if self._is_closed:
             return None
         reader = CallEventReader(self._store, tenant, call_id, handlers)
@@ -262,7 +278,9 @@ class CallEventListener:
         return reader
 
     async def _settle(self, reader: CallEventReader) -> None:
-        """Read the events that are left, without waiting for a wake-up, and let them be handled. The worker wrote them before the result."""
+        """Read the events that are left, without waiting for a wake-up, and let them be handled. The worker wrote them
+        before the result.
+        """
         try:
             # The task that reads may hang on a connection that is half dead. The result does not wait for it.
             async with asyncio.timeout(STALL_S):
@@ -291,7 +309,9 @@ class CallEventListener:
         return [self._readers[name] for name in names if name in self._readers]
 
     async def _read(self, readers: Iterable[CallEventReader]) -> None:
-        """Give these calls their new entries. One task reads at a time, or an entry would be read twice; it reads for all that wait for their turn."""
+        """Give these calls their new entries. One task reads at a time, or an entry would be read twice; it reads for
+        all that wait for their turn.
+        """
         self._due.update((reader.keys.name, reader) for reader in readers)
         async with self._reading:
             unread, self._due = list(self._due.values()), {}

@@ -30,7 +30,9 @@ class _Underway:
 
 
 class KillWatch:
-    """Ends the calls of this program that are to be ended and have not begun; those that run are ended where they run, and their results come as ever."""
+    """Ends the calls of this program that are to be ended and have not begun; those that run are ended where they run,
+    and their results come as ever.
+    """
 
     def __init__(self, calls: CallStore) -> None:
         self._store = calls
@@ -40,7 +42,9 @@ class KillWatch:
 
     @contextmanager
     def over(self, tenant: str, call_id: str) -> Iterator[None]:
-        """While the block makes the call. Raises ToolFailure(CANCELLED) from whatever it waits for when the call is to be ended and has not begun."""
+        """While the block makes the call. Raises ToolFailure(CANCELLED) from whatever it waits for when the call is to
+        be ended and has not begun.
+        """
         task = asyncio.current_task()
         key = (tenant, call_id)
         if task is None or key in self._calls:
@@ -60,7 +64,9 @@ class KillWatch:
             del self._calls[key]
 
     async def watched(self, tenant: str, call_id: str, work: Awaitable[ToolResult]) -> ToolResult:
-        """The result of the call that `work` makes; of one that was killed it says by whom and why. Raises as `work` does."""
+        """The result of the call that `work` makes; of one that was killed it says by whom and why. Raises as `work`
+        does.
+        """
         try:
             with self.over(tenant, call_id):
                 result = await work
@@ -81,7 +87,9 @@ class KillWatch:
         return result.model_copy(update={"success": False, "error_code": ErrorCode.CANCELLED, "error": words})
 
     async def _explain(self, tenant: str, call_id: str, failed: DeliveryFailed) -> None:
-        """Raises what tells of the kill instead of the failure, when that is what came of one; whether the call may have acted is told as before."""
+        """Raises what tells of the kill instead of the failure, when that is what came of one; whether the call may
+        have acted is told as before.
+        """
         told, has_never_begun = await self._reason(tenant, call_id)
         if has_never_begun and told:
             raise _never_run(told) from failed
@@ -89,7 +97,9 @@ class KillWatch:
             raise DeliveryFailed(failed.code, f"{told}; {failed.message}") from failed
 
     async def _reason(self, tenant: str, call_id: str) -> tuple[str, bool]:
-        """Return who killed a call and why, and whether it never began; "" when it was not killed, or Redis does not answer."""
+        """Return who killed a call and why, and whether it never began; "" when it was not killed, or Redis does not
+        answer.
+        """
         try:
             return await self._store.kill_reason(tenant, call_id)
         except BrokerUnavailable as error:

@@ -101,8 +101,8 @@ class CallWatch:
                 await self._judge(task_id, watched, record, reports)
 
     async def _steady_time(self) -> int | None:
-        """Redis's time, when it has answered for so long that whoever has not reported is gone: after an outage, or when this program or Redis was stopped
-        for a while, every report has expired."""
+        """Redis's time, when it has answered for so long that whoever has not reported is gone: after an outage, or
+        when this program or Redis was stopped for a while, every report has expired."""
         now = await self._hosts.now()
         self._note_answer()
         return int(now) if self._is_steady() else None
@@ -139,11 +139,16 @@ class CallWatch:
             self._note_answer()
         return reports
 
-    async def _judge(self, task_id: str, watched: _Watched, record: CallRecord, reports: Mapping[str, HostReport | None]) -> None:
+    async def _judge(
+        self, task_id: str, watched: _Watched, record: CallRecord, reports: Mapping[str, HostReport | None]
+    ) -> None:
         delivery = watched.delivery
         if record.attempt < delivery.attempt and record.state not in (CallState.QUEUED, CallState.LOST):
             # No worker starts this one (store/calls.py), and what the earlier one answers is for nobody.
-            self._tell(task_id, CallLost("Redis has lost its last moments, and in them that the call was sent again", has_started=True))
+            self._tell(
+                task_id,
+                CallLost("Redis has lost its last moments, and in them that the call was sent again", has_started=True),
+            )
         if record.attempt != delivery.attempt:
             return
         if record.state is CallState.DONE:
@@ -163,10 +168,15 @@ class CallWatch:
         if watched.ended_since is None:
             watched.ended_since = self._clock()
         elif self._clock() - watched.ended_since > RESULT_LATE_S:
-            self._tell(task_id, CallLost(f"{record.holder} has run the call to its end, and its result was lost", has_started=True))
+            self._tell(
+                task_id,
+                CallLost(f"{record.holder} has run the call to its end, and its result was lost", has_started=True),
+            )
 
     async def _lose(self, task_id: str, delivery: Delivery, reason: str, node: str, *, has_started: bool) -> None:
-        """Mark the call as lost, unless it has moved on meanwhile: no worker can start or finish it after that. `node`: the Celery name of its worker."""
+        """Mark the call as lost, unless it has moved on meanwhile: no worker can start or finish it after that. `node`:
+        the Celery name of its worker.
+        """
         expected = CallState.RUNNING if has_started else CallState.QUEUED
         is_lost = await self._store.lose(delivery.tenant, delivery.call_id, delivery.attempt, expected, reason)
         self._note_answer()
@@ -175,7 +185,9 @@ class CallWatch:
             await self._announce(task_id, delivery, node, reason)
 
     async def _announce(self, task_id: str, delivery: Delivery, node: str, reason: str) -> None:
-        """Publish Celery's task-failed event in place of the dead worker. Otherwise Flower would show the task as STARTED from then on."""
+        """Publish Celery's task-failed event in place of the dead worker. Otherwise Flower would show the task as
+        STARTED from then on.
+        """
         event = build_failed_event(delivery, task_id, node, f"HostLost({reason!r})")
         try:
             await self._store.announce(FAILED_EVENTS, event)
@@ -198,7 +210,9 @@ def _queues(watched: _Watched, record: CallRecord | None) -> Iterator[str]:
 
 
 def _is_held(record: CallRecord, reports: Mapping[str, HostReport | None]) -> bool:
-    """Whether the worker that runs the call lives: the very process, for a worker beside sandboxes, of which one follows another."""
+    """Whether the worker that runs the call lives: the very process, for a worker beside sandboxes, of which one
+    follows another.
+    """
     queue, worker = parse_holder(record.holder)
     report = reports.get(queue)
     if report is None:
@@ -207,5 +221,11 @@ def _is_held(record: CallRecord, reports: Mapping[str, HostReport | None]) -> bo
 
 
 def describe_loss(record: CallRecord) -> str:
-    """Return what is known of a lost call, for its caller. Models read it, so it has none of the record's free text, which is not signed."""
-    return "the worker that ran the call was lost" if record.holder else "the host of the call was lost before it began the call"
+    """Return what is known of a lost call, for its caller. Models read it, so it has none of the record's free text,
+    which is not signed.
+    """
+    return (
+        "the worker that ran the call was lost"
+        if record.holder
+        else "the host of the call was lost before it began the call"
+    )

@@ -1,4 +1,6 @@
-"""One attempt at a call: a slot, a signed envelope, its answer. Where it goes and what follows when it is lost is decided by others."""
+"""One attempt at a call: a slot, a signed envelope, its answer. Where it goes and what follows when it is lost is
+decided by others.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -32,7 +34,9 @@ URGENT = frozenset({"session.close"})
 
 @dataclass(frozen=True)
 class Errand:
-    """A call that may be made: checked, its arguments prepared, its limit known. `context.sent_at` is when it began to wait."""
+    """A call that may be made: checked, its arguments prepared, its limit known. `context.sent_at` is when it began to
+    wait.
+    """
 
     call: ToolCall
     context: ToolContext
@@ -90,8 +94,12 @@ class Carrier:
         self._events = events
         self._is_traced = is_traced
 
-    async def carry(self, errand: Errand, address: SessionAddress | str, attempt: int = 1, published_as: str | None = None) -> ToolResult:
-        """The call's result from that queue, or from the address of its session. `published_as`: this attempt is there already, under that task id."""
+    async def carry(
+        self, errand: Errand, address: SessionAddress | str, attempt: int = 1, published_as: str | None = None
+    ) -> ToolResult:
+        """The call's result from that queue, or from the address of its session. `published_as`: this attempt is there
+        already, under that task id.
+        """
         queue = address if isinstance(address, str) else address.queue
         if published_as is not None:
             # Whoever sent it had its slot.
@@ -138,12 +146,24 @@ class Carrier:
         self._transport.settle(tenant, call_id)
 
     async def _sent(
-        self, errand: Errand, address: SessionAddress | str, queue: str, attempt: int, published_as: str | None = None, slot: str = ""
+        self,
+        errand: Errand,
+        address: SessionAddress | str,
+        queue: str,
+        attempt: int,
+        published_as: str | None = None,
+        slot: str = "",
     ) -> ToolResult:
         context, call = errand.context, errand.call
         start_by = max(context.deadline_at, self._clock() + LEAST_WAIT_S)
-        sticky = Sticky(context.tenant, str(context.session), address.fence) if isinstance(address, SessionAddress) else None
-        changed: dict[str, object] = {"attempt": attempt, "fence": sticky.fence if sticky else None, "deadline_at": start_by}
+        sticky = (
+            Sticky(context.tenant, str(context.session), address.fence) if isinstance(address, SessionAddress) else None
+        )
+        changed: dict[str, object] = {
+            "attempt": attempt,
+            "fence": sticky.fence if sticky else None,
+            "deadline_at": start_by,
+        }
         spans = current_call() if self._is_traced else None
         sending = spans.send(call, queue, attempt) if spans is not None else None
         if sending is not None and sending.ref.is_sampled:
@@ -192,11 +212,14 @@ class Carrier:
 
     async def _delivered(self, delivery: Delivery) -> ToolResult:
         try:
-            result = decode_result(await self._transport.deliver(delivery), ResultSeal(self._keys, delivery.tenant, delivery.attempt))
+            result = decode_result(
+                await self._transport.deliver(delivery), ResultSeal(self._keys, delivery.tenant, delivery.attempt)
+            )
         except TimeoutError:
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN,
-                f"no result within {delivery.wait_s:.0f} s: the worker or its host may be gone, and the call may or may not have acted",
+                f"no result within {delivery.wait_s:.0f} s: the worker or its host may be gone, and the call may or "
+                "may not have acted",
             ) from None
         except EnvelopeRefused as error:
             raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the result was refused: {error}") from error

@@ -27,7 +27,8 @@ ASK_AGAIN_S = 0.5
 class CeleryTransport:
     """Publishes to a queue by name and awaits the stored result.
 
-    `clock` learns Redis's time from every publish. `watch` sees when whoever has a call is gone; without it that is known when the wait is over.
+    `clock` learns Redis's time from every publish. `watch` sees when whoever has a call is gone; without it that is
+    known when the wait is over.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class CeleryTransport:
         self._kept: dict[tuple[str, str], list[str]] = {}
 
     async def deliver(self, delivery: Delivery) -> Any:
-        """The encoded result. Raises NotSent, CallLost, DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable when Redis is away."""
+        """The encoded result. Raises NotSent, CallLost, DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable
+        when Redis is away.
+        """
         name = (delivery.tenant, delivery.call_id)
         if name in self._in_flight:
             raise CallIdInUse(delivery.call_id)
@@ -90,13 +93,16 @@ class CeleryTransport:
                 continue
             if state == "queued" or (state == "forbidden" and has_asked):
                 raise DeliveryFailed(
-                    ErrorCode.TIMEOUT, "no worker took the call before its deadline, and it was not run: is a worker running?"
+                    ErrorCode.TIMEOUT,
+                    "no worker took the call before its deadline, and it was not run: is a worker running?",
                 )
             if state != "forbidden":
                 break
             # By whoever cancelled it, or by a worker that found it too late and is about to say so.
             if not (await asyncio.wait({stored}, timeout=START_GRACE_S))[0]:
-                raise DeliveryFailed(ErrorCode.CANCELLED, "the call was cancelled before a worker took it, and was not run")
+                raise DeliveryFailed(
+                    ErrorCode.CANCELLED, "the call was cancelled before a worker took it, and was not run"
+                )
         return await stored
 
     async def _complete(self, result: Any, delivery: Delivery) -> Any:
@@ -113,7 +119,8 @@ class CeleryTransport:
         if record is None:
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN,
-                "the call has ended, and its result is gone from Redis before it was read: see that Redis evicts nothing",
+                "the call has ended, and its result is gone from Redis before it was read: see that Redis evicts "
+                "nothing",
             )
         if delivery.keeps_result:
             self._kept[delivery.tenant, delivery.call_id].append(key)
@@ -181,8 +188,8 @@ def _unpack(stored: dict[str, Any], delivery: Delivery) -> Any:
     if kind == "TimeLimitExceeded" and delivery.limit_s is not None:
         raise DeliveryFailed(
             ErrorCode.TIMEOUT,
-            f"{name} did not end within its limit of {delivery.limit_s:g} s, nor in the {POOL_GRACE_S:g} s it had to clean up, and its process was "
-            "killed; it may have acted",
+            f"{name} did not end within its limit of {delivery.limit_s:g} s, nor in the {POOL_GRACE_S:g} s it had to "
+            "clean up, and its process was killed; it may have acted",
         )
     if kind in ("WorkerLostError", "TimeLimitExceeded", "Terminated"):
         raise CallLost(f"the process that ran the call was lost ({kind})", has_started=True)

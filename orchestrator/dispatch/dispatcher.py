@@ -54,7 +54,9 @@ PARCEL_TIMEOUT_S = 540.0
 
 @dataclass(frozen=True)
 class Route:
-    """For whom a call runs. `queue` None: where its session lives, or its tool's pool; else straight there, whoever reads it."""
+    """For whom a call runs. `queue` None: where its session lives, or its tool's pool; else straight there, whoever
+    reads it.
+    """
 
     tenant: str
     session: str | None
@@ -79,10 +81,12 @@ class Terms:
     config: Mapping[str, JsonValue] = field(default_factory=dict)
     """What tools find in their context's configuration."""
     keeps_result: bool = False
-    """What Redis has of the result stays there until `Dispatcher.settle`, so that another process finds it when this one dies; and who stops waiting does
-    not cancel the call."""
+    """What Redis has of the result stays there until `Dispatcher.settle`, so that another process finds it when this
+    one dies; and who stops waiting does not cancel the call."""
     sent_since: float | None = None
-    """Unix seconds of the first moment at which another process may have sent the call: it is then awaited, not sent. None: it was never sent."""
+    """Unix seconds of the first moment at which another process may have sent the call: it is then awaited, not sent.
+    None: it was never sent.
+    """
 
 
 @dataclass(frozen=True)
@@ -130,16 +134,24 @@ class Dispatcher:
         self._switches = switches
         self._tenants = tenants or OpenTenants()
         self._clock = clock or SharedClock()
-        self._carrier = Carrier(transport, keys, admission or Unlimited(), self._clock, events, is_traced=tracer is not None, blobs=blobs)
+        self._carrier = Carrier(
+            transport, keys, admission or Unlimited(), self._clock, events, is_traced=tracer is not None, blobs=blobs
+        )
         self._locator = SessionLocator(pool.sessions, pool.hosts, self._send_open, keys) if pool is not None else None
-        self._recovery = Recovery(self._carrier, self._locator, pool.ledger) if pool is not None and self._locator is not None else None
+        self._recovery = (
+            Recovery(self._carrier, self._locator, pool.ledger)
+            if pool is not None and self._locator is not None
+            else None
+        )
 
     async def dispatch(self, call: ToolCall, route: Route, terms: Terms | None = None) -> ToolResult:
         """The one result of the call."""
         started, terms = time.monotonic(), terms or Terms()
         with bound(**_names(call, route, terms)):
             try:
-                result = await self._traced(call, route, self._answered(call, self._dispatch(call, route, terms)), terms.run)
+                result = await self._traced(
+                    call, route, self._answered(call, self._dispatch(call, route, terms)), terms.run
+                )
             except asyncio.CancelledError:
                 if self._meter is not None and not terms.keeps_result:
                     self._meter.count_abandoned(call.name)
@@ -149,7 +161,9 @@ class Dispatcher:
         clocks = result.clocks
         known = clocks.queued_s + clocks.sandbox_s + clocks.run_s
         # A skill's call that was sent as skill_tool's is counted as that one's: its name is its tenant's own.
-        result = self._counted(result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": max(0.0, total_s - known)})}))
+        result = self._counted(
+            result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": max(0.0, total_s - known)})})
+        )
         return result.model_copy(update={"name": call.name})
 
     async def open_session(self, tenant: str, session: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -159,11 +173,15 @@ class Dispatcher:
         return self._counted(await self._traced(call, Route(tenant, session), work))
 
     async def room(self, tenant: str, image: str | None) -> HostRoom | None:
-        """What hosts have for more sessions of a tenant; None when none could take one. Raises ToolFailure, OperatorError."""
+        """What hosts have for more sessions of a tenant; None when none could take one. Raises ToolFailure,
+        OperatorError.
+        """
         return await self._in_pool().room(await self._tenants.policy(tenant), image)
 
     async def close_session(self, tenant: str, session: str) -> ToolResult:
-        """Close a session where it lives, and forget it; one whose host is lost is closed as well. The result of `session.close`."""
+        """Close a session where it lives, and forget it; one whose host is lost is closed as well. The result of
+        `session.close`.
+        """
         call = ToolCall(id=secrets.token_hex(16), name="session.close")
         work = self._answered(call, self._close_session(call, tenant, session))
         return self._counted(await self._traced(call, Route(tenant, session), work))
@@ -172,7 +190,9 @@ class Dispatcher:
         """Have a session closed at once, past its host's queue, and forget it. Raises BrokerUnavailable."""
         locator = self._in_pool()
         if (address := await locator.last(tenant, session)) is not None:
-            await self.command(ToolCall(id=secrets.token_hex(16), name="session.close"), Route(tenant, session, address.queue))
+            await self.command(
+                ToolCall(id=secrets.token_hex(16), name="session.close"), Route(tenant, session, address.queue)
+            )
         await locator.forget(tenant, session)
 
     async def session_location(self, tenant: str, session: str) -> SessionLocation:
@@ -180,11 +200,15 @@ class Dispatcher:
         return await self._in_pool().location(tenant, session)
 
     async def session_start(self, tenant: str, session: str) -> dict[str, Any]:
-        """Return the arguments with which an open session was opened. Raises ToolFailure(SESSION_NOT_FOUND), OperatorError."""
+        """Return the arguments with which an open session was opened. Raises ToolFailure(SESSION_NOT_FOUND),
+        OperatorError.
+        """
         return await self._in_pool().start(tenant, session)
 
     async def session_facts(self, tenant: str, session: str) -> dict[str, Any] | None:
-        """What its host told when it opened the session; None when that is not known (any more). Raises BrokerUnavailable."""
+        """What its host told when it opened the session; None when that is not known (any more). Raises
+        BrokerUnavailable.
+        """
         return await self._in_pool().facts(tenant, session)
 
     def settle(self, tenant: str, call_id: str) -> None:
@@ -201,7 +225,8 @@ class Dispatcher:
         return await self._in_pool().any_queue(await self._tenants.policy(tenant))
 
     async def command(self, call: ToolCall, route: Route) -> None:
-        """Tell the session's host, or a queue's workers, at once, past the queue: `session.cancel` or `session.close`. Nothing comes back.
+        """Tell the session's host, or a queue's workers, at once, past the queue: `session.cancel` or `session.close`.
+        Nothing comes back.
 
         Raises BrokerUnavailable.
         """
@@ -212,10 +237,14 @@ class Dispatcher:
         if queue is None:
             return  # nobody is known to have it
         now = self._clock()
-        context = ToolContext(tenant=route.tenant, session=route.session, sent_at=now, deadline_at=now + self._queue_wait_s)
+        context = ToolContext(
+            tenant=route.tenant, session=route.session, sent_at=now, deadline_at=now + self._queue_wait_s
+        )
         await self._carrier.command(queue, call, context)
 
-    async def _traced(self, call: ToolCall, route: Route, work: Awaitable[ToolResult], run: str | None = None) -> ToolResult:
+    async def _traced(
+        self, call: ToolCall, route: Route, work: Awaitable[ToolResult], run: str | None = None
+    ) -> ToolResult:
         """What it gives; while tracing is on, with the call's spans around it."""
         if self._tracer is None:
             return await work
@@ -255,7 +284,8 @@ class Dispatcher:
             if told is not None:
                 closed = told
                 break
-            # It has moved, or its host is just being restarted: left there it would hold its sandbox until its time is up.
+            # It has moved, or its host is just being restarted: left there it would hold its sandbox until its time is
+            # up.
             address = await locator.find_for_closing(tenant, session) if await until.wait() else None
         await locator.forget(tenant, session)
         return closed
@@ -367,7 +397,9 @@ class Dispatcher:
             await self.command(order, route)
 
     async def _check_switch(self, spec: ToolSpec, tenant: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Raises ToolFailure for a tool that an administrator has turned off, BrokerUnavailable when that is not known."""
+        """Raises ToolFailure for a tool that an administrator has turned off, BrokerUnavailable when that is not
+        known.
+        """
         if self._switches is not None and spec.audience == "model":
             switches = await self._switches.switches()
             check_switches(lambda name: find_switch(switches, name, tenant), spec, arguments)

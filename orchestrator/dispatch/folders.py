@@ -13,7 +13,9 @@ from contract.tar_archives import BLOCK, TarEntry, read_tar
 
 
 def pack_folder(folder: Path) -> bytes:
-    """The folder's content as an uncompressed tar. Raises ConfigError when it is no folder, cannot be read, or is larger than a blob."""
+    """The folder's content as an uncompressed tar. Raises ConfigError when it is no folder, cannot be read, or is
+    larger than a blob.
+    """
     if not folder.is_dir():
         raise ConfigError(f"the workspace {folder} is not a folder: give an existing one")
     buffer = io.BytesIO()
@@ -22,18 +24,23 @@ def pack_folder(folder: Path) -> bytes:
             for path in sorted(folder.rglob("*")):
                 size = path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
                 if buffer.tell() + size > MAX_BLOB_BYTES:
-                    raise ConfigError(f"the workspace {folder} is larger than {MAX_BLOB_BYTES} bytes: give a smaller folder")
+                    raise ConfigError(
+                        f"the workspace {folder} is larger than {MAX_BLOB_BYTES} bytes: give a smaller folder"
+                    )
                 archive.add(path, arcname=str(path.relative_to(folder)), recursive=False, filter=_plain_entry)
     except OSError as error:
-        raise ConfigError(f"the workspace {folder} cannot be read ({error}): mend its rights or give another folder") from error
+        raise ConfigError(
+            f"the workspace {folder} cannot be read ({error}): mend its rights or give another folder"
+        ) from error
     return buffer.getvalue()
 
 
 def unpack_archive(data: bytes, folder: Path) -> list[str]:
-    """Unpack into `folder`, which is made; gives the names that were left out. Raises ToolFailure when the archive is broken.
+    """Unpack into `folder`, which is made; gives the names that were left out. Raises ToolFailure when the archive is
+    broken.
 
-    Nothing is ever written through a link of the archive: files and folders come first, links last, and only those whose target
-    cannot lead out. An entry whose own name leads out is refused: PATH_NOT_ALLOWED.
+    Nothing is ever written through a link of the archive: files and folders come first, links last, and only those
+    whose target cannot lead out. An entry whose own name leads out is refused: PATH_NOT_ALLOWED.
     """
     folder.mkdir(parents=True, exist_ok=True)
     root = folder.resolve()
@@ -53,7 +60,9 @@ def unpack_archive(data: bytes, folder: Path) -> list[str]:
 
 
 def _plain_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Files, folders and links as they are; sockets, pipes and devices are left out. The owner is the sandbox's user."""
+    """Files, folders and links as they are; sockets, pipes and devices are left out. The owner is the sandbox's
+    user.
+    """
     if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
         return None
     entry.uid = entry.gid = 1000
@@ -64,7 +73,9 @@ def _plain_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
 def _inner_name(text: str) -> PurePosixPath:
     name = PurePosixPath(text)
     if name.is_absolute() or ".." in name.parts or "\0" in text:
-        raise ToolFailure(ErrorCode.PATH_NOT_ALLOWED, f"the sandbox's archive holds a name that leads out: {text[:200]!r}")
+        raise ToolFailure(
+            ErrorCode.PATH_NOT_ALLOWED, f"the sandbox's archive holds a name that leads out: {text[:200]!r}"
+        )
     return name
 
 
@@ -120,7 +131,9 @@ def _make_links(root: Path, links: list[tuple[PurePosixPath, str]]) -> Iterator[
 
 
 def _stays_inside(depth: int, target: str) -> bool:
-    """Only leading `..`, no more than the link's folder lies deep: then it stays inside, whatever else on the way is such a link."""
+    """Only leading `..`, no more than the link's folder lies deep: then it stays inside, whatever else on the way is
+    such a link.
+    """
     parts = PurePosixPath(target).parts
     ups = len([part for part in parts if part == ".."])
     leads_up_first = all(part == ".." for part in parts[:ups])

@@ -10,6 +10,10 @@ from contract.specs import ToolSpec
 T = TypeVar("T")
 
 
-async def check_off_loop(spec: ToolSpec, arguments: Mapping[str, Any], check: Callable[[], T], *, text: bool = False) -> T:
-    """Return the result of `check`, a check of `arguments` against the schema of `spec`. Raises what it raises. `text`: as for `prepare_arguments`."""
+async def check_off_loop(
+    spec: ToolSpec, arguments: Mapping[str, Any], check: Callable[[], T], *, text: bool = False
+) -> T:
+    """Return the result of `check`, a check of `arguments` against the schema of `spec`. Raises what it raises. `text`:
+    as for `prepare_arguments`.
+    """
     return check() if is_quick(spec, arguments, text=text) else await asyncio.to_thread(check)

@@ -1,4 +1,6 @@
-"""Answers what tools in workers ask the model of the run that called them: the model's keys never leave this process."""
+"""Answers what tools in workers ask the model of the run that called them: the model's keys never leave this
+process.
+"""
 
 from collections.abc import Awaitable
 
@@ -45,8 +47,12 @@ class ModelRequests:
         try:
             await call.answer(answer.model_dump(mode="json"))
         except ValueError:
-            sentence = f"the model's reply is larger than {MAX_ANSWER_BYTES} bytes, which is what can be sent: ask for less"
-            await call.answer(ModelAnswer.refused(question.number, ErrorCode.INVALID_ARGUMENTS, sentence).model_dump(mode="json"))
+            sentence = (
+                f"the model's reply is larger than {MAX_ANSWER_BYTES} bytes, which is what can be sent: ask for less"
+            )
+            await call.answer(
+                ModelAnswer.refused(question.number, ErrorCode.INVALID_ARGUMENTS, sentence).model_dump(mode="json")
+            )
 
     async def _answer(self, adapter: BudgetedModel, question: ModelQuestion) -> ModelAnswer:
         messages = [dict(message) for message in question.messages]
@@ -57,8 +63,12 @@ class ModelRequests:
         except ModelUnavailable as error:
             log.error("model_question_not_answered", model=adapter.name, error=str(error))
             return ModelAnswer.refused(question.number, error.code, str(error))
-        except Exception as error:  # the edge: a Model is a program's own code, and the tool would wait for an answer until its limit
+        except (
+            Exception
+        ) as error:  # the edge: a Model is a program's own code, and the tool would wait for an answer until its limit
             log.exception("model_question_failed", model=adapter.name)
-            return ModelAnswer.refused(question.number, ErrorCode.INTERNAL, f"the caller's model failed ({type(error).__name__})")
+            return ModelAnswer.refused(
+                question.number, ErrorCode.INTERNAL, f"the caller's model failed ({type(error).__name__})"
+            )
         self._usage += completion.usage
         return ModelAnswer.of(question.number, completion)

@@ -25,8 +25,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class HostRoom:
-    """What hosts have for sessions of one kind now. `at_once`: openings at a time that keep them busy; `sandboxes`: sessions that each get a sandbox of
-    their own; `sessions`: those that are taken at all, whose sandboxes then take turns."""
+    """What hosts have for sessions of one kind now. `at_once`: openings at a time that keep them busy; `sandboxes`:
+    sessions that each get a sandbox of their own; `sessions`: those that are taken at all, whose sandboxes then take
+    turns."""
 
     at_once: int
     sandboxes: int
@@ -41,7 +42,10 @@ def find_room(reports: Sequence[HostReport], wanted: Wanted, placed: Mapping[str
     return HostRoom(
         # The other half is for the calls of the sessions that are there.
         at_once=sum(max(1, host.slots // 2) for host in able),
-        sandboxes=sum(max(0, (host.max_sandboxes or host.max_sessions) - host.sessions - placed.get(host.queue, 0)) for host in able),
+        sandboxes=sum(
+            max(0, (host.max_sandboxes or host.max_sessions) - host.sessions - placed.get(host.queue, 0))
+            for host in able
+        ),
         sessions=sum(max(0, host.max_sessions - host.sessions - placed.get(host.queue, 0)) for host in able),
     )
 
@@ -54,10 +58,11 @@ def choose_host(
     excluded: Collection[str] = (),
     chance: random.Random | None = None,
 ) -> HostReport:
-    """The less loaded of two hosts picked by chance, by their slots. Deciding so on reports that are seconds old does not send everybody to one host.
+    """The less loaded of two hosts picked by chance, by their slots. Deciding so on reports that are seconds old does
+    not send everybody to one host.
 
-    `placed`: queue -> sessions sent there since its report; `excluded`: queues that have just failed. Raises NoHost that says what is missing,
-    ToolFailure for an image that no host allows.
+    `placed`: queue -> sessions sent there since its report; `excluded`: queues that have just failed. Raises NoHost
+    that says what is missing, ToolFailure for an image that no host allows.
     """
     placed, chance = placed or {}, chance or random.Random()
     hosts = [report for report in reports if report.kind == "sandbox"]
@@ -92,14 +97,22 @@ def _load(host: HostReport, placed: int) -> float:
 def _check_image(hosts: Sequence[HostReport], wanted: Wanted) -> None:
     if hosts and wanted.image is not None and not any(wanted.image in host.images for host in hosts):
         known = ", ".join(sorted({image for host in hosts for image in host.images}))
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"image '{wanted.image[:200]}' is not allowed on any host; allowed: {known}")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"image '{wanted.image[:200]}' is not allowed on any host; allowed: {known}"
+        )
 
 
 def _explain(hosts: Sequence[HostReport], able: Sequence[HostReport], wanted: Wanted) -> str:
     if not hosts:
-        return "no sandbox host reports: start one with `toolcrew worker start` beside a sandboxd, or everything with `toolcrew up`"
+        return (
+            "no sandbox host reports: start one with `toolcrew worker start` beside a sandboxd, or everything with "
+            "`toolcrew up`"
+        )
     if able:
-        return f"all {len(able)} hosts that could take the session are full: try again when sessions were closed, or add a host"
+        return (
+            f"all {len(able)} hosts that could take the session are full: try again when sessions were closed, or add "
+            "a host"
+        )
     if all(host.release != RELEASE for host in hosts):
         return f"every host runs another release than this program ({RELEASE}): run the same on all"
     if not any(wanted.tenant_class in host.classes for host in hosts):

@@ -63,13 +63,16 @@ async def open_pool(
     secrets: Mapping[str, str] | None = None,
     hosts: HostSource | None = None,
 ) -> AsyncIterator[PoolConnection]:
-    """Connected, with a worker there, unless only Redis is to be asked. Raises ConfigError (nothing to sign with, no worker), BrokerUnavailable.
+    """Connected, with a worker there, unless only Redis is to be asked. Raises ConfigError (nothing to sign with, no
+    worker), BrokerUnavailable.
 
-    What `settings` and `secrets` (kind -> value) hold is masked in the content of spans, where that is asked for. `hosts`: where new sessions may go; None:
-    to all that report.
+    What `settings` and `secrets` (kind -> value) hold is masked in the content of spans, where that is asked for.
+    `hosts`: where new sessions may go; None: to all that report.
     """
     keys, deployment = broker.signing_keys(), broker.deployment
-    tracer = open_process_tracer(settings, {**passwords_of("Redis password", broker.redis_url.get_secret_value()), **(secrets or {})})
+    tracer = open_process_tracer(
+        settings, {**passwords_of("Redis password", broker.redis_url.get_secret_value()), **(secrets or {})}
+    )
     async with AsyncExitStack() as stack:
         if tracer is not None:
             stack.push_async_callback(asyncio.to_thread, tracer.close)
@@ -82,7 +85,11 @@ async def open_pool(
         catalog = RedisCatalog(redis, deployment, keys)
         if needs_workers:
             await catalog.specs()
-        clock, events, switches = SharedClock(), CallEventListener(redis, deployment), RedisSwitches(redis, deployment, keys)
+        clock, events, switches = (
+            SharedClock(),
+            CallEventListener(redis, deployment),
+            RedisSwitches(redis, deployment, keys),
+        )
         stack.push_async_callback(events.close)
         hub = ResultHub(redis)
         await hub.start()
@@ -120,4 +127,6 @@ async def open_pool(
             offers=offers,
             blobs=blobs,
         )
-        yield PoolConnection(redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally)
+        yield PoolConnection(
+            redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally
+        )

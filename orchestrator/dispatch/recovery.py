@@ -1,4 +1,6 @@
-"""Has a call made, whoever dies meanwhile: sent to where its session lives by now, sent again when that is safe, and else an honest error."""
+"""Has a call made, whoever dies meanwhile: sent to where its session lives by now, sent again when that is safe, and
+else an honest error.
+"""
 
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
@@ -21,7 +23,9 @@ log = get_logger(__name__)
 RESEND_S = 30.0
 """How long a call that nobody took is sent again: its session has moved, or its host is just being restarted."""
 RECORD_S = CALL_TTL_S - 3600
-"""A call without a record that may have been sent longer ago may have acted. An hour less than the record lives, for the time between."""
+"""A call without a record that may have been sent longer ago may have acted. An hour less than the record lives, for
+the time between.
+"""
 
 
 class CallBook(Protocol):
@@ -33,7 +37,9 @@ class CallBook(Protocol):
 
     async def renew(self, tenant: str, call_id: str, attempt: int) -> bool: ...
 
-    async def give_up(self, tenant: str, call_id: str, attempt: int, state: CallState, code: ErrorCode) -> CallState | None: ...
+    async def give_up(
+        self, tenant: str, call_id: str, attempt: int, state: CallState, code: ErrorCode
+    ) -> CallState | None: ...
 
 
 class Recovery:
@@ -45,8 +51,9 @@ class Recovery:
         self._ledger = ledger
 
     async def carry(self, errand: Errand) -> ToolResult:
-        """The one result of the call. A lost call is sent again when it has surely not begun, or its tool is idempotent, MAX_ATTEMPTS times in all; one
-        that nobody took is sent again for RESEND_S, or as long as it may wait in a queue. One that a process sent which died since is awaited in its place."""
+        """The one result of the call. A lost call is sent again when it has surely not begun, or its tool is
+        idempotent, MAX_ATTEMPTS times in all; one that nobody took is sent again for RESEND_S, or as long as it may
+        wait in a queue. One that a process sent which died since is awaited in its place."""
         losses = _Losses()
         try:
             return await self._until_answered(errand, losses)
@@ -94,13 +101,19 @@ class Recovery:
                 return result
             address = await self._refresh(errand, address, is_lost=False) if address is not None else None
 
-    async def note_end(self, errand: Errand, result: ToolResult, attempt: int = 1, state: CallState = CallState.LOST) -> None:
-        """This answer is the call's last: a worker that did not run it has left its record open, for another attempt."""
+    async def note_end(
+        self, errand: Errand, result: ToolResult, attempt: int = 1, state: CallState = CallState.LOST
+    ) -> None:
+        """This answer is the call's last: a worker that did not run it has left its record open, for another
+        attempt.
+        """
         if result.has_not_run:
             await self._noted(errand, attempt, state, result.error_code or ErrorCode.INTERNAL)
 
     async def _may_go_again(self, errand: Errand, result: ToolResult, losses: "_Losses", until: "Backoff") -> bool:
-        """Whether a worker's answer only says that the call was not run there, or what it did was lost and may be done again."""
+        """Whether a worker's answer only says that the call was not run there, or what it did was lost and may be done
+        again.
+        """
         failure = result.run_failure
         is_lost = failure is RunFailure.LOST
         if is_lost:
@@ -110,16 +123,16 @@ class Recovery:
         return (is_untaken or is_repeatable) and await until.wait() and await self._renewed(errand, losses)
 
     async def _begun(self, errand: Errand, losses: "_Losses") -> CallRecord | None:
-        """The record of an attempt that is on its way, or has ended; `losses` then speaks of the one to go on with. Raises DeliveryFailed when the call is
-        not to be sent again."""
+        """The record of an attempt that is on its way, or has ended; `losses` then speaks of the one to go on with.
+        Raises DeliveryFailed when the call is not to be sent again."""
         record = await self._ledger.find(errand.context.tenant, errand.call.id)
         if record is None:
             # By Redis's clock, which the records expire by: this host's may be wrong.
             if not errand.spec.idempotent and await self._ledger.now() - (errand.sent_since or 0.0) > RECORD_S:
                 raise DeliveryFailed(
                     ErrorCode.OUTCOME_UNKNOWN,
-                    f"the call may have been sent more than {CALL_TTL_S // 3600} hours ago, and its record has expired: it may or may not have acted; "
-                    "look before you repeat it",
+                    f"the call may have been sent more than {CALL_TTL_S // 3600} hours ago, and its record has "
+                    "expired: it may or may not have acted; look before you repeat it",
                 )
             return None
         losses.attempt = record.attempt
@@ -127,8 +140,13 @@ class Recovery:
             is_published = record.nonce.partition(":")[0] == str(record.attempt)
             return record if is_published else None
         if record.state is CallState.FORBIDDEN:
-            raise DeliveryFailed(ErrorCode.CANCELLED, "the call was cancelled, or too late, before a worker took it, and was not run")
-        losses.note(record.state is CallState.UNKNOWN or not self._carrier.has_ticket(errand.context.tenant, errand.call.id, record))
+            raise DeliveryFailed(
+                ErrorCode.CANCELLED, "the call was cancelled, or too late, before a worker took it, and was not run"
+            )
+        losses.note(
+            record.state is CallState.UNKNOWN
+            or not self._carrier.has_ticket(errand.context.tenant, errand.call.id, record)
+        )
         told = describe_loss(record)
         if record.state is CallState.UNKNOWN or (losses.may_have_acted and not errand.spec.idempotent):
             await self._give_up(errand, losses, told)
@@ -137,12 +155,18 @@ class Recovery:
         return None
 
     async def _is_unstarted(self, errand: Errand, attempt: int) -> bool:
-        """Whether it is proved that no worker has begun this attempt. Anyone who can write to Redis can claim it; only the signed ticket proves it."""
+        """Whether it is proved that no worker has begun this attempt. Anyone who can write to Redis can claim it; only
+        the signed ticket proves it.
+        """
         try:
             record = await self._ledger.find(errand.context.tenant, errand.call.id)
         except BrokerUnavailable:
             return False
-        return record is not None and record.attempt == attempt and self._carrier.has_ticket(errand.context.tenant, errand.call.id, record)
+        return (
+            record is not None
+            and record.attempt == attempt
+            and self._carrier.has_ticket(errand.context.tenant, errand.call.id, record)
+        )
 
     async def _find(self, errand: Errand) -> SessionAddress | None:
         if not errand.is_sticky:
@@ -150,12 +174,23 @@ class Recovery:
         return await self._locator.find(errand.context.tenant, str(errand.context.session), errand.policy)
 
     async def _refresh(self, errand: Errand, address: SessionAddress, *, is_lost: bool) -> SessionAddress:
-        return await self._locator.refresh(errand.context.tenant, str(errand.context.session), address, errand.policy, is_lost=is_lost)
+        return await self._locator.refresh(
+            errand.context.tenant, str(errand.context.session), address, errand.policy, is_lost=is_lost
+        )
 
-    async def _after_loss(self, errand: Errand, address: SessionAddress | None, losses: "_Losses", lost: CallLost) -> SessionAddress | None:
+    async def _after_loss(
+        self, errand: Errand, address: SessionAddress | None, losses: "_Losses", lost: CallLost
+    ) -> SessionAddress | None:
         """Where the call may be sent next. Raises DeliveryFailed when it may not be sent again, or cannot be."""
         call = errand.call
-        log.warning("call_lost", call=call.id, tool=call.name, attempt=losses.attempt, has_started=lost.has_started, told=lost.told)
+        log.warning(
+            "call_lost",
+            call=call.id,
+            tool=call.name,
+            attempt=losses.attempt,
+            has_started=lost.has_started,
+            told=lost.told,
+        )
         # What has not begun can never begin any more: its record is no longer of that attempt.
         is_safe = errand.spec.idempotent or not losses.may_have_acted
         if not is_safe or losses.times >= MAX_ATTEMPTS:
@@ -166,7 +201,8 @@ class Recovery:
             await self._give_up(errand, losses, f"{lost.told}, and {error}")
         if not await self._renewed(errand, losses):
             raise DeliveryFailed(
-                ErrorCode.OUTCOME_UNKNOWN, f"{lost.told}; it was not sent again: it was cancelled meanwhile, or Redis knows nothing of it"
+                ErrorCode.OUTCOME_UNKNOWN,
+                f"{lost.told}; it was not sent again: it was cancelled meanwhile, or Redis knows nothing of it",
             )
         return address
 
@@ -181,13 +217,22 @@ class Recovery:
         return is_renewed
 
     async def _give_up(self, errand: Errand, losses: "_Losses", told: str) -> NoReturn:
-        await self._noted(errand, losses.attempt, losses.state, ErrorCode.OUTCOME_UNKNOWN if losses.may_have_acted else ErrorCode.HOST_LOST)
+        await self._noted(
+            errand,
+            losses.attempt,
+            losses.state,
+            ErrorCode.OUTCOME_UNKNOWN if losses.may_have_acted else ErrorCode.HOST_LOST,
+        )
         tried = f" (attempt {losses.times} of {MAX_ATTEMPTS})" if losses.times > 1 else ""
         if losses.may_have_acted:
-            raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{told}{tried}: the call may or may not have acted; look before you repeat it")
+            raise DeliveryFailed(
+                ErrorCode.OUTCOME_UNKNOWN,
+                f"{told}{tried}: the call may or may not have acted; look before you repeat it",
+            )
         raise DeliveryFailed(
             ErrorCode.HOST_LOST,
-            f"{told}{tried}: the call was not run: send it again; its session is served by the host's next worker, or elsewhere from its last checkpoint",
+            f"{told}{tried}: the call was not run: send it again; its session is served by the host's next worker, or "
+            "elsewhere from its last checkpoint",
         )
 
     async def _noted(self, errand: Errand, attempt: int, state: CallState, code: ErrorCode) -> None:
@@ -218,8 +263,12 @@ class _Losses:
 
 def _never_taken(queue: str, losses: _Losses) -> DeliveryFailed:
     if losses.may_have_acted:
-        words = "an earlier attempt was lost and may have acted, and the session was never where the call was sent again"
-        return DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{words}, last to {queue}; look before you repeat it, and see `toolcrew hosts`")
+        words = (
+            "an earlier attempt was lost and may have acted, and the session was never where the call was sent again"
+        )
+        return DeliveryFailed(
+            ErrorCode.OUTCOME_UNKNOWN, f"{words}, last to {queue}; look before you repeat it, and see `toolcrew hosts`"
+        )
     return DeliveryFailed(
         ErrorCode.HOST_LOST,
         f"the call was not run: its session was never where it was sent, last to {queue}; see `toolcrew hosts`",
@@ -229,8 +278,12 @@ def _never_taken(queue: str, losses: _Losses) -> DeliveryFailed:
 def repeated(attempt: int = 1) -> DeliveryFailed:
     """What is told of a call that the ledger knows already."""
     if attempt > 1:
-        words = "the call could not be sent again: it was cancelled meanwhile, or Redis has forgotten that it was to be sent"
+        words = (
+            "the call could not be sent again: it was cancelled meanwhile, or Redis has forgotten that it was to be "
+            "sent"
+        )
         return DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{words}; look before you repeat it")
     return DeliveryFailed(
-        ErrorCode.OUTCOME_UNKNOWN, "a call of this id has been sent before, and was not run again: give every call an id of its own"
+        ErrorCode.OUTCOME_UNKNOWN,
+        "a call of this id has been sent before, and was not run again: give every call an id of its own",
     )

@@ -1,4 +1,6 @@
-"""Finds the host of a session for every call, chooses one for a new session, and another one when a host is lost or drains."""
+"""Finds the host of a session for every call, chooses one for a new session, and another one when a host is lost or
+drains.
+"""
 
 import asyncio
 import contextlib
@@ -29,7 +31,9 @@ log = get_logger(__name__)
 MAX_HOSTS = 3
 """How many hosts are tried for one opening."""
 SETTLE_S = 30.0
-"""How long a call waits for its session's host to come back, or to be given up, and for another process that moves the session."""
+"""How long a call waits for its session's host to come back, or to be given up, and for another process that moves the
+session.
+"""
 POLL_S = 0.2
 MAX_KNOWN = 100_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -54,7 +58,9 @@ class Opening:
 
 _Claimed = TypeVar("_Claimed", bound=SessionAddress | None)
 SendOpen = Callable[[Opening, SessionAddress], Awaitable[ToolResult]]
-"""Sends the verb to an address once; returns its result, also a failed one. Raises NotSent, CallLost, DeliveryFailed."""
+"""Sends the verb to an address once; returns its result, also a failed one. Raises NotSent, CallLost,
+DeliveryFailed.
+"""
 
 
 class SessionLocator:
@@ -69,16 +75,22 @@ class SessionLocator:
         self._reported_at: dict[str, float] = {}
 
     async def start(self, tenant: str, session: str) -> dict[str, Any]:
-        """Return the arguments with which an open session was opened. Raises ToolFailure(SESSION_NOT_FOUND), OperatorError."""
+        """Return the arguments with which an open session was opened. Raises ToolFailure(SESSION_NOT_FOUND),
+        OperatorError.
+        """
         return open_start(self._keys, tenant, session, await self.location(tenant, session))
 
     async def open(self, tenant: str, session: str, policy: TenantPolicy, arguments: Mapping[str, Any]) -> ToolResult:
         """Open a new session on a host with room for it. Raises ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable."""
         excluded: set[str] = set()
         queue = await self._choose(policy, arguments, excluded)
-        start = seal_start(self._keys, tenant, session, {name: value for name, value in arguments.items() if name != "restore"})
+        start = seal_start(
+            self._keys, tenant, session, {name: value for name, value in arguments.items() if name != "restore"}
+        )
         ttl_s = float(arguments.get("ttl_s", 1800.0))
-        address = await self._counted(queue, self._sessions.open(tenant, session, queue, start=start, ttl_s=ttl_s, limit=policy.sandboxes))
+        address = await self._counted(
+            queue, self._sessions.open(tenant, session, queue, start=start, ttl_s=ttl_s, limit=policy.sandboxes)
+        )
         try:
             result, _ = await self._opened(Opening(tenant, session, arguments), address, policy, excluded)
         except BaseException:
@@ -89,16 +101,22 @@ class SessionLocator:
         return result
 
     async def find(self, tenant: str, session: str, policy: TenantPolicy) -> SessionAddress:
-        """Return the session's address; open the session elsewhere if it has none. Raises ToolFailure(SESSION_NOT_FOUND), SandboxUnavailable."""
+        """Return the session's address; open the session elsewhere if it has none. Raises
+        ToolFailure(SESSION_NOT_FOUND), SandboxUnavailable.
+        """
         return self._known.get((tenant, session)) or await self._settled(tenant, session, policy, None)
 
-    async def refresh(self, tenant: str, session: str, seen: SessionAddress, policy: TenantPolicy, *, is_lost: bool) -> SessionAddress:
-        """The address after a call could not be sent to `seen`. `is_lost`: its host is silent; when it has been given up the session is opened
-        elsewhere."""
+    async def refresh(
+        self, tenant: str, session: str, seen: SessionAddress, policy: TenantPolicy, *, is_lost: bool
+    ) -> SessionAddress:
+        """The address after a call could not be sent to `seen`. `is_lost`: its host is silent; when it has been given
+        up the session is opened elsewhere."""
         self._known.pop((tenant, session), None)
         return await self._settled(tenant, session, policy, seen if is_lost else None)
 
-    async def _settled(self, tenant: str, session: str, policy: TenantPolicy, silent: SessionAddress | None) -> SessionAddress:
+    async def _settled(
+        self, tenant: str, session: str, policy: TenantPolicy, silent: SessionAddress | None
+    ) -> SessionAddress:
         """The address, once the session has one and its host is not `silent` any more."""
         until = time.monotonic() + SETTLE_S
         while True:
@@ -116,7 +134,9 @@ class SessionLocator:
             if address is not None:
                 return address
             if is_late:
-                raise SandboxUnavailable(f"the session is still being moved after {SETTLE_S:g} s; try again, and see `toolcrew hosts`")
+                raise SandboxUnavailable(
+                    f"the session is still being moved after {SETTLE_S:g} s; try again, and see `toolcrew hosts`"
+                )
             await asyncio.sleep(POLL_S)
 
     async def _tried(
@@ -132,7 +152,9 @@ class SessionLocator:
         return self._noted(tenant, session, SessionAddress(location.queue, location.fence)) if fate == "alive" else None
 
     async def find_for_closing(self, tenant: str, session: str) -> SessionAddress | None:
-        """Where a session is by now, without opening it anywhere; None when no host has it. One that is silent, or about to move it, is waited for."""
+        """Where a session is by now, without opening it anywhere; None when no host has it. One that is silent, or
+        about to move it, is waited for.
+        """
         until = time.monotonic() + SETTLE_S
         while (location := await self._sessions.find(tenant, session)) is not None and time.monotonic() < until:
             if location.state is LocationState.OPEN:
@@ -145,14 +167,18 @@ class SessionLocator:
         return None
 
     async def location(self, tenant: str, session: str) -> SessionLocation:
-        """Where an open session lives by now, whoever opened it. Raises ToolFailure(SESSION_NOT_FOUND), BrokerUnavailable."""
+        """Where an open session lives by now, whoever opened it. Raises ToolFailure(SESSION_NOT_FOUND),
+        BrokerUnavailable.
+        """
         location = await self._sessions.find(tenant, session) if _NAME.fullmatch(session) else None
         if location is None:
             raise no_such_session()
         return location
 
     async def facts(self, tenant: str, session: str) -> dict[str, Any] | None:
-        """What its host told when it opened the session; None when that is not known (any more). Raises BrokerUnavailable."""
+        """What its host told when it opened the session; None when that is not known (any more). Raises
+        BrokerUnavailable.
+        """
         told = json.loads(await self._sessions.facts(tenant, session) or "null")
         return told if isinstance(told, dict) else None
 
@@ -161,9 +187,13 @@ class SessionLocator:
         return self._known.get((tenant, session))
 
     async def last(self, tenant: str, session: str) -> SessionAddress | None:
-        """Where a session was last, whether that host lives or not; None for one that is nowhere. Raises BrokerUnavailable."""
+        """Where a session was last, whether that host lives or not; None for one that is nowhere. Raises
+        BrokerUnavailable.
+        """
         location = None if (tenant, session) in self._known else await self._sessions.find(tenant, session)
-        return self.known(tenant, session) or (SessionAddress(location.queue, location.fence) if location is not None else None)
+        return self.known(tenant, session) or (
+            SessionAddress(location.queue, location.fence) if location is not None else None
+        )
 
     async def forget(self, tenant: str, session: str) -> None:
         """The session is closed. Raises BrokerUnavailable."""
@@ -210,7 +240,9 @@ class SessionLocator:
         return reports
 
     async def _counted(self, queue: str, claim: Awaitable[_Claimed]) -> _Claimed:
-        """Return what the claim of a location on that host returns. A refused claim is not counted as a session: repeated ones would fill the host."""
+        """Return what the claim of a location on that host returns. A refused claim is not counted as a session:
+        repeated ones would fill the host.
+        """
         claimed = None
         try:
             claimed = await claim
@@ -222,7 +254,8 @@ class SessionLocator:
     async def _opened(
         self, opening: Opening, address: SessionAddress, policy: TenantPolicy, excluded: set[str]
     ) -> tuple[ToolResult, SessionAddress]:
-        """Send the verb; to other hosts when one is lost before it answers, or has no room. Returns the result and the host that gave it.
+        """Send the verb; to other hosts when one is lost before it answers, or has no room. Returns the result and the
+        host that gave it.
 
         When it did not work, the next caller may try again.
         """
@@ -243,7 +276,9 @@ class SessionLocator:
                         return result, address
                     continue
                 if result.success:
-                    await self._sessions.settle(tenant, session, address.fence, LocationState.OPEN, json.dumps(result.metadata))
+                    await self._sessions.settle(
+                        tenant, session, address.fence, LocationState.OPEN, json.dumps(result.metadata)
+                    )
                     self._noted(tenant, session, address)
                 else:
                     await self._release(tenant, session, address.fence)
@@ -262,38 +297,59 @@ class SessionLocator:
         log.warning("session_opens_elsewhere", session=opening.session, queue=address.queue, reason=reason)
         if len(excluded) > MAX_HOSTS:
             raise SandboxUnavailable(
-                f"{MAX_HOSTS} hosts in a row were lost, or refused the session, while it was opened; see `toolcrew hosts`"
+                f"{MAX_HOSTS} hosts in a row were lost, or refused the session, while it was opened; see `toolcrew "
+                "hosts`"
             )
         queue = await self._choose(policy, opening.arguments, excluded)
         await self._release(opening.tenant, opening.session, address.fence)
         claimed = await self._counted(
-            queue, self._sessions.begin_move(opening.tenant, opening.session, address.fence, LocationState.MOVING, queue)
+            queue,
+            self._sessions.begin_move(opening.tenant, opening.session, address.fence, LocationState.MOVING, queue),
         )
         if claimed is None:
             raise SandboxUnavailable("the session was closed, or opened by somebody else, while it was opened here")
         return claimed
 
     async def _adopted(self, opening: Opening, address: SessionAddress) -> SessionAddress | None:
-        """The address of an opening that the host's next worker has taken over: asked again it gives what there is. Left, nobody would know of it."""
-        location = await self._sessions.find(opening.tenant, opening.session) if "moved" not in opening.arguments else None
+        """The address of an opening that the host's next worker has taken over: asked again it gives what there is.
+        Left, nobody would know of it.
+        """
+        location = (
+            await self._sessions.find(opening.tenant, opening.session) if "moved" not in opening.arguments else None
+        )
         is_adopted = location is not None and location.state is LocationState.OPEN and location.fence > address.fence
         return SessionAddress(location.queue, location.fence) if location is not None and is_adopted else None
 
-    async def _moved(self, tenant: str, session: str, location: SessionLocation, policy: TenantPolicy) -> SessionAddress | None:
-        """Open the session on another host; None when its location changed meanwhile, or another process is at it: look again."""
+    async def _moved(
+        self, tenant: str, session: str, location: SessionLocation, policy: TenantPolicy
+    ) -> SessionAddress | None:
+        """Open the session on another host; None when its location changed meanwhile, or another process is at it: look
+        again.
+        """
         start = open_start(self._keys, tenant, session, location)
         excluded = {location.queue} if location.state is LocationState.OPEN else set[str]()
         queue = await self._choose(policy, start, excluded)
-        address = await self._counted(queue, self._sessions.begin_move(tenant, session, location.fence, location.state, queue))
+        address = await self._counted(
+            queue, self._sessions.begin_move(tenant, session, location.fence, location.state, queue)
+        )
         if address is None:
             return None
         # Its host may have noted a newer checkpoint until it lost the location.
         latest = await self._sessions.find(tenant, session) or location
         result = ToolResult.failed(ToolCall(id="none", name="session.open"), ErrorCode.INTERNAL, "not tried")
         for checkpoint in _checkpoints(latest):
-            arguments = {**start, "moved": _told(location, latest, checkpoint, address)} | ({"restore": checkpoint} if checkpoint else {})
-            log.warning("session_moves", session=session, lost=location.queue, queue=address.queue, checkpoint=checkpoint or None)
-            # The host that answered: another one when the first was lost or refused it, and the location is held there now.
+            arguments = {**start, "moved": _told(location, latest, checkpoint, address)} | (
+                {"restore": checkpoint} if checkpoint else {}
+            )
+            log.warning(
+                "session_moves",
+                session=session,
+                lost=location.queue,
+                queue=address.queue,
+                checkpoint=checkpoint or None,
+            )
+            # The host that answered: another one when the first was lost or refused it, and the location is held there
+            # now.
             result, address = await self._opened(Opening(tenant, session, arguments), address, policy, excluded)
             if result.success:
                 return address
@@ -307,7 +363,9 @@ class SessionLocator:
 
 
 def _checkpoints(location: SessionLocation) -> list[str]:
-    """What to restore from, best first: the owner may have deleted the last one. In the end nothing, which the session's next call is told."""
+    """What to restore from, best first: the owner may have deleted the last one. In the end nothing, which the
+    session's next call is told.
+    """
     kept = dict.fromkeys((location.checkpoint, location.automatic))
     return [*filter(None, kept), ""]
 
@@ -324,7 +382,8 @@ def no_such_session() -> ToolFailure:
     """The same for one that is closed, has expired, never was, or is another tenant's."""
     return ToolFailure(
         ErrorCode.SESSION_NOT_FOUND,
-        "there is no such session: this tenant has no open session of that name. It may have been closed or have expired; open a new one",
+        "there is no such session: this tenant has no open session of that name. It may have been closed or have "
+        "expired; open a new one",
     )
 
 

@@ -30,7 +30,9 @@ CANCEL_WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A session's files, shell state and outputs as they were. `skipped`: sockets, which are not kept; `torn`: files changed while they were read."""
+    """A session's files, shell state and outputs as they were. `skipped`: sockets, which are not kept; `torn`: files
+    changed while they were read.
+    """
 
     id: str
     bytes: int
@@ -57,8 +59,8 @@ class Start:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """Where a session lives. `network`: none or egress, then only to `hosts`; `workspace`: the kind of its storage, image, tmpfs or folder
-    (docs/sessions.md)."""
+    """Where a session lives. `network`: none or egress, then only to `hosts`; `workspace`: the kind of its storage,
+    image, tmpfs or folder (docs/sessions.md)."""
 
     session: str
     tenant: str
@@ -75,11 +77,16 @@ class SessionInfo:
         """What a sandbox of this session has of the network, as tool descriptions say it."""
         if self.network == "none":
             return NO_NETWORK
-        return f"whose only network is HTTP and HTTPS through a proxy (already set up in the environment) to {', '.join(self.hosts) or 'no host'}"
+        return (
+            "whose only network is HTTP and HTTPS through a proxy (already set up in the environment) to "
+            f"{', '.join(self.hosts) or 'no host'}"
+        )
 
 
 class Session:
-    """A sandbox of one's own. `call` never raises for a tool's failure; the methods that give bytes raise ToolFailure or SandboxUnavailable."""
+    """A sandbox of one's own. `call` never raises for a tool's failure; the methods that give bytes raise ToolFailure
+    or SandboxUnavailable.
+    """
 
     def __init__(
         self,
@@ -113,7 +120,8 @@ class Session:
         credential: Credential | None = None,
         name: str | None = None,
     ) -> "Session":
-        """A session with a fresh sandbox and, when given, what `start.workspace` holds in /workspace. `name`: its id, from new_session_name.
+        """A session with a fresh sandbox and, when given, what `start.workspace` holds in /workspace. `name`: its id,
+        from new_session_name.
 
         Raises ConfigError for a workspace that is no source, SandboxUnavailable, ToolFailure.
         """
@@ -139,15 +147,19 @@ class Session:
     async def attach(
         cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, session: str, credential: Credential | None = None
     ) -> "Session":
-        """An open session of the tenant that any process has opened. It is left open by the end of a `with` block; `close` closes it.
+        """An open session of the tenant that any process has opened. It is left open by the end of a `with` block;
+        `close` closes it.
 
-        Raises ToolFailure(SESSION_NOT_FOUND), the same for one that never was, is closed, or is another tenant's; BrokerUnavailable, SandboxUnavailable.
+        Raises ToolFailure(SESSION_NOT_FOUND), the same for one that never was, is closed, or is another tenant's;
+        BrokerUnavailable, SandboxUnavailable.
         """
         location = await dispatcher.session_location(tenant, session)
         facts = await dispatcher.session_facts(tenant, session)
         if facts is None:
             # Of an earlier release, or very old: its host tells the same again.
-            call = ToolCall(id=_call_id(), name="session.open", arguments=await dispatcher.session_start(tenant, session))
+            call = ToolCall(
+                id=_call_id(), name="session.open", arguments=await dispatcher.session_start(tenant, session)
+            )
             terms = Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")
             facts = dict(_checked(await dispatcher.dispatch(call, Route(tenant, session), terms)).metadata)
         here = {"queue": location.queue, "host": host_of(location.queue)} if location.queue else {}
@@ -165,8 +177,9 @@ class Session:
     ) -> ToolResult:
         """Run a tool once. The result says what happened, whatever it was. The same `call_id` never runs twice.
 
-        `on_output` gets pieces of output (stream, text) while the tool runs, as far as it shows some; the last one comes before the result, which
-        has the whole of it. A slow one holds the call up, for 10 s at most; what it is not shown is counted in the result's metadata.
+        `on_output` gets pieces of output (stream, text) while the tool runs, as far as it shows some; the last one
+        comes before the result, which has the whole of it. A slow one holds the call up, for 10 s at most; what it is
+        not shown is counted in the result's metadata.
         """
         try:
             call = ToolCall(id=call_id or _call_id(), name=name, arguments=dict(arguments))
@@ -187,8 +200,9 @@ class Session:
         timeout_s: float = 30,
         on_output: OnOutput | None = None,
     ) -> ExecResult:
-        """Run a program, no shell between. At the limit it gets SIGTERM, a moment later SIGKILL: then `kill` is set, and `returncode`
-        is -15 or -9, or what the program made of the first. `on_output`: as for `call`; the first 1 MiB is shown, and the result has all of it.
+        """Run a program, no shell between. At the limit it gets SIGTERM, a moment later SIGKILL: then `kill` is set,
+        and `returncode` is -15 or -9, or what the program made of the first. `on_output`: as for `call`; the first 1
+        MiB is shown, and the result has all of it.
 
         Raises ToolFailure when it cannot be started, SandboxUnavailable when the sandbox is gone.
         """
@@ -215,28 +229,37 @@ class Session:
         return await self._content(await self._verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S))
 
     async def export(self, folder: Path | str, path: str = "/workspace") -> list[str]:
-        """Copy a folder of the sandbox into one here, which is made. Gives the names that were left out: links that lead out, special files."""
+        """Copy a folder of the sandbox into one here, which is made. Gives the names that were left out: links that
+        lead out, special files.
+        """
         data = await self._content(await self._verb("export", {"path": path}, timeout_s=COPY_TIMEOUT_S))
         return await asyncio.to_thread(unpack_archive, data, Path(folder))
 
     async def import_folder(self, folder: Path | str, path: str = "/workspace") -> None:
-        """Copy what a folder here holds into one of the sandbox, which is made. At most 64 MiB. Raises ConfigError for what is no folder or too large,
-        ToolFailure when it cannot be made there."""
+        """Copy what a folder here holds into one of the sandbox, which is made. At most 64 MiB. Raises ConfigError for
+        what is no folder or too large, ToolFailure when it cannot be made there."""
         content = await asyncio.to_thread(pack_folder, Path(folder))
         made = await self.exec(["mkdir", "-p", "--", path])
         if made.returncode != 0:
             words = made.stderr.decode(errors="replace").strip()[-500:]
-            raise ToolFailure(ErrorCode.NOT_A_DIRECTORY, f"{path} cannot be made in the sandbox ({words}): name another folder")
+            raise ToolFailure(
+                ErrorCode.NOT_A_DIRECTORY, f"{path} cannot be made in the sandbox ({words}): name another folder"
+            )
         await self._verb("import", {"kind": "tar", "path": path}, content=content, timeout_s=COPY_TIMEOUT_S)
 
     async def checkpoint(self) -> Checkpoint:
-        """Keep the files, long outputs and shell state as they are now; other calls may go on meanwhile. It outlives the session.
+        """Keep the files, long outputs and shell state as they are now; other calls may go on meanwhile. It outlives
+        the session.
 
         Raises ToolFailure: FILE_TOO_LARGE, NO_SPACE when the tenant keeps too many; SandboxUnavailable.
         """
         told = (await self._verb("checkpoint", {}, timeout_s=PARCEL_TIMEOUT_S)).metadata
         return Checkpoint(
-            str(told["checkpoint"]), int(str(told["bytes"])), str(told["sha256"]), int(str(told["skipped"])), told["torn"] is True
+            str(told["checkpoint"]),
+            int(str(told["bytes"])),
+            str(told["sha256"]),
+            int(str(told["skipped"])),
+            told["torn"] is True,
         )
 
     async def info(self) -> SessionInfo:
@@ -288,7 +311,9 @@ class Session:
         except asyncio.CancelledError:
             # Of a call whose result is kept somebody else may be about to take it.
             if not terms.keeps_result:
-                await asyncio.shield(self._command(ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call.id})))
+                await asyncio.shield(
+                    self._command(ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call.id}))
+                )
             raise
 
     async def _check_credential(self) -> None:
@@ -302,13 +327,21 @@ class Session:
             await self._dispatcher.command(call, self._route)
 
     async def _verb(
-        self, name: str, arguments: dict[str, Any], *, content: bytes = b"", timeout_s: float, on_output: OnOutput | None = None
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        *,
+        content: bytes = b"",
+        timeout_s: float,
+        on_output: OnOutput | None = None,
     ) -> ToolResult:
         blob = await self._blobs.leave(self.tenant, content) if content else None
         call = ToolCall(id=_call_id(), name=f"session.{name}", arguments=arguments)
         handlers = {OUTPUT: output_handler(on_output)} if on_output is not None else {}
         try:
-            return _checked(await self._dispatch(call, Terms(timeout_s=timeout_s, blob=blob, audience="session", handlers=handlers)))
+            return _checked(
+                await self._dispatch(call, Terms(timeout_s=timeout_s, blob=blob, audience="session", handlers=handlers))
+            )
         finally:
             if blob is not None:
                 await self._blobs.drop(blob)
@@ -318,7 +351,9 @@ class Session:
 
 
 async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str) -> bool:
-    """Delete a tenant's checkpoint by any host. False when there is none of that id. Raises SandboxUnavailable, ToolFailure."""
+    """Delete a tenant's checkpoint by any host. False when there is none of that id. Raises SandboxUnavailable,
+    ToolFailure.
+    """
     # A verb needs a session to name its tenant; this one is never opened.
     route = Route(tenant, new_session_name(), await dispatcher.any_queue(tenant))
     call = ToolCall(id=_call_id(), name="session.delete_checkpoint", arguments={"checkpoint": checkpoint})
@@ -345,7 +380,9 @@ def _hosts(told: object) -> tuple[str, ...]:
     return tuple(str(host) for host in told) if isinstance(told, list) else ()
 
 
-async def _close_when_open(dispatcher: Dispatcher, tenant: str, name: str, opening: "asyncio.Future[ToolResult]") -> None:
+async def _close_when_open(
+    dispatcher: Dispatcher, tenant: str, name: str, opening: "asyncio.Future[ToolResult]"
+) -> None:
     if (await opening).success:
         with contextlib.suppress(BrokerUnavailable):
             await dispatcher.abandon_session(tenant, name)
@@ -358,20 +395,24 @@ def _checked(result: ToolResult) -> ToolResult:
     code, sentence = result.error_code or ErrorCode.INTERNAL, result.error or "failed"
     if code not in OPERATOR_CODES:
         raise ToolFailure(code, sentence)
-    error = {ErrorCode.SANDBOX_UNAVAILABLE: SandboxUnavailable, ErrorCode.BROKER_UNAVAILABLE: BrokerUnavailable}.get(code, OperatorError)(
-        sentence
-    )
+    error = {ErrorCode.SANDBOX_UNAVAILABLE: SandboxUnavailable, ErrorCode.BROKER_UNAVAILABLE: BrokerUnavailable}.get(
+        code, OperatorError
+    )(sentence)
     error.code = code
     raise error
 
 
 def _impossible(name: str, error: ValidationError) -> ToolResult:
-    """The result of a call that cannot even be written down: a name that no tool has, an id or arguments that cannot be sent."""
+    """The result of a call that cannot even be written down: a name that no tool has, an id or arguments that cannot be
+    sent.
+    """
     first = error.errors(include_url=False, include_input=False)[0]
     stand_in = ToolCall(id=_call_id(), name=name[:128] or "unknown")
     if first["loc"][0] == "name":
         return ToolResult.failed(stand_in, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}")
-    return ToolResult.failed(stand_in, ErrorCode.INVALID_ARGUMENTS, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
+    return ToolResult.failed(
+        stand_in, ErrorCode.INVALID_ARGUMENTS, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    )
 
 
 def _call_id() -> str:

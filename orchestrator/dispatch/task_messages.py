@@ -1,7 +1,8 @@
-"""The messages that Celery and kombu would put into Redis, as text, for the script that publishes a call in one step with its record.
+"""The messages that Celery and kombu would put into Redis, as text, for the script that publishes a call in one step
+with its record.
 
-Celery's own code builds a task and kombu's own code wraps it. Only sending is ours: Celery sends with LPUSH alone, and then a call could be in its queue
-without a record.
+Celery's own code builds a task and kombu's own code wraps it. Only sending is ours: Celery sends with LPUSH alone, and
+then a call could be in its queue without a record.
 """
 
 import os
@@ -26,12 +27,17 @@ FAILED_EVENTS = "celeryev/task.failed"
 
 
 def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
-    """Return one item of the queue's list. `call_key`: the key of the call's record, which the reaper of a dead host's queue marks as lost.
+    """Return one item of the queue's list. `call_key`: the key of the call's record, which the reaper of a dead host's
+    queue marks as lost.
 
-    It does not expire: a worker would judge that by its own clock. The envelope has the time until which a call may start. Flower and logs show the call,
-    its tenant, session and run, and the name of the tool. They never show arguments.
+    It does not expire: a worker would judge that by its own clock. The envelope has the time until which a call may
+    start. Flower and logs show the call, its tenant, session and run, and the name of the tool. They never show
+    arguments.
     """
-    shown = {"argsrepr": "()", "kwargsrepr": show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run)}
+    shown = {
+        "argsrepr": "()",
+        "kwargsrepr": show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run),
+    }
     task = _app().amqp.create_task_message(
         task_id,
         delivery.task,
@@ -52,8 +58,8 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
 def build_failed_event(delivery: Delivery, task_id: str, node: str, error: str) -> str:
     """Return the message of Celery's event that a task has failed, on behalf of its worker `node`, which is dead.
 
-    It is the message that celery.events.EventDispatcher publishes through kombu to the channel FAILED_EVENTS. Without a clock value the receiver
-    uses its own.
+    It is the message that celery.events.EventDispatcher publishes through kombu to the channel FAILED_EVENTS. Without a
+    clock value the receiver uses its own.
     """
     event = Event(
         "task-failed",
@@ -75,7 +81,9 @@ def describe_sender() -> str:
     return f"toolcrew{os.getpid()}@{socket.gethostname()}"
 
 
-def _wrap(body: object, headers: Mapping[str, object], properties: Mapping[str, object], exchange: str, routing_key: str) -> str:
+def _wrap(
+    body: object, headers: Mapping[str, object], properties: Mapping[str, object], exchange: str, routing_key: str
+) -> str:
     content_type, encoding, text = dumps(body, serializer="json")
     channel = _channel()
     message = channel.prepare_message(text, 0, content_type, encoding, headers, {**properties})
@@ -91,5 +99,7 @@ def _app() -> Celery:
 
 @cache
 def _channel() -> Any:
-    """Return a channel of kombu that wraps messages and never connects. All its transports without exchanges of their own share this code, Redis too."""
+    """Return a channel of kombu that wraps messages and never connects. All its transports without exchanges of their
+    own share this code, Redis too.
+    """
     return Connection("memory://").channel()

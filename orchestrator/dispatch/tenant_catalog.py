@@ -1,4 +1,6 @@
-"""What there is for one tenant: the workers' tools and skills, and the skills that are installed for it, some of which are tools."""
+"""What there is for one tenant: the workers' tools and skills, and the skills that are installed for it, some of which
+are tools.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,9 +31,15 @@ class Offer:
     """Own skills that would be tools, had none of the workers' tools their name."""
 
     def describe(self, skill: str) -> dict[str, str | bool]:
-        """Where a skill of that name is from, and what it is besides. `tool`: yes, no, or "name taken" by a tool of the workers."""
+        """Where a skill of that name is from, and what it is besides. `tool`: yes, no, or "name taken" by a tool of the
+        workers.
+        """
         tool = "yes" if skill in self.as_tools else "name taken" if skill in self.taken else "no"
-        return {"source": "tenant" if skill in self.own else "system", "tool": tool, "hides_system": skill in self.hiding}
+        return {
+            "source": "tenant" if skill in self.own else "system",
+            "tool": tool,
+            "hides_system": skill in self.hiding,
+        }
 
 
 class Published(CatalogSource, Protocol):
@@ -56,7 +64,11 @@ class TenantCatalog:
         system = {skill.name: skill for skill in await self._catalog.skills()}
         installed = await self._installed.all(tenant)
         as_tools = {name for name, spec in tools.items() if _is_skills(spec, system)}
-        wanted = {name: tool for name, record in installed.items() if (tool := _as_tool(record)) is not None} if SKILL_TOOL in tools else {}
+        wanted = (
+            {name: tool for name, record in installed.items() if (tool := _as_tool(record)) is not None}
+            if SKILL_TOOL in tools
+            else {}
+        )
         free = {name: tool for name, tool in wanted.items() if self._is_free(name, tools.get(name), system)}
         tools |= free
         skills = system | {name: record.skill for name, record in installed.items()}
@@ -73,7 +85,9 @@ class TenantCatalog:
         )
 
     async def find(self, name: str, tenant: str) -> ToolSpec | None:
-        """The tool of that name, session verbs included; None when there is none. The tenant's skills are looked at only where one of them can be it."""
+        """The tool of that name, session verbs included; None when there is none. The tenant's skills are looked at
+        only where one of them can be it.
+        """
         specs, skills = await self._catalog.specs(), await self._catalog.skills()
         if specs is not self._specs or skills is not self._skills:
             # Catalogs are read once a second, tools are looked up for every call.
@@ -90,11 +104,15 @@ class TenantCatalog:
         return spec if spec is not None and spec.is_for(tenant) else None
 
     def explain_missing(self, name: str) -> str | None:
-        """Explain why a tool that exists cannot be called now; None: no such tool is known. As of the last `of` or `find`."""
+        """Explain why a tool that exists cannot be called now; None: no such tool is known. As of the last `of` or
+        `find`.
+        """
         return self._catalog.explain_missing(name)
 
     def _is_free(self, name: str, published: ToolSpec | None, system: Mapping[str, SkillSummary]) -> bool:
-        """Whether a tenant's skill can be the tool of that name: it is nobody's, or a skill's of the workers, before which the tenant's goes."""
+        """Whether a tenant's skill can be the tool of that name: it is nobody's, or a skill's of the workers, before
+        which the tenant's goes.
+        """
         if name in BUILTIN_TOOLS or name.startswith(_FROM_SERVERS):
             return False
         return _is_skills(published, system) if published is not None else self._catalog.explain_missing(name) is None

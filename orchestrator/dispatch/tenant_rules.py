@@ -41,13 +41,18 @@ async def refuse_by_policy(policy: TenantPolicy, tenant: str, spec: ToolSpec, ar
 
 def is_offered(switches: Mapping[str, Switch], policy: TenantPolicy, spec: ToolSpec) -> bool:
     """Whether models of the tenant are told of the tool. `switches`: by tool, those that count for the tenant."""
-    return spec.audience == "model" and all(used not in switches and policy.allows_tool(used) for used in tools_of(spec, {}))
+    return spec.audience == "model" and all(
+        used not in switches and policy.allows_tool(used) for used in tools_of(spec, {})
+    )
 
 
-def refuse_unasked(switches: Mapping[str, Switch], policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
+def refuse_unasked(
+    switches: Mapping[str, Switch], policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]
+) -> None:
     """Nobody is asked about a call that will not be run, whatever the answer. By arguments as they were given.
 
-    Raises ToolFailure: TOOL_DISABLED, PERMISSION_DENIED; none for invalid arguments, of which whoever reviews the call tells.
+    Raises ToolFailure: TOOL_DISABLED, PERMISSION_DENIED; none for invalid arguments, of which whoever reviews the call
+    tells.
     """
 
     def find(name: str) -> Switch | None:
@@ -63,7 +68,9 @@ def refuse_unasked(switches: Mapping[str, Switch], policy: TenantPolicy, tenant:
 
 
 def with_tenant_rules(policy: ApprovalPolicy, tenant_policy: TenantPolicy, tenant: str) -> ApprovalPolicy:
-    """The approval policy with the tenant's own rules beside its own: of all that match, deny goes before ask and ask before allow."""
+    """The approval policy with the tenant's own rules beside its own: of all that match, deny goes before ask and ask
+    before allow.
+    """
     if not tenant_policy.commands:
         return policy
     rules = tuple(Rule(rule.action, rule.tool, tenant, rule.argv_prefix) for rule in tenant_policy.commands)

@@ -21,13 +21,17 @@ class TenantTools(Protocol):
 class ToolSearch:
     """`offers` None: tenants have no tools of their own. `meter`: is told what there is."""
 
-    def __init__(self, catalog: CatalogSource, offers: TenantTools | None = None, meter: CallMeter | None = None) -> None:
+    def __init__(
+        self, catalog: CatalogSource, offers: TenantTools | None = None, meter: CallMeter | None = None
+    ) -> None:
         self._catalog, self._offers, self._meter = catalog, offers, meter
         self._published: Sequence[ToolSpec] = ()
         self._by_name: dict[str, ToolSpec] = {}
 
     async def find(self, name: str, audience: str, tenant: str) -> ToolSpec:
-        """Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now, BrokerUnavailable."""
+        """Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now,
+        BrokerUnavailable.
+        """
         published = await self._catalog.specs()
         if published is not self._published:
             # Catalogs are read once a second, tools are looked up for every call.
@@ -47,12 +51,16 @@ class ToolSearch:
         raise ToolFailure(
             ErrorCode.TOOL_NOT_FOUND,
             f"Tool not found: {name}",
-            nearest=find_nearest(name, [spec.name for spec in published if spec.audience == audience and spec.is_for(tenant)]),
+            nearest=find_nearest(
+                name, [spec.name for spec in published if spec.audience == audience and spec.is_for(tenant)]
+            ),
         )
 
 
 def as_skill_run(call: ToolCall, spec: ToolSpec) -> ToolCall:
-    """The call of a tool that is an installed skill, as the call of skill_tool that a worker knows. `spec`: of that one."""
+    """The call of a tool that is an installed skill, as the call of skill_tool that a worker knows. `spec`: of that
+    one.
+    """
     arguments, _ = prepare_arguments(spec, {"name": call.name, "action": "run", "args": call.arguments})
     return ToolCall(id=call.id, name=spec.name, arguments=arguments)
 

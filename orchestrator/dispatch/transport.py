@@ -26,7 +26,9 @@ CANCEL_GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class Sticky:
-    """Where a call of a session must go: the queue of the host that holds it, as the sender knew it. `fence`: of the session's place then."""
+    """Where a call of a session must go: the queue of the host that holds it, as the sender knew it. `fence`: of the
+    session's place then.
+    """
 
     tenant: str
     session: str
@@ -35,13 +37,16 @@ class Sticky:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One envelope on its way. `start_by`: Unix seconds of the shared clock after which it must not start; `wait_s`: when the sender gives up.
+    """One envelope on its way. `start_by`: Unix seconds of the shared clock after which it must not start; `wait_s`:
+    when the sender gives up.
 
-    `attempt`: 1, and more when a lost call is sent again. `sticky` None: any worker of the queue may run it. `limit_s`: the call's limit where the queue's
-    workers enforce it themselves; None: where a sandbox does. `keeps_result`: what Redis has of the result stays there until `settle`. `published_as`: the
-    task id under which this attempt was published by a process that is gone; it is only awaited. `ticket`: a signed text that the call's record has until a
-    worker begins the call (contract/ledger.py). `slot`: the slot that it must hold to be published (orchestrator/admission/base.py), "" when it has one. `run`, `session`: shown to operators in Flower. `shown_as`: the tool's name that Flower shows, when the task
-    has another one.
+    `attempt`: 1, and more when a lost call is sent again. `sticky` None: any worker of the queue may run it. `limit_s`:
+    the call's limit where the queue's workers enforce it themselves; None: where a sandbox does. `keeps_result`: what
+    Redis has of the result stays there until `settle`. `published_as`: the task id under which this attempt was
+    published by a process that is gone; it is only awaited. `ticket`: a signed text that the call's record has until a
+    worker begins the call (contract/ledger.py). `slot`: the slot that it must hold to be published
+    (orchestrator/admission/base.py), "" when it has one. `run`, `session`: shown to operators in Flower. `shown_as`:
+    the tool's name that Flower shows, when the task has another one.
     """
 
     task: str
@@ -64,7 +69,9 @@ class Delivery:
 
 
 class CallLost(Exception):
-    """Whoever had the call is gone, and no result will come. `has_started`: it may have acted; `told`: what is known, for the result's sentence."""
+    """Whoever had the call is gone, and no result will come. `has_started`: it may have acted; `told`: what is known,
+    for the result's sentence.
+    """
 
     def __init__(self, told: str, *, has_started: bool) -> None:
         super().__init__(told)
@@ -85,11 +92,16 @@ class CallIdInUse(DeliveryFailed):
     """A call of that id is in flight. What the ledger has of it is that call's, not this one's."""
 
     def __init__(self, call_id: str) -> None:
-        super().__init__(ErrorCode.INVALID_ARGUMENTS, f"the call id '{call_id}' is in use by a call in flight: give each call its own")
+        super().__init__(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"the call id '{call_id}' is in use by a call in flight: give each call its own",
+        )
 
 
 class Transport(Protocol):
-    """Carries envelopes. `deliver` gives the encoded result. Raises DeliveryFailed, NotSent, CallLost, BrokerUnavailable, or TimeoutError after `wait_s`."""
+    """Carries envelopes. `deliver` gives the encoded result. Raises DeliveryFailed, NotSent, CallLost,
+    BrokerUnavailable, or TimeoutError after `wait_s`.
+    """
 
     async def deliver(self, delivery: Delivery) -> Any: ...
 
@@ -116,13 +128,19 @@ ContextFor = Callable[[ToolCall, ToolContext], CallContext]
 class InProcessTransport:
     """Functions as tools, for programs without a pool and for tests: same envelopes, no queue, no sandbox, no walls.
 
-    `functions`: plain functions by name, called with their arguments by name; or tools (contract.registry.Tool) whose handler is called
-    with the arguments and the CallContext that `contexts` makes. Async ones run on the loop and are cancelled at the limit. All others run
-    in daemon threads and are interrupted by an exception; one that is blocked in C code may still run, and its result says so.
+    `functions`: plain functions by name, called with their arguments by name; or tools (contract.registry.Tool) whose
+    handler is called with the arguments and the CallContext that `contexts` makes. Async ones run on the loop and are
+    cancelled at the limit. All others run in daemon threads and are interrupted by an exception; one that is blocked in
+    C code may still run, and its result says so.
     """
 
     def __init__(
-        self, functions: Lookup, key: SigningKeys, *, contexts: ContextFor | None = None, threads: BlockingCalls | None = None
+        self,
+        functions: Lookup,
+        key: SigningKeys,
+        *,
+        contexts: ContextFor | None = None,
+        threads: BlockingCalls | None = None,
     ) -> None:
         self._functions = functions
         self._key = key
@@ -139,7 +157,8 @@ class InProcessTransport:
         clock = _Clock()
         result = await self._result(call, context, delivery.wait_s, clock)
         return encode_result(
-            result.model_copy(update={"clocks": clock.read()}), seal=ResultSeal(self._key, context.tenant, context.attempt)
+            result.model_copy(update={"clocks": clock.read()}),
+            seal=ResultSeal(self._key, context.tenant, context.attempt),
         )
 
     def settle(self, tenant: str, call_id: str) -> None:
@@ -165,10 +184,13 @@ class InProcessTransport:
             return build_result(call, ended.value) if ended.error is None else build_failure(call, ended.error)
         except _LimitReached as reached:
             return ToolResult.failed(call, ErrorCode.TIMEOUT, f"{call.name} {reached}")
-        except Exception as error:  # noqa: BLE001  # the edge: what a user's value raises when it is written down, too, is a result
+        except Exception as error:  # noqa: BLE001
+            # the edge: what a user's value raises when it is written down, too, is a result
             return build_failure(call, error)
 
-    def _prepare(self, found: Any, call: ToolCall, context: ToolContext) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    def _prepare(
+        self, found: Any, call: ToolCall, context: ToolContext
+    ) -> tuple[Callable[..., Any], Callable[[], Any]]:
         """What is to run, and the call of it with nothing left to give."""
         if isinstance(found, Tool):
             handler, surroundings = found.handler, self._contexts(call, context)
@@ -187,7 +209,9 @@ class InProcessTransport:
             return task.result()
         if await self._cancel(task):
             raise _LimitReached(f"did not end within its limit of {limit_s:g} s")
-        raise _LimitReached(f"did not end within its limit of {limit_s:g} s and does not stop when it is cancelled: it may still run")
+        raise _LimitReached(
+            f"did not end within its limit of {limit_s:g} s and does not stop when it is cancelled: it may still run"
+        )
 
     async def _cancel(self, task: "asyncio.Task[Ended]") -> bool:
         """Whether it has ended."""
@@ -220,7 +244,10 @@ class InProcessTransport:
     async def _await_start(self, blocking: BlockingCall, wait_s: float) -> None:
         await asyncio.wait({blocking.started}, timeout=wait_s)
         if not blocking.started.done() and self._threads.withdraw(blocking):
-            sentence = f"was not run: all {self._threads.limit} threads were busy for {wait_s:g} s with functions that have not returned"
+            sentence = (
+                f"was not run: all {self._threads.limit} threads were busy for {wait_s:g} s with functions that have "
+                "not returned"
+            )
             raise _LimitReached(sentence)
 
 
@@ -242,10 +269,13 @@ class _Clock:
 
 
 async def _end_of(run: Callable[[], Any]) -> Ended:
-    """How an awaitable ends. Only the program's own end, KeyboardInterrupt, is let through: raised in a task it stops the loop."""
+    """How an awaitable ends. Only the program's own end, KeyboardInterrupt, is let through: raised in a task it stops
+    the loop.
+    """
     try:
         return Ended(value=await run())
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  # the edge: a user's function may raise anything
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
+        # the edge: a user's function may raise anything
         return Ended(error=error)
 
 

@@ -1,4 +1,6 @@
-"""Where a session's first files come from: a folder, an archive, or a git bundle. Only looked at here; unpacked inside the sandbox."""
+"""Where a session's first files come from: a folder, an archive, or a git bundle. Only looked at here; unpacked inside
+the sandbox.
+"""
 
 import bz2
 import lzma
@@ -43,7 +45,8 @@ class WorkspaceSource:
 def load_source(path: Path) -> WorkspaceSource:
     """A folder packed, any other file as it is: what it is says its content, not its name.
 
-    Raises ConfigError for what is missing, no source, unreadable, larger than a blob, or a bundle that cannot be cloned by itself.
+    Raises ConfigError for what is missing, no source, unreadable, larger than a blob, or a bundle that cannot be cloned
+    by itself.
     """
     try:
         mode = path.stat().st_mode
@@ -65,7 +68,9 @@ def load_source(path: Path) -> WorkspaceSource:
 
 
 def find_kind(content: bytes) -> str | None:
-    """Of an archive or a bundle, by its first bytes; None also for what is compressed and no tar. Whether the rest is whole finds the sandbox."""
+    """Of an archive or a bundle, by its first bytes; None also for what is compressed and no tar. Whether the rest is
+    whole finds the sandbox.
+    """
     for magic, kind in _MAGIC:
         if content.startswith(magic):
             return kind if kind not in _OPENERS or _holds_tar(kind, content) else None
@@ -104,6 +109,8 @@ def _check_bundle(path: Path, content: bytes) -> None:
         raise ConfigError(f"the git bundle {path} is cut or damaged: {_BUNDLE_HINT}")
     # Searched, not split: of 64 MiB of short lines a list would take gigabytes.
     if content.find(b"\n-", 0, end) >= 0:
-        raise ConfigError(f"the git bundle {path} holds only a part of a history, which needs the rest to be cloned: {_BUNDLE_HINT}")
+        raise ConfigError(
+            f"the git bundle {path} holds only a part of a history, which needs the rest to be cloned: {_BUNDLE_HINT}"
+        )
     if content.find(b" HEAD\n", 0, end + 1) < 0:
         raise ConfigError(f"the git bundle {path} has no HEAD: {_BUNDLE_HINT}")

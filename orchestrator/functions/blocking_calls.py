@@ -1,4 +1,6 @@
-"""Threads that run blocking functions next to the loop and interrupt them at their limit. They never keep the process alive."""
+"""Threads that run blocking functions next to the loop and interrupt them at their limit. They never keep the process
+alive.
+"""
 
 import asyncio
 import contextlib
@@ -52,7 +54,8 @@ class BlockingCall:
         self._thread = threading.get_ident()
         try:
             return Ended(value=self.context.run(self.function))
-        except BaseException as error:  # noqa: BLE001  # the thread's edge: every error is the result of the waiting call
+        except BaseException as error:  # noqa: BLE001
+            # the thread's edge: every error is the result of the waiting call
             return Ended(error=error)
         finally:
             with self._lock:
@@ -61,9 +64,11 @@ class BlockingCall:
             _raise_in_thread(threading.get_ident(), None)
 
     def interrupt(self) -> None:
-        """Raise FunctionInterrupted in the function as soon as it executes Python code; nothing if it has ended. Call it once.
+        """Raise FunctionInterrupted in the function as soon as it executes Python code; nothing if it has ended. Call
+        it once.
 
-        A function that is blocked in C code (a long `time.sleep`, a read without a timeout) is interrupted only when that returns.
+        A function that is blocked in C code (a long `time.sleep`, a read without a timeout) is interrupted only when
+        that returns.
         """
         with self._lock:
             if self._thread is not None:
@@ -135,7 +140,9 @@ class BlockingCalls:
 
 def _raise_in_thread(thread: int, error: type[BaseException] | None) -> None:
     """Have CPython raise `error` in that thread at its next step; None takes one back that has not been raised yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error))
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
+    )
 
 
 def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:

@@ -30,8 +30,8 @@ _FLAGS = ("requires_permission", "dangerous", "read_only", "idempotent")
 
 
 def as_tool(value: Any) -> LocalTool:
-    """Make a tool of `value`: a Tool (given back as it is), a function, an object or dict with name, description, parameters and
-    execute(args[, context]), an object with `_run` or `run`, or anything in LangChain's shape.
+    """Make a tool of `value`: a Tool (given back as it is), a function, an object or dict with name, description,
+    parameters and execute(args[, context]), an object with `_run` or `run`, or anything in LangChain's shape.
 
     Raises TypeError that says what is missing or does not fit.
     """
@@ -64,7 +64,8 @@ def _made_of(value: Any) -> LocalTool:
         return tool(value)
     kind = type(value).__name__
     raise TypeError(
-        f"cannot make a tool of a {kind}: it is no function and lacks name, description and one of execute, ainvoke, invoke, _run, run"
+        f"cannot make a tool of a {kind}: it is no function and lacks name, description and one of execute, ainvoke, "
+        "invoke, _run, run"
     )
 
 
@@ -74,7 +75,9 @@ def _from_parts(part: Callable[[str], Any]) -> LocalTool:
     if not isinstance(name, str) or not name:
         raise TypeError("a tool needs a name: text, under 'name'")
     if not callable(execute):
-        raise TypeError(f"tool '{name}': it needs a function to run, under 'execute': execute(args) or execute(args, context)")
+        raise TypeError(
+            f"tool '{name}': it needs a function to run, under 'execute': execute(args) or execute(args, context)"
+        )
     return Tool(_build_spec(name, part, schema_of(part("parameters") or {})), build_execute_handler(execute))
 
 

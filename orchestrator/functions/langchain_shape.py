@@ -1,4 +1,6 @@
-"""Objects in LangChain's shape, known by what they can do and never by their class: their parameters, and how they are run."""
+"""Objects in LangChain's shape, known by what they can do and never by their class: their parameters, and how they are
+run.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -25,7 +27,9 @@ def is_langchain_shaped(value: Any) -> bool:
     """An instance with name and description, a schema of any kind (it may be None) and a way to run."""
     if isinstance(value, type | Mapping) or not _is_named(value):
         return False
-    return any(hasattr(value, name) for name in _SCHEMAS) and any(callable(getattr(value, name, None)) for name in _RUNNERS)
+    return any(hasattr(value, name) for name in _SCHEMAS) and any(
+        callable(getattr(value, name, None)) for name in _RUNNERS
+    )
 
 
 def is_base_tool(value: Any) -> bool:
@@ -61,7 +65,9 @@ def base_tool_schema(value: Any) -> JsonSchema:
 
 
 def schema_of(found: Any) -> JsonSchema:
-    """A JSON Schema of an object, from a pydantic class (of either version) or a mapping; without title and description."""
+    """A JSON Schema of an object, from a pydantic class (of either version) or a mapping; without title and
+    description.
+    """
     if isinstance(found, Mapping):
         schema = dict(found)
     elif isinstance(found, type) and issubclass(found, BaseModel):
@@ -75,14 +81,19 @@ def schema_of(found: Any) -> JsonSchema:
 
 
 def build_langchain_handler(value: Any, schema: JsonSchema) -> CallHandler:
-    """`ainvoke(args)`, else `invoke(args)`, else `_run(**args)`; those that are not async in a thread, as every plain function.
+    """`ainvoke(args)`, else `invoke(args)`, else `_run(**args)`; those that are not async in a thread, as every plain
+    function.
 
     `schema`: what langchain_schema says of `value`.
     """
     for name in ("ainvoke", "invoke"):
         if callable(getattr(value, name, None)):
             invoke = getattr(value, name)
-            return _build_call_handler(value, invoke) if _wants_call(value) else build_execute_handler(invoke, is_alone=True)
+            return (
+                _build_call_handler(value, invoke)
+                if _wants_call(value)
+                else build_execute_handler(invoke, is_alone=True)
+            )
     run = _runner(value)
     if SINGLE_ARGUMENT in schema.get("properties", {}):
         # By its place: that name is nobody's.
@@ -97,8 +108,8 @@ def check_injected(value: Any) -> None:
     missing = [name for name, is_required in _hidden_fields(value).items() if is_required and name != CALL_ID]
     if missing:
         raise TypeError(
-            f"tool '{value.name}': its parameter '{missing[0]}' is filled in by LangChain or LangGraph alone: give it a default, or wrap the "
-            "tool in a function without it"
+            f"tool '{value.name}': its parameter '{missing[0]}' is filled in by LangChain or LangGraph alone: give it "
+            "a default, or wrap the tool in a function without it"
         )
 
 
@@ -120,8 +131,8 @@ def _build_call_handler(value: Any, invoke: Callable[..., Any]) -> CallHandler:
 
 
 def _wants_call(value: Any) -> bool:
-    """Whether bare arguments are too little: the tool wants the call's id, or what it tells beside its text would be lost; a failure that it
-    handles by itself would count as success."""
+    """Whether bare arguments are too little: the tool wants the call's id, or what it tells beside its text would be
+    lost; a failure that it handles by itself would count as success."""
     if getattr(value, "response_format", None) == "content_and_artifact":
         return True
     if any(getattr(value, name, None) for name in ("handle_tool_error", "handle_validation_error")):

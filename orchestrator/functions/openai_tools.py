@@ -10,7 +10,13 @@ from contract.functions.function_schemas import read_function
 from contract.functions.json_schemas import close_schema, plain_schema
 from contract.registry import Tool
 from contract.specs import ToolSpec
-from orchestrator.functions.langchain_shape import base_tool_schema, is_base_tool, is_langchain_shaped, langchain_schema, schema_of
+from orchestrator.functions.langchain_shape import (
+    base_tool_schema,
+    is_base_tool,
+    is_langchain_shaped,
+    langchain_schema,
+    schema_of,
+)
 
 EMPTY_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -34,10 +40,11 @@ HOSTED_TOOLS = frozenset(
 def convert_to_openai_tool(tool: Any, *, strict: bool | None = None) -> dict[str, Any]:
     """`{"type": "function", "function": {name, description, parameters[, strict]}}`.
 
-    Takes specs, tools of ours, objects in LangChain's shape, pydantic and TypedDict classes, functions, and dicts: of OpenAI (an entry that
-    is one already comes back unchanged), of Anthropic (`input_schema`), of Bedrock (`toolSpec`), and JSON Schemas with a title.
-    `strict`: True closes every object and requires all of its properties. Raises ValueError when `tool` says otherwise of `strict`, and for
-    what is no tool; TypeError for a function whose signature no model could fill in.
+    Takes specs, tools of ours, objects in LangChain's shape, pydantic and TypedDict classes, functions, and dicts: of
+    OpenAI (an entry that is one already comes back unchanged), of Anthropic (`input_schema`), of Bedrock (`toolSpec`),
+    and JSON Schemas with a title. `strict`: True closes every object and requires all of its properties. Raises
+    ValueError when `tool` says otherwise of `strict`, and for what is no tool; TypeError for a function whose signature
+    no model could fill in.
     """
     if isinstance(tool, Mapping) and _is_entry(tool):
         if strict is None or not isinstance(tool.get("function"), Mapping):
@@ -56,7 +63,9 @@ def _with_strict(function: dict[str, Any], strict: bool | None) -> dict[str, Any
         return function
     told = function.get("strict")
     if told is not None and told != strict:
-        raise ValueError(f"tool '{function.get('name')}' says strict={told}, which contradicts the strict={strict} that is asked for")
+        raise ValueError(
+            f"tool '{function.get('name')}' says strict={told}, which contradicts the strict={strict} that is asked for"
+        )
     if strict:
         function["parameters"] = close_schema(function.get("parameters") or EMPTY_PARAMETERS)
     return {**function, "strict": strict}
@@ -72,14 +81,19 @@ def _describe(tool: Any) -> dict[str, Any]:
     if isinstance(tool, type):
         return _from_class(tool)
     if callable(getattr(tool, "execute", None)) and isinstance(getattr(tool, "name", None), str):
-        return _function(tool.name, getattr(tool, "description", ""), schema_of(getattr(tool, "parameters", None) or {}))
+        return _function(
+            tool.name, getattr(tool, "description", ""), schema_of(getattr(tool, "parameters", None) or {})
+        )
     if is_langchain_shaped(tool):
         return _function(tool.name, tool.description, langchain_schema(tool))
     if is_base_tool(tool):
         return _function(tool.name, tool.description, base_tool_schema(tool))
     if callable(tool):
         return _from_function(tool)
-    raise ValueError(f"{type(tool).__name__} is no tool: give a dict, a pydantic class, a function or an object with name and description")
+    raise ValueError(
+        f"{type(tool).__name__} is no tool: give a dict, a pydantic class, a function or an object with name and "
+        "description"
+    )
 
 
 def _from_mapping(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,27 +104,35 @@ def _from_mapping(tool: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return _function(inner["name"], inner.get("description"), inner["inputSchema"]["json"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError("a tool in Bedrock's form is {'toolSpec': {'name': ..., 'inputSchema': {'json': {...}}}}") from error
+            raise ValueError(
+                "a tool in Bedrock's form is {'toolSpec': {'name': ..., 'inputSchema': {'json': {...}}}}"
+            ) from error
     if "name" in tool:
         function = _function(tool["name"], tool.get("description"), tool.get("parameters"))
         return {**function, "strict": tool["strict"]} if "strict" in tool else function
     if "title" in tool:
         rest = {key: value for key, value in tool.items() if key not in ("title", "description")}
         return _function(tool["title"], tool.get("description"), rest if "properties" in rest else None)
-    raise ValueError("a dict that describes a tool has a name (OpenAI, Anthropic), a toolSpec (Bedrock) or a title (JSON Schema)")
+    raise ValueError(
+        "a dict that describes a tool has a name (OpenAI, Anthropic), a toolSpec (Bedrock) or a title (JSON Schema)"
+    )
 
 
 def _from_class(kind: type[Any]) -> dict[str, Any]:
     if issubclass(kind, dict) and hasattr(kind, "__required_keys__"):
         schema = plain_schema(TypeAdapter(kind).json_schema())
         told = parse_docstring(kind.__doc__)
-        return _function(kind.__name__, told.description, {key: value for key, value in schema.items() if key != "description"})
+        return _function(
+            kind.__name__, told.description, {key: value for key, value in schema.items() if key != "description"}
+        )
     if issubclass(kind, BaseModel):
         raw = kind.model_json_schema()
     elif callable(getattr(kind, "schema", None)):
         raw = kind.schema()
     else:
-        raise ValueError(f"the class {kind.__name__} is no pydantic model: give an instance, a pydantic class or a function")
+        raise ValueError(
+            f"the class {kind.__name__} is no pydantic model: give an instance, a pydantic class or a function"
+        )
     parameters = plain_schema(raw)
     description = parameters.pop("description", "")
     return _function(raw.get("title") or kind.__name__, description, parameters)

@@ -1,4 +1,6 @@
-"""The ReAct loop: ask the model, run the calls of its reply, tell it the results, until it answers or a limit is reached."""
+"""The ReAct loop: ask the model, run the calls of its reply, tell it the results, until it answers or a limit is
+reached.
+"""
 
 import asyncio
 import secrets
@@ -46,8 +48,9 @@ MAX_REFUSALS = 4
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. `answer` is the last text of the model, also when a limit stopped the run; `clocks` sums those of its calls; `usage`
-    is what the server counted; `cost` is None without prices, and estimated where the server does not count."""
+    """How a run ended. `answer` is the last text of the model, also when a limit stopped the run; `clocks` sums those
+    of its calls; `usage` is what the server counted; `cost` is None without prices, and estimated where the server does
+    not count."""
 
     answer: str
     stop_reason: StopReason
@@ -61,13 +64,14 @@ class RunResult:
 
 @dataclass
 class Agent:
-    """One model in one dialect with tools. Runs any number of instructions, also at once. `run_id`: of its only run; "": each gets one.
-    `spent_by_tools`: what the calls of its only run had of the model, which counts for its budgets.
+    """One model in one dialect with tools. Runs any number of instructions, also at once. `run_id`: of its only run;
+    "": each gets one. `spent_by_tools`: what the calls of its only run had of the model, which counts for its budgets.
 
-    `switched_off`: tools that are there and that nobody may call now; a model that calls one is told so. `skills`: names of skills; a model that calls one
-    as a tool gets its instructions.
+    `switched_off`: tools that are there and that nobody may call now; a model that calls one is told so. `skills`:
+    names of skills; a model that calls one as a tool gets its instructions.
 
-    Ids of calls are made of the run's: under one that has been used, pools take a second run's calls for repetitions of the first's.
+    Ids of calls are made of the run's: under one that has been used, pools take a second run's calls for repetitions of
+    the first's.
     """
 
     model: Model
@@ -86,10 +90,13 @@ class Agent:
     async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
         """Work `request` to an answer or a limit; `history`: messages between the system prompt and it.
 
-        Raises ModelUnavailable, and ValueError when the only run of `run_id` has begun; a call's failure is told to the model, never raised.
+        Raises ModelUnavailable, and ValueError when the only run of `run_id` has begun; a call's failure is told to the
+        model, never raised.
         """
         if self.run_id and self._has_run:
-            raise ValueError(f"'{self.run_id}' has had its run: give the next one an Agent with another run_id, or none")
+            raise ValueError(
+                f"'{self.run_id}' has had its run: give the next one an Agent with another run_id, or none"
+            )
         self._has_run = True
         return await _Run(self, request, history).work()
 
@@ -100,7 +107,9 @@ ReActStrategy = Agent
 
 @dataclass
 class _Reply:
-    """One reply as it is worked through. `end`: once it has been read to its end. `asked`: its calls, as far as they were handed over."""
+    """One reply as it is worked through. `end`: once it has been read to its end. `asked`: its calls, as far as they
+    were handed over.
+    """
 
     request: ModelRequest
     reader: ReplyReader
@@ -133,10 +142,18 @@ class _Run:
         self._clocks = Clocks()
         self._window = ContextWindow(agent.options.context_tokens, agent.dialect.build_request((), agent.specs).tools)
         self._calls = CallRunner(
-            self._id, agent.specs, agent.run_call, self._note_call, agent.options.max_parallel_calls, agent.switched_off, agent.skills
+            self._id,
+            agent.specs,
+            agent.run_call,
+            self._note_call,
+            agent.options.max_parallel_calls,
+            agent.switched_off,
+            agent.skills,
         )
         system = agent.dialect.build_system(agent.instruction, agent.specs)
-        self._transcript = Transcript({"role": "system", "content": system}, *history, {"role": "user", "content": request})
+        self._transcript = Transcript(
+            {"role": "system", "content": system}, *history, {"role": "user", "content": request}
+        )
         self._answer = ""
         self._shortened = 0
         self._current: _Reply | None = None
@@ -144,7 +161,9 @@ class _Run:
 
     async def work(self) -> RunResult:
         agent = self._agent
-        self._tell(RunStarted(run=self._id, instruction=self._request, model=agent.model.name, dialect=agent.dialect.name))
+        self._tell(
+            RunStarted(run=self._id, instruction=self._request, model=agent.model.name, dialect=agent.dialect.name)
+        )
         try:
             reason = await self._until_done()
         except (Exception, asyncio.CancelledError) as error:
@@ -154,10 +173,17 @@ class _Run:
         spent = self._spending
         self._tell(
             RunFinished(
-                run=self._id, answer=self._answer, stop_reason=reason.value, clocks=self._clocks, usage=spent.counted, cost=spent.cost
+                run=self._id,
+                answer=self._answer,
+                stop_reason=reason.value,
+                clocks=self._clocks,
+                usage=spent.counted,
+                cost=spent.cost,
             )
         )
-        return RunResult(self._answer, reason, spent.steps, self._transcript, spent.counted, self._clocks, self._id, spent.cost)
+        return RunResult(
+            self._answer, reason, spent.steps, self._transcript, spent.counted, self._clocks, self._id, spent.cost
+        )
 
     async def _until_done(self) -> StopReason:
         wall_s = self._agent.options.max_wall_s
@@ -168,7 +194,9 @@ class _Run:
         except TimeoutError:
             if not wall.expired():
                 raise
-            self._warn(f"stopped at the limit of {wall_s:g} s; what was running has been ended, and the last reply is returned")
+            self._warn(
+                f"stopped at the limit of {wall_s:g} s; what was running has been ended, and the last reply is returned"
+            )
             self._record_interrupted()
             return StopReason.MAX_WALL
         return reason
@@ -226,19 +254,22 @@ class _Run:
         limit = self._agent.options.max_malformed_replies if repairs is None else repairs + 1
         if self._spending.malformed_replies >= limit:
             self._warn(
-                f"the model wrote {self._spending.malformed_replies} replies in a row that cannot be read; the last one is returned as it is"
+                f"the model wrote {self._spending.malformed_replies} replies in a row that cannot be read; the last "
+                "one is returned as it is"
             )
             return StopReason.MALFORMED_REPLY
         reason = self._spending.exhausted()
         if reason is not None:
             self._warn(
-                f"stopped by the limit {reason.value} after {self._spending.steps} steps while the model still called tools; "
-                "the last reply is returned"
+                f"stopped by the limit {reason.value} after {self._spending.steps} steps while the model still called "
+                "tools; the last reply is returned"
             )
         return reason
 
     async def _reply(self) -> _Reply:
-        """One whole reply. A request that is too long is shortened and sent again, a reply that broke off asked for again."""
+        """One whole reply. A request that is too long is shortened and sent again, a reply that broke off asked for
+        again.
+        """
         shown, refusals, interruptions = ShownText(), 0, 0
         while True:
             messages, request = self._build_request()
@@ -248,7 +279,10 @@ class _Run:
                 refusals += 1
                 before = self._window.fit(messages, self._transcript.older, self._transcript.newest)
                 self._window.shrink(error.limit_tokens, before[0])
-                if refusals > MAX_REFUSALS or self._window.fit(messages, self._transcript.older, self._transcript.newest) == before:
+                if (
+                    refusals > MAX_REFUSALS
+                    or self._window.fit(messages, self._transcript.older, self._transcript.newest) == before
+                ):
                     raise
                 shown.begin_again()
             except ModelInterrupted as error:
@@ -266,14 +300,18 @@ class _Run:
         messages = self._transcript.messages()
         fitted, shortened = self._window.fit(messages, self._transcript.older, self._transcript.newest)
         if shortened > self._shortened:
-            self._warn(f"{shortened} results are shortened to fit the context window of {self._window.limit_tokens} tokens")
+            self._warn(
+                f"{shortened} results are shortened to fit the context window of {self._window.limit_tokens} tokens"
+            )
         self._shortened = shortened
         return messages, self._agent.dialect.build_request(fitted, self._agent.specs)
 
     async def _read(self, request: ModelRequest, shown: ShownText) -> _Reply:
         """The reply to one request: shown as it comes, its calls run in order. Raises ModelInterrupted or
         ContextWindowExceeded when it broke off before any call."""
-        reader = self._agent.dialect.open_reader(self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing)
+        reader = self._agent.dialect.open_reader(
+            self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing
+        )
         reply = self._current = _Reply(request, reader)
         self._tell(ModelAsked(run=self._id, step=self._spending.steps, request=request))
         is_broken = False

@@ -1,4 +1,6 @@
-"""Carries out the calls of a run: in order, read-only ones side by side where the model asked for that; with a guard against repetition."""
+"""Carries out the calls of a run: in order, read-only ones side by side where the model asked for that; with a guard
+against repetition.
+"""
 
 import asyncio
 import json
@@ -28,7 +30,9 @@ Observed = tuple[str, ToolResult]
 
 
 class CallRunner:
-    """Runs the calls of one run. `tell` gets their events as they happen. `skills`: names that a model may take for tools."""
+    """Runs the calls of one run. `tell` gets their events as they happen. `skills`: names that a model may take for
+    tools.
+    """
 
     def __init__(
         self,
@@ -58,7 +62,8 @@ class CallRunner:
             else:
                 results = await self._side_by_side(group)
             observed += [
-                (request.model_id or _id(request), self._guard(request, result)) for request, result in zip(group, results, strict=True)
+                (request.model_id or _id(request), self._guard(request, result))
+                for request, result in zip(group, results, strict=True)
             ]
         return observed
 
@@ -99,14 +104,18 @@ class CallRunner:
         return result
 
     def _unknown(self, call: ToolCall) -> ToolResult | None:
-        """The result of a call to a tool that the model was not told of: whoever runs calls may know more tools than this run may use."""
+        """The result of a call to a tool that the model was not told of: whoever runs calls may know more tools than
+        this run may use.
+        """
         if call.name in self._specs:
             return None
         switch = self._switched_off.get(call.name)
         if switch is not None:
             return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
         nearest = find_nearest(call.name, [*self._specs, *(name for name in self._skills if name not in self._specs)])
-        return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": nearest})
+        return ToolResult.failed(
+            call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": nearest}
+        )
 
     async def _outcome(self, call: ToolCall) -> ToolResult:
         try:
@@ -115,14 +124,19 @@ class CallRunner:
             return ToolResult.failed(call, failure.code, failure.message)
         except OperatorError as error:
             return ToolResult.failed(call, error.code, str(error))
-        except (Exception, asyncio.CancelledError) as error:  # a user's code may stand behind it; the loop goes on whatever that raises
+        except (
+            Exception,
+            asyncio.CancelledError,
+        ) as error:  # a user's code may stand behind it; the loop goes on whatever that raises
             if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
                 raise
             log.exception("run_call_failed", run=self._run, tool=call.name, call=call.id)
             return ToolResult.failed(call, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}".removesuffix(": "))
 
     def _resolved(self, request: CallRequested) -> ToolCall:
-        """The call as it is carried out: of a skill that is no tool by itself, the loading of its instructions, which say how it is used."""
+        """The call as it is carried out: of a skill that is no tool by itself, the loading of its instructions, which
+        say how it is used.
+        """
         call = request.call
         if call.name in self._specs or call.name in self._switched_off or call.name not in self._skills:
             return self._typed(request)
@@ -144,8 +158,8 @@ class CallRunner:
         if failures < REPEATS:
             return result
         note = (
-            f"This exact call has now failed {failures} times. Do not send it again: change its arguments, use another tool, or answer "
-            "with what you know."
+            f"This exact call has now failed {failures} times. Do not send it again: change its arguments, use another "
+            "tool, or answer with what you know."
         )
         if result.success:
             return result.model_copy(update={"output": _with_note(result.output, note, MAX_OUTPUT_CHARS)})
@@ -153,15 +167,20 @@ class CallRunner:
 
 
 def build_interrupted_results(requested: Sequence[Requested], begun: Mapping[str, ToolResult | None]) -> list[Observed]:
-    """A result for each call of a batch that the run's time limit interrupted. `begun`: by call id what those gave that had begun, None for
-    the ones that were still running."""
-    return [(request.model_id or _id(request), begun.get(_id(request)) or _interrupted(request, begun)) for request in requested]
+    """A result for each call of a batch that the run's time limit interrupted. `begun`: by call id what those gave that
+    had begun, None for the ones that were still running."""
+    return [
+        (request.model_id or _id(request), begun.get(_id(request)) or _interrupted(request, begun))
+        for request in requested
+    ]
 
 
 def _interrupted(request: Requested, begun: Mapping[str, ToolResult | None]) -> ToolResult:
     call = _call(request)
     if call.id in begun:
-        return ToolResult.failed(call, ErrorCode.CANCELLED, "the run reached its time limit during this call: it may or may not have acted")
+        return ToolResult.failed(
+            call, ErrorCode.CANCELLED, "the run reached its time limit during this call: it may or may not have acted"
+        )
     return ToolResult.failed(call, ErrorCode.CANCELLED, "the run reached its time limit, so this call was not run")
 
 

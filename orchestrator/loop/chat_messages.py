@@ -25,7 +25,9 @@ class HumanMessage:
 
 @dataclass(frozen=True)
 class AIMessage:
-    """A reply. `tool_calls`: dicts with id, name, type "tool_call", and the parsed arguments under both `arguments` and `args`."""
+    """A reply. `tool_calls`: dicts with id, name, type "tool_call", and the parsed arguments under both `arguments` and
+    `args`.
+    """
 
     content: str
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -46,7 +48,14 @@ class ToolMessage:
 
 ChatMessage = SystemMessage | HumanMessage | AIMessage | ToolMessage
 
-_ROLES = {"system": "system", "human": "user", "user": "user", "ai": "assistant", "assistant": "assistant", "tool": "tool"}
+_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "ai": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 
 def build_tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +65,8 @@ def build_tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> di
 
 
 def convert_to_wire(message: Any) -> Message:
-    """The message as servers take it: ours, a dict in the wire shape (given back as it is), or an object with `type` and `content`.
+    """The message as servers take it: ours, a dict in the wire shape (given back as it is), or an object with `type`
+    and `content`.
 
     Raises TypeError for anything else.
     """

@@ -16,7 +16,8 @@ MAX_RESERVE_TOKENS = 4096
 
 
 class ContextWindow:
-    """Of `limit_tokens`, a part is left for the reply: a quarter, at most MAX_RESERVE_TOKENS. None: nothing is known, nothing is shortened.
+    """Of `limit_tokens`, a part is left for the reply: a quarter, at most MAX_RESERVE_TOKENS. None: nothing is known,
+    nothing is shortened.
 
     `tools`: what every request carries beside its messages.
     """
@@ -24,7 +25,8 @@ class ContextWindow:
     def __init__(self, limit_tokens: int | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.limit_tokens = limit_tokens
         self._bytes_per_token = BYTES_PER_TOKEN
-        # Apart from the messages: as a share of theirs, it would make those of the first steps look far larger than they are.
+        # Apart from the messages: as a share of theirs, it would make those of the first steps look far larger than
+        # they are.
         self._tools_bytes = len(json.dumps(tools)) if tools else 0
 
     def learn(self, messages: Sequence[Message], usage: Usage) -> None:
@@ -40,12 +42,16 @@ class ContextWindow:
         """The server refused a request of those messages as too long; `limit_tokens` when it says what it takes."""
         total = self._total(messages)
         self.limit_tokens = limit_tokens or self.limit_tokens or max(1, int(total / self._bytes_per_token))
-        # What was refused took more than the limit, whatever we had counted; a step below it, so that a second refusal shrinks it again.
+        # What was refused took more than the limit, whatever we had counted; a step below it, so that a second refusal
+        # shrinks it again.
         self._bytes_per_token = min(self._bytes_per_token, total / self.limit_tokens) * 0.9
 
-    def fit(self, messages: Sequence[Message], older: Collection[int], newest: Collection[int]) -> tuple[list[Message], int]:
-        """The messages, with results shortened as far as need be, and how many are. `older` and `newest`: places of the results that may
-        be; the newest, which the model has not seen, only when all older ones do not suffice, and no further than that takes."""
+    def fit(
+        self, messages: Sequence[Message], older: Collection[int], newest: Collection[int]
+    ) -> tuple[list[Message], int]:
+        """The messages, with results shortened as far as need be, and how many are. `older` and `newest`: places of the
+        results that may be; the newest, which the model has not seen, only when all older ones do not suffice, and no
+        further than that takes."""
         fitted = list(messages)
         if self.limit_tokens is None:
             return fitted, 0
@@ -67,7 +73,9 @@ class ContextWindow:
 
 
 def _fitting_chars(message: Message, excess_bytes: float) -> int:
-    """How many characters of a result may stay to save that many bytes, were each of its characters as long as they are on average."""
+    """How many characters of a result may stay to save that many bytes, were each of its characters as long as they are
+    on average.
+    """
     content = message.get("content")
     if not isinstance(content, str) or not content:
         return KEPT_CHARS
@@ -80,7 +88,10 @@ def _shortened(message: Message, kept: int) -> Message:
     if not isinstance(content, str) or len(content) <= 2 * KEPT_CHARS:
         return message
     left_out = len(content) - kept
-    note = f"[... {left_out} characters of this result are left out to fit the context window; call the tool again, for a part of it, to see them ...]"
+    note = (
+        f"[... {left_out} characters of this result are left out to fit the context window; call the tool again, for a "
+        "part of it, to see them ...]"
+    )
     return {**message, "content": f"{content[: kept // 2]}\n{note}\n{content[-(kept // 2) :]}"}
 
 

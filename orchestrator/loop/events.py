@@ -1,4 +1,6 @@
-"""One event type per thing worth telling of a run. Feeds the terminal, the log, `--json`, and whoever passes `on_event`."""
+"""One event type per thing worth telling of a run. Feeds the terminal, the log, `--json`, and whoever passes
+`on_event`.
+"""
 
 import dataclasses
 import time
@@ -37,20 +39,26 @@ class StepStarted(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAsked(RunEvent):
-    """A request is on its way to the model; one that fails is followed by another. `request` is the loop's own: not to be changed."""
+    """A request is on its way to the model; one that fails is followed by another. `request` is the loop's own: not to
+    be changed.
+    """
 
     step: int
     request: ModelRequest
 
     def to_json(self) -> dict[str, Any]:
-        """How much was sent, not all of it: each request holds the ones before it (a trace has them, docs/traces.md)."""
+        """How much was sent, not all of it: each request holds the ones before it (a trace has them,
+        docs/traces.md).
+        """
         counts = {"messages": len(self.request.messages), "tools": len(self.request.tools)}
         return {"type": type(self).__name__, "run": self.run, "at": self.at, "step": self.step, **counts}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAnswered(RunEvent):
-    """A reply has been read to its end, or was given up in the middle. `model_s`: since it was asked for, without the calls that ran meanwhile."""
+    """A reply has been read to its end, or was given up in the middle. `model_s`: since it was asked for, without the
+    calls that ran meanwhile.
+    """
 
     step: int
     message: Message
@@ -91,7 +99,9 @@ class ApprovalAsked(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ApprovalDecided(RunEvent):
-    """The answer to it, or that there was none. `is_changed`: allowed with other arguments than those that were asked about."""
+    """The answer to it, or that there was none. `is_changed`: allowed with other arguments than those that were asked
+    about.
+    """
 
     call_id: str
     digest: str
@@ -109,7 +119,9 @@ class CallSent(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxReady(RunEvent):
-    """The session that the run's calls go to. `start_s`: how long its sandbox took; `sandbox`: its id, "" when that is not known yet."""
+    """The session that the run's calls go to. `start_s`: how long its sandbox took; `sandbox`: its id, "" when that is
+    not known yet.
+    """
 
     session: str
     host: str

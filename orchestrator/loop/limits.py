@@ -35,18 +35,21 @@ class Prices:
 
     def cost(self, usage: Usage) -> float:
         """What `usage` costs."""
-        return (usage.prompt_tokens * self.prompt_per_million + usage.completion_tokens * self.completion_per_million) / 1e6
+        return (
+            usage.prompt_tokens * self.prompt_per_million + usage.completion_tokens * self.completion_per_million
+        ) / 1e6
 
 
 @dataclass(frozen=True)
 class ReActOptions:
     """Limits of a run; None: no such limit.
 
-    `tool_timeout_s`: a call's, where neither it nor its tool says otherwise; whoever runs the calls (`ToolClient.run`, `LocalTools.run`)
-    keeps it. `max_wall_s` ends what is running; tokens and cost are looked at between steps, and estimated for a server that does not
-    count. `max_cost` needs `prices`. `max_malformed_replies`: so many replies in a row may be nothing but malformed calls.
-    `max_parallel_calls`: read-only calls that the model asked for at once. `max_interruptions`: so often may one reply break off and be
-    asked for again. `context_tokens`: the model's window; older results are shortened to stay below it.
+    `tool_timeout_s`: a call's, where neither it nor its tool says otherwise; whoever runs the calls (`ToolClient.run`,
+    `LocalTools.run`) keeps it. `max_wall_s` ends what is running; tokens and cost are looked at between steps, and
+    estimated for a server that does not count. `max_cost` needs `prices`. `max_malformed_replies`: so many replies in a
+    row may be nothing but malformed calls. `max_parallel_calls`: read-only calls that the model asked for at once.
+    `max_interruptions`: so often may one reply break off and be asked for again. `context_tokens`: the model's window;
+    older results are shortened to stay below it.
     """
 
     enable_tool_action_parsing: bool = True
@@ -77,8 +80,8 @@ class ReActOptions:
 
 @dataclass
 class Spending:
-    """What a run has used so far. `usage`: what the server counted; `uncounted`: the estimate for replies that it did not count; `by_tools`
-    gives what tools in workers had of the run's model. Budgets go by all three."""
+    """What a run has used so far. `usage`: what the server counted; `uncounted`: the estimate for replies that it did
+    not count; `by_tools` gives what tools in workers had of the run's model. Budgets go by all three."""
 
     options: ReActOptions
     steps: int = 0
@@ -100,7 +103,9 @@ class Spending:
         return self.options.prices.cost(self.counted + self.uncounted) if self.options.prices is not None else None
 
     def charge(self, usage: Usage, estimate: Usage) -> bool:
-        """Add the tokens of one reply: `estimate` counts when the server has not. True when a budget goes by an estimate from now on."""
+        """Add the tokens of one reply: `estimate` counts when the server has not. True when a budget goes by an
+        estimate from now on.
+        """
         if usage != Usage():
             self.usage += usage
             return False

@@ -1,4 +1,6 @@
-"""Text that tells a model of its tools: the system prompt, and what a text dialect says of every tool and of how to call it."""
+"""Text that tells a model of its tools: the system prompt, and what a text dialect says of every tool and of how to
+call it.
+"""
 
 import json
 import unicodedata
@@ -17,7 +19,9 @@ from orchestrator.functions.openai_tools import convert_to_openai_tool
 AnyTool = ToolSpec | Tool[Any] | Mapping[str, Any]
 """A spec, a tool with one, or a mapping with name, description and parameters."""
 
-DEFAULT_INSTRUCTION = "You are a helpful assistant. Use the tools to answer. After the tool result, answer in one short sentence."
+DEFAULT_INSTRUCTION = (
+    "You are a helpful assistant. Use the tools to answer. After the tool result, answer in one short sentence."
+)
 NO_TOOLS = "No tools are currently available. Answer without calling a tool."
 SMALL_MODEL_HINT = "Now answer the user in one plain sentence."
 """Ends the results' message for models that would otherwise call the same tool again."""
@@ -33,7 +37,9 @@ User: {heading}
 Linux
 Assistant: {answer}"""
 _WORKED_IN_TAGS = _WORKED_EXAMPLE.format(
-    call=build_tag_call("bash_tool", {"command": "uname -s"}), heading="Tool result for bash_tool:", answer="The kernel is Linux."
+    call=build_tag_call("bash_tool", {"command": "uname -s"}),
+    heading="Tool result for bash_tool:",
+    answer="The kernel is Linux.",
 )
 _WORKED_IN_JSON = _WORKED_EXAMPLE.format(
     call='{"tool": "bash_tool", "arguments": {"command": "uname -s"}}',
@@ -68,7 +74,9 @@ class _Described:
     limits: str = ""
 
     def example_keys(self) -> list[str]:
-        """Parameters of an example call: the required ones, or else the first; only those whose names can be written in a tag."""
+        """Parameters of an example call: the required ones, or else the first; only those whose names can be written in
+        a tag.
+        """
         spellable = [key for key in self.properties if is_spellable(key)]
         return [key for key in spellable if key in self.required] or spellable[:1]
 
@@ -80,17 +88,20 @@ def build_system_prompt(instruction: str = "", tool_prompt: str = "", example: s
 
 
 def generate_tool_prompt(tools: Sequence[AnyTool], *, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
-    """What a model that calls by tags reads: every tool's name, description, parameters and limits, and how a call is written.
+    """What a model that calls by tags reads: every tool's name, description, parameters and limits, and how a call is
+    written.
 
-    Without tools, only that there are none. What the tools say of themselves is brought into one line each and can hold no tag.
-    `default_timeout_s`: the limit of tools that name none.
+    Without tools, only that there are none. What the tools say of themselves is brought into one line each and can hold
+    no tag. `default_timeout_s`: the limit of tools that name none.
     """
     if not tools:
         return NO_TOOLS
     told = [_described(tool, default_timeout_s) for tool in tools]
     is_json = any(_is_json(schema) for tool in told for schema in tool.properties.values())
     paired = _paired_example(told)
-    how = _HOW_TO_CALL.format(example=_example(told), json=_JSON_VALUES if is_json else "", paired=_PAIRED + paired if paired else "")
+    how = _HOW_TO_CALL.format(
+        example=_example(told), json=_JSON_VALUES if is_json else "", paired=_PAIRED + paired if paired else ""
+    )
     return f"{_list(told)}\n\n{how}"
 
 
@@ -100,7 +111,9 @@ def describe_tools(tools: Sequence[AnyTool], *, default_timeout_s: float = DEFAU
 
 
 def build_worked_example(specs: Sequence[ToolSpec], *, in_json: bool = False) -> str:
-    """A whole exchange, which models of half a billion parameters need lest they call programs as tools. Empty without bash_tool."""
+    """A whole exchange, which models of half a billion parameters need lest they call programs as tools. Empty without
+    bash_tool.
+    """
     worked = _WORKED_IN_JSON if in_json else _WORKED_IN_TAGS
     return worked if any(spec.name == "bash_tool" for spec in specs) else ""
 
@@ -128,7 +141,7 @@ def _limits(spec: ToolSpec, default_timeout_s: float) -> str:
     return f"{where}; time limit {usual_s:g} s{most}"
 
 
-# --- what is said of one tool ---------------------------------------------------------------------------------------------
+# --- what is said of one tool -----------------------------------------------------------------------------------------
 
 
 def _list(told: Sequence[_Described]) -> str:
@@ -138,7 +151,9 @@ def _list(told: Sequence[_Described]) -> str:
 def _describe(tool: _Described) -> str:
     parameters = [_parameter(key, sub, key in tool.required) for key, sub in tool.properties.items()]
     limits = [f"  ({tool.limits})"] if tool.limits else []
-    return "\n".join([f"{_line(tool.name)}: {_line(tool.description)}", *(parameters or ["  (no parameters)"]), *limits])
+    return "\n".join(
+        [f"{_line(tool.name)}: {_line(tool.description)}", *(parameters or ["  (no parameters)"]), *limits]
+    )
 
 
 def _parameter(name: str, schema: Mapping[str, Any], required: bool) -> str:
@@ -171,7 +186,10 @@ def _plain_kind(kind: str, schema: Mapping[str, Any], depth: int) -> str:
         return f"list of ({items})" if " | " in items else f"list of {items}"
     if kind == "object" and schema.get("properties"):
         required = schema.get("required") or ()
-        fields = (f"{_line(key)}{'' if key in required else '?'}: {_kind(sub, depth + 1)}" for key, sub in schema["properties"].items())
+        fields = (
+            f"{_line(key)}{'' if key in required else '?'}: {_kind(sub, depth + 1)}"
+            for key, sub in schema["properties"].items()
+        )
         return "{" + ", ".join(fields) + "}"
     return {"array": "list"}.get(kind, _line(kind))
 
@@ -195,10 +213,12 @@ def _line(text: str) -> str:
 
 def _clean(text: str) -> str:
     """On one line, without control characters and others that are not seen."""
-    return "".join(character for character in " ".join(text.split()) if unicodedata.category(character) not in _NO_CHARACTER)
+    return "".join(
+        character for character in " ".join(text.split()) if unicodedata.category(character) not in _NO_CHARACTER
+    )
 
 
-# --- how it is called -----------------------------------------------------------------------------------------------------
+# --- how it is called -------------------------------------------------------------------------------------------------
 
 
 def _example(told: Sequence[_Described]) -> str:
@@ -226,7 +246,13 @@ def _sample(name: str, schema: Mapping[str, Any]) -> str:
         return _text(schema["const"])
     kind = schema.get("type")
     kind = kind if isinstance(kind, str) or not kind else kind[0]
-    samples = {"integer": schema.get("minimum", 1), "number": schema.get("minimum", 1), "boolean": True, "array": [], "object": {}}
+    samples = {
+        "integer": schema.get("minimum", 1),
+        "number": schema.get("minimum", 1),
+        "boolean": True,
+        "array": [],
+        "object": {},
+    }
     return _text(samples[kind]) if kind in samples else _clean(name).upper()
 
 

@@ -7,7 +7,9 @@ from contract.errors import ModelInterrupted
 from orchestrator.models.base import Chunk
 
 MAX_CHUNKS = 64 * 1024
-"""Read ahead of the loop. More than a reply has tokens, so only a server that does not end waits, for as long as a tool or a person takes."""
+"""Read ahead of the loop. More than a reply has tokens, so only a server that does not end waits, for as long as a tool
+or a person takes.
+"""
 
 
 class ReadAhead:
@@ -64,7 +66,9 @@ class ReadAhead:
 
 
 class ShownText:
-    """The text of one step as it was shown. When the reply breaks off and comes again, what is the same is not shown again."""
+    """The text of one step as it was shown. When the reply breaks off and comes again, what is the same is not shown
+    again.
+    """
 
     def __init__(self) -> None:
         self._pieces: list[str] = []

@@ -11,7 +11,9 @@ _REDIS_AWAY = "the pool's Redis does not answer, or does not do it: try again in
 
 
 def build_answer(result: ToolResult, session: str | None) -> CallToolResult:
-    """The answer to `tools/call`. `session`: told when it is open after the call; None: it is not, or there was none."""
+    """The answer to `tools/call`. `session`: told when it is open after the call; None: it is not, or there was
+    none.
+    """
     if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
         # Where it is, is not the client's to know.
         result = result.model_copy(update={"error": _REDIS_AWAY})

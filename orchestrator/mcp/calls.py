@@ -40,8 +40,8 @@ _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks. `principal`: what an approval is bound to; `session`: what the address of the request names. `asks_client`: approvals are asked of
-    whoever sits there; else of `approver`, None: of that of `client`."""
+    """Who asks. `principal`: what an approval is bound to; `session`: what the address of the request names.
+    `asks_client`: approvals are asked of whoever sits there; else of `approver`, None: of that of `client`."""
 
     client: ToolClient
     leases: Leases
@@ -63,8 +63,12 @@ async def list_tools(ctx: Context, caller: Caller) -> ListToolsResult:
     return ListToolsResult(tools=tools, ttl_ms=LIST_FRESH_MS, cache_scope="private")
 
 
-async def call_tool(ctx: Context, params: CallToolRequestParams, caller: Caller) -> CallToolResult | InputRequiredResult:
-    """The call's answer, or the question that must be answered first. A failure is a result: only the model can make something of it."""
+async def call_tool(
+    ctx: Context, params: CallToolRequestParams, caller: Caller
+) -> CallToolResult | InputRequiredResult:
+    """The call's answer, or the question that must be answered first. A failure is a result: only the model can make
+    something of it.
+    """
     try:
         return await _until_ended(_call(ctx, params, caller))
     except (ToolFailure, OperatorError) as error:
@@ -91,7 +95,9 @@ async def _call(ctx: Context, params: CallToolRequestParams, caller: Caller) -> 
 
 
 class Progress:
-    """Tells a client its call's output as progress: `message` is a piece of it, `progress` how many characters there were."""
+    """Tells a client its call's output as progress: `message` is a piece of it, `progress` how many characters there
+    were.
+    """
 
     def __init__(self, session: ServerSession) -> None:
         self._session, self._count = session, 0
@@ -103,7 +109,9 @@ class Progress:
 
 
 async def _until_ended(work: Awaitable[T]) -> T:
-    """What it gives. Cancelled: it is too, once, as Ctrl-C does it, and gets the time to end what it began; the SDK would cancel each of its steps."""
+    """What it gives. Cancelled: it is too, once, as Ctrl-C does it, and gets the time to end what it began; the SDK
+    would cancel each of its steps.
+    """
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -119,11 +127,13 @@ def _wanted_session(ctx: Context, caller: Caller) -> str | None:
     named: Any = (ctx.meta or {}).get(SESSION_META)
     if named is not None and not (isinstance(named, str) and _SESSION.fullmatch(named)):
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f'_meta["{SESSION_META}"] is no name of a session: give the id of one that is open, or "new"'
+            ErrorCode.INVALID_ARGUMENTS,
+            f'_meta["{SESSION_META}"] is no name of a session: give the id of one that is open, or "new"',
         )
     if named is not None and caller.session not in (None, named):
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f'the address names session {caller.session} and _meta["{SESSION_META}"] another: leave one out'
+            ErrorCode.INVALID_ARGUMENTS,
+            f'the address names session {caller.session} and _meta["{SESSION_META}"] another: leave one out',
         )
     return named or caller.session
 
@@ -135,11 +145,15 @@ async def _find(client: ToolClient, name: str) -> ToolSpec:
         return spec
     state = next((state for state in await client.tool_states() if state.name == name), None)
     if state is None:
-        raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}", nearest=find_nearest(name[:200], callable_now))
+        raise ToolFailure(
+            ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}", nearest=find_nearest(name[:200], callable_now)
+        )
     if state.switch is not None:
         raise ToolFailure(ErrorCode.TOOL_DISABLED, state.switch.refusal(name))
     raise ToolFailure(
-        ErrorCode.PERMISSION_DENIED, f"{name} was not run: it is not allowed for tenant {client.tenant}; use another tool", was_refused=True
+        ErrorCode.PERMISSION_DENIED,
+        f"{name} was not run: it is not allowed for tenant {client.tenant}; use another tool",
+        was_refused=True,
     )
 
 
@@ -148,8 +162,14 @@ def _written_down(call_id: str, params: CallToolRequestParams) -> ToolCall:
     try:
         return ToolCall(id=call_id, name=params.name, arguments=params.arguments or {})
     except (ValidationError, RecursionError) as error:
-        told = error.errors(include_url=False, include_input=False)[0]["msg"] if isinstance(error, ValidationError) else "nested too deep"
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{params.name}: the arguments are no plain JSON: {told}") from error
+        told = (
+            error.errors(include_url=False, include_input=False)[0]["msg"]
+            if isinstance(error, ValidationError)
+            else "nested too deep"
+        )
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"{params.name}: the arguments are no plain JSON: {told}"
+        ) from error
 
 
 def _failed(name: str, error: ToolFailure | OperatorError) -> ToolResult:

@@ -1,4 +1,6 @@
-"""Approval by whoever sits at the client: asked by an elicitation, in the round trip that the client's revision has for it."""
+"""Approval by whoever sits at the client: asked by an elicitation, in the round trip that the client's revision has for
+it.
+"""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,19 +17,29 @@ from orchestrator.approvals.approvers import describe_request
 QUESTION = "approval"
 _FORM: dict[str, Any] = {
     "type": "object",
-    "properties": {"allow": {"type": "boolean", "title": "Run it", "description": "Yes runs exactly this call, once.", "default": False}},
+    "properties": {
+        "allow": {
+            "type": "boolean",
+            "title": "Run it",
+            "description": "Yes runs exactly this call, once.",
+            "default": False,
+        }
+    },
     "required": ["allow"],
 }
 _NOBODY = (
-    "it needs approval and this client cannot ask for one: use a client that offers elicitation, have whoever runs `toolcrew serve mcp` set "
-    "TOOLCREW_APPROVALS=queue (people then decide: `toolcrew approve ls`), or have the call allowed by a rule of TOOLCREW_APPROVAL_POLICY"
+    "it needs approval and this client cannot ask for one: use a client that offers elicitation, have whoever runs "
+    "`toolcrew serve mcp` set TOOLCREW_APPROVALS=queue (people then decide: `toolcrew approve ls`), or have the call "
+    "allowed by a rule of TOOLCREW_APPROVAL_POLICY"
 )
 Ask = Callable[[ApprovalRequest], Awaitable[ElicitResult]]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """What the client carries back with its answer, sealed: the call that was asked about. Its id never runs twice, so that one yes is one run."""
+    """What the client carries back with its answer, sealed: the call that was asked about. Its id never runs twice, so
+    that one yes is one run.
+    """
 
     call: str
     digest: str
@@ -72,7 +84,9 @@ class AskingApprover:
         return _decision(await self._ask(request), request.digest)
 
 
-def choose_client_approver(ctx: ServerRequestContext[Any, Any], params: CallToolRequestParams, pending: Pending | None) -> Approver:
+def choose_client_approver(
+    ctx: ServerRequestContext[Any, Any], params: CallToolRequestParams, pending: Pending | None
+) -> Approver:
     """Who decides on a call, when it is the client's to ask."""
     if pending is not None:
         return AnsweredApprover((params.input_responses or {}).get(QUESTION), pending.digest)

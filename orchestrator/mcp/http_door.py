@@ -43,7 +43,10 @@ class Origins:
         host = (find_header(scope, b"host") or b"").decode("latin-1")
         if self._is_local and _name_of(f"//{host}") not in _LOOPBACK:
             # A name of somebody else's that leads here: then a browser takes his pages for ours.
-            raise ApiProblem(ErrorCode.PERMISSION_DENIED, "this service is asked as localhost or 127.0.0.1 alone: use that as its address")
+            raise ApiProblem(
+                ErrorCode.PERMISSION_DENIED,
+                "this service is asked as localhost or 127.0.0.1 alone: use that as its address",
+            )
 
     def _may(self, origin: str) -> bool:
         return origin.lower() in self.allowed or (self._is_local and _name_of(origin) in _LOOPBACK)
@@ -59,12 +62,19 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._origins.check(scope)
-            if find_header(scope, b"content-length") is not None and find_header(scope, b"transfer-encoding") is not None:
-                raise ApiProblem(ApiCode.MALFORMED_REQUEST, "Content-Length and Transfer-Encoding are both there: send one of them")
+            if (
+                find_header(scope, b"content-length") is not None
+                and find_header(scope, b"transfer-encoding") is not None
+            ):
+                raise ApiProblem(
+                    ApiCode.MALFORMED_REQUEST, "Content-Length and Transfer-Encoding are both there: send one of them"
+                )
             scope[CALLER] = await self._find_caller(scope)
             if scope["method"] != "POST":
                 raise ApiProblem(
-                    ApiCode.METHOD_NOT_ALLOWED, "MCP is asked by POST here: there is no stream to get", headers={"Allow": "POST"}
+                    ApiCode.METHOD_NOT_ALLOWED,
+                    "MCP is asked by POST here: there is no stream to get",
+                    headers={"Allow": "POST"},
                 )
         except (ApiProblem, ToolFailure, OperatorError) as error:
             await refuse(response_to(error, scope["path"], headers=_CLOSE), receive, send)
@@ -77,7 +87,9 @@ class Door:
         credential = Credential(house.parts.keys, bearer_of(scope))
         session = scope["path_params"].get("session")
         if session is not None and not _SESSION.fullmatch(session):
-            raise ApiProblem(ErrorCode.SESSION_NOT_FOUND, "no session has a name like that: use the id of one that is open, /mcp/ID")
+            raise ApiProblem(
+                ErrorCode.SESSION_NOT_FOUND, "no session has a name like that: use the id of one that is open, /mcp/ID"
+            )
         client = house.client(identity.tenant, credential, key=identity.key_id)
         leases = KeyLeases(house.sessions, client, identity.key_id)
         asks_client = house.settings.approvals == "ask"

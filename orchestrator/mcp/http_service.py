@@ -40,10 +40,13 @@ class McpService:
         origins: Sequence[str] = (),
         announce: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`announce`: told the address when it serves. Raises ConfigError for settings with which nothing can be served."""
+        """`announce`: told the address when it serves. Raises ConfigError for settings with which nothing can be
+        served.
+        """
         if settings.api_key is not None:
             raise ConfigError(
-                "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant by the keys of its requests: unset it"
+                "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant by the keys of its "
+                "requests: unset it"
             )
         self._tell = announce
         house = House(settings)
@@ -86,11 +89,15 @@ def build_app(house: House, origins: Origins) -> ASGIApp:
         return PlainTextResponse("ok\n")
 
     async def readyz(_: Request) -> Response:
-        return PlainTextResponse("ok\n") if house.is_connected else PlainTextResponse("Redis has not answered yet\n", 503)
+        return (
+            PlainTextResponse("ok\n") if house.is_connected else PlainTextResponse("Redis has not answered yet\n", 503)
+        )
 
     routes = [Route("/mcp", door), Route("/mcp/{session}", door), Route("/healthz", healthz), Route("/readyz", readyz)]
     # A browser asks first, without a key, whether a page may.
-    pages = Middleware(CORSMiddleware, allow_origins=sorted(origins.allowed), allow_methods=["POST"], allow_headers=_PAGE_HEADERS)
+    pages = Middleware(
+        CORSMiddleware, allow_origins=sorted(origins.allowed), allow_methods=["POST"], allow_headers=_PAGE_HEADERS
+    )
     app = Starlette(routes=routes, lifespan=lifespan, middleware=[pages] if origins.allowed else [])
     app.router.redirect_slashes = False
     return app

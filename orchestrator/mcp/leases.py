@@ -17,7 +17,9 @@ class Leases(Protocol):
     """Where the calls of one caller get their sessions. All raise as `ToolClient.session` and `open_session` do."""
 
     def lease(self, wanted: str | None) -> AbstractAsyncContextManager[tuple[Session, str | None]]:
-        """For one call: the session, and its id where it is open after the call. `wanted`: its id, NEW, or None where none was named."""
+        """For one call: the session, and its id where it is open after the call. `wanted`: its id, NEW, or None where
+        none was named.
+        """
         ...
 
     async def attached(self, wanted: str | None) -> Session | None:
@@ -30,7 +32,9 @@ class Leases(Protocol):
 
 
 class KeyLeases:
-    """Of one API key, over HTTP: sessions are named by the request, and any replica finds them. A call that names none has one of its own."""
+    """Of one API key, over HTTP: sessions are named by the request, and any replica finds them. A call that names none
+    has one of its own.
+    """
 
     def __init__(self, known: KnownSessions, client: ToolClient, key_id: str) -> None:
         self._known, self._client, self._key_id = known, client, key_id
@@ -64,7 +68,9 @@ class KeyLeases:
 
 
 class ConnectionLeases:
-    """Of one connection, over stdio: its calls share a session, opened with the first of them and closed with the connection."""
+    """Of one connection, over stdio: its calls share a session, opened with the first of them and closed with the
+    connection.
+    """
 
     def __init__(self, client: ToolClient, first: str | None = None) -> None:
         """`first`: a session that is open, and stays open; None: one is opened."""

@@ -21,15 +21,19 @@ from orchestrator.mcp.calls import Caller, Context, call_tool, list_tools
 
 NAME = "toolcrew"
 _ABOUT = (
-    "Tools that run in a sandbox: files under /workspace and a shell without network unless a tool says otherwise. Calls of one session share "
-    "files and the shell's state."
+    "Tools that run in a sandbox: files under /workspace and a shell without network unless a tool says otherwise. "
+    "Calls of one session share files and the shell's state."
 )
 
 FindCaller = Callable[[Context], Caller]
 
 
-def build_server(find_caller: FindCaller, *, keys: list[bytes] | None, approval_wait_s: float, audience: str) -> Server[Any]:
-    """The server. `keys`: what seals the questions that clients carry, the first for new ones; None: one of this process alone."""
+def build_server(
+    find_caller: FindCaller, *, keys: list[bytes] | None, approval_wait_s: float, audience: str
+) -> Server[Any]:
+    """The server. `keys`: what seals the questions that clients carry, the first for new ones; None: one of this
+    process alone.
+    """
 
     async def on_list_tools(ctx: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
         return await list_tools(ctx, find_caller(ctx))
@@ -50,7 +54,9 @@ def build_server(find_caller: FindCaller, *, keys: list[bytes] | None, approval_
     return server
 
 
-def _seal(find_caller: FindCaller, keys: list[bytes] | None, approval_wait_s: float, audience: str) -> RequestStateBoundary:
+def _seal(
+    find_caller: FindCaller, keys: list[bytes] | None, approval_wait_s: float, audience: str
+) -> RequestStateBoundary:
     def principal(ctx: Context) -> str:
         return find_caller(ctx).principal
 

@@ -27,7 +27,10 @@ log = get_logger(__name__)
 MAX_LINE_BYTES = 4 * 1024 * 1024
 WAITING_LINES = 64
 _CHUNK_BYTES = 64 * 1024
-_UNREADABLE = f"this is no JSON-RPC message: send one a line, of at most {MAX_LINE_BYTES} bytes, in UTF-8, without halves of surrogate pairs, and not nested deeply"
+_UNREADABLE = (
+    f"this is no JSON-RPC message: send one a line, of at most {MAX_LINE_BYTES} bytes, in UTF-8, without halves of "
+    "surrogate pairs, and not nested deeply"
+)
 
 
 async def serve_stdio(client: ToolClient, settings: OrchestratorSettings, session: str | None) -> None:
@@ -39,7 +42,8 @@ async def serve_stdio(client: ToolClient, settings: OrchestratorSettings, sessio
     caller = Caller(client, leases, client.tenant, asks_client=settings.approvals == "ask")
     server = build_server(lambda _: caller, keys=None, approval_wait_s=settings.approval_wait_s, audience="stdio")
     lines = _Lines(os.dup(0))
-    # Unlike the SDK's own stdin this one leaves no message without an answer, and waits for no line when it is told to stop.
+    # Unlike the SDK's own stdin this one leaves no message without an answer, and waits for no line when it is told to
+    # stop.
     arriving, arrived = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     try:
         async with stdio_server(cast(Any, _nothing())) as (_, write), asyncio.TaskGroup() as reading:
@@ -52,7 +56,9 @@ async def serve_stdio(client: ToolClient, settings: OrchestratorSettings, sessio
     log.info("stopped")
 
 
-async def _relay(lines: "_Lines", arriving: ObjectSendStream[SessionMessage | Exception], write: WriteStream[SessionMessage]) -> None:
+async def _relay(
+    lines: "_Lines", arriving: ObjectSendStream[SessionMessage | Exception], write: WriteStream[SessionMessage]
+) -> None:
     """Messages to the server; to the client, which of its lines were none."""
     async with arriving:
         async for line in lines:
@@ -70,7 +76,9 @@ def _refusal(line: str) -> JSONRPCError:
         told = json.loads(line)
     number = told.get("id") if isinstance(told, dict) else None
     return JSONRPCError(
-        jsonrpc="2.0", id=number if isinstance(number, str | int) else None, error=ErrorData(code=PARSE_ERROR, message=_UNREADABLE)
+        jsonrpc="2.0",
+        id=number if isinstance(number, str | int) else None,
+        error=ErrorData(code=PARSE_ERROR, message=_UNREADABLE),
     )
 
 
@@ -80,7 +88,9 @@ async def _nothing() -> AsyncIterator[str]:
 
 
 class _Lines:
-    """Lines of a file descriptor that are not blank, read by a thread that keeps nobody from ending. One that is too long comes cut, and is no JSON then."""
+    """Lines of a file descriptor that are not blank, read by a thread that keeps nobody from ending. One that is too
+    long comes cut, and is no JSON then.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

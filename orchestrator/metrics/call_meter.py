@@ -58,7 +58,9 @@ class CallMeter:
             counts.count(OUTPUT_TRUNCATED, tool)
 
     def count_unsent(self, name: str, code: ErrorCode) -> None:
-        """A call of a model that never came to a dispatcher: its tool is none, its arguments cannot be read, or it was refused."""
+        """A call of a model that never came to a dispatcher: its tool is none, its arguments cannot be read, or it was
+        refused.
+        """
         self._count_code(name if name in self._queues else OTHER, code)
         self._counts.count(CALLS_ENDED, "not_run")
 

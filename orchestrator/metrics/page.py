@@ -24,9 +24,11 @@ _NUMBERS = (bytes, int, float)
 
 
 class MetricsPage:
-    """The page of one deployment, for any number of readers. `has_tenants`: with the running and waiting calls of each tenant.
+    """The page of one deployment, for any number of readers. `has_tenants`: with the running and waiting calls of each
+    tenant.
 
-    A number or message that another program wrote and that cannot be read is left out and counted. It is never an error.
+    A number or message that another program wrote and that cannot be read is left out and counted. It is never an
+    error.
     """
 
     def __init__(self, client: RedisClient, deployment: str, *, has_tenants: bool = True) -> None:
@@ -96,7 +98,9 @@ class MetricsPage:
     async def _add_tenants(self, samples: Samples, counts: StoredCounts) -> None:
         samples.set(metrics.TENANTS, len(counts.registered))
         if self._has_tenants:
-            for name, (in_flight, waiting) in zip(counts.tenants, await self._store.read_tenants(counts.tenants), strict=True):
+            for name, (in_flight, waiting) in zip(
+                counts.tenants, await self._store.read_tenants(counts.tenants), strict=True
+            ):
                 samples.set(metrics.TENANT_CALLS, in_flight, name, "in_flight")
                 samples.set(metrics.TENANT_CALLS, waiting, name, "waiting")
 
@@ -114,7 +118,11 @@ class MetricsPage:
         except RedisAccessDenied as error:
             if not self._is_reported:
                 self._is_reported = True
-                log.warning("redis_memory_not_told", error=str(error), remedy="make Redis's users anew with `toolcrew redis users`")
+                log.warning(
+                    "redis_memory_not_told",
+                    error=str(error),
+                    remedy="make Redis's users anew with `toolcrew redis users`",
+                )
             return
         samples.set(metrics.REDIS_MEMORY, float(info["used_memory"]))
         samples.set(metrics.REDIS_MEMORY_MAX, float(info.get("maxmemory", 0)))
@@ -171,6 +179,8 @@ def _number(stored: object) -> float | None:
     return value if math.isfinite(value) and value >= 0 else None
 
 
-async def render_metrics(client: RedisClient, deployment: str, *, has_tenants: bool = True, is_open: bool = False) -> bytes:
+async def render_metrics(
+    client: RedisClient, deployment: str, *, has_tenants: bool = True, is_open: bool = False
+) -> bytes:
     """Return the page once. Callers that return it often keep a MetricsPage. Raises BrokerUnavailable."""
     return await MetricsPage(client, deployment, has_tenants=has_tenants).render(is_open=is_open)

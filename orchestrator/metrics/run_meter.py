@@ -28,7 +28,9 @@ class Replay(Protocol):
 
 
 class RunMeter:
-    """Of one run. `book` None: it is remembered by nobody; else what is told while it catches up was told, and counted, before."""
+    """Of one run. `book` None: it is remembered by nobody; else what is told while it catches up was told, and counted,
+    before.
+    """
 
     def __init__(self, counts: Counts, calls: CallMeter, tell: OnEvent, book: Replay | None) -> None:
         self._counts = counts
@@ -61,7 +63,9 @@ class RunMeter:
             case ApprovalAsked():
                 counts.count(APPROVALS_ASKED)
             case ApprovalDecided():
-                counts.count(APPROVALS, "rejected" if not event.is_allowed else "modified" if event.is_changed else "approved")
+                counts.count(
+                    APPROVALS, "rejected" if not event.is_allowed else "modified" if event.is_changed else "approved"
+                )
             case RunFinished():
                 self._count_end(event.stop_reason)
             case RunAborted() if self._book is None:

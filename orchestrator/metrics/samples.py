@@ -22,7 +22,9 @@ class Samples:
     """What is to be told, by metric and label values. Of a histogram: its parts."""
 
     numbers: dict[str, dict[Labels, float]] = field(default_factory=lambda: defaultdict(dict))
-    histograms: dict[str, dict[Labels, dict[str, float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(dict)))
+    histograms: dict[str, dict[Labels, dict[str, float]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(dict))
+    )
 
     def set(self, metric: Metric, value: float, *labels: str) -> None:
         self.numbers[metric.name][labels] = min(value, MAX_VALUE)
@@ -85,7 +87,9 @@ def _histogram(metric: Metric, labels: Labels, parts: Mapping[str, float]) -> It
 
 @lru_cache(maxsize=SERIES_KEPT)
 def _series(name: str, labels: Labels) -> str:
-    """A line of a counter or a gauge without its number: most are the same on each page, and putting them together is most of its work."""
+    """A line of a counter or a gauge without its number: most are the same on each page, and putting them together is
+    most of its work.
+    """
     return _build_series(name, METRICS[name].labels, labels)
 
 

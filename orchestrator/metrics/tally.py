@@ -44,7 +44,9 @@ class Tally:
             log.warning("metrics_lost", error=str(error) or type(error).__name__)
 
     def watch_run(self, tell: OnEvent, book: Replay | None) -> OnEvent:
-        """Return a listener that counts the events of a run and passes them to `tell`. `book`: the journal of a durable run."""
+        """Return a listener that counts the events of a run and passes them to `tell`. `book`: the journal of a durable
+        run.
+        """
         return RunMeter(self.counts, self.calls, tell, book).on_event
 
     async def flush(self) -> None:

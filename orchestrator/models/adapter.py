@@ -29,10 +29,11 @@ class _Spent:
 
 @dataclass(frozen=True)
 class BudgetedModel:
-    """A model to ask from within a tool: at most `max_calls` times, for about `max_tokens` tokens, prompts and replies together.
+    """A model to ask from within a tool: at most `max_calls` times, for about `max_tokens` tokens, prompts and replies
+    together.
 
-    What is asked counts before it is answered, and whether it is or not. A reply that has begun is never cut for the budget, so the last
-    one may go over it. No tools are offered to the model.
+    What is asked counts before it is answered, and whether it is or not. A reply that has begun is never cut for the
+    budget, so the last one may go over it. No tools are offered to the model.
     """
 
     model: Model
@@ -49,11 +50,13 @@ class BudgetedModel:
         """Tokens of all replies so far, as the server counted them."""
         return self._spent.usage
 
-    async def complete(self, prompt: str | Sequence[Message], *, max_tokens: int | None = None, timeout_s: float = 60.0) -> Completion:
+    async def complete(
+        self, prompt: str | Sequence[Message], *, max_tokens: int | None = None, timeout_s: float = 60.0
+    ) -> Completion:
         """The reply to a prompt, or to messages in the OpenAI wire shape. `max_tokens` bounds the reply.
 
-        Raises ToolFailure when the budget is used up or the reply takes longer than `timeout_s`, ModelUnavailable when the model
-        cannot be asked.
+        Raises ToolFailure when the budget is used up or the reply takes longer than `timeout_s`, ModelUnavailable when
+        the model cannot be asked.
         """
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         claimed = self._claim_call(messages)
@@ -86,15 +89,19 @@ class BudgetedModel:
         return Completion(reply.text, usage, reply.finish_reason)
 
     def _claim_call(self, messages: Sequence[Message]) -> int:
-        """Count one call with about the tokens of its messages, which it gives, before it is made: calls at the same time cannot all be the last."""
+        """Count one call with about the tokens of its messages, which it gives, before it is made: calls at the same
+        time cannot all be the last.
+        """
         if self._spent.calls >= self.max_calls:
             raise ToolFailure(
-                ErrorCode.PERMISSION_DENIED, f"this tool may ask the model {self.max_calls} times and has done so: its budget is used up"
+                ErrorCode.PERMISSION_DENIED,
+                f"this tool may ask the model {self.max_calls} times and has done so: its budget is used up",
             )
         if self._spent.tokens >= self.max_tokens:
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
-                f"this tool may use {self.max_tokens} tokens of the model and has used {self._spent.tokens}: its budget is used up",
+                f"this tool may use {self.max_tokens} tokens of the model and has used {self._spent.tokens}: its "
+                "budget is used up",
             )
         claimed = sum(len(str(value)) for message in messages for value in message.values()) // CHARS_PER_TOKEN
         self._spent.calls += 1

@@ -11,12 +11,16 @@ __all__ = ["Chunk", "Message", "Model", "ModelRequest", "Usage"]
 Message = dict[str, Any]
 """A chat message in the OpenAI wire shape."""
 Chunk = dict[str, Any]
-"""A `chat.completion.chunk` in the OpenAI wire shape, as a plain dict. Only nominally OpenAI's: see dialects/native.py."""
+"""A `chat.completion.chunk` in the OpenAI wire shape, as a plain dict. Only nominally OpenAI's: see
+dialects/native.py.
+"""
 
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """One request. `tools` in the OpenAI wire shape; empty: the field is not sent at all. `extra` goes into the body as it is."""
+    """One request. `tools` in the OpenAI wire shape; empty: the field is not sent at all. `extra` goes into the body as
+    it is.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)

@@ -34,8 +34,9 @@ THINKING_TOKENS = 4096
 class Capabilities:
     """What may be asked of a server for one model.
 
-    `native_tools`: calls really come back. `parallel`, `strict`, `tool_choice`: the fields `parallel_tool_calls`, `strict` of a
-    function and `tool_choice: "required"` may be sent. `json_schema`: replies follow a `response_format`. `context_window`: tokens.
+    `native_tools`: calls really come back. `parallel`, `strict`, `tool_choice`: the fields `parallel_tool_calls`,
+    `strict` of a function and `tool_choice: "required"` may be sent. `json_schema`: replies follow a `response_format`.
+    `context_window`: tokens.
     """
 
     native_tools: bool = False
@@ -65,7 +66,9 @@ class HasEndpoint(Protocol):
 
 
 async def find_capabilities(model: Model, cache: "CapabilityCache") -> Capabilities:
-    """Of the model's own knowledge, of the cache, or of a probe. Raises ModelUnavailable when the model cannot be asked."""
+    """Of the model's own knowledge, of the cache, or of a probe. Raises ModelUnavailable when the model cannot be
+    asked.
+    """
     if isinstance(model, KnowsCapabilities):
         return model.capabilities
     if isinstance(model, HasEndpoint):
@@ -84,7 +87,8 @@ ECHO_PARAMETERS = {
 ECHO_PROMPT = "Call the tool echo with the text: hello"
 # Without a word of JSON: a server that ignores the schema shall be found out.
 SCHEMA_PROMPT = "Say hello."
-# What a refusal may blame -> how servers name it. The first that is found counts; `tools` last, whose name the others contain.
+# What a refusal may blame -> how servers name it. The first that is found counts; `tools` last, whose name the others
+# contain.
 _BLAMED = {
     "parallel": re.compile(r"parallel", re.IGNORECASE),
     "strict": re.compile(r"\bstrict\b|additionalProperties", re.IGNORECASE),
@@ -94,7 +98,9 @@ _NO_TOOLS = re.compile(r"support\w* (?:tool|function)|tools? (?:is|are|param)|--
 
 
 async def probe(model: Model) -> Capabilities:
-    """Ask the model, by MAX_REQUESTS requests at most. Raises ModelUnavailable when it cannot be asked; a refusal is an answer."""
+    """Ask the model, by MAX_REQUESTS requests at most. Raises ModelUnavailable when it cannot be asked; a refusal is an
+    answer.
+    """
     questions = _Questions(model)
     found, fields = await _probe_tools(questions)
     return Capabilities(
@@ -133,7 +139,9 @@ class _Questions:
 
 
 async def _probe_tools(questions: _Questions) -> tuple[bool, frozenset[str]]:
-    """(do calls come back, the fields that the server takes). Begins with all fields and drops those that a refusal names."""
+    """(do calls come back, the fields that the server takes). Begins with all fields and drops those that a refusal
+    names.
+    """
     fields = frozenset(_BLAMED)
     # One request is the schema's.
     while questions.left > 1:
@@ -154,7 +162,9 @@ async def _probe_tools(questions: _Questions) -> tuple[bool, frozenset[str]]:
 
 
 async def _takes_plain_tools(questions: _Questions, fields: frozenset[str]) -> bool:
-    """Whether tools may be sent without a choice, as every step of a run does: a server may force a call and yet refuse to leave it open."""
+    """Whether tools may be sent without a choice, as every step of a run does: a server may force a call and yet refuse
+    to leave it open.
+    """
     if "tool_choice" not in fields or questions.left < 1:
         return True
     try:
@@ -169,7 +179,9 @@ async def _probe_schema(questions: _Questions) -> bool:
         return False
     schema = {"name": "echo", "schema": ECHO_PARAMETERS, "strict": True}
     try:
-        reply = await questions.ask(SCHEMA_PROMPT, [], {"response_format": {"type": "json_schema", "json_schema": schema}})
+        reply = await questions.ask(
+            SCHEMA_PROMPT, [], {"response_format": {"type": "json_schema", "json_schema": schema}}
+        )
     except (ModelRefused, ContextWindowExceeded):
         return False
     try:
@@ -180,7 +192,9 @@ async def _probe_schema(questions: _Questions) -> bool:
 
 
 def _narrow(fields: frozenset[str], said: str) -> frozenset[str] | None:
-    """The fields without those that the refusal names; without all when it names none; None when tools themselves are refused."""
+    """The fields without those that the refusal names; without all when it names none; None when tools themselves are
+    refused.
+    """
     blamed = {name for name, pattern in _BLAMED.items() if name in fields and pattern.search(said)}
     if blamed:
         return fields - blamed
@@ -219,9 +233,11 @@ class _Entry(BaseModel):
 
 
 class CapabilityCache:
-    """Capabilities by endpoint and model, in memory and as one file each in `folder` (None: in memory only). For one event loop.
+    """Capabilities by endpoint and model, in memory and as one file each in `folder` (None: in memory only). For one
+    event loop.
 
-    A file that cannot be read, of another version or older than LIFETIME_S counts as none. What cannot be written is not remembered.
+    A file that cannot be read, of another version or older than LIFETIME_S counts as none. What cannot be written is
+    not remembered.
     """
 
     def __init__(self, folder: Path | None, *, now: Callable[[], float] = time.time) -> None:
@@ -231,7 +247,9 @@ class CapabilityCache:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def find(self, address: str, model: str, ask: Callable[[], Awaitable[Capabilities]]) -> Capabilities:
-        """What is known of that model, else what `ask` (a probe) finds. Callers at the same time ask once; what `ask` raises is not kept."""
+        """What is known of that model, else what `ask` (a probe) finds. Callers at the same time ask once; what `ask`
+        raises is not kept.
+        """
         key = hashlib.sha256(f"{address}\n{model}".encode()).hexdigest()
         async with self._locks.setdefault(key, asyncio.Lock()):
             entry = self._known.get(key) or await asyncio.to_thread(self._load, key)

@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 SCRIPTED = "scripted"
-SMALL_INSTRUCTION = "You are a helpful assistant. Use bash_tool to answer. After the tool result, answer in one short sentence."
+SMALL_INSTRUCTION = (
+    "You are a helpful assistant. Use bash_tool to answer. After the tool result, answer in one short sentence."
+)
 SMALL_TOOLS = ("bash_tool",)
-"""Half a billion parameters cannot choose between tools: with read_tool beside it, sums are done in the head, and wrong."""
+"""Half a billion parameters cannot choose between tools: with read_tool beside it, sums are done in the head, and
+wrong.
+"""
 
 FALLBACK_WARNING = (
-    "no model is named, so runs use the small model that is shipped with toolcrew: it has 0.5 billion parameters, and its answers are often wrong. "
-    "Set OPENAI_BASE_URL or OPENAI_API_KEY, and TOOLCREW_MODEL, to use another one, or TOOLCREW_MODEL=local to use this one without a warning"
+    "no model is named, so runs use the small model that is shipped with toolcrew: it has 0.5 billion parameters, and "
+    "its answers are often wrong. Set OPENAI_BASE_URL or OPENAI_API_KEY, and TOOLCREW_MODEL, to use another one, or "
+    "TOOLCREW_MODEL=local to use this one without a warning"
 )
 
 SMALL_CAPABILITIES = Capabilities(
@@ -37,7 +42,8 @@ SMALL_CAPABILITIES = Capabilities(
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/local-model.md. `tools`: those it can choose between.
+    """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/local-model.md. `tools`: those
+    it can choose between.
 
     `capabilities` None: nobody has asked yet; find_capabilities does. `is_fallback`: no model was named.
     """
@@ -53,7 +59,8 @@ class ChosenModel:
 def find_shipped(settings: OrchestratorSettings, asked: str | None) -> Literal["local", "scripted"] | None:
     """Return the shipped model that a run with the model `asked` uses; None for a model at an endpoint.
 
-    Raises ConfigError for the name of a shipped model while OPENAI_BASE_URL is set: the server may have a model of that name.
+    Raises ConfigError for the name of a shipped model while OPENAI_BASE_URL is set: the server may have a model of that
+    name.
     """
     name = asked or settings.model
     if name is None:
@@ -62,19 +69,25 @@ def find_shipped(settings: OrchestratorSettings, asked: str | None) -> Literal["
         return None
     if settings.openai_base_url is not None:
         raise ConfigError(
-            f"the model '{name}' is shipped with toolcrew, and OPENAI_BASE_URL names a server, so it is not clear which one is meant: "
-            "unset OPENAI_BASE_URL to use the shipped model, or give the server's model another name"
+            f"the model '{name}' is shipped with toolcrew, and OPENAI_BASE_URL names a server, so it is not clear "
+            "which one is meant: unset OPENAI_BASE_URL to use the shipped model, or give the server's model another "
+            "name"
         )
     return "local" if name == LOCAL else "scripted"
 
 
 @asynccontextmanager
 async def choose_model(
-    settings: OrchestratorSettings, asked: "Model | ChosenModel | str | None" = None, *, progress: Progress | None = None
+    settings: OrchestratorSettings,
+    asked: "Model | ChosenModel | str | None" = None,
+    *,
+    progress: Progress | None = None,
 ) -> AsyncIterator[ChosenModel]:
-    """The model to use, closed at the end. `asked` "local" and "scripted" name the shipped ones; any other text is a name at the endpoint.
+    """The model to use, closed at the end. `asked` "local" and "scripted" name the shipped ones; any other text is a
+    name at the endpoint.
 
-    Raises ConfigError when nothing can be chosen or find_shipped raises it, ModelUnavailable when the local server does not start.
+    Raises ConfigError when nothing can be chosen or find_shipped raises it, ModelUnavailable when the local server does
+    not start.
     """
     if asked is not None and not isinstance(asked, str):
         yield asked if isinstance(asked, ChosenModel) else ChosenModel(asked)
@@ -84,7 +97,9 @@ async def choose_model(
         yield ChosenModel(ScriptedModel(demo_script()), is_small=True, capabilities=EVERYTHING)
         return
     if shipped == LOCAL:
-        weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, progress=progress)
+        weights = await asyncio.to_thread(
+            load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, progress=progress
+        )
         from orchestrator.models.local import LocalModelServer
 
         async with LocalModelServer(weights) as server:
@@ -113,10 +128,13 @@ def _open_endpoint(settings: OrchestratorSettings, name: str | None) -> "OpenAIM
     from orchestrator.models.openai import DEFAULT_BASE_URL, OpenAIModel
 
     if name is None:
-        raise ConfigError("OPENAI_BASE_URL or OPENAI_API_KEY is set but no model is named: set TOOLCREW_MODEL or give --model")
+        raise ConfigError(
+            "OPENAI_BASE_URL or OPENAI_API_KEY is set but no model is named: set TOOLCREW_MODEL or give --model"
+        )
     if not _has_endpoint(settings):
         raise ConfigError(
-            f"no endpoint for the model '{name}': set OPENAI_API_KEY, or OPENAI_BASE_URL for a server of your own; --model local needs neither"
+            f"no endpoint for the model '{name}': set OPENAI_API_KEY, or OPENAI_BASE_URL for a server of your own; "
+            "--model local needs neither"
         )
     key = settings.openai_api_key.get_secret_value() if settings.openai_api_key else None
     return OpenAIModel(

@@ -1,4 +1,6 @@
-"""The chunks of a reply: streamed deltas made plain, and a reply that came whole told as the chunks it would have been."""
+"""The chunks of a reply: streamed deltas made plain, and a reply that came whole told as the chunks it would have
+been.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +35,9 @@ def is_end(chunk: Chunk) -> bool:
     choices = chunk.get("choices")
     if not choices:
         return bool(chunk.get("usage"))
-    return isinstance(choices, list) and any(isinstance(choice, dict) and choice.get("finish_reason") for choice in choices)
+    return isinstance(choices, list) and any(
+        isinstance(choice, dict) and choice.get("finish_reason") for choice in choices
+    )
 
 
 def split_reply(reply: Any) -> Iterator[Chunk] | None:

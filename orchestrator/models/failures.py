@@ -1,4 +1,6 @@
-"""What a failed request to a model means, whatever SDK met it: is it worth another try, and which sentence does the operator read."""
+"""What a failed request to a model means, whatever SDK met it: is it worth another try, and which sentence does the
+operator read.
+"""
 
 import json
 import re
@@ -11,12 +13,16 @@ from orchestrator.models.retries import is_retried_status
 MAX_DETAIL_CHARS = 300
 MAX_SEARCHED_CHARS = 4000
 Kind = Literal["timeout", "connection", "status", "told", "broken", "unfinished", "no_chat", "unknown"]
-"""`status`: an HTTP status of refusal. `told`: an error inside a reply. `unfinished`: an end without a finish_reason."""
+"""`status`: an HTTP status of refusal. `told`: an error inside a reply. `unfinished`: an end without a
+finish_reason.
+"""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One failed attempt. `body`: the server's error object as parsed, a string when it was not JSON. `wait_s`: what the server asks for."""
+    """One failed attempt. `body`: the server's error object as parsed, a string when it was not JSON. `wait_s`: what
+    the server asks for.
+    """
 
     kind: Kind
     status: int | None = None
@@ -59,7 +65,8 @@ _REASONS: dict[Kind, str] = {
 }
 _ALWAYS_RETRIED: frozenset[Kind] = frozenset({"timeout", "connection", "broken", "unfinished"})
 _QUOTA_CODES = frozenset({"insufficient_quota", "billing_hard_limit_reached"})
-# llama.cpp answers 500 when it was started without --jinja or when its template refuses the messages: the next try gets the same.
+# llama.cpp answers 500 when it was started without --jinja or when its template refuses the messages: the next try gets
+# the same.
 _TEMPLATE = re.compile(r"jinja", re.IGNORECASE)
 _ABOUT_TOOLS = re.compile(r"tool|function", re.IGNORECASE)
 _REFUSED_STATUSES = frozenset({400, 413, 415, 422, 501})
@@ -81,8 +88,12 @@ def is_transient(failure: Failure) -> bool:
     return False
 
 
-def build_error(failure: Failure, endpoint: Endpoint, *, attempts: int = 1, max_wait_s: float | None = None) -> ModelUnavailable:
-    """The error for a request whose reply never began. `attempts`: how often it was tried; `max_wait_s`: set when the server asks for more."""
+def build_error(
+    failure: Failure, endpoint: Endpoint, *, attempts: int = 1, max_wait_s: float | None = None
+) -> ModelUnavailable:
+    """The error for a request whose reply never began. `attempts`: how often it was tried; `max_wait_s`: set when the
+    server asks for more.
+    """
     sentence = _sentence(failure, endpoint)
     if max_wait_s is not None:
         sentence += f"; it asks to wait {failure.wait_s:.0f} s, longer than the {max_wait_s:.0f} s that are waited here"
@@ -98,7 +109,9 @@ def build_error(failure: Failure, endpoint: Endpoint, *, attempts: int = 1, max_
 
 
 def build_interruption(failure: Failure, endpoint: Endpoint) -> ModelUnavailable:
-    """The error for a reply of which a part was given out: ModelInterrupted, or ContextWindowExceeded when it grew too long."""
+    """The error for a reply of which a part was given out: ModelInterrupted, or ContextWindowExceeded when it grew too
+    long.
+    """
     sentence = _sentence(failure, endpoint)
     if is_too_long(failure):
         return ContextWindowExceeded(sentence, find_limit_tokens(failure))
@@ -107,11 +120,15 @@ def build_interruption(failure: Failure, endpoint: Endpoint) -> ModelUnavailable
 
 # --- Too long ---------------------------------------------------------------------------------------------------------
 
-_TOO_LONG_CODES = frozenset({"context_length_exceeded", "exceed_context_size_error", "model_max_prompt_tokens_exceeded"})
+_TOO_LONG_CODES = frozenset(
+    {"context_length_exceeded", "exceed_context_size_error", "model_max_prompt_tokens_exceeded"}
+)
 _TOO_LONG = re.compile(
-    r"maximum (?:context|model|prompt) length|context[ _]length[ _]exceeded|exceeds? (?:the |model'?s? )?(?:maximum |available |max )?context"
+    r"maximum (?:context|model|prompt) length|context[ _]length[ _]exceeded|"
+    r"exceeds? (?:the |model'?s? )?(?:maximum |available |max )?context"
     r"|exceeded max context length|context window of \d|prompt (?:is )?too long|context length is only \d"
-    r"|reduce the length of the (?:messages|prompt|input)|input token count.{0,40}exceeds|greater than the context length"
+    r"|reduce the length of the (?:messages|prompt|input)|input token count.{0,40}exceeds"
+    r"|greater than the context length"
     r"|longer than the (?:model's )?context|context (?:the )?overflows|inputs. tokens \+ .max_new_tokens. must be",
     re.IGNORECASE,
 )
@@ -132,10 +149,14 @@ _LIMIT_KEYS = ("n_ctx", "max_model_len", "context_length", "max_context_length")
 
 
 def is_too_long(failure: Failure) -> bool:
-    """The request does not fit the context window, in the words of OpenAI, llama.cpp, vLLM, Ollama and those that copy them."""
+    """The request does not fit the context window, in the words of OpenAI, llama.cpp, vLLM, Ollama and those that copy
+    them.
+    """
     if failure.kind not in ("status", "told") or failure.status in (401, 403, 404, 429):
         return False
-    return bool(failure.codes & _TOO_LONG_CODES) or _TOO_LONG.search(_said(failure.body)[:MAX_SEARCHED_CHARS]) is not None
+    return (
+        bool(failure.codes & _TOO_LONG_CODES) or _TOO_LONG.search(_said(failure.body)[:MAX_SEARCHED_CHARS]) is not None
+    )
 
 
 def find_limit_tokens(failure: Failure) -> int | None:
@@ -165,7 +186,10 @@ def _sentence(failure: Failure, endpoint: Endpoint) -> str:
         case "broken":
             return f"{where} broke off its reply: try again; if it stays, look at its log"
         case "unfinished":
-            return f"{endpoint.address} ended its reply without a finish_reason: it broke off, or it is no chat endpoint; {_CHECK_URL}"
+            return (
+                f"{endpoint.address} ended its reply without a finish_reason: it broke off, or it is no chat endpoint; "
+                f"{_CHECK_URL}"
+            )
         case "no_chat":
             return f"{endpoint.address} did not answer as a chat endpoint does{_streaming_hint(failure)}; {_CHECK_URL}"
         case "status":
@@ -190,13 +214,25 @@ def _status_sentence(failure: Failure, endpoint: Endpoint, where: str) -> str:
         return f"{where} refuses the API key: check OPENAI_API_KEY"
     if failure.status == 404:
         about = f" ({_detail(failure, endpoint)})" if _is_refusal(failure) else ""
-        return f"{where} does not know the model '{endpoint.model}' or the path: check TOOLCREW_MODEL and OPENAI_BASE_URL (it ends in /v1){about}"
+        return (
+            f"{where} does not know the model '{endpoint.model}' or the path: check TOOLCREW_MODEL and OPENAI_BASE_URL "
+            f"(it ends in /v1){about}"
+        )
     if failure.codes & _QUOTA_CODES:
-        return f"{where} refuses since the account's quota is used up: check its plan and billing ({_detail(failure, endpoint)})"
+        return (
+            f"{where} refuses since the account's quota is used up: check its plan and billing "
+            f"({_detail(failure, endpoint)})"
+        )
     if failure.status == 429:
-        return f"{where} refuses for rate or quota: wait, run fewer at once, or raise the limit ({_detail(failure, endpoint)})"
+        return (
+            f"{where} refuses for rate or quota: wait, run fewer at once, or raise the limit "
+            f"({_detail(failure, endpoint)})"
+        )
     if (failure.status or 0) >= 500:
-        return f"{where} failed with status {failure.status}: try again later, or look at its log ({_detail(failure, endpoint)})"
+        return (
+            f"{where} failed with status {failure.status}: try again later, or look at its log "
+            f"({_detail(failure, endpoint)})"
+        )
     return f"{where} refused the request: {_detail(failure, endpoint)}"
 
 

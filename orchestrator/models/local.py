@@ -11,7 +11,8 @@ from typing import Any
 from contract.errors import ModelUnavailable
 from orchestrator.models.openai import OpenAIModel
 
-# Greedy. The prompt cache makes a step three times as fast; it changes rounding, and so at times the words of an answer, not its facts.
+# Greedy. The prompt cache makes a step three times as fast; it changes rounding, and so at times the words of an
+# answer, not its facts.
 SAMPLING: dict[str, Any] = {"temperature": 0, "seed": 7, "max_tokens": 160, "cache_prompt": True}
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
@@ -22,7 +23,9 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class LocalModelServer:
-    """Owns the server process: starts it on entering, ends it on leaving. It also ends by itself when this process dies."""
+    """Owns the server process: starts it on entering, ends it on leaving. It also ends by itself when this process
+    dies.
+    """
 
     def __init__(self, weights: Path, *, threads: int = 1, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._weights = weights.resolve()
@@ -42,7 +45,9 @@ class LocalModelServer:
     def open_model(self, extra: dict[str, Any] | None = None, *, streaming: bool = True) -> OpenAIModel:
         """A model on this server, closed with it. `extra` adds to the sampling recipe or replaces parts of it."""
         recipe = {**SAMPLING, **(extra or {})}
-        model = OpenAIModel(self.model_name, self.base_url, self.api_key, REPLY_TIMEOUT_S, recipe, retries=RETRIES, streaming=streaming)
+        model = OpenAIModel(
+            self.model_name, self.base_url, self.api_key, REPLY_TIMEOUT_S, recipe, retries=RETRIES, streaming=streaming
+        )
         self._models.append(model)
         return model
 
@@ -54,11 +59,15 @@ class LocalModelServer:
         except BaseException as error:
             await self._stop()
             if isinstance(error, TimeoutError):
-                raise ModelUnavailable(f"the local model did not load in {self._start_timeout_s:.0f} s: is the machine busy?") from None
+                raise ModelUnavailable(
+                    f"the local model did not load in {self._start_timeout_s:.0f} s: is the machine busy?"
+                ) from None
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for model in self._models:
             await model.aclose()
         await self._stop()
@@ -68,15 +77,17 @@ class LocalModelServer:
         command += ["--weights", str(self._weights), "--threads", str(self._threads)]
         pipe, silent = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         # In our own folder: `-m` then finds the package, whether it is installed or not.
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=silent, cwd=PACKAGE_ROOT)
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=silent, cwd=PACKAGE_ROOT
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"api_key": self.api_key}).encode() + b"\n")
         line = await self._process.stdout.readline()
         if not line:
             raise ModelUnavailable(
-                f"the local model's server ended while loading {self._weights}: is xllamacpp installed (pip install 'toolcrew[local-model]')? "
-                "Run `python -m orchestrator.models.local_server` by hand to see why"
+                f"the local model's server ended while loading {self._weights}: is xllamacpp installed (pip install "
+                "'toolcrew[local-model]')? Run `python -m orchestrator.models.local_server` by hand to see why"
             )
         ready = json.loads(line)
         self.base_url, self.model_name = ready["base_url"], ready["model"]

@@ -1,7 +1,8 @@
 """The embedded model's server, a program of its own: `python -m orchestrator.models.local_server --weights FILE`.
 
-The first line of stdin is `{"api_key": ...}`. When the model is loaded, stdout gets one line `{"base_url": ..., "model": "local"}` and
-nothing else. It ends on SIGTERM, and when stdin ends: so it never outlives the process that started it.
+The first line of stdin is `{"api_key": ...}`. When the model is loaded, stdout gets one line `{"base_url": ...,
+"model": "local"}` and nothing else. It ends on SIGTERM, and when stdin ends: so it never outlives the process that
+started it.
 """
 
 import argparse
@@ -30,7 +31,8 @@ def main() -> None:
     os.close(answer)
     while sys.stdin.buffer.read(4096):
         pass
-    # The server's threads would be joined by an orderly exit, a reply in the making included; nobody waits for it any more.
+    # The server's threads would be joined by an orderly exit, a reply in the making included; nobody waits for it any
+    # more.
     os._exit(0)
 
 
@@ -56,7 +58,9 @@ def open_server(weights: Path, port: int, threads: int, api_key: str) -> Any:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.models.local_server", description="Serves the embedded model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m orchestrator.models.local_server", description="Serves the embedded model."
+    )
     parser.add_argument("--weights", type=Path, required=True, help="the GGUF file")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     # llama.cpp's threads spin: a second one on a busy two-core machine makes a reply ten times slower.

@@ -31,9 +31,9 @@ _BROKEN = (httpx.HTTPError, json.JSONDecodeError, UnicodeDecodeError, RecursionE
 class OpenAIModel:
     """A chat model at `base_url`. `extra` goes into every request body.
 
-    A request is sent again, as `retries` says (a number: that many times after the first), until a part of its reply was given out:
-    then a break is ModelInterrupted, and the caller's to mend. `timeout_s` bounds the wait for the next bytes, not the reply as a
-    whole; with `streaming` False all of it comes at once, so the wait for it as a whole.
+    A request is sent again, as `retries` says (a number: that many times after the first), until a part of its reply
+    was given out: then a break is ModelInterrupted, and the caller's to mend. `timeout_s` bounds the wait for the next
+    bytes, not the reply as a whole; with `streaming` False all of it comes at once, so the wait for it as a whole.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class OpenAIModel:
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         """The reply's chunks as the server wrote them, a refusal's text as content.
 
-        Raises ModelUnavailable: ModelInterrupted for a reply that breaks off after a part of it, ContextWindowExceeded for a request
-        that is too long, ModelRefused for one that will not pass as it is.
+        Raises ModelUnavailable: ModelInterrupted for a reply that breaks off after a part of it, ContextWindowExceeded
+        for a request that is too long, ModelRefused for one that will not pass as it is.
         """
         read = self._read_stream if self._streaming else self._read_whole
         attempt = 0
@@ -87,14 +87,16 @@ class OpenAIModel:
             except (_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN) as error:
                 # ValueError: numbers of more digits than Python reads, and a request that JSON cannot carry.
                 failure = _failure(error)
-            # Out here, so that no cause is on display: the SDK's errors carry the request, and servers echo keys in their texts.
+            # Out here, so that no cause is on display: the SDK's errors carry the request, and servers echo keys in
+            # their texts.
             if is_begun:
                 raise build_interruption(failure, self._endpoint)
             await self._wait(failure, attempt)
 
     async def find_context_window(self) -> int | None:
-        """Tokens that fit, when the endpoint's list of models says so (vLLM, llama.cpp, Groq, OpenRouter). None when it does not, or fails as often as it
-        may: what is found is remembered for long, and must not hang on one broken connection."""
+        """Tokens that fit, when the endpoint's list of models says so (vLLM, llama.cpp, Groq, OpenRouter). None when it
+        does not, or fails as often as it may: what is found is remembered for long, and must not hang on one broken
+        connection."""
         try:
             listing = await self._list_models()
         except ModelUnavailable:
@@ -171,7 +173,9 @@ class OpenAIModel:
             yield chunk
 
     async def _open(self, request: ModelRequest) -> Any:
-        """The open stream, or the whole reply. What a server does not know of our own additions is left out from then on."""
+        """The open stream, or the whole reply. What a server does not know of our own additions is left out from then
+        on.
+        """
         while True:
             try:
                 return await self._post(self._body(request))
@@ -180,14 +184,18 @@ class OpenAIModel:
                     raise
 
     async def _post(self, body: dict[str, Any]) -> Any:
-        # The generic door of the SDK: chunks come as parsed JSON. Its typed one builds a model of each, which costs ten times as much
-        # and is dumped again at once.
+        # The generic door of the SDK: chunks come as parsed JSON. Its typed one builds a model of each, which costs ten
+        # times as much and is dumped again at once.
         if not self._streaming:
             return await self._client.post("/chat/completions", cast_to=object, body=body)
-        return await self._client.post("/chat/completions", cast_to=object, body=body, stream=True, stream_cls=AsyncStream[object])
+        return await self._client.post(
+            "/chat/completions", cast_to=object, body=body, stream=True, stream_cls=AsyncStream[object]
+        )
 
     def _adapt(self, error: openai.APIStatusError) -> bool:
-        """Whether the request was changed to the server's liking. Each change happens once a model, so this comes to an end."""
+        """Whether the request was changed to the server's liking. Each change happens once a model, so this comes to an
+        end.
+        """
         if error.status_code not in (400, 422):
             return False
         said = str(error.body)
@@ -264,7 +272,9 @@ def _is_json(text: str) -> bool:
 
 
 def _unfinished(stream: AsyncStream[object], *, is_begun: bool) -> Failure:
-    """The failure of a reply without an end: of a stream that broke off, or of an answer that was no stream in the first place."""
+    """The failure of a reply without an end: of a stream that broke off, or of an answer that was no stream in the
+    first place.
+    """
     content_type = stream.response.headers.get("content-type", "")
     if is_begun or "event-stream" in content_type:
         return Failure("unfinished")
@@ -276,7 +286,9 @@ def _context_window(entry: dict[str, Any]) -> int | None:
     meta = entry.get("meta")
     names = ("max_model_len", "context_window", "context_length", "n_ctx")
     found = [entry.get(name) for name in names] + ([meta.get("n_ctx")] if isinstance(meta, dict) else [])
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0), None)
+    return next(
+        (value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
+    )
 
 
 def _without_credentials(base_url: str) -> str:

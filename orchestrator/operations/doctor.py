@@ -1,4 +1,6 @@
-"""What this host and its deployment can promise, and how to mend what is missing: engine, sandboxes, Redis, workers, model."""
+"""What this host and its deployment can promise, and how to mend what is missing: engine, sandboxes, Redis, workers,
+model.
+"""
 
 import asyncio
 import json
@@ -24,7 +26,8 @@ CHECK_END_S = 10.0
 
 
 async def examine(settings: OrchestratorSettings, scope: Scope = "all", *, is_deep: bool = False) -> Report:
-    """Look at everything once. Of this host: starts and removes one sandbox to prove the profile. `is_deep`: a call on each host of the deployment, too.
+    """Look at everything once. Of this host: starts and removes one sandbox to prove the profile. `is_deep`: a call on
+    each host of the deployment, too.
 
     Raises ToolFailure when TOOLCREW_API_KEY is not an operator's and the deployment is to be examined.
     """
@@ -73,7 +76,11 @@ async def _examine_engine(report: Report) -> None:
             out, err = await process.communicate()
     except TimeoutError:
         await _end(process)
-        report.add("engine", False, f"the check of engine and sandbox was not done within {CHECK_TIMEOUT_S:g} s: restart the Docker engine")
+        report.add(
+            "engine",
+            False,
+            f"the check of engine and sandbox was not done within {CHECK_TIMEOUT_S:g} s: restart the Docker engine",
+        )
         return
     try:
         facts = json.loads(out)
@@ -84,7 +91,9 @@ async def _examine_engine(report: Report) -> None:
     if "engine" in facts:
         report.add("engine", True, f"Docker {facts['engine']}, runtimes {', '.join(facts['runtimes'])}")
         report.add(
-            "kernel", bool(facts["seccomp"]), f"{facts['kernel']}, cgroup v{facts['cgroup']}, seccomp {'on' if facts['seccomp'] else 'off'}"
+            "kernel",
+            bool(facts["seccomp"]),
+            f"{facts['kernel']}, cgroup v{facts['cgroup']}, seccomp {'on' if facts['seccomp'] else 'off'}",
         )
         report.add(
             "image",
@@ -94,7 +103,9 @@ async def _examine_engine(report: Report) -> None:
     if "problem" in facts:
         report.add("sandbox", False, str(facts["problem"]))
     else:
-        report.add("sandbox", True, f"the profile holds under {facts['runtime']}: a sandbox was started, inspected and removed")
+        report.add(
+            "sandbox", True, f"the profile holds under {facts['runtime']}: a sandbox was started, inspected and removed"
+        )
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

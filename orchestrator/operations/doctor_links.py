@@ -1,4 +1,6 @@
-"""What `toolcrew doctor` sees of what a deployment speaks to: Flower, the API, the model's endpoint, the collector of spans, the folder of traces."""
+"""What `toolcrew doctor` sees of what a deployment speaks to: Flower, the API, the model's endpoint, the collector of
+spans, the folder of traces.
+"""
 
 import asyncio
 import importlib.util
@@ -34,7 +36,11 @@ async def _examine_url(name: str, base: str | None, path: str, variable: str, re
     if status == 200:
         report.good(name, f"{base} answers")
     elif status == 503 and name == "api":
-        report.broken(name, f"{base} is not ready: {_checks_of(body)}", "see its log, and what this report says of Redis and workers")
+        report.broken(
+            name,
+            f"{base} is not ready: {_checks_of(body)}",
+            "see its log, and what this report says of Redis and workers",
+        )
     elif status in (401, 403) or 300 <= status < 400:
         report.good(name, f"{base} answers, and asks for a login")
     else:
@@ -58,7 +64,9 @@ class _Stays(HTTPRedirectHandler):
 
 
 def _get(url: str, key: str | None) -> tuple[int, bytes]:
-    """Status and body; 0 and why, when nothing answers. Straight there: a proxy of the environment is for the world outside."""
+    """Status and body; 0 and why, when nothing answers. Straight there: a proxy of the environment is for the world
+    outside.
+    """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         with build_opener(ProxyHandler({}), _Stays).open(Request(url, headers=headers), timeout=ANSWER_S) as answer:
@@ -78,9 +86,14 @@ async def examine_model(settings: OrchestratorSettings, report: Report) -> None:
         await _examine_endpoint(settings, report)
         return
     try:
-        weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, hub_url=None)
+        weights = await asyncio.to_thread(
+            load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, hub_url=None
+        )
     except ConfigError:
-        text = "no endpoint and no weights of the local model: set OPENAI_BASE_URL and TOOLCREW_MODEL, or see docs/local-model.md"
+        text = (
+            "no endpoint and no weights of the local model: set OPENAI_BASE_URL and TOOLCREW_MODEL, or see "
+            "docs/local-model.md"
+        )
         report.add("model", False, text, needed=False)
         return
     has_server = importlib.util.find_spec("xllamacpp") is not None
@@ -93,7 +106,9 @@ async def examine_model(settings: OrchestratorSettings, report: Report) -> None:
 
 
 async def _examine_endpoint(settings: OrchestratorSettings, report: Report) -> None:
-    """The list of models costs nothing. The OpenAI API itself is not asked: that it is up is not in doubt, and it may be behind a proxy."""
+    """The list of models costs nothing. The OpenAI API itself is not asked: that it is up is not in doubt, and it may
+    be behind a proxy.
+    """
     if settings.model is None:
         report.add("model", False, "an endpoint is set but TOOLCREW_MODEL is not")
         return
@@ -104,7 +119,11 @@ async def _examine_endpoint(settings: OrchestratorSettings, report: Report) -> N
     status, body = await asyncio.to_thread(_get, f"{base}/models", key.get_secret_value() if key is not None else None)
     where = f"{settings.model} at {_without_login(base)}"
     if status == 0:
-        report.broken("model", f"{where}: it does not answer ({body.decode(errors='replace')})", "start it, or correct OPENAI_BASE_URL")
+        report.broken(
+            "model",
+            f"{where}: it does not answer ({body.decode(errors='replace')})",
+            "start it, or correct OPENAI_BASE_URL",
+        )
     elif status in (401, 403):
         report.broken("model", f"{where}: it refuses the key", "correct OPENAI_API_KEY")
     elif status == 200 and (known := _names_of(body)) and settings.model not in known:
@@ -139,7 +158,9 @@ async def examine_tracing(settings: OrchestratorSettings, report: Report) -> Non
             report.good("tracing", "off")
         elif importlib.util.find_spec("opentelemetry") is None:
             report.broken(
-                "tracing", "TOOLCREW_TRACING is otlp, and OpenTelemetry is not installed", "pip install 'toolcrew[tracing]', or unset it"
+                "tracing",
+                "TOOLCREW_TRACING is otlp, and OpenTelemetry is not installed",
+                "pip install 'toolcrew[tracing]', or unset it",
             )
         else:
             await _examine_collector(tracing.endpoint or DEFAULT_ENDPOINT, report)

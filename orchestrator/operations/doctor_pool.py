@@ -1,4 +1,6 @@
-"""What `toolcrew doctor` sees of a deployment: its workers, queues, tools, tenants, keys and open questions, as Redis has them."""
+"""What `toolcrew doctor` sees of a deployment: its workers, queues, tools, tenants, keys and open questions, as Redis
+has them.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -39,7 +41,9 @@ async def examine_pool(client: RedisClient, deployment: str, keys: SigningKeys, 
     await _examine_tenants(client, deployment, keys, seen, report)
     await _examine_keys(client, deployment, keys, report)
     _judge_questions(seen, report)
-    report.good("audit", f"{await Audit(client, deployment).count()} changes by operators are stored (`toolcrew audit`)")
+    report.good(
+        "audit", f"{await Audit(client, deployment).count()} changes by operators are stored (`toolcrew audit`)"
+    )
     return list(seen.hosts)
 
 
@@ -52,13 +56,19 @@ async def examine_workers(catalog: RedisCatalog, report: Report) -> None:
         return
     for pool, start in STARTED_BY.items():
         served = [spec.name for spec in pools.get(pool, ()) if spec.audience == "model"]
-        text = f"{pool}: {', '.join(served) or 'no tools'}" if pool in pools else f"{pool}: no worker; start one with {start}"
+        text = (
+            f"{pool}: {', '.join(served) or 'no tools'}"
+            if pool in pools
+            else f"{pool}: no worker; start one with {start}"
+        )
         report.add("workers", pool in pools, text, needed=False)
 
 
 def _judge_workers(reports: Sequence[HostReport], report: Report) -> None:
     if not any(one.kind == "sandbox" and one.worker for one in reports):
-        report.note("hosts", "no sandbox host reports, so no session can be opened", f"start one with {STARTED_BY['sandbox']}")
+        report.note(
+            "hosts", "no sandbox host reports, so no session can be opened", f"start one with {STARTED_BY['sandbox']}"
+        )
     for one in reports:
         trouble, remedy = _trouble_of(one)
         name = f"{one.host} ({one.kind}, {one.state})"
@@ -80,36 +90,59 @@ async def _examine_unreadable(hosts: HostStore, report: Report) -> set[str]:
     """Return the queues of workers whose reports this release cannot read."""
     unreadable = await hosts.find_unreadable()
     for queue in sorted(unreadable):
-        report.broken("hosts", f"the report of {queue} cannot be read", "run neighbouring releases everywhere (docs/upgrading.md)")
+        report.broken(
+            "hosts", f"the report of {queue} cannot be read", "run neighbouring releases everywhere (docs/upgrading.md)"
+        )
     return unreadable
 
 
 def _trouble_of(one: HostReport) -> tuple[str, str]:
     """What is the matter with a worker, and what to do; two empty texts when nothing is."""
     if one.release != RELEASE:
-        return f"it runs release {one.release}, and this program {RELEASE}", "run the same release everywhere (docs/upgrading.md)"
+        return (
+            f"it runs release {one.release}, and this program {RELEASE}",
+            "run the same release everywhere (docs/upgrading.md)",
+        )
     if not one.worker:
-        return "it has ended in order, and its successor is awaited", "start its worker again, or wait until it is given up"
+        return (
+            "it has ended in order, and its successor is awaited",
+            "start its worker again, or wait until it is given up",
+        )
     if not one.healthy:
-        return one.trouble or "its sandboxd is silent", f"look at sandboxd and its log on {one.host}, and run `toolcrew doctor` there"
+        return (
+            one.trouble or "its sandboxd is silent",
+            f"look at sandboxd and its log on {one.host}, and run `toolcrew doctor` there",
+        )
     if one.draining:
-        return "it takes no new sessions" + (f": {one.trouble}" if one.trouble else ""), "wait until it has ended, or start it again"
+        return "it takes no new sessions" + (
+            f": {one.trouble}" if one.trouble else ""
+        ), "wait until it has ended, or start it again"
     if 0 < one.memory_free_bytes < LOW_MEMORY_BYTES:
-        return f"{one.memory_free_bytes // _MIB} MiB of memory are left", "give it more, or lower TOOLCREW_MAX_SANDBOXES there"
+        return (
+            f"{one.memory_free_bytes // _MIB} MiB of memory are left",
+            "give it more, or lower TOOLCREW_MAX_SANDBOXES there",
+        )
     if one.kind == "sandbox" and one.disk_free_bytes < LOW_DISK_BYTES:
         return (
             f"{one.disk_free_bytes // _MIB} MiB of disk are left for workspaces",
             "make room where TOOLCREW_SANDBOXD_STATE is: below TOOLCREW_HOST_FREE_BYTES it takes no sessions",
         )
     if one.kind == "sandbox" and one.sessions >= one.max_sessions:
-        return f"all {one.max_sessions} sessions are taken", "add a host, close sessions, or raise TOOLCREW_MAX_SESSIONS there"
+        return (
+            f"all {one.max_sessions} sessions are taken",
+            "add a host, close sessions, or raise TOOLCREW_MAX_SESSIONS there",
+        )
     return one.trouble, f"see the worker's log on {one.host}" if one.trouble else ""
 
 
 def _size_of(one: HostReport) -> str:
     parts = [f"release {one.release}", f"{one.busy} calls run, at most {one.slots}"]
     if one.kind == "sandbox":
-        parts += [f"{one.sessions} sessions", f"disk {one.disk_free_bytes // _MIB} MiB free", f"images {', '.join(one.images) or 'none'}"]
+        parts += [
+            f"{one.sessions} sessions",
+            f"disk {one.disk_free_bytes // _MIB} MiB free",
+            f"images {', '.join(one.images) or 'none'}",
+        ]
     return ", ".join([*parts, f"memory {one.memory_free_bytes // _MIB} MiB free"])
 
 
@@ -124,12 +157,19 @@ class _Tools:
             pools = await catalog.pools()
         except ConfigError:
             return  # told with the workers
-        published = {spec.name: pool for pool in reversed(CATALOG_POOLS) for spec in pools.get(pool, ()) if spec.audience == "model"}
+        published = {
+            spec.name: pool
+            for pool in reversed(CATALOG_POOLS)
+            for spec in pools.get(pool, ())
+            if spec.audience == "model"
+        }
         for pool in CATALOG_POOLS:
             hidden = [spec.name for spec in pools.get(pool, ()) if published.get(spec.name, pool) != pool]
             if hidden:
                 self._report.broken(
-                    "tools", f"{', '.join(hidden)} of the pool {pool} stand behind tools of the same name", "give them other names"
+                    "tools",
+                    f"{', '.join(hidden)} of the pool {pool} stand behind tools of the same name",
+                    "give them other names",
                 )
         lost = await self._served_before(catalog) - published.keys()
         if lost:
@@ -145,7 +185,9 @@ class _Tools:
         served: set[str] = set()
         for names in (await catalog.served_before()).values():
             if names is None:
-                self._report.note("tools", "a list of tools in Redis cannot be read", "restart the workers: each writes it anew")
+                self._report.note(
+                    "tools", "a list of tools in Redis cannot be read", "restart the workers: each writes it anew"
+                )
             else:
                 served |= {name for name in names if not name.startswith("session.")}
         return served
@@ -154,21 +196,31 @@ class _Tools:
         switches = await RedisSwitches(self._client, self._deployment, self._keys).switches()
         off = sorted(switches)
         if off:
-            self._report.note("tools", f"switched off: {', '.join(off)}", "if that is not meant: `toolcrew tools enable NAME`")
+            self._report.note(
+                "tools", f"switched off: {', '.join(off)}", "if that is not meant: `toolcrew tools enable NAME`"
+            )
         unknown = sorted(field for field in off if field.rpartition("/")[2] not in published)
         if unknown and published:
             self._report.note(
-                "tools", f"switched off, and no worker publishes them: {', '.join(unknown)}", "check the spelling: `toolcrew tools ls`"
+                "tools",
+                f"switched off, and no worker publishes them: {', '.join(unknown)}",
+                "check the spelling: `toolcrew tools ls`",
             )
 
 
-async def _examine_queues(overview: OverviewReader, hosts: HostStore, seen: Overview, unreadable: set[str], report: Report) -> None:
+async def _examine_queues(
+    overview: OverviewReader, hosts: HostStore, seen: Overview, unreadable: set[str], report: Report
+) -> None:
     total = 0
     for queue in seen.queues:
         total += queue.length
         age_s = await overview.oldest_message_s(queue.queue) if queue.length else None
         if queue.length and not queue.slots:
-            report.broken("queues", f"{queue.queue}: {queue.length} calls, and no worker serves it", "start its workers (docs/queue.md)")
+            report.broken(
+                "queues",
+                f"{queue.queue}: {queue.length} calls, and no worker serves it",
+                "start its workers (docs/queue.md)",
+            )
         elif age_s is not None and age_s > OLD_MESSAGE_S:
             report.broken(
                 "queues",
@@ -181,7 +233,9 @@ async def _examine_queues(overview: OverviewReader, hosts: HostStore, seen: Over
                 f"{queue.queue}: {queue.waiting} calls wait for a slot, the oldest for {queue.oldest_s:.0f} s",
                 "add workers, or see who takes the slots: `toolcrew top`",
             )
-    dead = {queue: length for queue, length in (await hosts.dead_queues()).items() if length and queue not in unreadable}
+    dead = {
+        queue: length for queue, length in (await hosts.dead_queues()).items() if length and queue not in unreadable
+    }
     for lost, length in dead.items():
         report.broken(
             "queues",
@@ -192,7 +246,9 @@ async def _examine_queues(overview: OverviewReader, hosts: HostStore, seen: Over
         report.good("queues", f"{total} calls lie in {len(seen.queues)} queues, {seen.waiting} wait for a slot")
 
 
-async def _examine_tenants(client: RedisClient, deployment: str, keys: SigningKeys, seen: Overview, report: Report) -> None:
+async def _examine_tenants(
+    client: RedisClient, deployment: str, keys: SigningKeys, seen: Overview, report: Report
+) -> None:
     policies = await RedisTenants(client, deployment, keys).all()
     sandboxes = [one for one in seen.hosts if one.kind == "sandbox" and one.worker]
     classes = {name for one in sandboxes for name in one.classes}
@@ -203,7 +259,9 @@ async def _examine_tenants(client: RedisClient, deployment: str, keys: SigningKe
             continue
         if policy.is_paused:
             report.note(
-                "tenants", f"{name} is paused{f': {policy.pause_reason}' if policy.pause_reason else ''}", f"`toolcrew resume {name}`"
+                "tenants",
+                f"{name} is paused{f': {policy.pause_reason}' if policy.pause_reason else ''}",
+                f"`toolcrew resume {name}`",
             )
         if sandboxes:
             _judge_policy(name, policy, classes, {image for one in sandboxes for image in one.images}, report)
@@ -224,7 +282,9 @@ def _judge_policy(name: str, policy: TenantPolicy, classes: set[str], images: se
         )
     if policy.sandbox.images and not images & set(policy.sandbox.images):
         report.broken(
-            "tenants", f"no host has an image that {name} may use", "add one to TOOLCREW_SANDBOX_IMAGES_ALLOWED, or to its policy"
+            "tenants",
+            f"no host has an image that {name} may use",
+            "add one to TOOLCREW_SANDBOX_IMAGES_ALLOWED, or to its policy",
         )
 
 
@@ -243,13 +303,21 @@ async def _examine_keys(client: RedisClient, deployment: str, signing: SigningKe
 def _tell_expiring(key_id: str, record: ApiKeyRecord, left_s: float, report: Report) -> None:
     name = f"API key {key_id}{f' ({record.name})' if record.name else ''} of {record.tenant}"
     if left_s <= 0:
-        report.note("keys", f"{name} has expired", f"make another if it is needed, and remove it: `toolcrew tenants keys rm {key_id}`")
+        report.note(
+            "keys",
+            f"{name} has expired",
+            f"make another if it is needed, and remove it: `toolcrew tenants keys rm {key_id}`",
+        )
     else:
         report.note(
-            "keys", f"{name} expires in {left_s / _DAY_S:.1f} days", f"make another in time: `toolcrew tenants keys add {record.tenant}`"
+            "keys",
+            f"{name} expires in {left_s / _DAY_S:.1f} days",
+            f"make another in time: `toolcrew tenants keys add {record.tenant}`",
         )
 
 
 def _judge_questions(seen: Overview, report: Report) -> None:
     if seen.approvals:
-        report.note("approvals", f"{seen.approvals} calls wait for a person", "`toolcrew approve ls`, or the page of approvals")
+        report.note(
+            "approvals", f"{seen.approvals} calls wait for a person", "`toolcrew approve ls`, or the page of approvals"
+        )

@@ -1,4 +1,6 @@
-"""What `toolcrew doctor` sees of Redis itself: whether it keeps what it is told, has room, and goes by the same clock."""
+"""What `toolcrew doctor` sees of Redis itself: whether it keeps what it is told, has room, and goes by the same
+clock.
+"""
 
 import re
 import time
@@ -23,7 +25,9 @@ _MIB = 1024 * 1024
 
 
 async def examine_redis(client: RedisClient, broker: BrokerSettings, report: Report) -> bool:
-    """Return whether its records can be read: Redis answers, and there is a secret to check them with. Raises BrokerUnavailable."""
+    """Return whether its records can be read: Redis answers, and there is a secret to check them with. Raises
+    BrokerUnavailable.
+    """
     try:
         await check_redis(client, broker)
     except BrokerUnavailable as error:
@@ -33,7 +37,11 @@ async def examine_redis(client: RedisClient, broker: BrokerSettings, report: Rep
         info = await read_server_info(client, *_SECTIONS)
     except RedisAccessDenied:
         report.good("redis", f"{broker.redis_address()}, user {broker.user or 'default'}")
-        report.note("redis", "its user may not ask for memory and persistence", "make Redis's users anew with `toolcrew redis users`")
+        report.note(
+            "redis",
+            "its user may not ask for memory and persistence",
+            "make Redis's users anew with `toolcrew redis users`",
+        )
     else:
         _judge_server(info, broker, report)
         _judge_memory(info, report)
@@ -48,7 +56,9 @@ def _judge_server(info: Mapping[str, Any], broker: BrokerSettings, report: Repor
     version = str(info.get("redis_version", "?"))
     parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if parts < OLDEST_VERSION:
-        report.broken("redis", f"its version is {version}", "run Redis 6.2 or newer: its users' rules and our scripts need it")
+        report.broken(
+            "redis", f"its version is {version}", "run Redis 6.2 or newer: its users' rules and our scripts need it"
+        )
     elif info.get("role") == "slave":
         report.broken(
             "redis",
@@ -61,14 +71,24 @@ def _judge_server(info: Mapping[str, Any], broker: BrokerSettings, report: Repor
 
 
 def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
-    used, most, policy = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "?"))
+    used, most, policy = (
+        int(info.get("used_memory", 0)),
+        int(info.get("maxmemory", 0)),
+        str(info.get("maxmemory_policy", "?")),
+    )
     size = f"{used // _MIB} MiB" + (f" of {most // _MIB} MiB" if most else ", no maxmemory")
     if policy != "noeviction":
         report.broken(
-            "memory", f"maxmemory-policy is {policy}: full, it would throw calls and results away", "set maxmemory-policy noeviction"
+            "memory",
+            f"maxmemory-policy is {policy}: full, it would throw calls and results away",
+            "set maxmemory-policy noeviction",
         )
     elif most and used >= FULL_SHARE * most:
-        report.broken("memory", f"Redis has {size}: calls are about to be refused", "raise maxmemory, or end batches that keep much")
+        report.broken(
+            "memory",
+            f"Redis has {size}: calls are about to be refused",
+            "raise maxmemory, or end batches that keep much",
+        )
     elif most and used >= CLOSE_SHARE * most:
         report.note("memory", f"Redis has {size}", "raise maxmemory before it is full: then calls are refused")
     else:
@@ -85,13 +105,21 @@ def _judge_persistence(info: Mapping[str, Any], report: Report) -> None:
     if info.get("loading"):
         report.note("persistence", "Redis still loads its data", "wait until it has: it answers nothing else meanwhile")
     if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
-        report.broken("persistence", "Redis could not write its log of changes", "see that its disk has room, and its log")
+        report.broken(
+            "persistence", "Redis could not write its log of changes", "see that its disk has room, and its log"
+        )
     elif info.get("aof_enabled"):
         report.good("persistence", "appendonly")
     else:
-        report.note("persistence", "appendonly is off: runs and batches are lost with Redis's process", "set appendonly yes")
+        report.note(
+            "persistence", "appendonly is off: runs and batches are lost with Redis's process", "set appendonly yes"
+        )
     if info.get("rdb_last_bgsave_status", "ok") != "ok":
-        report.broken("persistence", "Redis could not save its data the last time", "see that its disk and memory have room, and its log")
+        report.broken(
+            "persistence",
+            "Redis could not save its data the last time",
+            "see that its disk and memory have room, and its log",
+        )
 
 
 def _examine_secret(broker: BrokerSettings, report: Report) -> bool:
@@ -120,7 +148,9 @@ async def _examine_clock(client: RedisClient, report: Report) -> None:
     if abs(behind_s) >= SKEW_TOLD_S:
         where = "behind" if behind_s > 0 else "ahead of"
         report.note(
-            "clock", f"this host's clock is {abs(behind_s):.1f} s {where} Redis's", "set it, or have it kept by NTP; calls go by Redis's"
+            "clock",
+            f"this host's clock is {abs(behind_s):.1f} s {where} Redis's",
+            "set it, or have it kept by NTP; calls go by Redis's",
         )
     else:
         report.good("clock", f"this host's is {abs(behind_s):.1f} s from Redis's")
@@ -139,5 +169,6 @@ async def _examine_refusals(client: RedisClient, deployment: str, report: Report
         report.note(
             "secret",
             f"of all messages so far workers have refused some ({refusals})",
-            "the same TOOLCREW_SECRET and release on both sides; if both are, somebody else writes to the queues (docs/wire-security.md)",
+            "the same TOOLCREW_SECRET and release on both sides; if both are, somebody else writes to the queues "
+            "(docs/wire-security.md)",
         )

@@ -1,4 +1,6 @@
-"""Take workers out of service: send the order, wait until the worker reports that it drains, and follow it until it has ended."""
+"""Take workers out of service: send the order, wait until the worker reports that it drains, and follow it until it has
+ended.
+"""
 
 import asyncio
 import secrets
@@ -16,7 +18,9 @@ from store.audit import Actor, build_entry, local_actor
 from store.hosts import ORDER_TTL_S, HostStore
 
 ACCEPTED_WITHIN_S = 12.0
-"""How long an order may take to show in a report: the worker reads and reports it at once, unless Redis or the worker is busy."""
+"""How long an order may take to show in a report: the worker reads and reports it at once, unless Redis or the worker
+is busy.
+"""
 POLL_S = 0.25
 
 DrainState = Literal["draining", "drained", "lost"]
@@ -35,30 +39,40 @@ def find_workers(reports: Sequence[HostReport], name: str) -> list[HostReport]:
     return found
 
 
-async def order_drain(hosts: HostStore, report: HostReport, keys: SigningKeys, *, lossy: bool = False, actor: Actor | None = None) -> None:
-    """Order a worker to go out of service; return when it reports that it drains. `actor` None: the user who runs this program.
+async def order_drain(
+    hosts: HostStore, report: HostReport, keys: SigningKeys, *, lossy: bool = False, actor: Actor | None = None
+) -> None:
+    """Order a worker to go out of service; return when it reports that it drains. `actor` None: the user who runs this
+    program.
 
-    Raises ConfigError if its sessions would lose their files and `lossy` does not allow that; OperatorError if it does not accept the order.
+    Raises ConfigError if its sessions would lose their files and `lossy` does not allow that; OperatorError if it does
+    not accept the order.
     """
     if report.kind == "sandbox" and report.store == "local" and not lossy:
         raise ConfigError(
-            f"the checkpoints of {report.host} do not leave it, so its sessions would lose their files: set TOOLCREW_WORKSPACE_STORE of every sandboxd "
-            "to one store that all hosts share, or give --lossy"
+            f"the checkpoints of {report.host} do not leave it, so its sessions would lose their files: set "
+            "TOOLCREW_WORKSPACE_STORE of every sandboxd to one store that all hosts share, or give --lossy"
         )
     now = await hosts.now()
     call = ToolCall(id=secrets.token_hex(16), name=DRAIN_ORDER, arguments={"queue": report.queue, "lossy": lossy})
     envelope = encode_call(call, ToolContext(tenant=DEFAULT_TENANT, sent_at=now, deadline_at=now + ORDER_TTL_S), keys)
     details = {"lossy": "yes" if lossy else None, "host": report.host}
-    await hosts.send_drain(report.queue, envelope, build_entry(actor or local_actor(), "host.drain", report.queue, details=details))
+    await hosts.send_drain(
+        report.queue, envelope, build_entry(actor or local_actor(), "host.drain", report.queue, details=details)
+    )
     until = time.monotonic() + ACCEPTED_WITHIN_S
     while (current := await hosts.find(report.queue)) is not None and not current.draining:
         if time.monotonic() > until:
-            raise OperatorError(f"{report.queue} was told to drain and does not say that it does: see the log of its worker")
+            raise OperatorError(
+                f"{report.queue} was told to drain and does not say that it does: see the log of its worker"
+            )
         await asyncio.sleep(POLL_S)
 
 
 async def follow_drain(hosts: HostStore, report: HostReport) -> AsyncIterator[tuple[DrainState, HostReport]]:
-    """Yield each report of the worker that differs from the one before, until the worker has ended; then the last one again."""
+    """Yield each report of the worker that differs from the one before, until the worker has ended; then the last one
+    again.
+    """
     last = report
     while True:
         current = await hosts.find(report.queue)
@@ -66,7 +80,12 @@ async def follow_drain(hosts: HostStore, report: HostReport) -> AsyncIterator[tu
             # A worker that ends in order leaves the list; a lost one stays in it for the reaper.
             yield ("lost" if await hosts.is_listed(report.queue) else "drained"), last
             return
-        if (current.sessions, current.busy, current.trouble, current.draining) != (last.sessions, last.busy, last.trouble, last.draining):
+        if (current.sessions, current.busy, current.trouble, current.draining) != (
+            last.sessions,
+            last.busy,
+            last.trouble,
+            last.draining,
+        ):
             yield "draining", current
         last = current
         await asyncio.sleep(POLL_S)

@@ -6,7 +6,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `needed` False: something still works without it; `remedy`: what to do, where `text` does not say it."""
+    """One thing looked at. `needed` False: something still works without it; `remedy`: what to do, where `text` does
+    not say it.
+    """
 
     name: str
     is_good: bool
@@ -17,7 +19,8 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings, in the order of looking; and the table of what sandboxes of this host promise, as sandboxd's check gives it.
+    """All findings, in the order of looking; and the table of what sandboxes of this host promise, as sandboxd's check
+    gives it.
 
     A row of it has `name`, `state` (holds, void, unknown), `why`, `remedy` and `is_needed`.
     """
@@ -67,4 +70,8 @@ class Report:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        return {"healthy": self.is_healthy, "findings": [vars(finding) for finding in self.findings], "promises": self.promises}
+        return {
+            "healthy": self.is_healthy,
+            "findings": [vars(finding) for finding in self.findings],
+            "promises": self.promises,
+        }

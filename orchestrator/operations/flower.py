@@ -1,6 +1,8 @@
-"""`python -m orchestrator.operations.flower`: Flower as it is safe and bounded, told where Redis is by our own settings, so that TLS and sentinels hold for it, too.
+"""`python -m orchestrator.operations.flower`: Flower as it is safe and bounded, told where Redis is by our own
+settings, so that TLS and sentinels hold for it, too.
 
-Its FLOWER_* variables are its own, and change what stands in DEFAULTS. It is read-only whatever they say, and does not start without a password.
+Its FLOWER_* variables are its own, and change what stands in DEFAULTS. It is read-only whatever they say, and does not
+start without a password.
 """
 
 import atexit
@@ -65,11 +67,18 @@ class TaskList(TasksView):  # type: ignore[misc]
 
 
 class LiveQueues(BaseHandler):  # type: ignore[misc]
-    """Names the queues of the workers that are online. Flower's own list keeps the queues of dead workers until it is restarted."""
+    """Names the queues of the workers that are online. Flower's own list keeps the queues of dead workers until it is
+    restarted.
+    """
 
     def get_active_queue_names(self) -> list[str]:
         known, online = self.application.workers, self.application.events.state.workers
-        found = {queue["name"] for name, worker in online.items() if worker.alive for queue in known.get(name, {}).get("active_queues", [])}
+        found = {
+            queue["name"]
+            for name, worker in online.items()
+            if worker.alive
+            for queue in known.get(name, {}).get("active_queues", [])
+        }
         return sorted(found)
 
 
@@ -127,7 +136,9 @@ def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower
         apply_env_options()
         apply_options(sys.argv[0], arguments)
     except (tornado.options.Error, ValueError, OSError) as error:
-        raise ConfigError(f"a FLOWER_ variable, or an argument, is not what it must be ({error}): correct it") from error
+        raise ConfigError(
+            f"a FLOWER_ variable, or an argument, is not what it must be ({error}): correct it"
+        ) from error
     options.read_only = True
     if not options.basic_auth and not options.auth:
         raise ConfigError("it would show everything to everybody: set FLOWER_BASIC_AUTH=user:password")

@@ -1,4 +1,6 @@
-"""The API of an embedded stack: its address, its plan, and the administrator's key that is made for it and ends with it."""
+"""The API of an embedded stack: its address, its plan, and the administrator's key that is made for it and ends with
+it.
+"""
 
 import contextlib
 import signal
@@ -35,7 +37,9 @@ class LocalApi:
     def plan(self, environment: Mapping[str, str]) -> ChildPlan:
         """Its process. A key in the environment would be a tenant's, and commands' business."""
         argv = program("orchestrator", "serve", "api", "--port", str(self.port))
-        return ChildPlan(ROLE, argv, {**environment, "TOOLCREW_API_KEY": ""}, signal.SIGKILL, stop_within_s=STOP_WITHIN_S)
+        return ChildPlan(
+            ROLE, argv, {**environment, "TOOLCREW_API_KEY": ""}, signal.SIGKILL, stop_within_s=STOP_WITHIN_S
+        )
 
     @classmethod
     async def prepare(cls, broker: BrokerSettings, port: int) -> "LocalApi":

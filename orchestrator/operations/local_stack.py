@@ -1,9 +1,11 @@
-"""The embedded stack: redis-server, sandboxd, a worker of each kind, Flower and the API as child processes of one keeper, taken down with it.
+"""The embedded stack: redis-server, sandboxd, a worker of each kind, Flower and the API as child processes of one
+keeper, taken down with it.
 
-Where a class of tenants has network egress, the egress proxy is one of them. What ends by itself is started again (supervision.py).
+Where a class of tenants has network egress, the egress proxy is one of them. What ends by itself is started again
+(supervision.py).
 
-`python -m orchestrator.operations.local_stack` is the keeper: its first line on stdout is StackInfo as JSON; it takes everything down on
-SIGTERM, SIGINT, or when its stdin ends, so that a stack never outlives whoever started it.
+`python -m orchestrator.operations.local_stack` is the keeper: its first line on stdout is StackInfo as JSON; it takes
+everything down on SIGTERM, SIGINT, or when its stdin ends, so that a stack never outlives whoever started it.
 """
 
 import asyncio
@@ -34,13 +36,17 @@ from store.connection import check_redis, open_redis
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 SWEEP_TIMEOUT_S = 10.0
-"""How long the end of a stack waits for a sandboxd that was just started again: it alone finds what the one before has left."""
+"""How long the end of a stack waits for a sandboxd that was just started again: it alone finds what the one before has
+left.
+"""
 WEB_STOP_TIMEOUT_S = 5.0
 """Nobody awaits its calls any more, and they have nothing to hand back."""
 WEB_CONCURRENCY = 2
 """Every process of a pool costs memory; web tools mostly wait."""
 END_FOR_GOOD = signal.SIGUSR1
-"""To sandboxd: end, and keep nothing. By any other signal it keeps its sessions, for the one that is started after it."""
+"""To sandboxd: end, and keep nothing. By any other signal it keeps its sessions, for the one that is started after
+it.
+"""
 STACK_FILE = "stack.json"
 KEEPER_LOG = "keeper.log"
 
@@ -66,7 +72,9 @@ def read_stack(logs: str) -> StackInfo:
 
 
 class LocalStack:
-    """Starts and stops the children. Everything it writes lies in one folder of its own, mode 0700, that goes with it."""
+    """Starts and stops the children. Everything it writes lies in one folder of its own, mode 0700, that goes with
+    it.
+    """
 
     def __init__(self, settings: OrchestratorSettings) -> None:
         self._settings = settings
@@ -76,7 +84,9 @@ class LocalStack:
         self._api: LocalApi | None = None
 
     async def start(self) -> StackInfo:
-        """Start all; returns when a call would be served. Raises OperatorError with the last words of what did not start."""
+        """Start all; returns when a call would be served. Raises OperatorError with the last words of what did not
+        start.
+        """
         redis_url = await self._start_redis()
         broker = self._settings.broker(redis_url)
         sandboxd_socket = self._folder / "sandboxd.sock"
@@ -88,7 +98,11 @@ class LocalStack:
         await self._start_python("sandboxd", "workers.sandboxd", {**place, **nothing, **self._sandboxd_environment()})
         shared = {**self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
         await self._start_python("worker", "workers", {**place, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
-        web = {"TOOLCREW_WORKER_KIND": "web", "TOOLCREW_WORKER_QUEUES": "", "TOOLCREW_CONCURRENCY": str(WEB_CONCURRENCY)}
+        web = {
+            "TOOLCREW_WORKER_KIND": "web",
+            "TOOLCREW_WORKER_QUEUES": "",
+            "TOOLCREW_CONCURRENCY": str(WEB_CONCURRENCY),
+        }
         await self._start_python("web", "workers", {**shared, **web})
         if self._settings.embedded_api:
             self._api = await LocalApi.prepare(broker, _free_port())
@@ -109,7 +123,9 @@ class LocalStack:
         return self._info
 
     def _sandboxd_environment(self) -> dict[str, str]:
-        """A name and a place of its own. Its sessions are kept over its own end, not over the stack's: the folder goes."""
+        """A name and a place of its own. Its sessions are kept over its own end, not over the stack's: the folder
+        goes.
+        """
         return {
             "TOOLCREW_DEPLOYMENT": self._settings.deployment,
             "TOOLCREW_SANDBOXD_NAME": f"local-{secrets.token_hex(4)}",
@@ -118,7 +134,9 @@ class LocalStack:
         }
 
     async def watch(self) -> str:
-        """Start again what ends by itself. Returns when that does not help, with a sentence about it; cancel it before `stop`."""
+        """Start again what ends by itself. Returns when that does not help, with a sentence about it; cancel it before
+        `stop`.
+        """
         return self._last_words(await self._supervisor.watch())
 
     async def stop(self) -> None:
@@ -131,7 +149,9 @@ class LocalStack:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _let_sandboxd_sweep(self) -> None:
-        """Frozen sandboxes of a sandboxd that was killed see nothing of its end: the next one removes them before it listens."""
+        """Frozen sandboxes of a sandboxd that was killed see nothing of its end: the next one removes them before it
+        listens.
+        """
         if not self._supervisor.has_ended("sandboxd"):
             return
         await self._supervisor.start_again("sandboxd")
@@ -232,7 +252,9 @@ class LocalStack:
             await client.aclose()
 
     async def _attempts(self, *roles: str, within_s: float = READY_TIMEOUT_S) -> AsyncIterator[None]:
-        """Tries every 50 ms while the children live. Raises SandboxUnavailable with a child's last words when it ends or time is up."""
+        """Tries every 50 ms while the children live. Raises SandboxUnavailable with a child's last words when it ends
+        or time is up.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
         while loop.time() < until:
@@ -244,7 +266,9 @@ class LocalStack:
         raise SandboxUnavailable(f"{' and '.join(roles)} were not ready within {within_s:g} s; logs: {self._folder}")
 
     async def _start_python(self, role: str, module: str, environment: Mapping[str, str]) -> None:
-        """A process of ours: told to end, by the kernel when the keeper is killed outright, it bounds its end itself (workers/lifeline.py)."""
+        """A process of ours: told to end, by the kernel when the keeper is killed outright, it bounds its end itself
+        (workers/lifeline.py).
+        """
         ask = END_FOR_GOOD if role == "sandboxd" else signal.SIGTERM
         plan = ChildPlan(
             role,
@@ -301,7 +325,8 @@ async def keep(
 ) -> int:
     """Run a stack until a signal or, when `until_eof`, the end of stdin. Return the exit code.
 
-    Calls `announce` when the stack serves, and `announce_end` before SIGINT or SIGTERM takes it down. After SIGHUP there is no terminal to write to.
+    Calls `announce` when the stack serves, and `announce_end` before SIGINT or SIGTERM takes it down. After SIGHUP
+    there is no terminal to write to.
     """
     stop, received = asyncio.Event(), list[int]()
 
@@ -369,7 +394,8 @@ async def embedded_stack(overrides: Mapping[str, str] | None = None) -> AsyncIte
         stack = StackInfo.model_validate_json(line)
         yield stack
     finally:
-        # The end of its stdin is the keeper's sign to take everything down; shielded, so that a cancelled program leaves nothing.
+        # The end of its stdin is the keeper's sign to take everything down; shielded, so that a cancelled program
+        # leaves nothing.
         keeper.stdin.close()
         await asyncio.shield(keeper.wait())
         errors.cancel()

@@ -1,4 +1,6 @@
-"""`python -m orchestrator.operations.pressure_server`: what the pool is asked for, as JSON over HTTP, for autoscalers. It tells numbers and nobody's name."""
+"""`python -m orchestrator.operations.pressure_server`: what the pool is asked for, as JSON over HTTP, for autoscalers.
+It tells numbers and nobody's name.
+"""
 
 import argparse
 import asyncio
@@ -25,7 +27,9 @@ _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Al
 
 
 class PressureServer:
-    """Answers `GET /queues/<queue>` for the shared queues, `/hosts`, and `/alive`, which says only that it runs. One answer a connection."""
+    """Answers `GET /queues/<queue>` for the shared queues, `/hosts`, and `/alive`, which says only that it runs. One
+    answer a connection.
+    """
 
     def __init__(self, pressure: Pressure) -> None:
         self._pressure = pressure
@@ -68,12 +72,15 @@ class PressureServer:
                 return 200, (await self._pressure.queue(queue)).as_json()
         except BrokerUnavailable as error:
             return 503, {"error": str(error)}
-        return 404, {"error": f"there are /hosts, /alive, {', '.join(f'/queues/{queue}' for queue in POOL_QUEUES.values())}"}
+        return 404, {
+            "error": f"there are /hosts, /alive, {', '.join(f'/queues/{queue}' for queue in POOL_QUEUES.values())}"
+        }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m orchestrator.operations.pressure_server", description="Tells autoscalers what the pool is asked for."
+        prog="python -m orchestrator.operations.pressure_server",
+        description="Tells autoscalers what the pool is asked for.",
     )
     parser.add_argument("--address", default="0.0.0.0")
     parser.add_argument("--port", type=int, required=True)
@@ -102,7 +109,10 @@ async def _run(address: str, port: int) -> int:
 
 def _encode(status: int, told: dict[str, Any]) -> bytes:
     body = json.dumps(told).encode() + b"\n"
-    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = (
+        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
     return head.encode() + body
 
 

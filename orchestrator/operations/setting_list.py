@@ -1,4 +1,6 @@
-"""Every setting of every process of a deployment, as the environment of this one makes them: what `toolcrew config show` prints."""
+"""Every setting of every process of a deployment, as the environment of this one makes them: what `toolcrew config
+show` prints.
+"""
 
 import asyncio
 import json
@@ -14,11 +16,16 @@ from orchestrator.settings import child_environment, load_settings, program
 from telemetry.settings import load_tracing_settings
 
 ANSWER_S = 30.0
-PROCESSES: dict[str, Callable[[], BaseModel]] = {"orchestrator": load_settings, "tracing, of all": load_tracing_settings}
+PROCESSES: dict[str, Callable[[], BaseModel]] = {
+    "orchestrator": load_settings,
+    "tracing, of all": load_tracing_settings,
+}
 
 
 async def read_settings() -> list[dict[str, Any]]:
-    """Of each process: `process`, `settings` (name, value, default, origin), `problem`: why it would not start. Raises OperatorError."""
+    """Of each process: `process`, `settings` (name, value, default, origin), `problem`: why it would not start. Raises
+    OperatorError.
+    """
     return [_told(process, load) for process, load in PROCESSES.items()] + await _of_workers()
 
 
@@ -32,7 +39,10 @@ def _told(process: str, load: Callable[[], BaseModel]) -> dict[str, Any]:
 async def _of_workers() -> list[dict[str, Any]]:
     """Asked of a process of their own: neither side knows the other's settings."""
     process = await asyncio.create_subprocess_exec(
-        *program("workers.setting_list"), env=child_environment({}), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *program("workers.setting_list"),
+        env=child_environment({}),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -47,5 +57,7 @@ async def _of_workers() -> list[dict[str, Any]]:
         raise
     if process.returncode:
         said = err.decode(errors="replace").strip()[-300:]
-        raise OperatorError(f"the worker side did not tell its settings ({said}): install toolcrew again, with the extra 'worker'")
+        raise OperatorError(
+            f"the worker side did not tell its settings ({said}): install toolcrew again, with the extra 'worker'"
+        )
     return list(json.loads(out))

@@ -1,4 +1,6 @@
-"""Keeps the processes of an embedded stack running: one that ends by itself is started again, until that is seen not to help."""
+"""Keeps the processes of an embedded stack running: one that ends by itself is started again, until that is seen not to
+help.
+"""
 
 import asyncio
 import contextlib
@@ -27,8 +29,9 @@ _PR_SET_PDEATHSIG = 1
 class ChildPlan:
     """A process to be kept running.
 
-    `orphan_signal`: what the kernel sends it when the keeper is killed outright. `stop_signal`: how the keeper ends it, which may take `stop_within_s`.
-    `may_finish`: an exit code of 0 is an end in order, after which it is not started again.
+    `orphan_signal`: what the kernel sends it when the keeper is killed outright. `stop_signal`: how the keeper ends it,
+    which may take `stop_within_s`. `may_finish`: an exit code of 0 is an end in order, after which it is not started
+    again.
     """
 
     role: str
@@ -56,7 +59,9 @@ class End:
 
 
 def choose_pause(ends: Sequence[float], now: float) -> float | None:
-    """Seconds to wait before a process is started again that ended at these monotonic instants, the last of them now; None: it has ended too often."""
+    """Seconds to wait before a process is started again that ended at these monotonic instants, the last of them now;
+    None: it has ended too often.
+    """
     recent = sum(1 for at in ends if now - at < WINDOW_S)
     if recent >= MOST_ENDS:
         return None
@@ -66,8 +71,8 @@ def choose_pause(ends: Sequence[float], now: float) -> float | None:
 class Supervisor:
     """Starts processes, starts those again that end by themselves, and ends them.
 
-    Each is the leader of a session of its own and logs to `<role>.log` in `folder`. `tell` gets a sentence about each end; `changed` is called
-    when a role has another process.
+    Each is the leader of a session of its own and logs to `<role>.log` in `folder`. `tell` gets a sentence about each
+    end; `changed` is called when a role has another process.
     """
 
     def __init__(self, folder: Path, *, tell: Callable[[str], None], changed: Callable[[], None]) -> None:
@@ -110,7 +115,9 @@ class Supervisor:
         return bool(self._ends[role])
 
     async def watch(self) -> str:
-        """Start again what ends by itself. Returns the role of the process that ended too often; cancel it before `stop`."""
+        """Start again what ends by itself. Returns the role of the process that ended too often; cancel it before
+        `stop`.
+        """
         watches = {asyncio.create_task(self._watch(plan)) for plan in self._plans.values()}
         given_up: list[str] = []
         try:
@@ -126,7 +133,9 @@ class Supervisor:
         return given_up[0]
 
     async def stop(self, role: str) -> None:
-        """End it, by force if need be, with whatever it has left of its session. One that was never started needs no end."""
+        """End it, by force if need be, with whatever it has left of its session. One that was never started needs no
+        end.
+        """
         child = self._children.get(role)
         if child is None:
             return
@@ -157,9 +166,13 @@ class Supervisor:
             ends.append(end)
             pause_s = choose_pause([one.at for one in ends], end.at)
             if pause_s is None:
-                self._tell(f"{plan.role} has ended {MOST_ENDS} times within {WINDOW_S:g} s ({end}) and is not started again")
+                self._tell(
+                    f"{plan.role} has ended {MOST_ENDS} times within {WINDOW_S:g} s ({end}) and is not started again"
+                )
                 return plan.role
-            self._tell(f"{plan.role} has ended by itself ({end}) and is started again{f' in {pause_s:g} s' if pause_s else ''}")
+            self._tell(
+                f"{plan.role} has ended by itself ({end}) and is started again{f' in {pause_s:g} s' if pause_s else ''}"
+            )
             await asyncio.sleep(pause_s)
             await self.start(plan)
             self._changed()

@@ -1,6 +1,7 @@
 """The skills whose instructions a run has loaded, and the calls that these ask for and its tenant trusts them with.
 
-A skill's `allowed-tools` only ever saves a question: what is forbidden, turned off or catastrophic stays so, and what a rule wants asked is asked.
+A skill's `allowed-tools` only ever saves a question: what is forbidden, turned off or catastrophic stays so, and what a
+rule wants asked is asked.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -31,4 +32,8 @@ class ActiveSkills:
     def rules(self, trusted: Collection[str], tenant: str) -> tuple[Rule, ...]:
         """What need not be asked about now. `trusted`: digests."""
         active = [self._skills[name] for name in sorted(self._loaded) if self._skills[name].digest in trusted]
-        return tuple(Rule("allow", allowed.tool, tenant, allowed.argv_prefix) for skill in active for allowed in skill.allowed_tools)
+        return tuple(
+            Rule("allow", allowed.tool, tenant, allowed.argv_prefix)
+            for skill in active
+            for allowed in skill.allowed_tools
+        )

@@ -1,4 +1,6 @@
-"""Working a batch from this process: its items are run here, and on whatever other orchestrators there are, until every one has its row."""
+"""Working a batch from this process: its items are run here, and on whatever other orchestrators there are, until every
+one has its row.
+"""
 
 import asyncio
 import time
@@ -62,7 +64,9 @@ class RowPaths:
 
 @dataclass
 class Shift:
-    """This process's work on a batch while it lasts. `drain`: begin nothing any more; what runs is ended. `stop`: give back what runs, now."""
+    """This process's work on a batch while it lasts. `drain`: begin nothing any more; what runs is ended. `stop`: give
+    back what runs, now.
+    """
 
     runner: Runner
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,7 +88,12 @@ class BatchRuns:
     """Batches of one client's tenant, and the work on them."""
 
     def __init__(
-        self, settings: OrchestratorSettings, pool: PoolConnection, parts: RunParts, tenant: str, traces: Traces | None = None
+        self,
+        settings: OrchestratorSettings,
+        pool: PoolConnection,
+        parts: RunParts,
+        tenant: str,
+        traces: Traces | None = None,
     ) -> None:
         """`traces` None: none are written."""
         self._settings, self._pool, self._parts, self.tenant, self._traces = settings, pool, parts, tenant, traces
@@ -93,13 +102,17 @@ class BatchRuns:
         self.batches = Batches(self.queue, self._writer, tenant)
 
     async def check_tools(self, file: BatchFile, name: str) -> list[str]:
-        """Check the tools that a file names, and the arguments of its calls; call it before `batches.submit`. Returns warnings. Raises BadBatch."""
+        """Check the tools that a file names, and the arguments of its calls; call it before `batches.submit`. Returns
+        warnings. Raises BadBatch.
+        """
         offers = self._pool.offers
         try:
             specs = (await offers.of(self.tenant)).tools
         except ConfigError:
             return [NOT_CHECKED]
-        return await asyncio.to_thread(check_tools, file, specs, lambda tool: offers.explain_missing(tool) is not None, name, self.tenant)
+        return await asyncio.to_thread(
+            check_tools, file, specs, lambda tool: offers.explain_missing(tool) is not None, name, self.tenant
+        )
 
     def open_rows(self, paths: RowPaths, batch: str, file: BatchFile) -> RowFiles:
         """The files of a batch that is submitted with that file."""
@@ -113,7 +126,11 @@ class BatchRuns:
 
     @asynccontextmanager
     async def runner(
-        self, batch: str | None = None, *, concurrency: int = DEFAULT_CONCURRENCY, model: Model | ChosenModel | None = None
+        self,
+        batch: str | None = None,
+        *,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        model: Model | ChosenModel | None = None,
     ) -> AsyncIterator[Runner]:
         """What works items of that batch, so many at a time; None: of every batch of every tenant. It has to be run."""
         async with Models(self._settings, model) as models:
@@ -122,14 +139,20 @@ class BatchRuns:
             yield Runner(self._pool.redis, self._settings.deployment, self.queue, work, self._writer, concurrency, only)
 
     async def recall(self, batch: str, rows: RowFiles) -> int:
-        """End items that wait and have a row in these files already, as that says: of a batch that Redis knows no more, or not all of. Those whose
-        attempt would be begun anew are left out. How many items."""
+        """End items that wait and have a row in these files already, as that says: of a batch that Redis knows no more,
+        or not all of. Those whose attempt would be begun anew are left out. How many items."""
         waiting, recalled = await self.queue.waiting(self.tenant, batch), 0
-        known = await asyncio.to_thread(lambda: [outcome for outcome in rows.outcomes() if outcome.run in waiting] if waiting else [])
+        known = await asyncio.to_thread(
+            lambda: [outcome for outcome in rows.outcomes() if outcome.run in waiting] if waiting else []
+        )
         for at in range(0, len(known), ROWS_AT_ONCE):
             some = known[at : at + ROWS_AT_ONCE]
             records = await self.queue.runs([(self.tenant, outcome.run) for outcome in some])
-            first = {outcome.run for outcome, record in zip(some, records, strict=True) if record is not None and record.attempt == 1}
+            first = {
+                outcome.run
+                for outcome, record in zip(some, records, strict=True)
+                if record is not None and record.attempt == 1
+            }
             fit = [outcome for outcome in some if outcome.run in first or outcome.failure is None]
             settled = await self.queue.settle(self.tenant, batch, fit)
             for outcome in fit:
@@ -140,8 +163,8 @@ class BatchRuns:
         return recalled
 
     async def outcomes(self, batch: str) -> AsyncIterator[Outcome]:
-        """Of all items that have ended so far, in the order in which they did; over an outage of Redis, so that nobody who has half of them has to begin
-        anew."""
+        """Of all items that have ended so far, in the order in which they did; over an outage of Redis, so that nobody
+        who has half of them has to begin anew."""
         after = 0
         while True:
             after, outcomes = await retry_until_available(partial(self._outcomes_after, batch, after))
@@ -180,7 +203,9 @@ class BatchRuns:
         watched = Watched(batch, Progress(record.total), tenant=self.tenant)
         with open_display(watched) as display:
             if follow:
-                await Follower(self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick).run()
+                await Follower(
+                    self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick
+                ).run()
                 await self._show_untold(batch, watched.progress, display.show)
                 return
             for batch_event in await self.batch_events(batch):
@@ -199,15 +224,18 @@ class BatchRuns:
         on_shift: Callable[[Shift], None] = lambda _: None,
         is_kept: bool = True,
     ) -> tuple[BatchRecord, Summary]:
-        """Work and watch a batch until it has ended, or until the shift that `on_shift` gets is drained or stopped; how it then stands.
+        """Work and watch a batch until it has ended, or until the shift that `on_shift` gets is drained or stopped; how
+        it then stands.
 
-        Rows of all that has ended by then are written. `kept`: where it is kept what happens. `is_kept`: the pool outlives this process, so that
-        what is said at the end can name the batch by its id.
+        Rows of all that has ended by then are written. `kept`: where it is kept what happens. `is_kept`: the pool
+        outlives this process, so that what is said at the end can name the batch by its id.
         """
         record = await self.batches.status(batch)
         watched = Watched(batch, Progress(record.total), is_kept=is_kept, tenant=self.tenant)
         async with AsyncExitStack() as stack:
-            runner = await stack.enter_async_context(self.runner(batch, concurrency=concurrency or record.concurrency, model=model))
+            runner = await stack.enter_async_context(
+                self.runner(batch, concurrency=concurrency or record.concurrency, model=model)
+            )
             shift = Shift(runner)
             on_shift(shift)
             with open_display(watched) as display:
@@ -227,8 +255,8 @@ class BatchRuns:
             return await self.batches.status(batch), watched.summary()
 
     async def _show_untold(self, batch: str, progress: Progress, show: Callable[[BatchEvent], object]) -> None:
-        """Show the ends that nobody told, so that what is shown is what there is: of items that were cancelled before they had begun, and of those whose
-        batch_events are no longer kept."""
+        """Show the ends that nobody told, so that what is shown is what there is: of items that were cancelled before
+        they had begun, and of those whose batch_events are no longer kept."""
         record, stands = await self.batches.status(batch), progress.snapshot(time.time())
         if (stands.done, stands.failed) == (record.succeeded, sum(record.failed.values())):
             return

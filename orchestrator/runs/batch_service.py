@@ -1,4 +1,6 @@
-"""`toolcrew batch work`: an orchestrator as a service of its own, which works what others have handed over, of every tenant, until it is told to stop."""
+"""`toolcrew batch work`: an orchestrator as a service of its own, which works what others have handed over, of every
+tenant, until it is told to stop.
+"""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
@@ -20,8 +22,9 @@ POOL_AGAIN_S = 2.0
 
 @dataclass
 class BatchService:
-    """`concurrency`: runs at a time here. `tenants`: those that are served; none: all. `grace_s`: how long what runs may go on after the first
-    `interrupt`; what has not ended by then is given back, for another process to go on with. `has_traces`: each run is written down."""
+    """`concurrency`: runs at a time here. `tenants`: those that are served; none: all. `grace_s`: how long what runs
+    may go on after the first `interrupt`; what has not ended by then is given back, for another process to go on with.
+    `has_traces`: each run is written down."""
 
     settings: OrchestratorSettings
     concurrency: int
@@ -35,14 +38,21 @@ class BatchService:
         self._stopping.interrupt()
 
     async def run(self) -> None:
-        """Until it was interrupted. Raises ConfigError for settings with which nothing can be served; a pool that is not there is waited for."""
+        """Until it was interrupted. Raises ConfigError for settings with which nothing can be served; a pool that is
+        not there is waited for.
+        """
         _check(self.settings)
         async with AsyncExitStack() as stack:
             pool = await self._pool(stack)
             if pool is None:
                 return
             runner = await stack.enter_async_context(self._runner(pool))
-            log.info("serving", orchestrator=runner.queue.owner, concurrency=self.concurrency, tenants=",".join(self.tenants) or "all")
+            log.info(
+                "serving",
+                orchestrator=runner.queue.owner,
+                concurrency=self.concurrency,
+                tenants=",".join(self.tenants) or "all",
+            )
             await RunService(runner, self.grace_s, self._stopping).run()
         log.info("stopped", orchestrator=runner.queue.owner)
 
@@ -71,12 +81,13 @@ def _check(settings: OrchestratorSettings) -> None:
     """Raises ConfigError for what waiting does not mend."""
     if settings.api_key is not None:
         raise ConfigError(
-            "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant with the deployment's own secret: unset it "
-            "(`toolcrew batch resume BATCH` works a batch of one tenant)"
+            "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant with the deployment's "
+            "own secret: unset it (`toolcrew batch resume BATCH` works a batch of one tenant)"
         )
     if settings.redis_url is None:
         raise ConfigError(
-            "TOOLCREW_REDIS_URL is not set, and a stack that ends with this command has no batches to serve: set it to the pool's Redis"
+            "TOOLCREW_REDIS_URL is not set, and a stack that ends with this command has no batches to serve: set it to "
+            "the pool's Redis"
         )
     settings.broker().signing_keys()
     load_tracing_settings()

@@ -14,7 +14,12 @@ def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> 
         "id": batch,
         "status": record.state.value,
         "name": record.name or None,
-        "request_counts": {"total": record.total, "completed": record.succeeded, "failed": sum(failed.values()), **counts},
+        "request_counts": {
+            "total": record.total,
+            "completed": record.succeeded,
+            "failed": sum(failed.values()),
+            **counts,
+        },
         "failed": failed,
         "concurrency": record.concurrency,
         "created_at": format_instant(record.created_at),

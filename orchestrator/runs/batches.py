@@ -18,7 +18,9 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def run_id(tenant: str, batch: str, custom_id: str) -> str:
-    """The id of an item's run: the same whoever submits it, so that an item is one run however often its batch is submitted."""
+    """The id of an item's run: the same whoever submits it, so that an item is one run however often its batch is
+    submitted.
+    """
     return hashlib.sha256(f"{tenant}\0{batch}\0{custom_id}".encode()).hexdigest()[:24]
 
 
@@ -29,11 +31,15 @@ def new_batch_id() -> str:
 def check_batch_id(batch: str) -> None:
     """Raises ToolFailure(INVALID_ARGUMENTS) for what cannot be one."""
     if not _ID.fullmatch(batch):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{batch[:80]}' cannot be a batch's id: 1 to 64 letters, digits, - and _")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"'{batch[:80]}' cannot be a batch's id: 1 to 64 letters, digits, - and _"
+        )
 
 
 class Batches:
-    """Raises BrokerUnavailable when Redis does not answer, ToolFailure(INVALID_ARGUMENTS) for what cannot be done, with what to do."""
+    """Raises BrokerUnavailable when Redis does not answer, ToolFailure(INVALID_ARGUMENTS) for what cannot be done, with
+    what to do.
+    """
 
     def __init__(self, queue: RunQueue, writer: BatchEventWriter, tenant: str) -> None:
         self._queue = queue
@@ -51,12 +57,13 @@ class Batches:
         is_detached: bool = False,
         goes_on: bool = True,
     ) -> str:
-        """Queue the items of a file; gives the batch's id. With the id of a batch that was submitted with the same file, that one is gone on with: items
-        that are not there are added, and what failed for the infrastructure is queued again. `goes_on` False: it is the same submission, sent again, and
-        does no more than what is missing of it.
+        """Queue the items of a file; gives the batch's id. With the id of a batch that was submitted with the same
+        file, that one is gone on with: items that are not there are added, and what failed for the infrastructure is
+        queued again. `goes_on` False: it is the same submission, sent again, and does no more than what is missing of
+        it.
 
-        `is_detached`: handed over to the orchestrators that serve everybody (batch_service.py), until it is submitted otherwise. Raises BadBatch when
-        lines name paths of this machine then.
+        `is_detached`: handed over to the orchestrators that serve everybody (batch_service.py), until it is submitted
+        otherwise. Raises BadBatch when lines name paths of this machine then.
         """
         if is_detached:
             check_detached(file, defaults.artifacts if defaults is not None else None, name or "the batch")
@@ -96,17 +103,20 @@ class Batches:
         return batch
 
     async def resume(
-        self, batch: str, kinds: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED), entry: str = ""
+        self,
+        batch: str,
+        kinds: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED),
+        entry: str = "",
     ) -> int:
-        """Queue again what ended in one of these ways; how many items. What runs, waits or succeeded is left alone. `entry`: of the audit, written if
-        there is something to be queued; "" for none."""
+        """Queue again what ended in one of these ways; how many items. What runs, waits or succeeded is left alone.
+        `entry`: of the audit, written if there is something to be queued; "" for none."""
         check_batch_id(batch)
         record, queued = await self._queue.batch(self.tenant, batch), await self._queue.count_items(self.tenant, batch)
         if queued < record.total:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"only {queued} of the {record.total} lines of batch {batch} were queued before its submission broke off: "
-                f"submit the same file again with `{build_resubmission(batch, self.tenant)}` to go on with it",
+                f"only {queued} of the {record.total} lines of batch {batch} were queued before its submission broke "
+                f"off: submit the same file again with `{build_resubmission(batch, self.tenant)}` to go on with it",
             )
         again = await self._queue.retry(self.tenant, batch, kinds, entry)
         await self._queue.reopen(self.tenant, batch)
@@ -141,8 +151,9 @@ class Batches:
         except BatchCancelled:
             raise ToolFailure(
                 ErrorCode.CANCELLED,
-                f"the batch {batch} was cancelled while its lines were queued, and those that were not yet there are left out: "
-                f"submit the same file again with `{build_resubmission(batch, self.tenant)}` to go on with it",
+                f"the batch {batch} was cancelled while its lines were queued, and those that were not yet there are "
+                f"left out: submit the same file again with `{build_resubmission(batch, self.tenant)}` to go on with "
+                "it",
             ) from None
 
     def _runs(self, batch: str, items: Sequence[BatchItem]) -> Iterator[tuple[str, BatchItem]]:
@@ -153,10 +164,13 @@ class Batches:
         if known.sha256 != file.sha256:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"the batch {batch} was submitted with another file: submit this one under an id of its own, or that file to go on with it",
+                f"the batch {batch} was submitted with another file: submit this one under an id of its own, or that "
+                "file to go on with it",
             )
 
-    async def _go_on(self, batch: str, concurrency: int | None, defaults: BatchDefaults | None, *, is_detached: bool) -> None:
+    async def _go_on(
+        self, batch: str, concurrency: int | None, defaults: BatchDefaults | None, *, is_detached: bool
+    ) -> None:
         known = await self._queue.batch(self.tenant, batch)
         limit, told = concurrency or known.concurrency, defaults or known.defaults
         await self._queue.change(self.tenant, batch, concurrency=limit, defaults=told, is_detached=is_detached)

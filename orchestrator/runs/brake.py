@@ -1,4 +1,6 @@
-"""Holds runs back for what is no fault of theirs: a model that answers nobody, a tenant's quota that is used up. Waiting costs an item no attempt."""
+"""Holds runs back for what is no fault of theirs: a model that answers nobody, a tenant's quota that is used up.
+Waiting costs an item no attempt.
+"""
 
 import math
 import time
@@ -7,7 +9,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from contract.errors import ContextWindowExceeded, ErrorCode, ModelDenied, ModelInterrupted, ModelRefused, ModelUnavailable, ToolFailure
+from contract.errors import (
+    ContextWindowExceeded,
+    ErrorCode,
+    ModelDenied,
+    ModelInterrupted,
+    ModelRefused,
+    ModelUnavailable,
+    ToolFailure,
+)
 from orchestrator.models.base import Chunk, Model, ModelRequest
 
 PAUSES_S = (2.0, 5.0, 10.0, 20.0, 30.0)
@@ -26,8 +36,8 @@ _QUOTA_CODES = frozenset({ErrorCode.QUOTA_EXCEEDED, ErrorCode.RATE_LIMITED})
 
 
 class NotNow(Exception):
-    """A run cannot go on at present, through no fault of its own: it keeps its log and its session, and is gone on with later. `cause`: the model answers
-    nobody; it does not answer this run; the tenant has what it may have."""
+    """A run cannot go on at present, through no fault of its own: it keeps its log and its session, and is gone on with
+    later. `cause`: the model answers nobody; it does not answer this run; the tenant has what it may have."""
 
     def __init__(self, reason: str, cause: Literal["endpoint", "request", "quota"]) -> None:
         super().__init__(reason)
@@ -46,7 +56,9 @@ _NEVER_HELD = (ContextWindowExceeded, EndpointAway, ModelDenied, ModelInterrupte
 
 
 class Brake:
-    """One process's. Its runs are taken to ask one endpoint: while that answers any of them, it is there, and a request that fails is a run's own trouble."""
+    """One process's. Its runs are taken to ask one endpoint: while that answers any of them, it is there, and a request
+    that fails is a run's own trouble.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -109,7 +121,9 @@ class Brake:
         self._most, self._more_at = max(0, running), self._clock() + ROOM_AGAIN_S
 
     def room(self, free: int, running: int) -> int:
-        """How many of `free` runs may be begun beside those that are running. Each answer above 0 is taken for begun."""
+        """How many of `free` runs may be begun beside those that are running. Each answer above 0 is taken for
+        begun.
+        """
         return min(self._room_of_quota(free, running), self._room_of_endpoint(free))
 
     def _room_of_quota(self, free: int, running: int) -> int:
@@ -133,8 +147,8 @@ class Brake:
         return 1
 
     def judge(self, error: Exception, own_model: str | None) -> NotNow | ModelDenied | None:
-        """What ended a run's work, where that is no end of the run: it waits, or no run of this process can go on. None: it is the run's own end.
-        `own_model`: the one that its line names."""
+        """What ended a run's work, where that is no end of the run: it waits, or no run of this process can go on.
+        None: it is the run's own end. `own_model`: the one that its line names."""
         match error:
             case EndpointAway():
                 return NotNow(str(error), "request" if error.is_lone else "endpoint")
@@ -173,10 +187,13 @@ class HeldModel:
                 yield chunk
 
     def check_heard(self) -> None:
-        """Raises ModelUnavailable for a run whose time was up while a model that answers nobody did not answer it, either."""
+        """Raises ModelUnavailable for a run whose time was up while a model that answers nobody did not answer it,
+        either.
+        """
         if self._asked_at is not None and not self._brake.has_heard_since(self._asked_at):
             raise ModelUnavailable(
-                "the model had not begun to answer when the run's time was up (max_wall_s): check that it is up, or allow more time"
+                "the model had not begun to answer when the run's time was up (max_wall_s): check that it is up, or "
+                "allow more time"
             )
 
     async def aclose(self) -> None:

@@ -10,7 +10,9 @@ _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
 
 def join_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """The same reply in fewer chunks: pieces of one text, and of one call's arguments, that follow each other are one. All else stays as it is."""
+    """The same reply in fewer chunks: pieces of one text, and of one call's arguments, that follow each other are one.
+    All else stays as it is.
+    """
     joined: list[Chunk] = []
     pieces: list[str] = []
     for chunk in chunks:
@@ -39,9 +41,16 @@ def _fill(joined: list[Chunk], pieces: list[str]) -> None:
 
 
 def _place(chunk: Chunk) -> str | int | None:
-    """Where its one piece of text lies: a field of the delta, or the call of that index; None for a chunk that is more than that."""
+    """Where its one piece of text lies: a field of the delta, or the call of that index; None for a chunk that is more
+    than that.
+    """
     choices = chunk.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict) or chunk.get("usage") is not None:
+    if (
+        not isinstance(choices, list)
+        or len(choices) != 1
+        or not isinstance(choices[0], dict)
+        or chunk.get("usage") is not None
+    ):
         return None
     choice: dict[str, Any] = choices[0]
     delta = choice.get("delta")
@@ -64,7 +73,12 @@ def _place(chunk: Chunk) -> str | int | None:
 def _place_of_call(delta: dict[str, Any]) -> int | None:
     """The index of the one call that a delta goes on with."""
     calls = delta["tool_calls"]
-    if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict) or set(calls[0]) != {"index", "function"}:
+    if (
+        not isinstance(calls, list)
+        or len(calls) != 1
+        or not isinstance(calls[0], dict)
+        or set(calls[0]) != {"index", "function"}
+    ):
         return None
     function = calls[0]["function"]
     is_piece = isinstance(function, dict) and set(function) == {"arguments"} and isinstance(function["arguments"], str)

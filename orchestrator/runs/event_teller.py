@@ -1,4 +1,6 @@
-"""Tells the events of the runs that this process works: gathered for a moment, so that a model that writes fast is some pieces a second."""
+"""Tells the events of the runs that this process works: gathered for a moment, so that a model that writes fast is some
+pieces a second.
+"""
 
 import asyncio
 import time
@@ -40,7 +42,9 @@ Piece = tuple[str, ...]
 
 @dataclass
 class RunTeller:
-    """The events of one run as its holder tells them. What was told of earlier steps before, by a process that died, is not told again."""
+    """The events of one run as its holder tells them. What was told of earlier steps before, by a process that died, is
+    not told again.
+    """
 
     tenant: str
     run: str
@@ -60,7 +64,15 @@ class RunTeller:
 
     def resume(self) -> None:
         """Somebody has told of the run before: what he told of the steps from the next one on is void."""
-        self._add({"type": "RunResumed", "run": self.run, "at": time.time(), "step": self.told_step + 1, "attempt": self.attempt})
+        self._add(
+            {
+                "type": "RunResumed",
+                "run": self.run,
+                "at": time.time(),
+                "step": self.told_step + 1,
+                "attempt": self.attempt,
+            }
+        )
 
     def on_event(self, event: RunEvent) -> None:
         """Returns at once."""
@@ -90,7 +102,15 @@ class RunTeller:
             self._add_piece(event, (event.call_id, event.stream), event.text)
         elif told <= MAX_OUTPUT_CHARS:
             # Once: the result has the whole of it.
-            self._add({"type": "OutputOmitted", "run": self.run, "at": event.at, "attempt": self.attempt, "call_id": event.call_id})
+            self._add(
+                {
+                    "type": "OutputOmitted",
+                    "run": self.run,
+                    "at": event.at,
+                    "attempt": self.attempt,
+                    "call_id": event.call_id,
+                }
+            )
 
     def _add_piece(self, event: RunEvent, piece: Piece, text: str) -> None:
         if self._chars + len(text) > MAX_UNTOLD_CHARS:
@@ -129,7 +149,9 @@ class RunTeller:
         some = self._untold[:AT_ONCE]
         steps = [told["step"] for told in some if told["type"] == StepFinished.__name__]
         events = [build_event(told) for told in some]
-        telling = EventBatch(self.tenant, self.run, self.claim, self._first, events, max(steps, default=None), len(self._asking))
+        telling = EventBatch(
+            self.tenant, self.run, self.claim, self._first, events, max(steps, default=None), len(self._asking)
+        )
         return Taken(telling, len(some))
 
     def note_told(self, taken: "Taken", *, is_ours: bool) -> None:
@@ -138,7 +160,9 @@ class RunTeller:
         done = self._untold[: taken.count]
         del self._untold[: taken.count]
         self._first += taken.count
-        self._chars -= sum(len(told["text"]) for told in done if told["type"] in (TextArrived.__name__, OutputArrived.__name__))
+        self._chars -= sum(
+            len(told["text"]) for told in done if told["type"] in (TextArrived.__name__, OutputArrived.__name__)
+        )
 
 
 @dataclass(frozen=True)
@@ -150,7 +174,9 @@ class Taken:
 
 
 class EventTellers:
-    """Those of one process. A run is never held up by its events; at its end they are told, however long Redis is away."""
+    """Those of one process. A run is never held up by its events; at its end they are told, however long Redis is
+    away.
+    """
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
         self._told = RunEventStore(client, deployment)
@@ -160,7 +186,9 @@ class EventTellers:
 
     @asynccontextmanager
     async def open(self, tenant: str, run: str, claim: str, attempt: int) -> AsyncIterator[RunTeller]:
-        """Around the work on a run that was claimed under that word. Raises BrokerUnavailable when Redis is away for long."""
+        """Around the work on a run that was claimed under that word. Raises BrokerUnavailable when Redis is away for
+        long.
+        """
         step, has_any = await retry_until_available(lambda: self._told.progress(tenant, run))
         teller = RunTeller(tenant, run, claim, attempt, told_step=step)
         if has_any:

@@ -17,7 +17,9 @@ log = get_logger(__name__)
 
 LOOK_S = 0.25
 ROWS_AT_ONCE = 100
-"""They wait for the disk together, and lie in memory together, with all that their items left: a transcript may have megabytes."""
+"""They wait for the disk together, and lie in memory together, with all that their items left: a transcript may have
+megabytes.
+"""
 WRITE_AGAIN_S = 5.0
 ENDED = (BatchState.COMPLETED, BatchState.CANCELLED)
 
@@ -29,7 +31,9 @@ class BatchForgotten(OperatorError):
 
 
 class Follower:
-    """`show`: gets every batch_event; `tick`: called a few times a second. `rows` None: outcomes stay where they are."""
+    """`show`: gets every batch_event; `tick`: called a few times a second. `rows` None: outcomes stay where they
+    are.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,8 @@ class Follower:
         self._write_after = 0.0
 
     async def run(self) -> BatchRecord:
-        """Until every item has ended and its row is written; gives the batch as it then is. However long Redis, or the disk, needs.
+        """Until every item has ended and its row is written; gives the batch as it then is. However long Redis, or the
+        disk, needs.
 
         Raises BatchForgotten.
         """
@@ -80,17 +85,22 @@ class Follower:
             return await self._queue.batch(self._tenant, self._batch)
         except ToolFailure as error:
             raise BatchForgotten(
-                f"Redis has forgotten batch {self._batch} while it was worked: its data was flushed or lost. The rows that were written stay: "
-                f"see that Redis keeps its data, then submit the same file again with `--id {self._batch}` and the same --output, which works the lines without one"
+                f"Redis has forgotten batch {self._batch} while it was worked: its data was flushed or lost. The rows "
+                "that were written stay: see that Redis keeps its data, then submit the same file again with `--id "
+                f"{self._batch}` and the same --output, which works the lines without one"
             ) from error
 
     async def _write_missed(self) -> bool:
-        """Write what got a number that had been read by: a Redis that forgot its last second counts on from before it."""
+        """Write what got a number that had been read by: a Redis that forgot its last second counts on from before
+        it.
+        """
         self._written = 0
         return await self.write()
 
     async def end(self) -> None:
-        """Write and show what there is now. Raises RowsNotWritten when the disk does not take all of it, BrokerUnavailable."""
+        """Write and show what there is now. Raises RowsNotWritten when the disk does not take all of it,
+        BrokerUnavailable.
+        """
         try:
             await self._write_now()
         finally:
@@ -122,7 +132,9 @@ class Follower:
             if ended := [one for one in told if self._numbers.get(one[1]) != one[0]]:
                 records = await self._queue.runs([(self._tenant, run) for _, run in ended])
                 self._tell_gone({run for (_, run), record in zip(ended, records, strict=True) if record is None})
-                return ended, [record.outcome for record in records if record is not None and record.outcome is not None]
+                return ended, [
+                    record.outcome for record in records if record is not None and record.outcome is not None
+                ]
             self._written = told[-1][0]
         return None
 
@@ -131,9 +143,15 @@ class Follower:
         if gone <= self._gone:
             return
         self._gone |= gone
-        told = f"{len(self._gone)} items are gone from Redis and have no row: see that it evicts nothing, then submit the same file again"
+        told = (
+            f"{len(self._gone)} items are gone from Redis and have no row: see that it evicts nothing, then submit the "
+            "same file again"
+        )
         self._show(
-            BatchNotice(at=time.time(), message=f"{told} with `{build_resubmission(self._batch, self._tenant)}` and the same --output")
+            BatchNotice(
+                at=time.time(),
+                message=f"{told} with `{build_resubmission(self._batch, self._tenant)}` and the same --output",
+            )
         )
 
     async def _append(self, outcomes: list[Outcome]) -> bool:

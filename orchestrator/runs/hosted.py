@@ -1,4 +1,6 @@
-"""Runs that programs start, watch, list, cancel and read, on whatever orchestrators there are: all of it is in Redis."""
+"""Runs that programs start, watch, list, cancel and read, on whatever orchestrators there are: all of it is in
+Redis.
+"""
 
 import hashlib
 import json
@@ -44,8 +46,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class HostedRuns:
     """Such runs of every tenant. Any number of processes may have one of these.
 
-    Every method raises BrokerUnavailable when Redis does not answer, and ToolFailure(FILE_NOT_FOUND) for a run that the tenant has not: whether another
-    has it is not told.
+    Every method raises BrokerUnavailable when Redis does not answer, and ToolFailure(FILE_NOT_FOUND) for a run that the
+    tenant has not: whether another has it is not told.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class HostedRuns:
 
     @classmethod
     def on(cls, pool: PoolConnection, deployment: str) -> "HostedRuns":
-        """Those of a pool. One a process: whoever follows runs by it shares one connection. `hub.close` before the pool is."""
+        """Those of a pool. One a process: whoever follows runs by it shares one connection. `hub.close` before the pool
+        is.
+        """
         return cls(pool.redis, deployment, pool.keys, pool.tenants)
 
     async def start(
@@ -80,11 +84,13 @@ class HostedRuns:
         metadata: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> HostedRun:
-        """Queue a run; some orchestrator takes it within a moment. `word`: started again with the same word it is the same run, and nothing is done.
+        """Queue a run; some orchestrator takes it within a moment. `word`: started again with the same word it is the
+        same run, and nothing is done.
 
-        `ground.session`: an open session that the run works in, by itself among runs; it stays open. Raises ToolFailure: INVALID_ARGUMENTS (a path of
-        some machine, a body above 1 MiB, metadata out of bounds, a word that stands for another request, a session in which another run works),
-        QUOTA_EXCEEDED (too many wait), SESSION_NOT_FOUND, UNKNOWN_TENANT.
+        `ground.session`: an open session that the run works in, by itself among runs; it stays open. Raises
+        ToolFailure: INVALID_ARGUMENTS (a path of some machine, a body above 1 MiB, metadata out of bounds, a word that
+        stands for another request, a session in which another run works), QUOTA_EXCEEDED (too many wait),
+        SESSION_NOT_FOUND, UNKNOWN_TENANT.
         """
         about = _build_about(body, ground, metadata or {})
         run = secrets.token_hex(12) if word is None else _run_of_word(tenant, word)
@@ -101,17 +107,22 @@ class HostedRuns:
         """Return a run with its whole answer."""
         return await self._queue.hosted(tenant, _checked(run))
 
-    async def list(self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None) -> RunPage:
-        """Return some of them, the newest first. A page may have fewer than `limit` and still be followed by more: go by `next_cursor`, which stays valid
-        while runs are started and removed. Raises ToolFailure(INVALID_ARGUMENTS) for an invalid cursor, or a limit beyond 1 to 200."""
+    async def list(
+        self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None
+    ) -> RunPage:
+        """Return some of them, the newest first. A page may have fewer than `limit` and still be followed by more: go
+        by `next_cursor`, which stays valid while runs are started and removed. Raises ToolFailure(INVALID_ARGUMENTS)
+        for an invalid cursor, or a limit beyond 1 to 200."""
         if not 1 <= limit <= MAX_PAGE:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{limit} runs cannot be listed at once: give 1 to {MAX_PAGE}")
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"{limit} runs cannot be listed at once: give 1 to {MAX_PAGE}"
+            )
         runs, before = await self._queue.list_hosted(tenant, _parse_cursor(cursor), limit, state)
         return RunPage(runs=tuple(runs), next_cursor=str(before) if before else None)
 
     async def cancel(self, tenant: str, run: str, *, actor: Actor | None = None) -> HostedRun:
-        """End a run: at once when it waits, else within 2 s. One that has ended does not change. `actor`: who does it; the audit has what an operator ends,
-        but not what a tenant ends of its own."""
+        """End a run: at once when it waits, else within 2 s. One that has ended does not change. `actor`: who does it;
+        the audit has what an operator ends, but not what a tenant ends of its own."""
         entry = ""
         if actor is not None and actor.role != "tenant":
             entry = entry_text(build_entry(actor, "run.cancel", _checked(run), tenant=tenant))
@@ -119,8 +130,8 @@ class HostedRuns:
         return await self.get(tenant, run)
 
     async def transcript(self, tenant: str, run: str) -> Sequence[dict[str, Any]]:
-        """Return its messages in the OpenAI wire shape: all when it has ended; until then, and for a run that broke off, those so far, without the system
-        prompt."""
+        """Return its messages in the OpenAI wire shape: all when it has ended; until then, and for a run that broke
+        off, those so far, without the system prompt."""
         messages = await self._queue.transcript(tenant, _checked(run))
         return messages if messages is not None else build_transcript(run, *await self._queue.hosted_log(tenant, run))
 
@@ -133,14 +144,16 @@ class HostedRuns:
             page = await self.hub.read(tenant, run, page.entries[-1][0])
 
     def follow(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
-        """Its events after that id, (id, JSON) each, until the last one (`RunEnded`): those of before first, then as they come. `after` "": all that
-        are kept. An `EventsMissed` stands for those that are not kept any more. Raises ToolFailure(INVALID_ARGUMENTS) for an id that is none."""
+        """Its events after that id, (id, JSON) each, until the last one (`RunEnded`): those of before first, then as
+        they come. `after` "": all that are kept. An `EventsMissed` stands for those that are not kept any more. Raises
+        ToolFailure(INVALID_ARGUMENTS) for an id that is none."""
         return self.hub.follow(tenant, _checked(run), after)
 
     async def _check_session(self, tenant: str, session: str) -> None:
         if not _NAME.fullmatch(session) or await self._places.find(tenant, session) is None:
             raise ToolFailure(
-                ErrorCode.SESSION_NOT_FOUND, "there is no such session open: open one, or leave the session out for one of the run's own"
+                ErrorCode.SESSION_NOT_FOUND,
+                "there is no such session open: open one, or leave the session out for one of the run's own",
             )
 
     def _check_started(self, tenant: str, told: Sequence[str]) -> None:
@@ -148,11 +161,15 @@ class HostedRuns:
             case ["started" | "known"]:
                 return
             case ["full"]:
-                message = f"{self._limits[0]} runs of tenant {tenant} wait, which is all that may: start more when some have begun, or cancel some"
+                message = (
+                    f"{self._limits[0]} runs of tenant {tenant} wait, which is all that may: start more when some have "
+                    "begun, or cancel some"
+                )
                 raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, message)
             case ["busy", other]:
                 message = (
-                    f"run {other} works in that session: wait for its end, cancel it, or leave the session out for one of the run's own"
+                    f"run {other} works in that session: wait for its end, cancel it, or leave the session out for one "
+                    "of the run's own"
                 )
             case _:
                 message = "another run was started with that word: give the same request again, or another word"
@@ -166,27 +183,36 @@ def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> Batch
         text = item.model_dump_json()
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise _refused(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}; give a run that fits") from None
+        raise _refused(
+            f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}; give a run that fits"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise _refused("the run's request cannot be written down as JSON: make it flatter, in Unicode that can be") from error
+        raise _refused(
+            "the run's request cannot be written down as JSON: make it flatter, in Unicode that can be"
+        ) from error
     size = len(text.encode())
     if size > MAX_BODY_BYTES:
         raise _refused(
-            f"the run's request has {size} bytes, and {MAX_BODY_BYTES} are what it may have: leave large texts in a session's files"
+            f"the run's request has {size} bytes, and {MAX_BODY_BYTES} are what it may have: leave large texts in a "
+            "session's files"
         )
     try:
         BatchItem.model_validate_json(text)
     except ValidationError as error:
-        raise _refused("the run's request could not be read again, for it is nested too deeply: make it flatter") from error
+        raise _refused(
+            "the run's request could not be read again, for it is nested too deeply: make it flatter"
+        ) from error
     if next(find_paths(item, None), None) is not None:
         raise _refused(
-            "a run reads no folder of any machine and copies nothing out to one: begin with a checkpoint (`restore`) or in a session"
+            "a run reads no folder of any machine and copies nothing out to one: begin with a checkpoint (`restore`) "
+            "or in a session"
         )
     if body.model == LOCAL:
         raise _refused("no orchestrator starts a model of its own for a run: name one of its endpoint, or none")
     if ground.session is not None and ground != Ground(session=ground.session):
         raise _refused(
-            "a session that is open has its image, network and files: leave `image`, `network` and `restore` out, or the session"
+            "a session that is open has its image, network and files: leave `image`, `network` and `restore` out, or "
+            "the session"
         )
     return item
 
@@ -200,13 +226,21 @@ def _checked(run: str) -> str:
 
 def _build_about(body: RunBody, ground: Ground, metadata: Mapping[str, str]) -> str:
     """What lists tell, as JSON. Raises ToolFailure(INVALID_ARGUMENTS) for metadata that is out of bounds."""
-    is_long = any(not 1 <= len(name) <= MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT for name, text in metadata.items())
+    is_long = any(
+        not 1 <= len(name) <= MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT for name, text in metadata.items()
+    )
     if len(metadata) > MAX_METADATA or is_long:
         raise _refused(
-            f"metadata may have {MAX_METADATA} entries with names of {MAX_METADATA_NAME} characters and texts of {MAX_METADATA_TEXT}: give less"
+            f"metadata may have {MAX_METADATA} entries with names of {MAX_METADATA_NAME} characters and texts of "
+            f"{MAX_METADATA_TEXT}: give less"
         )
     try:
-        about = About(instruction=body.instruction[:SHOWN_INSTRUCTION], model=body.model, session=ground.session, metadata=dict(metadata))
+        about = About(
+            instruction=body.instruction[:SHOWN_INSTRUCTION],
+            model=body.model,
+            session=ground.session,
+            metadata=dict(metadata),
+        )
         return about.model_dump_json()
     except ValueError as error:
         raise _refused("metadata must be texts, in Unicode that can be written down: give other ones") from error

@@ -63,12 +63,16 @@ log = get_logger(__name__)
 
 Tell = Callable[[BatchEvent], None]
 LEAST_WALL_S = 1.0
-"""For a run that is gone on with when its time is up: what its log has is worked through again, so that its end tells of all of it."""
+"""For a run that is gone on with when its time is up: what its log has is worked through again, so that its end tells
+of all of it.
+"""
 _INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
 
 
 class ItemWork:
-    """Works items of any batch on one pool. `work` gives an outcome, or says that the run has to wait; it is cancelled when the run is not ours any more."""
+    """Works items of any batch on one pool. `work` gives an outcome, or says that the run has to wait; it is cancelled
+    when the run is not ours any more.
+    """
 
     def __init__(self, pool: PoolConnection, parts: RunParts, models: Models, traces: Traces | None) -> None:
         """`traces` None: none are written."""
@@ -83,7 +87,8 @@ class ItemWork:
         self._warned: set[tuple[str, str]] = set()
 
     async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
-        """How the item ended. Its session is closed by then, but when this is cancelled, or raises: whoever goes on with the run has it.
+        """How the item ended. Its session is closed by then, but when this is cancelled, or raises: whoever goes on
+        with the run has it.
 
         Raises NotNow for a run that has to wait, ModelDenied when no run of this process can go on.
         """
@@ -99,7 +104,9 @@ class ItemWork:
 
     @contextmanager
     def _traced(self, claim: Claim, journal: Journal) -> Iterator[RunSpans | None]:
-        """What is done in the block is done for the run. It has to be finished; one that breaks off is kept until it is known what becomes of it."""
+        """What is done in the block is done for the run. It has to be finished; one that breaks off is kept until it is
+        known what becomes of it.
+        """
         tracer, record, run = self._pool.tracer, claim.record, _run_name(claim)
         if tracer is None:
             yield None
@@ -131,10 +138,16 @@ class ItemWork:
             self.brake.check_model(own_model)
             # A tenant that may do nothing has no chats either.
             await retry_until_available(lambda: self._pool.tenants.policy(claim.tenant))
-            session = await retry_until_available(lambda: self._session(claim, journal)) if _needs_session(item) else None
+            session = (
+                await retry_until_available(lambda: self._session(claim, journal)) if _needs_session(item) else None
+            )
             tell(
                 ItemReady(
-                    at=time.time(), item=item.custom_id, run=claim.run, attempt=claim.record.attempt, setup_s=time.monotonic() - began
+                    at=time.time(),
+                    item=item.custom_id,
+                    run=claim.run,
+                    attempt=claim.record.attempt,
+                    setup_s=time.monotonic() - began,
                 )
             )
             journal.begin()
@@ -197,7 +210,13 @@ class ItemWork:
         return build_call_body(result, **artifacts), judge_call(result)
 
     async def _run(
-        self, claim: Claim, work: RunBody, journal: Journal, defaults: BatchDefaults, session: Session | None, tell: Tell
+        self,
+        claim: Claim,
+        work: RunBody,
+        journal: Journal,
+        defaults: BatchDefaults,
+        session: Session | None,
+        tell: Tell,
     ) -> tuple[dict[str, Any], Failure | None]:
         """The agent run of an item."""
         item, agent_run = claim.record.item, _run_name(claim)
@@ -205,7 +224,10 @@ class ItemWork:
         if options.max_wall_s is not None:
             # What the run had used before the process died that worked it.
             left_s = options.max_wall_s - journal.spent_wall_s
-            options, is_over = replace(options, max_wall_s=max(LEAST_WALL_S, left_s) if journal.is_resumed else left_s), left_s <= 0
+            options, is_over = (
+                replace(options, max_wall_s=max(LEAST_WALL_S, left_s) if journal.is_resumed else left_s),
+                left_s <= 0,
+            )
         chosen = await self._models.get(work.model or defaults.model)
         if chosen.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, tell)
@@ -240,7 +262,9 @@ class ItemWork:
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
             if run.stop_reason is StopReason.MAX_WALL:
                 held.check_heard()
-        artifacts = await self._artifacts(item, journal, defaults, session, tell) if session is not None else _CopiedOut()
+        artifacts = (
+            await self._artifacts(item, journal, defaults, session, tell) if session is not None else _CopiedOut()
+        )
         name, began_at, is_standing = chosen.model.name, claim.record.started_at, claim.record.batch == HOSTED_BATCH
         body = build_answer_body(item.url, run, model=name, created=began_at, has_transcript=is_standing, **artifacts)
         return body, judge_run(run)
@@ -282,8 +306,12 @@ class ItemWork:
         telling.call_done(result, time.monotonic() - began)
         return result
 
-    async def _artifacts(self, item: BatchItem, journal: Journal, defaults: BatchDefaults, session: Session, tell: Tell) -> "_CopiedOut":
-        """The files that the item's line names, copied out, and what of them there is not, as the row has it; nothing when it names none."""
+    async def _artifacts(
+        self, item: BatchItem, journal: Journal, defaults: BatchDefaults, session: Session, tell: Tell
+    ) -> "_CopiedOut":
+        """The files that the item's line names, copied out, and what of them there is not, as the row has it; nothing
+        when it names none.
+        """
         if not item.ground.artifacts or defaults.artifacts is None:
             return {}
         exported = journal.artifacts or await self._export(item, journal, defaults.artifacts, session)
@@ -298,12 +326,15 @@ class ItemWork:
             copied = await asyncio.to_thread(copy_artifacts, Path(folder), item.ground.artifacts, target)
         # A file's name may be any bytes; a row is text.
         paths, missing = (
-            [os.fsencode(text).decode(errors="backslashreplace") for text in texts] for texts in (copied.paths, copied.missing())
+            [os.fsencode(text).decode(errors="backslashreplace") for text in texts]
+            for texts in (copied.paths, copied.missing())
         )
         return await journal.note_artifacts(paths, missing)
 
     async def _close(self, tenant: str, session: Session) -> None:
-        """An item whose sandbox cannot be removed now has its outcome all the same: its host hears later that it is to go."""
+        """An item whose sandbox cannot be removed now has its outcome all the same: its host hears later that it is to
+        go.
+        """
         try:
             await retry_until_available(session.close)
         except (OperatorError, ToolFailure) as error:
@@ -370,12 +401,16 @@ class _Telling:
 
 
 def _needs_session(item: BatchItem) -> bool:
-    """Whether anything of an item happens in a sandbox: not, when its model has no tools, and nothing is copied in or out."""
+    """Whether anything of an item happens in a sandbox: not, when its model has no tools, and nothing is copied in or
+    out.
+    """
     return isinstance(item.work, CallBody) or item.work.tools != () or item.ground != Ground()
 
 
 def _run_name(claim: Claim, attempt: int | None = None) -> str:
-    """The run of one attempt, the present one by itself: ids of calls are made of it, and those of an earlier attempt have been used."""
+    """The run of one attempt, the present one by itself: ids of calls are made of it, and those of an earlier attempt
+    have been used.
+    """
     number = attempt or claim.record.attempt
     return claim.run if number == 1 else f"{claim.run}-{number}"
 
@@ -388,7 +423,9 @@ def prices_of(defaults: BatchDefaults) -> Prices | None:
 
 
 def _options(limits: RunLimits, defaults: BatchDefaults) -> ReActOptions:
-    """The item's own limits, else the batch's, else the usual ones. Raises ConfigError for those that do not go together."""
+    """The item's own limits, else the batch's, else the usual ones. Raises ConfigError for those that do not go
+    together.
+    """
     told = {**defaults.limits.model_dump(exclude_none=True), **limits.model_dump(exclude_none=True)}
     if (prices := prices_of(defaults)) is not None:
         told["prices"] = prices

@@ -17,13 +17,16 @@ AnyEntry = TypeVar("AnyEntry", SessionOpening, SessionOpened, Reviewed, Resulted
 
 
 class Journal:
-    """One run's, for as long as this process works it. `on_taken`: another process has the run: this one's task is to be cancelled.
+    """One run's, for as long as this process works it. `on_taken`: another process has the run: this one's task is to
+    be cancelled.
 
-    The loop that runs by it is the ordinary one: it asks the same questions again, in the same order, and gets the same answers as far as there are
-    some. Only what follows is asked of the model and of the pool.
+    The loop that runs by it is the ordinary one: it asks the same questions again, in the same order, and gets the same
+    answers as far as there are some. Only what follows is asked of the model and of the pool.
     """
 
-    def __init__(self, run_log: RunLog, on_taken: Callable[[], object], clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, run_log: RunLog, on_taken: Callable[[], object], clock: Callable[[], float] | None = None
+    ) -> None:
         # Entries may be continued on a host whose clock differs.
         self._log, self._on_taken, self._clock = run_log, on_taken, clock or run_log.clock
         known = list(run_log.entries)
@@ -35,7 +38,9 @@ class Journal:
         self.is_resumed = bool(known)
         """Whether another process, or this one before, has begun with the run."""
         self.has_lost_session = any(_is_session_lost(result) for result in self._results.values())
-        """Whether a call has found the run's session gone: what the model is told from there on would be worth nothing."""
+        """Whether a call has found the run's session gone: what the model is told from there on would be worth
+        nothing.
+        """
         self._given = 0
         self._begun_at: float | None = None
         self.spent_wall_s = max((entry.wall_s for entry in known), default=0.0)
@@ -83,7 +88,9 @@ class Journal:
         return self._replies[self._given - 1].chunks if self._given <= len(self._replies) else None
 
     def sent_since(self, call: str) -> float | None:
-        """Unix seconds of the first moment at which the call may have been sent before this process had the run; None: it was not."""
+        """Unix seconds of the first moment at which the call may have been sent before this process had the run; None:
+        it was not.
+        """
         if not self.is_catching_up:
             return None
         review = self._reviews.get(call)
@@ -106,14 +113,20 @@ class Journal:
         await self._append(SessionOpening(at=self._clock(), wall_s=self._wall_s(), session=session))
 
     async def note_opened(self, session: str, info: dict[str, object]) -> None:
-        await self._append(SessionOpened.model_validate({"at": self._clock(), "wall_s": self._wall_s(), "session": session, "info": info}))
+        await self._append(
+            SessionOpened.model_validate(
+                {"at": self._clock(), "wall_s": self._wall_s(), "session": session, "info": info}
+            )
+        )
 
     async def note_reply(self, chunks: Iterable[Chunk]) -> None:
         await self._append(Replied(at=self._clock(), wall_s=self._wall_s(), chunks=tuple(chunks)))
 
     async def note_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
         approved, refused = (reviewed, None) if isinstance(reviewed, ToolCall) else (None, reviewed)
-        await self._append(Reviewed(at=self._clock(), wall_s=self._wall_s(), call=call, approved=approved, refused=refused))
+        await self._append(
+            Reviewed(at=self._clock(), wall_s=self._wall_s(), call=call, approved=approved, refused=refused)
+        )
 
     async def note_result(self, call: str, result: ToolResult) -> None:
         self.has_lost_session = self.has_lost_session or _is_session_lost(result)
@@ -132,7 +145,9 @@ class Journal:
             await self._stop()
 
     async def _stop(self) -> NoReturn:
-        """Nothing that this process would do counts any more. Waits for being cancelled: whatever it returned or raised would be taken for an outcome."""
+        """Nothing that this process would do counts any more. Waits for being cancelled: whatever it returned or raised
+        would be taken for an outcome.
+        """
         self._on_taken()
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")
@@ -149,7 +164,9 @@ def _is_session_lost(result: ToolResult) -> bool:
 
 
 def _as_text(value: Any) -> Any:
-    """The same without halves of surrogate pairs, which cannot be written down: two that belong together are one character, others the replacement character."""
+    """The same without halves of surrogate pairs, which cannot be written down: two that belong together are one
+    character, others the replacement character.
+    """
     match value:
         case str():
             return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -162,13 +179,21 @@ def _as_text(value: Any) -> Any:
 
 
 class LoggedModel:
-    """A model whose replies are in the log before anybody hears them. A reply comes whole: its calls run when all of it is known."""
+    """A model whose replies are in the log before anybody hears them. A reply comes whole: its calls run when all of it
+    is known.
+    """
 
     def __init__(
-        self, model: Model, journal: Journal, extra: Mapping[str, object], *, is_over: bool = False, live: LiveText | None = None
+        self,
+        model: Model,
+        journal: Journal,
+        extra: Mapping[str, object],
+        *,
+        is_over: bool = False,
+        live: LiveText | None = None,
     ) -> None:
-        """`extra`: fields that every request carries. `is_over`: the run had used up its time before: nothing new is asked. `live`: shows replies while
-        they come."""
+        """`extra`: fields that every request carries. `is_over`: the run had used up its time before: nothing new is
+        asked. `live`: shows replies while they come."""
         self._model = model
         self._journal = journal
         self._extra = dict(extra)
@@ -180,7 +205,9 @@ class LoggedModel:
         return self._model.name
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        """The reply of the log, else the model's. Raises as the model does; nothing of a reply that broke off is logged, or heard."""
+        """The reply of the log, else the model's. Raises as the model does; nothing of a reply that broke off is
+        logged, or heard.
+        """
         chunks = self._journal.next_reply()
         if chunks is None and self._is_over:
             # The run's limit ends this, and a reply that came then would be paid for nothing.

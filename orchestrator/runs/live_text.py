@@ -1,4 +1,6 @@
-"""The text of a run's replies while they come: the loop hears a reply when it is whole and remembered, whoever watches need not wait so long."""
+"""The text of a run's replies while they come: the loop hears a reply when it is whole and remembered, whoever watches
+need not wait so long.
+"""
 
 from collections.abc import Callable
 
@@ -8,8 +10,8 @@ from orchestrator.models.base import Chunk
 
 
 class LiveText:
-    """One run's. It reads each reply beside the loop, in the loop's dialect, and acts on nothing; what the loop then tells of text that has been shown is
-    left out."""
+    """One run's. It reads each reply beside the loop, in the loop's dialect, and acts on nothing; what the loop then
+    tells of text that has been shown is left out."""
 
     def __init__(self, run: str, tell: OnEvent) -> None:
         self._run = run

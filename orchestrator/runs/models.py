@@ -9,7 +9,9 @@ from orchestrator.settings import OrchestratorSettings
 
 
 class Models:
-    """By name. An async context manager: at its end all are closed. `given`: what is used instead of the one that nobody names."""
+    """By name. An async context manager: at its end all are closed. `given`: what is used instead of the one that
+    nobody names.
+    """
 
     def __init__(self, settings: OrchestratorSettings, given: Model | ChosenModel | None = None) -> None:
         self._settings = settings

@@ -36,7 +36,11 @@ _INPUT_CODES = frozenset(
 _BUSY_CODES = frozenset({ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.SESSION_NOT_FOUND})
 """Nothing is wrong with the item: another time it may go."""
 
-CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST = "context_window_exceeded", "model_refused", "orchestrator_lost"
+CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST = (
+    "context_window_exceeded",
+    "model_refused",
+    "orchestrator_lost",
+)
 """Codes of failures of items that are none of calls."""
 
 _TOLD: dict[StopReason, str] = {
@@ -86,14 +90,18 @@ def judge_error(error: BaseException) -> Failure:
             kind = FailureKind.INPUT if error.code in _INPUT_CODES else FailureKind.INFRASTRUCTURE
             return Failure(kind=kind, code=error.code.value, message=error.message)
         case _:
-            return Failure(kind=FailureKind.INFRASTRUCTURE, code=ErrorCode.INTERNAL.value, message=f"{type(error).__name__}: {error}")
+            return Failure(
+                kind=FailureKind.INFRASTRUCTURE,
+                code=ErrorCode.INTERNAL.value,
+                message=f"{type(error).__name__}: {error}",
+            )
 
 
 def judge_losses(times: int) -> Failure:
     """Why an item is not gone on with whose holders die."""
     told = (
-        f"the process that worked the item died, or lost Redis, {times} times in a row without bringing it further: look into that process's log and its "
-        "memory for what this item asks too much of, then retry it"
+        f"the process that worked the item died, or lost Redis, {times} times in a row without bringing it further: "
+        "look into that process's log and its memory for what this item asks too much of, then retry it"
     )
     return Failure(kind=FailureKind.INFRASTRUCTURE, code=ORCHESTRATOR_LOST, message=told)
 
@@ -102,7 +110,12 @@ def build_outcome(claim: Claim, failure: Failure | None, body: Mapping[str, Any]
     """What a claimed run came to. `failure` None: it is a success."""
     record = claim.record
     return Outcome(
-        custom_id=record.item.custom_id, run=claim.run, status_code=status_of(failure), body=body, failure=failure, attempt=record.attempt
+        custom_id=record.item.custom_id,
+        run=claim.run,
+        status_code=status_of(failure),
+        body=body,
+        failure=failure,
+        attempt=record.attempt,
     )
 
 

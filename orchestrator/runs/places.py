@@ -1,5 +1,5 @@
-"""How many runs one process works at a time. A run that only waits for people gives its place to another one, and takes one again when it goes on; one that waits for a sandbox
-lends its place to those that go on."""
+"""How many runs one process works at a time. A run that only waits for people gives its place to another one, and takes
+one again when it goes on; one that waits for a sandbox lends its place to those that go on."""
 
 import asyncio
 from collections import deque
@@ -35,11 +35,15 @@ class Places:
     def room(self) -> int:
         """How many runs may be begun, after those that want their place back. To be asked whenever a run has ended."""
         self._let_back()
-        return max(0, min(self._free() - len(self._lent), (self._count or 0) * MOST_AWAY - len(self._runs) - self._reserved))
+        return max(
+            0, min(self._free() - len(self._lent), (self._count or 0) * MOST_AWAY - len(self._runs) - self._reserved)
+        )
 
     @contextmanager
     def reserved(self, count: int) -> Iterator[None]:
-        """Around the claim of so many runs, until they are among those that lie here: nobody comes back to their places meanwhile."""
+        """Around the claim of so many runs, until they are among those that lie here: nobody comes back to their places
+        meanwhile.
+        """
         self._reserved += count
         try:
             yield
@@ -49,7 +53,9 @@ class Places:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator["RunPlace"]:
-        """Around a run that has been begun in a place. It leaves the block in one, too, but when the block is cancelled or raises."""
+        """Around a run that has been begun in a place. It leaves the block in one, too, but when the block is cancelled
+        or raises.
+        """
         place = RunPlace(self)
         try:
             yield place
@@ -60,7 +66,9 @@ class Places:
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[None]:
-        """Around a run's wait for its sandbox, and left in a place: those that come back have theirs already, and could not end without a place."""
+        """Around a run's wait for its sandbox, and left in a place: those that come back have theirs already, and could
+        not end without a place.
+        """
         place = RunPlace(self)
         self._lent.add(place)
         self.give_up(place)
@@ -102,7 +110,9 @@ class Places:
 
 
 class RunPlace:
-    """The place of one run, which gives it up while it has calls and none of them is at work. Between calls the run itself is."""
+    """The place of one run, which gives it up while it has calls and none of them is at work. Between calls the run
+    itself is.
+    """
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -124,7 +134,9 @@ class RunPlace:
 
     @asynccontextmanager
     async def call(self, call: str) -> AsyncIterator[None]:
-        """Around a call, from its beginning to its end, what it waits for included. Begun while the others wait, it waits for a place first."""
+        """Around a call, from its beginning to its end, what it waits for included. Begun while the others wait, it
+        waits for a place first.
+        """
         self._calls.add(call)
         try:
             await self.until_placed(call)
@@ -145,7 +157,9 @@ class RunPlace:
             self._places.give_up(self)
 
     async def until_placed(self, call: str = "") -> None:
-        """Wait until the run has its place; the call is at work then. Without one: whether calls of it are there or not."""
+        """Wait until the run has its place; the call is at work then. Without one: whether calls of it are there or
+        not.
+        """
         if self._is_back.is_set():
             self._at_work.add(call)
             return
@@ -163,14 +177,16 @@ class RunPlace:
         self._is_back.clear()
 
     def come_back(self) -> None:
-        """It has a place; each of its calls that waited for that is at work from now, also when it has not noticed yet."""
+        """It has a place; each of its calls that waited for that is at work from now, also when it has not noticed
+        yet.
+        """
         self._at_work |= self._returning
         self._is_back.set()
 
 
 class PlacedApprover:
-    """Asks another approver, who waits for people; from then on the call has no need of the run's place. Whoever sends the call waits for that: within the
-    question a yes would be lost that came before a place was free."""
+    """Asks another approver, who waits for people; from then on the call has no need of the run's place. Whoever sends
+    the call waits for that: within the question a yes would be lost that came before a place was free."""
 
     def __init__(self, approver: Approver, place: RunPlace) -> None:
         self._approver, self._place = approver, place

@@ -1,4 +1,6 @@
-"""What a run on a pool is made of: a model in its dialect, the tools that it may have, and how its calls are reviewed and sent."""
+"""What a run on a pool is made of: a model in its dialect, the tools that it may have, and how its calls are reviewed
+and sent.
+"""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,8 +71,9 @@ async def _at_once(_: str) -> None:
 
 @dataclass(frozen=True)
 class RunAs:
-    """How one run is to be made. `tools` None: all that the model can cope with. `terms`: of its calls, beside what the run itself says. `book` None: it
-    is remembered by nobody. `live`: shows replies while they come. `logged`: what a model is wrapped in, so that its replies are."""
+    """How one run is to be made. `tools` None: all that the model can cope with. `terms`: of its calls, beside what the
+    run itself says. `book` None: it is remembered by nobody. `live`: shows replies while they come. `logged`: what a
+    model is wrapped in, so that its replies are."""
 
     run: str
     dialect: str | None = None
@@ -82,7 +85,9 @@ class RunAs:
     approver: Approver | None = None
     """None: the client's."""
     until_ready: Callable[[str], Awaitable[None]] = _at_once
-    """Waits, before the call of that id is sent, for what the run may have given away while people were asked about it."""
+    """Waits, before the call of that id is sent, for what the run may have given away while people were asked about
+    it.
+    """
     book: RunBook | None = None
     logged: Callable[[Model], Model] = lambda model: model
     live: LiveText | None = None
@@ -93,7 +98,9 @@ class RunAs:
 class RunParts:
     """Builds the agents of one client. Raises as the pool does: BrokerUnavailable, ToolFailure, ConfigError."""
 
-    def __init__(self, settings: OrchestratorSettings, pool: PoolConnection, approver: Approver, policy: ApprovalPolicy) -> None:
+    def __init__(
+        self, settings: OrchestratorSettings, pool: PoolConnection, approver: Approver, policy: ApprovalPolicy
+    ) -> None:
         self._settings = settings
         self._pool = pool
         self.approver = approver
@@ -119,11 +126,19 @@ class RunParts:
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
             names = chosen.tools if wanted.tools is None else wanted.tools
             offer = await _of_workers(self._pool.offers.of(session.tenant))
-            specs = await self._specs(offer, session.tenant, switches, names, info.describe_network(), options.context_tokens)
+            specs = await self._specs(
+                offer, session.tenant, switches, names, info.describe_network(), options.context_tokens
+            )
             skills = offer.skills
             wanted.tell(_ready(wanted.run, info))
             run_call = _Calls(
-                self, session, specs, replace(wanted, options=options), chosen.model.name, questions, ActiveSkills(skills)
+                self,
+                session,
+                specs,
+                replace(wanted, options=options),
+                chosen.model.name,
+                questions,
+                ActiveSkills(skills),
             ).run_call()
         dialect: Dialect = PlainDialect() if wanted.is_chat else choose_dialect(name, known, is_small=chosen.is_small)
         if wanted.live is not None:
@@ -147,7 +162,9 @@ class RunParts:
         return await _of_workers(self.specs_for(session.tenant, names, (await session.info()).describe_network()))
 
     async def specs_for(self, tenant: str, names: Iterable[str] | Literal["all"], reach: str | None) -> list[ToolSpec]:
-        """What a model of the tenant may be told of. `reach`: what its session has of the network. Raises ConfigError when no worker lives."""
+        """What a model of the tenant may be told of. `reach`: what its session has of the network. Raises ConfigError
+        when no worker lives.
+        """
         switches = switches_for(await self._pool.switches.switches(), tenant)
         return await self._specs(await self._pool.offers.of(tenant), tenant, switches, names, reach)
 
@@ -162,7 +179,9 @@ class RunParts:
     ) -> list[ToolSpec]:
         """skill_tool's with the skills that there are for the tenant, as far as the model has room for them."""
         allowed = await self._pool.tenants.policy(tenant)
-        there = sorted((spec for spec in offer.tools if is_offered(switches, allowed, spec)), key=lambda spec: spec.name)
+        there = sorted(
+            (spec for spec in offer.tools if is_offered(switches, allowed, spec)), key=lambda spec: spec.name
+        )
         specs = filter_specs([spec.with_network(reach) for spec in there] if reach is not None else there, names)
         if not any(spec.name == SKILL_TOOL for spec in specs):
             return specs
@@ -185,11 +204,13 @@ class RunParts:
         approver: Approver | None = None,
         active: ActiveSkills | None = None,
     ) -> ToolCall | ToolResult:
-        """The call as it may run, or the result that refuses it. `session` None: it is opened for this call. `approver` None: the client's. `active`: of the
-        call's run."""
+        """The call as it may run, or the result that refuses it. `session` None: it is opened for this call. `approver`
+        None: the client's. `active`: of the call's run."""
         switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(tenant)
         try:
-            await check_off_loop(spec, call.arguments, partial(refuse_unasked, switches, own, tenant, spec, call.arguments))
+            await check_off_loop(
+                spec, call.arguments, partial(refuse_unasked, switches, own, tenant, spec, call.arguments)
+            )
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
         policy = with_tenant_rules(self._policy, own, tenant)
@@ -217,7 +238,9 @@ class RunParts:
 
 
 class _Calls:
-    """How the calls of one run are made: reviewed, then dispatched, their output told to who listens; remembered where there is a book."""
+    """How the calls of one run are made: reviewed, then dispatched, their output told to who listens; remembered where
+    there is a book.
+    """
 
     def __init__(
         self,
@@ -229,12 +252,22 @@ class _Calls:
         questions: ModelRequests,
         active: ActiveSkills,
     ) -> None:
-        self._parts, self._session, self._wanted, self._questions, self._active = parts, session, wanted, questions, active
+        self._parts, self._session, self._wanted, self._questions, self._active = (
+            parts,
+            session,
+            wanted,
+            questions,
+            active,
+        )
         self._specs = {spec.name: spec for spec in specs}
         self._on_waiting = once_per_reason(self._warn_of_wait)
         keeps = wanted.book is not None
         self._terms = replace(
-            wanted.terms, default_timeout_s=wanted.options.tool_timeout_s, run=wanted.run, model=model, keeps_result=keeps
+            wanted.terms,
+            default_timeout_s=wanted.options.tool_timeout_s,
+            run=wanted.run,
+            model=model,
+            keeps_result=keeps,
         )
 
     def run_call(self) -> RunCall:
@@ -265,7 +298,9 @@ class _Calls:
         return result
 
     def _tries(self, call: ToolCall, clock: Callable[[], float]) -> Callable[[], Awaitable[ToolResult]]:
-        """Makes the call each time it is called; raises BrokerUnavailable when nobody knows what came of it. By its record the next try then finds out."""
+        """Makes the call each time it is called; raises BrokerUnavailable when nobody knows what came of it. By its
+        record the next try then finds out.
+        """
         tried_at: float | None = None
 
         async def send() -> ToolResult:
@@ -294,7 +329,9 @@ class _Calls:
 
         async def send() -> ToolResult:
             with report_waiting(self._on_waiting):
-                return await self._session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=terms)
+                return await self._session.call(
+                    reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=terms
+                )
 
         # A run that is remembered has time: its model is not told of a limit that only makes it wait.
         result = await (send() if self._wanted.book is None else until_admitted(send))
@@ -314,7 +351,14 @@ class _Calls:
             return known
         session, wanted = self._session, self._wanted
         reviewed = await self._parts.review(
-            call, spec, session.tenant, session.id, tell=tell, run=wanted.run, approver=wanted.approver, active=self._active
+            call,
+            spec,
+            session.tenant,
+            session.id,
+            tell=tell,
+            run=wanted.run,
+            approver=wanted.approver,
+            active=self._active,
         )
         if book is not None and asked:
             await book.note_review(call.id, reviewed)
@@ -324,11 +368,15 @@ class _Calls:
         self._wanted.tell(Warned(run=self._wanted.run, message=notice.message))
 
     def _teller(self, call: str) -> OnOutput:
-        return lambda stream, text: self._wanted.tell(OutputArrived(run=self._wanted.run, call_id=call, stream=stream, text=text))
+        return lambda stream, text: self._wanted.tell(
+            OutputArrived(run=self._wanted.run, call_id=call, stream=stream, text=text)
+        )
 
 
 async def _of_workers(reading: Awaitable[Published]) -> Published:
-    """What the workers publish, for a run that has a session: workers there were, and none left is no setting of whoever asks."""
+    """What the workers publish, for a run that has a session: workers there were, and none left is no setting of
+    whoever asks.
+    """
     try:
         return await reading
     except ConfigError as error:

@@ -1,4 +1,6 @@
-"""Works the runs and the batches of every tenant that were handed over: by itself (batch_service.py), or beside the API."""
+"""Works the runs and the batches of every tenant that were handed over: by itself (batch_service.py), or beside the
+API.
+"""
 
 import asyncio
 import secrets
@@ -28,26 +30,47 @@ from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batches import HOSTED_BATCH, BatchDefaults, BatchEvent, BatchEventWriter, CallDone, Failure, FailureKind, Outcome, RunBody
+from store.batches import (
+    HOSTED_BATCH,
+    BatchDefaults,
+    BatchEvent,
+    BatchEventWriter,
+    CallDone,
+    Failure,
+    FailureKind,
+    Outcome,
+    RunBody,
+)
 from store.runs import Claim, RunQueue
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 MAX_IDLE_MODELS = 8
-"""Models that lines or batches name and no run uses now; each holds connections of its own, and anybody may name any number."""
+"""Models that lines or batches name and no run uses now; each holds connections of its own, and anybody may name any
+number.
+"""
 
 
 @asynccontextmanager
 async def open_runner(
-    settings: OrchestratorSettings, pool: PoolConnection, concurrency: int, *, tenants: tuple[str, ...] = (), has_traces: bool = True
+    settings: OrchestratorSettings,
+    pool: PoolConnection,
+    concurrency: int,
+    *,
+    tenants: tuple[str, ...] = (),
+    has_traces: bool = True,
 ) -> AsyncIterator[Runner]:
-    """What works runs and batch items of all tenants, or of those, on a pool: `concurrency` at a time, once its `run` is awaited. `has_traces`: each run is
-    written down. Raises ConfigError for a policy file that is none."""
-    # Nobody sits at a service: what would have to be asked about is refused, or allowed by a rule, where it is not asked by the queue.
+    """What works runs and batch items of all tenants, or of those, on a pool: `concurrency` at a time, once its `run`
+    is awaited. `has_traces`: each run is written down. Raises ConfigError for a policy file that is none."""
+    # Nobody sits at a service: what would have to be asked about is refused, or allowed by a rule, where it is not
+    # asked by the queue.
     approver = choose_pool_approver(settings, pool, is_interactive=False)
     policy = load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
-    queue, writer = RunQueue(pool.redis, settings.deployment, pool.keys), BatchEventWriter(pool.redis, settings.deployment)
+    queue, writer = (
+        RunQueue(pool.redis, settings.deployment, pool.keys),
+        BatchEventWriter(pool.redis, settings.deployment),
+    )
     async with Models(settings) as models:
         parts, traces = RunParts(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
         work = ServiceWork(pool, parts, models, traces, EventTellers(pool.redis, settings.deployment))
@@ -70,15 +93,17 @@ class Stopping:
 
 @dataclass(frozen=True)
 class RunService:
-    """A runner until it is interrupted. `grace_s`: how long what runs may go on after the first interrupt; what has not ended by then is given back, for
-    another process to go on with."""
+    """A runner until it is interrupted. `grace_s`: how long what runs may go on after the first interrupt; what has not
+    ended by then is given back, for another process to go on with."""
 
     runner: Runner
     grace_s: float = 60.0
     stopping: Stopping = field(default_factory=Stopping)
 
     async def run(self) -> None:
-        """Until it was interrupted, and what ran has ended or is given back. Raises ModelDenied when the model refuses this process."""
+        """Until it was interrupted, and what ran has ended or is given back. Raises ModelDenied when the model refuses
+        this process.
+        """
         await until_first(self.runner.run(), self._until_over())
 
     async def _until_over(self) -> None:
@@ -93,11 +118,16 @@ class RunService:
 
 
 class ServiceWork(ItemWork):
-    """Works items of whoever hands some over: it reads and writes no path of this machine that a record names, whatever its batch says, and works
-    for nobody who is no tenant any more."""
+    """Works items of whoever hands some over: it reads and writes no path of this machine that a record names, whatever
+    its batch says, and works for nobody who is no tenant any more."""
 
     def __init__(
-        self, pool: PoolConnection, parts: RunParts, models: Models, traces: Traces | None, tellers: EventTellers | None = None
+        self,
+        pool: PoolConnection,
+        parts: RunParts,
+        models: Models,
+        traces: Traces | None,
+        tellers: EventTellers | None = None,
     ) -> None:
         """`tellers`: of the events of programs' runs; None: nobody hears of those."""
         super().__init__(pool, parts, models, traces)
@@ -115,7 +145,12 @@ class ServiceWork(ItemWork):
             log.info("run_put_back", **_names(claim), reason=type(reason).__name__)
             raise
         failure = outcome.failure
-        log.info("run_ended", **_names(claim), failure=failure.kind.value if failure else "", code=failure.code if failure else "")
+        log.info(
+            "run_ended",
+            **_names(claim),
+            failure=failure.kind.value if failure else "",
+            code=failure.code if failure else "",
+        )
         return outcome
 
     async def _checked(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
@@ -124,7 +159,9 @@ class ServiceWork(ItemWork):
         refusal = _refuse(claim, defaults, model)
         if refusal is not None:
             await self.abandon(claim, journal)
-            return _failed(claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.PERMISSION_DENIED.value, message=refusal))
+            return _failed(
+                claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.PERMISSION_DENIED.value, message=refusal)
+            )
         try:
             async with self._using(model):
                 return await self._while_served(claim, journal, defaults, tell)
@@ -137,7 +174,9 @@ class ServiceWork(ItemWork):
 
     @asynccontextmanager
     async def _using(self, model: str | None) -> AsyncIterator[None]:
-        """While a run uses a model that its line or batch names; afterwards the idle ones that were used longest ago are closed."""
+        """While a run uses a model that its line or batch names; afterwards the idle ones that were used longest ago
+        are closed.
+        """
         if model is None:
             yield
             return
@@ -152,7 +191,9 @@ class ServiceWork(ItemWork):
                 await self._models.close(name)
 
     async def _while_served(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
-        """As `ItemWork.work`, ended when the tenant is served no more: its model would be asked again and again what to do about that."""
+        """As `ItemWork.work`, ended when the tenant is served no more: its model would be asked again and again what to
+        do about that.
+        """
         unserved = asyncio.Event()
 
         def heed(batch_event: BatchEvent) -> None:
@@ -172,7 +213,9 @@ class ServiceWork(ItemWork):
         if not unserved.is_set():
             return working.result()
         await self.abandon(claim, journal)
-        gone = f"tenant {claim.tenant} was removed while this item ran: register it again and retry the item, or leave it"
+        gone = (
+            f"tenant {claim.tenant} was removed while this item ran: register it again and retry the item, or leave it"
+        )
         return _failed(claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.UNKNOWN_TENANT.value, message=gone))
 
     async def abandon(self, claim: Claim, journal: Journal) -> None:
@@ -225,4 +268,10 @@ def _names(claim: Claim) -> dict[str, object]:
 
 def _failed(claim: Claim, failure: Failure) -> Outcome:
     record = claim.record
-    return Outcome(custom_id=record.item.custom_id, run=claim.run, status_code=status_of(failure), failure=failure, attempt=record.attempt)
+    return Outcome(
+        custom_id=record.item.custom_id,
+        run=claim.run,
+        status_code=status_of(failure),
+        failure=failure,
+        attempt=record.attempt,
+    )

@@ -23,10 +23,11 @@ USUAL_PORTS = {"https": 443, "http": 80}
 
 
 class RunSpans:
-    """Spans of a run while it lasts. Their ids are made of the run's and its calls' names: a process that goes on with it makes the same.
+    """Spans of a run while it lasts. Their ids are made of the run's and its calls' names: a process that goes on with
+    it makes the same.
 
-    `is_told`: whether a call, or with "" the model's next reply, has been told of by a process that had the run before. `is_agent` False: of a batch's item
-    that is one call. `earlier`: the run of the attempt before this one.
+    `is_told`: whether a call, or with "" the model's next reply, has been told of by a process that had the run before.
+    `is_agent` False: of a batch's item that is one call. `earlier`: the run of the attempt before this one.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class RunSpans:
     ) -> None:
         self._tracer, self._run, self._is_told = tracer, run, is_told
         self._who: Attributes = {names.CONVERSATION: session or run, names.TENANT: tenant, names.RUN: run}
-        # A run of a program that is traced itself is a part of what that does; one that may be gone on with elsewhere is a trace of its own.
+        # A run of a program that is traced itself is a part of what that does; one that may be gone on with elsewhere
+        # is a trace of its own.
         ambient = tracer.ambient() if batch is None else None
         ref = tracer.root(trace_id_of(tenant, run), run_span_id(tenant, run))
         if ambient is not None:
@@ -53,7 +55,12 @@ class RunSpans:
         links = [SpanRef(trace_id_of(tenant, earlier), run_span_id(tenant, earlier))] if earlier is not None else []
         told: Attributes = {**self._who, names.BATCH: batch, names.ATTEMPT: attempt if batch is not None else None}
         if is_agent:
-            told = {**told, names.OPERATION: "invoke_agent", names.PROVIDER: names.PROVIDER_NAME, names.AGENT: names.AGENT_NAME}
+            told = {
+                **told,
+                names.OPERATION: "invoke_agent",
+                names.PROVIDER: names.PROVIDER_NAME,
+                names.AGENT: names.AGENT_NAME,
+            }
         name = f"invoke_agent {names.AGENT_NAME}" if is_agent else "batch_item"
         self.span = tracer.start(name, told, parent=ambient, ref=ref, links=links, at=began_at)
         self._server: Attributes = {}
@@ -65,7 +72,9 @@ class RunSpans:
         self._error: str | None = None
         self._left: list[Span] = []
         self.leave = self._left.append if batch is not None else None
-        """Takes spans of a call that is given up in the middle: of a run that may be gone on with, it is not known yet whether they are to be told of."""
+        """Takes spans of a call that is given up in the middle: of a run that may be gone on with, it is not known yet
+        whether they are to be told of.
+        """
 
     def before(self, tell: OnEvent) -> OnEvent:
         """What a run tells its events to: these spans, and then `tell`."""
@@ -89,7 +98,10 @@ class RunSpans:
         """Which server is asked, where there is one."""
         address = urlsplit(str(getattr(model, "address", "")))
         if address.hostname:
-            self._server = {names.SERVER_ADDRESS: address.hostname, names.SERVER_PORT: address.port or USUAL_PORTS.get(address.scheme)}
+            self._server = {
+                names.SERVER_ADDRESS: address.hostname,
+                names.SERVER_PORT: address.port or USUAL_PORTS.get(address.scheme),
+            }
 
     def call(self, call: str) -> Span | None:
         """The span of a call that runs."""
@@ -154,7 +166,9 @@ class RunSpans:
                     names.INPUT_TOKENS: event.usage.prompt_tokens,
                     names.OUTPUT_TOKENS: event.usage.completion_tokens,
                     names.FINISH_REASONS: [event.finish_reason] if event.finish_reason else None,
-                    **self._tracer.content(names.OUTPUT_MESSAGES, lambda: json.dumps([event.message], ensure_ascii=False, default=str)),
+                    **self._tracer.content(
+                        names.OUTPUT_MESSAGES, lambda: json.dumps([event.message], ensure_ascii=False, default=str)
+                    ),
                 }
             )
             self._chat.end(at=event.at)
@@ -190,7 +204,9 @@ class RunSpans:
             names.INPUT_TOKENS: event.usage.prompt_tokens,
             names.OUTPUT_TOKENS: event.usage.completion_tokens,
         }
-        self.span.set({**told, **self._tracer.content(names.OUTPUT_MESSAGES, lambda: _message("assistant", event.answer))})
+        self.span.set(
+            {**told, **self._tracer.content(names.OUTPUT_MESSAGES, lambda: _message("assistant", event.answer))}
+        )
         self._error = None if event.stop_reason == "answered" else event.stop_reason
 
 

@@ -45,13 +45,19 @@ CANCELS_S = 0.5
 DEFAULTS_FRESH_S = 2.0
 """How old what is known of a batch's defaults may be."""
 MAX_LOSSES = 5
-"""So often a run's holder may die in a row, the run having come no further: then it is taken for what kills them, and ends."""
+"""So often a run's holder may die in a row, the run having come no further: then it is taken for what kills them, and
+ends.
+"""
 DOUBTFUL_LOSSES = 3
-"""From so many on a run is tried without others of that kind: one that kills its holder would end those that only ran beside it."""
+"""From so many on a run is tried without others of that kind: one that kills its holder would end those that only ran
+beside it.
+"""
 TRIAL_S = 30.0
 """How long others wait for a run that is tried and neither comes further nor ends."""
 RETRY_AFTER_S = (2.0, 10.0, 60.0)
-"""Before an item is begun anew, after its first, second, ... infrastructure failure; half as much again, at random, so that not all come at once."""
+"""Before an item is begun anew, after its first, second, ... infrastructure failure; half as much again, at random, so
+that not all come at once.
+"""
 
 
 @dataclass
@@ -96,8 +102,9 @@ class _Working:
 
 @dataclass
 class Runner:
-    """One process's share of the work. `concurrency`: runs at a time here, as Places counts; a batch's own limit holds over all processes. `only`: the tenant and the batch
-    whose runs it takes; None: it takes those of all detached batches, of those `tenants` if there are some."""
+    """One process's share of the work. `concurrency`: runs at a time here, as Places counts; a batch's own limit holds
+    over all processes. `only`: the tenant and the batch whose runs it takes; None: it takes those of all detached
+    batches, of those `tenants` if there are some."""
 
     client: RedisClient
     deployment: str
@@ -121,7 +128,8 @@ class Runner:
         return len(self._working)
 
     async def run(self) -> None:
-        """Until `drain` has let the last one end, or until cancelled: then what runs is given back, for another process to go on with.
+        """Until `drain` has let the last one end, or until cancelled: then what runs is given back, for another process
+        to go on with.
 
         Raises ModelDenied when the model refuses this process: what runs is given back, and nothing has failed for it.
         """
@@ -192,7 +200,9 @@ class Runner:
         if record.losses >= MAX_LOSSES:
             # Its log is not even read: that may be what they died of.
             await self.queue.close_sessions(claim.tenant, [claim.run])
-            await self._ended(claim, working, build_outcome(claim, judge_losses(record.losses)), BatchDefaults(retries=0))
+            await self._ended(
+                claim, working, build_outcome(claim, judge_losses(record.losses)), BatchDefaults(retries=0)
+            )
             return
         if record.losses >= DOUBTFUL_LOSSES and any(other.is_on_trial for other in self._working.values()):
             await self._give_back(claim, working, LOOK_S * random.uniform(1.0, 2.0))
@@ -200,7 +210,13 @@ class Runner:
         working.is_tried = record.losses >= DOUBTFUL_LOSSES
         told = {"item": record.item.custom_id, "run": claim.run, "attempt": record.attempt}
         waited_s = max(0.0, record.started_at - record.queued_at)
-        started = {**told, "at": time.time(), "is_resumed": claim.is_resumed, "waited_s": waited_s, "orchestrator": self.queue.owner}
+        started = {
+            **told,
+            "at": time.time(),
+            "is_resumed": claim.is_resumed,
+            "waited_s": waited_s,
+            "orchestrator": self.queue.owner,
+        }
         self.writer.tell(claim.tenant, record.batch, ItemStarted.model_validate(started))
         try:
             run_log, defaults = await self._loaded(claim)
@@ -234,12 +250,18 @@ class Runner:
             await self._ended(claim, working, outcome, defaults)
 
     async def _loaded(self, claim: Claim) -> tuple[RunLog, BatchDefaults]:
-        """The log of a run, and what its batch says; however long Redis is away: begun anew instead, it would pay and act twice. Raises ConfigError for
-        a log that cannot be gone on with."""
+        """The log of a run, and what its batch says; however long Redis is away: begun anew instead, it would pay and
+        act twice. Raises ConfigError for a log that cannot be gone on with."""
         while True:
             try:
                 run_log = await RunLog.load(
-                    self.client, self.deployment, self.queue.keys, claim.tenant, claim.run, claim.token, claim.record.attempt
+                    self.client,
+                    self.deployment,
+                    self.queue.keys,
+                    claim.tenant,
+                    claim.run,
+                    claim.token,
+                    claim.record.attempt,
                 )
                 return run_log, await self._defaults_of(claim)
             except BrokerUnavailable as error:
@@ -255,7 +277,9 @@ class Runner:
         elif reason.cause == "quota":
             if self.only is not None:
                 self.work.brake.note_quota(len(self._working) - 1)
-            self._note_once(self._crowded, batch, f"items beyond what the tenant may have wait, and none fails for it: {reason}")
+            self._note_once(
+                self._crowded, batch, f"items beyond what the tenant may have wait, and none fails for it: {reason}"
+            )
         await self._give_back(claim, self._working[claim.tenant, claim.run], after_s)
 
     def _note_once(self, told: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
@@ -274,7 +298,9 @@ class Runner:
         self.writer.tell(*batch, BatchNotice(at=time.time(), message=message))
 
     async def _ended(self, claim: Claim, working: _Working, outcome: Outcome, defaults: BatchDefaults) -> None:
-        """Note the outcome, or have the item begun anew. However long Redis is away: what a run came to is not lost for that."""
+        """Note the outcome, or have the item begun anew. However long Redis is away: what a run came to is not lost for
+        that.
+        """
         failure, times = outcome.failure, claim.record.attempt - claim.record.first_attempt + 1
         is_retried = failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and times <= defaults.retries
         working.is_ending = True
@@ -340,7 +366,11 @@ class Runner:
             await self.work.abandon(claim, working.journal)
         else:
             await self.queue.close_sessions(claim.tenant, [claim.run])
-        told = "the run was cancelled" if claim.record.batch == HOSTED_BATCH else "the batch was cancelled while this item ran"
+        told = (
+            "the run was cancelled"
+            if claim.record.batch == HOSTED_BATCH
+            else "the batch was cancelled while this item ran"
+        )
         failure = Failure(kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message=told)
         outcome = build_outcome(claim, failure)
         if await self.queue.finish(claim, outcome):

@@ -1,4 +1,6 @@
-"""Items get their sessions in turn: a thousand that are begun at once neither overrun the hosts nor fail for being many."""
+"""Items get their sessions in turn: a thousand that are begun at once neither overrun the hosts nor fail for being
+many.
+"""
 
 import asyncio
 import time
@@ -14,7 +16,9 @@ log = get_logger(__name__)
 
 LOOK_S = 0.5
 PATIENCE_S = 300.0
-"""So long no session of ours ends: then items stop waiting for sandboxes of their own, and share those that there are."""
+"""So long no session of ours ends: then items stop waiting for sandboxes of their own, and share those that there
+are.
+"""
 
 Kind = tuple[str, str | None]
 """Tenant and image: for each hosts may have room or not."""
@@ -22,8 +26,8 @@ AskRoom = Callable[[str, str | None], Awaitable[HostRoom | None]]
 
 
 class SessionTurns:
-    """One process's. Whoever came first is first; one that waits asks for all of its kind. A turn is waited for as long as it takes: what hosts have open
-    ends, at the latest when its time to live does."""
+    """One process's. Whoever came first is first; one that waits asks for all of its kind. A turn is waited for as long
+    as it takes: what hosts have open ends, at the latest when its time to live does."""
 
     def __init__(self, ask_room: AskRoom, clock: Callable[[], float] = time.monotonic) -> None:
         """`ask_room`: what hosts have for a tenant's sessions of an image (Dispatcher.room)."""
@@ -36,7 +40,9 @@ class SessionTurns:
 
     @asynccontextmanager
     async def turn(self, tenant: str, image: str | None) -> AsyncIterator[None]:
-        """Around the opening of one session, when a host has room for it. Raises as `ask_room` does, but waits while Redis is away."""
+        """Around the opening of one session, when a host has room for it. Raises as `ask_room` does, but waits while
+        Redis is away.
+        """
         kind = (tenant, image)
         async with self._queues[kind]:
             began = self._clock()

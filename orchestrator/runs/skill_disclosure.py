@@ -1,4 +1,6 @@
-"""Which skills a model is told of in the description of skill_tool: all, while they fit into a budget; else those that are used most."""
+"""Which skills a model is told of in the description of skill_tool: all, while they fit into a budget; else those that
+are used most.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -15,11 +17,18 @@ _NONE = "There are no skills now."
 
 
 def disclose(
-    specs: Iterable[ToolSpec], skills: Iterable[SkillSummary], uses: Mapping[str, int], context_tokens: int | None = None
+    specs: Iterable[ToolSpec],
+    skills: Iterable[SkillSummary],
+    uses: Mapping[str, int],
+    context_tokens: int | None = None,
 ) -> list[ToolSpec]:
-    """The specs, skill_tool's with the skills' names and descriptions. `uses`: how often each was used; `context_tokens`: the model's window."""
+    """The specs, skill_tool's with the skills' names and descriptions. `uses`: how often each was used;
+    `context_tokens`: the model's window.
+    """
     return [
-        spec.model_copy(update={"description": f"{spec.description} {_tell(skills, uses, _room(spec, context_tokens))}"})
+        spec.model_copy(
+            update={"description": f"{spec.description} {_tell(skills, uses, _room(spec, context_tokens))}"}
+        )
         if spec.name == SKILL_TOOL
         else spec
         for spec in specs
@@ -43,7 +52,9 @@ def _tell(skills: Iterable[SkillSummary], uses: Mapping[str, int], room: int) ->
 
 
 def _within(lines: Mapping[str, str], uses: Mapping[str, int], room: int) -> list[str]:
-    """Those that fit, in the order of their names; who is used least is left out first. One that is too long keeps no shorter one out."""
+    """Those that fit, in the order of their names; who is used least is left out first. One that is too long keeps no
+    shorter one out.
+    """
     fitting: set[str] = set()
     for name in sorted(lines, key=lambda name: (-uses.get(name, 0), name)):
         if len(lines[name]) + 1 <= room:

@@ -13,8 +13,8 @@ from store.runs import RunRecord
 
 
 def build_transcript(run: str, record: RunRecord, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """What has been said so far: the request, each reply, and the results of its calls. Results are tool messages here, however the model is told of them.
-    Without the system prompt, which is made when the run is worked."""
+    """What has been said so far: the request, each reply, and the results of its calls. Results are tool messages here,
+    however the model is told of them. Without the system prompt, which is made when the run is worked."""
     messages: list[dict[str, Any]] = []
     if isinstance(record.item.work, RunBody):
         messages += [dict(message) for message in record.item.work.history]

@@ -1,4 +1,6 @@
-"""Ends a call from anywhere: one that waits never begins, one that runs is killed where it runs; and it is known how it ended."""
+"""Ends a call from anywhere: one that waits never begins, one that runs is killed where it runs; and it is known how it
+ended.
+"""
 
 import asyncio
 import secrets
@@ -17,7 +19,9 @@ from store.call_life import unknown_call
 from store.calls import MAX_REASON_CHARS, CallStore, KillOrder
 
 HEARD_S = 5.0
-"""So long a call of which nothing is known is looked for among the programs: each looks every half second for what it is to end."""
+"""So long a call of which nothing is known is looked for among the programs: each looks every half second for what it
+is to end.
+"""
 GLANCE_S = 0.75
 """The same, for one that not even admission knows: only a program that is about to ask for its slot could have it."""
 ENDED_S = 30.0
@@ -43,12 +47,15 @@ class CallControl:
         self._dispatcher = pool.dispatcher
         self._calls = CallStore(pool.redis, deployment)
 
-    async def kill(self, tenant: str, call_id: str, actor: Actor, reason: str = "", *, heard_s: float | None = None) -> KilledCall:
-        """Returns when the call has ended. Its caller gets CANCELLED with who did it and `reason`, unless it ended by itself just then. `heard_s`: so long
-        one of which nothing is known is looked for among the programs; None: HEARD_S.
+    async def kill(
+        self, tenant: str, call_id: str, actor: Actor, reason: str = "", *, heard_s: float | None = None
+    ) -> KilledCall:
+        """Returns when the call has ended. Its caller gets CANCELLED with who did it and `reason`, unless it ended by
+        itself just then. `heard_s`: so long one of which nothing is known is looked for among the programs; None:
+        HEARD_S.
 
-        Raises ToolFailure(INVALID_ARGUMENTS) for a call of which nothing is known, or a reason that is too long; OperatorError when the call has not ended
-        after half a minute, BrokerUnavailable.
+        Raises ToolFailure(INVALID_ARGUMENTS) for a call of which nothing is known, or a reason that is too long;
+        OperatorError when the call has not ended after half a minute, BrokerUnavailable.
         """
         heard_s = HEARD_S if heard_s is None else heard_s
         order = _build_order(tenant, call_id, actor, reason)
@@ -93,7 +100,9 @@ class CallControl:
 
 def _build_order(tenant: str, call_id: str, actor: Actor, reason: str) -> KillOrder:
     if len(reason) > MAX_REASON_CHARS:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the reason has {len(reason)} characters: give at most {MAX_REASON_CHARS}")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the reason has {len(reason)} characters: give at most {MAX_REASON_CHARS}"
+        )
     entry = build_entry(actor, "call.kill", call_id, tenant=tenant, details={"reason": reason})
     try:
         return KillOrder(tenant=tenant, call=call_id, by=actor.label(), reason=reason, entry=entry_text(entry))

@@ -88,12 +88,14 @@ class ToolClient:
         settings: OrchestratorSettings | None = None,
         needs_workers: bool = True,
     ) -> "AsyncIterator[ToolClient]":
-        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `tenant` None: the one of `api_key`, or without a key the default one; the key must be
-        good for the tenant. `approver` None: as TOOLCREW_APPROVALS says. `policy` None: the rules of the file that TOOLCREW_APPROVAL_POLICY names, else none.
-        `needs_workers` False: also of a pool whose workers are gone, of which only batches can be asked then.
+        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `tenant` None: the one of `api_key`, or without a
+        key the default one; the key must be good for the tenant. `approver` None: as TOOLCREW_APPROVALS says. `policy`
+        None: the rules of the file that TOOLCREW_APPROVAL_POLICY names, else none. `needs_workers` False: also of a
+        pool whose workers are gone, of which only batches can be asked then.
 
-        Raises ConfigError (a bad policy file, no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password),
-        ToolFailure (UNAUTHENTICATED for a key that is none, PERMISSION_DENIED for another tenant's).
+        Raises ConfigError (a bad policy file, no Redis named, nothing to sign with, no worker), BrokerUnavailable (no
+        answer, wrong password), ToolFailure (UNAUTHENTICATED for a key that is none, PERMISSION_DENIED for another
+        tenant's).
         """
         settings = settings or load_settings()
         broker = settings.broker(url)
@@ -120,7 +122,8 @@ class ToolClient:
         policy: ApprovalPolicy | None = None,
         settings: OrchestratorSettings | None = None,
     ) -> "AsyncIterator[ToolClient]":
-        """A client of a stack of its own, started now and taken down at the end. Needs a Docker engine and the sandbox image.
+        """A client of a stack of its own, started now and taken down at the end. Needs a Docker engine and the sandbox
+        image.
 
         Raises OperatorError with what did not start and what to do about it.
         """
@@ -130,7 +133,13 @@ class ToolClient:
             open_pool(settings.broker(stack.redis_url), queue_wait_s=settings.queue_wait_s, settings=settings) as pool,
         ):
             yield cls(
-                settings, pool, tenant, approver, stack, policy, secrets=secrets_of_pool(stack.redis_url, flower_url=stack.flower_url)
+                settings,
+                pool,
+                tenant,
+                approver,
+                stack,
+                policy,
+                secrets=secrets_of_pool(stack.redis_url, flower_url=stack.flower_url),
             )
 
     async def open_session(
@@ -145,8 +154,9 @@ class ToolClient:
     ) -> Session:
         """A sandbox of one's own. It is removed by `close`, or after `ttl_s` seconds without a call.
 
-        `workspace`: a folder, an archive (tar, also compressed, or zip) or a git bundle to begin with. `restore`: a checkpoint of the same tenant
-        instead, or its id. `network`: "egress" where the tenant's class allows it, "none"; None: what the class says (docs/sessions.md).
+        `workspace`: a folder, an archive (tar, also compressed, or zip) or a git bundle to begin with. `restore`: a
+        checkpoint of the same tenant instead, or its id. `network`: "egress" where the tenant's class allows it,
+        "none"; None: what the class says (docs/sessions.md).
         """
         if network not in (None, "none", "egress"):
             raise ConfigError(f"network '{network}' cannot be had: give none or egress, or leave it out")
@@ -160,55 +170,82 @@ class ToolClient:
             network=network,
         )
         return await Session.open(
-            self._dispatcher, self._blobs, tenant=await self._as_tenant(tenant), start=start, credential=self._credential
+            self._dispatcher,
+            self._blobs,
+            tenant=await self._as_tenant(tenant),
+            start=start,
+            credential=self._credential,
         )
 
     async def session(self, session: str, *, tenant: str | None = None) -> Session:
-        """A session that is open, whichever process has opened it. The end of a `with` block leaves it open; its `close` closes it.
+        """A session that is open, whichever process has opened it. The end of a `with` block leaves it open; its
+        `close` closes it.
 
         Raises ToolFailure(SESSION_NOT_FOUND), the same for one that never was, is closed, or is another tenant's.
         """
         chosen = await self._as_tenant(tenant)
-        return await Session.attach(self._dispatcher, self._blobs, tenant=chosen, session=session, credential=self._credential)
+        return await Session.attach(
+            self._dispatcher, self._blobs, tenant=chosen, session=session, credential=self._credential
+        )
 
     async def session_tools(
-        self, session: Session, names: Names = "all", *, approver: Approver | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        session: Session,
+        names: Names = "all",
+        *,
+        approver: Approver | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SessionTools:
-        """A session's tools for a loop of somebody else's. `approver` None: the client's. `timeout_s`: of calls without a limit. Raises as SessionTools.open."""
+        """A session's tools for a loop of somebody else's. `approver` None: the client's. `timeout_s`: of calls without
+        a limit. Raises as SessionTools.open.
+        """
         return await SessionTools.open(self._parts, session, names, approver, timeout_s)
 
     async def sessions(self, tenant: str | None = None, *, cursor: str | None = None, limit: int = 50) -> SessionPage:
         """Open sessions, the newest first: the tenant's, else those of all, or of a tenant's key its own."""
         scope = await self._scope(tenant)
-        return await SessionList(self._pool.redis, self._settings.deployment, self._pool.keys).read(scope, cursor, limit)
+        return await SessionList(self._pool.redis, self._settings.deployment, self._pool.keys).read(
+            scope, cursor, limit
+        )
 
     async def call_life(self, call: str, tenant: str | None = None) -> CallLife:
-        """What is known of a call, by its id or that of its task in Flower: of the tenant, else of whichever has it, or of a tenant's key its own.
+        """What is known of a call, by its id or that of its task in Flower: of the tenant, else of whichever has it, or
+        of a tenant's key its own.
 
         Raises ToolFailure(INVALID_ARGUMENTS) when nothing is, or when several tenants have one of that id.
         """
         return await self._lives().find(call, await self._scope(tenant))
 
     async def kill_call(self, call: str, *, tenant: str | None = None, reason: str = "") -> KilledCall:
-        """End a call that waits or runs, wherever; returns when it has ended. Its caller gets CANCELLED with who did it and why. Raises as `call_life`,
-        and OperatorError when it does not end."""
+        """End a call that waits or runs, wherever; returns when it has ended. Its caller gets CANCELLED with who did it
+        and why. Raises as `call_life`, and OperatorError when it does not end."""
         owner, call_id = await self._lives().resolve(call, await self._scope(tenant))
         return await CallControl(self._pool, self._settings.deployment).kill(owner, call_id, await self.actor(), reason)
 
     async def delete_checkpoint(self, checkpoint: Checkpoint | str, *, tenant: str | None = None) -> bool:
-        """Delete a checkpoint, or the one of that id. False when the tenant has none of it. Raises SandboxUnavailable."""
+        """Delete a checkpoint, or the one of that id. False when the tenant has none of it. Raises
+        SandboxUnavailable.
+        """
         return await delete_checkpoint(
-            self._dispatcher, await self._as_tenant(tenant), checkpoint.id if isinstance(checkpoint, Checkpoint) else checkpoint
+            self._dispatcher,
+            await self._as_tenant(tenant),
+            checkpoint.id if isinstance(checkpoint, Checkpoint) else checkpoint,
         )
 
-    async def tools(self, names: Iterable[str] | Literal["all"] = "all", *, session: Session | None = None) -> list[ToolSpec]:
-        """The tools a model of the client's tenant may call: as the workers publish them, without those that are turned off. `session`: with what that has of
-        the network."""
+    async def tools(
+        self, names: Iterable[str] | Literal["all"] = "all", *, session: Session | None = None
+    ) -> list[ToolSpec]:
+        """The tools a model of the client's tenant may call: as the workers publish them, without those that are turned
+        off. `session`: with what that has of the network."""
         reach = (await session.info()).describe_network() if session is not None else None
         return await self._parts.specs_for(await self._as_tenant(None), names, reach)
 
-    async def review(self, call: ToolCall, spec: ToolSpec, session: str | None, approver: Approver | None = None) -> ToolCall | ToolResult:
-        """A call that somebody's model asks for, as it may run, or the result that refuses it. `approver` None: the client's."""
+    async def review(
+        self, call: ToolCall, spec: ToolSpec, session: str | None, approver: Approver | None = None
+    ) -> ToolCall | ToolResult:
+        """A call that somebody's model asks for, as it may run, or the result that refuses it. `approver` None: the
+        client's.
+        """
         return await self._parts.review(call, spec, await self._as_tenant(None), session, approver=approver)
 
     async def tool_states(self, tenant: str | None = None) -> list[ToolState]:
@@ -219,17 +256,23 @@ class ToolClient:
         return [find_state(spec, switches, chosen, policy) for spec in sorted(there, key=lambda spec: spec.name)]
 
     async def tool_state(self, name: str, tenant: str | None = None) -> ToolState:
-        """One tool with its state for the tenant. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now."""
+        """One tool with its state for the tenant. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names,
+        ConfigError when no worker serves it now.
+        """
         if (spec := await self._find_tool(name, chosen := await self._as_tenant(tenant))) is None:
             raise ConfigError(self._catalog.explain_missing(name) or f"no worker serves {name} now")
         return find_state(spec, await self._switches.switches(), chosen, await self._tenants.policy(chosen))
 
     async def skills(self) -> tuple[SkillSummary, ...]:
-        """Every skill that there is for the client's tenant, by name: its own, then those of the workers. Raises ConfigError when no worker lives."""
+        """Every skill that there is for the client's tenant, by name: its own, then those of the workers. Raises
+        ConfigError when no worker lives.
+        """
         return (await self.offer()).skills
 
     async def offer(self) -> Offer:
-        """The client's tenant's tools and skills, and where its own skills stand before the workers'. Raises as `skills`."""
+        """The client's tenant's tools and skills, and where its own skills stand before the workers'. Raises as
+        `skills`.
+        """
         return await self._pool.offers.of(await self._as_tenant(None))
 
     async def skill(self, name: str) -> SkillSummary:
@@ -245,11 +288,18 @@ class ToolClient:
         """The tenants for whom alone the tool is off. Raises ToolFailure(PERMISSION_DENIED) for a tenant's key."""
         await self._check_operator()
         switches = await self._switches.switches()
-        return {field.removesuffix(f"/{name}"): switch for field, switch in sorted(switches.items()) if field.endswith(f"/{name}")}
+        return {
+            field.removesuffix(f"/{name}"): switch
+            for field, switch in sorted(switches.items())
+            if field.endswith(f"/{name}")
+        }
 
-    async def disable(self, name: str, *, reason: str | None = None, by: str | None = None, tenant: str | None = None) -> ToolState | None:
-        """Turn a tool off for the whole deployment, or for one tenant, everywhere within 2 s: its calls fail with TOOL_DISABLED and `reason`, and models that
-        start then do not get it. It stays off until `enable`. `by`: who did it, else the client's tenant. None: no worker serves it now.
+    async def disable(
+        self, name: str, *, reason: str | None = None, by: str | None = None, tenant: str | None = None
+    ) -> ToolState | None:
+        """Turn a tool off for the whole deployment, or for one tenant, everywhere within 2 s: its calls fail with
+        TOOL_DISABLED and `reason`, and models that start then do not get it. It stays off until `enable`. `by`: who did
+        it, else the client's tenant. None: no worker serves it now.
 
         Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ToolFailure(INVALID_ARGUMENTS), BrokerUnavailable.
         """
@@ -263,10 +313,16 @@ class ToolClient:
         return find_state(spec, known, owner, await self._tenants.policy(owner)) if spec is not None else None
 
     async def enable(self, name: str, *, tenant: str | None = None) -> ToolState | None:
-        """Turn a tool on again for all tenants, or for one: it stays off while the other switch is off. None: no worker serves it now. Raises as `disable`."""
+        """Turn a tool on again for all tenants, or for one: it stays off while the other switch is off. None: no worker
+        serves it now. Raises as `disable`.
+        """
         switches = self._switches.acting_as(await self._check_operator())
         await self._check_tenant(tenant)
-        known = {field: switch for field, switch in (await switches.switches()).items() if field != switch_field(name, tenant)}
+        known = {
+            field: switch
+            for field, switch in (await switches.switches()).items()
+            if field != switch_field(name, tenant)
+        }
         was_off = await switches.turn_on(name, tenant)
         try:
             spec = await self._find_tool(name, tenant)
@@ -285,12 +341,16 @@ class ToolClient:
         tell(SandboxClosed(run=run, session=session.id))
 
     def batch_runs(self, *, has_traces: bool = True) -> BatchRuns:
-        """Batches of the client's tenant, and the work on them. `has_traces`: every run is written down in `traces`. A batch's calls are made without the client's key: whoever goes on with it has another."""
+        """Batches of the client's tenant, and the work on them. `has_traces`: every run is written down in `traces`. A
+        batch's calls are made without the client's key: whoever goes on with it has another.
+        """
         return BatchRuns(self._settings, self._pool, self._parts, self.tenant, self.traces if has_traces else None)
 
     @cached_property
     def runs(self) -> ClientRuns:
-        """Runs of the client's tenant that the pool's orchestrators work, whether this program lives on or not (docs/runs.md)."""
+        """Runs of the client's tenant that the pool's orchestrators work, whether this program lives on or not
+        (docs/runs.md).
+        """
         hosted = HostedRuns.on(self._pool, self._settings.deployment)
         return ClientRuns(hosted, lambda: self._as_tenant(None), self.actor)
 
@@ -310,7 +370,8 @@ class ToolClient:
         """Who changed what. Raises ToolFailure(PERMISSION_DENIED) for a tenant's key."""
         if (await self.actor()).role == "tenant":
             raise ToolFailure(
-                ErrorCode.PERMISSION_DENIED, "a tenant's API key cannot read the audit: use one of the role operator or admin"
+                ErrorCode.PERMISSION_DENIED,
+                "a tenant's API key cannot read the audit: use one of the role operator or admin",
             )
         return Audit(self._pool.redis, self._settings.deployment)
 
@@ -332,20 +393,30 @@ class ToolClient:
         return (await self._credential.check(self.tenant)).actor() if self._credential is not None else local_actor()
 
     async def _check_operator(self) -> Actor:
-        """Who it is. Raises ToolFailure when the client's key is a tenant's: what an operator has turned off is not a tenant's to turn on."""
+        """Who it is. Raises ToolFailure when the client's key is a tenant's: what an operator has turned off is not a
+        tenant's to turn on.
+        """
         actor = await self.actor()
         if actor.role == "tenant":
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "a tenant's API key cannot switch tools: use one of the role operator or admin")
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED,
+                "a tenant's API key cannot switch tools: use one of the role operator or admin",
+            )
         return actor
 
     async def _find_tool(self, name: str, tenant: str | None = None) -> ToolSpec | None:
-        """The tool, for that tenant or for an operator, who sees all; None when there is one that no worker serves now."""
+        """The tool, for that tenant or for an operator, who sees all; None when there is one that no worker serves
+        now.
+        """
         specs = {
-            spec.name: spec for spec in (await self._catalog.specs() if tenant is None else (await self._pool.offers.of(tenant)).tools)
+            spec.name: spec
+            for spec in (await self._catalog.specs() if tenant is None else (await self._pool.offers.of(tenant)).tools)
         }
         spec = specs.get(name)
         if name.startswith("session."):
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name} is a verb of sessions, which cannot be turned off; turn off tools")
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"{name} is a verb of sessions, which cannot be turned off; turn off tools"
+            )
         if spec is None and self._catalog.explain_missing(name) is None:
             nearest = find_nearest(name, [spec.name for spec in specs.values() if spec.audience == "model"])
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=nearest)
@@ -367,9 +438,10 @@ class ToolClient:
     ) -> RunResult:
         """Work one instruction to an answer or a limit, in `session` or in one of its own.
 
-        `model` None: as the environment says, else the embedded small one. `tools` None: all that the model can cope with. `on_event` gets
-        OutputArrived while calls run, unless `shows_output` is False: then no worker sends any. `has_trace`: it is written down in `traces`
-        (docs/traces.md), under the result's `run`. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
+        `model` None: as the environment says, else the embedded small one. `tools` None: all that the model can cope
+        with. `on_event` gets OutputArrived while calls run, unless `shows_output` is False: then no worker sends any.
+        `has_trace`: it is written down in `traces` (docs/traces.md), under the result's `run`. Raises ModelUnavailable,
+        SandboxUnavailable, ConfigError.
         """
         if session is not None and workspace is not None:
             raise ConfigError("give either a session or a workspace to run in, not both")
@@ -389,6 +461,13 @@ class ToolClient:
             if session is None:
                 session = await stack.enter_async_context(self._own_session(workspace, run, tell))
             shows_output = on_event is not None and shows_output
-            wanted = RunAs(run=run, dialect=dialect, options=options or ReActOptions(), tools=tools, tell=tell, shows_output=shows_output)
+            wanted = RunAs(
+                run=run,
+                dialect=dialect,
+                options=options or ReActOptions(),
+                tools=tools,
+                tell=tell,
+                shows_output=shows_output,
+            )
             agent = await self._parts.build_agent(session, chosen, wanted)
             return await agent.run(instruction)

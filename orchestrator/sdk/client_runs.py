@@ -10,10 +10,13 @@ from store.runs import HostedRun, HostedState, RunPage
 
 
 class ClientRuns:
-    """Runs that live on without this program: some orchestrator works them (`toolcrew batch work`, `toolcrew serve api`), any program of the tenant may
-    follow them. Raises as HostedRuns does, and as the client's key does when it is good for nothing any more."""
+    """Runs that live on without this program: some orchestrator works them (`toolcrew batch work`, `toolcrew serve
+    api`), any program of the tenant may follow them. Raises as HostedRuns does, and as the client's key does when it is
+    good for nothing any more."""
 
-    def __init__(self, hosted: HostedRuns, tenant: Callable[[], Awaitable[str]], actor: Callable[[], Awaitable[Actor]]) -> None:
+    def __init__(
+        self, hosted: HostedRuns, tenant: Callable[[], Awaitable[str]], actor: Callable[[], Awaitable[Actor]]
+    ) -> None:
         """`tenant`: for whom, as long as the client's key is good for it; `actor`: who does it."""
         self._hosted = hosted
         self._tenant = tenant
@@ -28,9 +31,13 @@ class ClientRuns:
         metadata: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> HostedRun:
-        """Queue a run (HostedRuns.start). An instruction alone is worked with the orchestrator's model and the tools that it can cope with."""
+        """Queue a run (HostedRuns.start). An instruction alone is worked with the orchestrator's model and the tools
+        that it can cope with.
+        """
         body = RunBody(instruction=instruction) if isinstance(instruction, str) else instruction
-        return await self._hosted.start(await self._tenant(), body, ground or Ground(), word=word, metadata=metadata, priority=priority)
+        return await self._hosted.start(
+            await self._tenant(), body, ground or Ground(), word=word, metadata=metadata, priority=priority
+        )
 
     async def get(self, run: str) -> HostedRun:
         """How a run stands, its answer whole."""

@@ -1,4 +1,6 @@
-"""Tools that run in this process, ready for the loop: a registry, a door with checks and limits, approvals. No pool, no sandbox."""
+"""Tools that run in this process, ready for the loop: a registry, a door with checks and limits, approvals. No pool, no
+sandbox.
+"""
 
 import asyncio
 import re
@@ -74,8 +76,9 @@ class LocalTools:
     """A program's own tools. One may serve many runs at once; `for_run` gives a run or session its own model and state.
 
     `tools`: whatever `as_tool` takes, or a registry, which stays live. `timeout_s`: the limit of tools without one of
-    their own. Tools marked requires_permission or dangerous are asked about; without an `approver` they are refused. `model`: what tools may ask; a plain Model is handed to each call as a BudgetedModel
-    of its own, so that no call can spend more than that allows. Functions run with the program's own rights: give a model only what it may do.
+    their own. Tools marked requires_permission or dangerous are asked about; without an `approver` they are refused.
+    `model`: what tools may ask; a plain Model is handed to each call as a BudgetedModel of its own, so that no call can
+    spend more than that allows. Functions run with the program's own rights: give a model only what it may do.
     """
 
     def __init__(
@@ -132,10 +135,11 @@ class LocalTools:
         on_event: OnEvent | None = None,
         session: str | None = None,
     ) -> RunResult:
-        """Work one instruction with these tools to an answer or a limit; no pool, no sandbox. `session`: whose state the tools see.
+        """Work one instruction with these tools to an answer or a limit; no pool, no sandbox. `session`: whose state
+        the tools see.
 
-        `model` None: as the environment says, else the embedded small one. `options` None: the defaults, with the `timeout_s` of these tools.
-        Raises ModelUnavailable, ConfigError.
+        `model` None: as the environment says, else the embedded small one. `options` None: the defaults, with the
+        `timeout_s` of these tools. Raises ModelUnavailable, ConfigError.
         """
         settings = load_settings()
         options = options or ReActOptions(tool_timeout_s=self._surroundings.timeout_s)
@@ -154,12 +158,16 @@ class LocalTools:
                 options=with_window(options, settings, known),
                 on_event=on_event or (lambda _: None),
                 run_id=run,
-                switched_off={state.name: state.switch for state in self.registry.describe() if state.switch is not None},
+                switched_off={
+                    state.name: state.switch for state in self.registry.describe() if state.switch is not None
+                },
             )
             return await agent.run(instruction)
 
     async def run_call(self, call: ToolCall) -> ToolResult:
-        """The one result of a model's call: reviewed, checked, run within its limit. Never raises for a call's failure."""
+        """The one result of a model's call: reviewed, checked, run within its limit. Never raises for a call's
+        failure.
+        """
         return await self._run_call(self._door, self._surroundings, call)
 
     def for_run(
@@ -173,16 +181,25 @@ class LocalTools:
     ) -> "BoundTools":
         """The same tools for one run: its calls see this model and this state.
 
-        `state` None: the session's, which is kept until `forget_session`; for a run without a session, a new one. Raises ValueError for ids
-        that no call can carry. `timeout_s` None: theirs.
+        `state` None: the session's, which is kept until `forget_session`; for a run without a session, a new one.
+        Raises ValueError for ids that no call can carry. `timeout_s` None: theirs.
         """
         ours = self._surroundings
         for identifier in (run, session):
             if identifier is not None and not FITTING_ID.fullmatch(identifier):
-                raise ValueError(f"'{identifier[:80]}' is no id of a run or session: write 1 to 64 letters, digits, '_' or '-'")
+                raise ValueError(
+                    f"'{identifier[:80]}' is no id of a run or session: write 1 to 64 letters, digits, '_' or '-'"
+                )
         if state is None:
             state = MemoryState() if session is None else self.state_of(session)
-        told = replace(ours, run=run, session=session, model=model or ours.model, state=state, timeout_s=timeout_s or ours.timeout_s)
+        told = replace(
+            ours,
+            run=run,
+            session=session,
+            model=model or ours.model,
+            state=state,
+            timeout_s=timeout_s or ours.timeout_s,
+        )
         return BoundTools(self, self._open_door(told), told)
 
     def state_of(self, session: str) -> SessionState:
@@ -233,7 +250,9 @@ class LocalTools:
 
         transport = InProcessTransport(self.registry, self._key, contexts=context_for, threads=self._threads)
         switches = RegistrySwitches(self.registry)
-        return Dispatcher(transport, RegistryCatalog(self.registry), self._key, queue_wait_s=QUEUE_WAIT_S, switches=switches)
+        return Dispatcher(
+            transport, RegistryCatalog(self.registry), self._key, queue_wait_s=QUEUE_WAIT_S, switches=switches
+        )
 
 
 class BoundTools:

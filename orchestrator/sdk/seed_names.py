@@ -1,4 +1,6 @@
-"""The names that the requirement documents use for the loop and its parts. Aliases only: each calls what docs/dialects.md describes."""
+"""The names that the requirement documents use for the loop and its parts. Aliases only: each calls what
+docs/dialects.md describes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +12,13 @@ from orchestrator.dialects.json_decision import build_tool_system_prompt
 from orchestrator.loop.prompts import generate_tool_prompt
 from orchestrator.models.adapter import BudgetedModel
 from orchestrator.models.base import Message, Model
-from orchestrator.sdk.tool_loop import ToolLoopResult, create_output_controller, create_tool_registry, execute_tool_call, run_tool_loop
+from orchestrator.sdk.tool_loop import (
+    ToolLoopResult,
+    create_output_controller,
+    create_tool_registry,
+    execute_tool_call,
+    run_tool_loop,
+)
 
 ToolContext = CallContext
 createToolRegistry = create_tool_registry
@@ -39,8 +47,12 @@ class ModelGateway:
         return (await BudgetedModel(self._model).complete(messages)).text
 
 
-async def runToolLoop(deps: Mapping[str, Any], session_id: str, message: str, options: Mapping[str, Any] | None = None) -> ToolLoopResult:
-    """`run_tool_loop` with the documents' spelling: `deps` has `contextEngine` and so on, `options` has `maxToolRounds`."""
+async def runToolLoop(
+    deps: Mapping[str, Any], session_id: str, message: str, options: Mapping[str, Any] | None = None
+) -> ToolLoopResult:
+    """`run_tool_loop` with the documents' spelling: `deps` has `contextEngine` and so on, `options` has
+    `maxToolRounds`.
+    """
     parts = {_DEPS.get(name, name): part for name, part in deps.items()}
     limits = {"max_tool_rounds" if name == "maxToolRounds" else name: value for name, value in (options or {}).items()}
     return await run_tool_loop(parts, session_id, message, **limits)

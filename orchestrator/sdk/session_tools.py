@@ -1,4 +1,6 @@
-"""The tools of a session for loops that are not ours: what a model may be told of, and calls that are reviewed before they are made."""
+"""The tools of a session for loops that are not ours: what a model may be told of, and calls that are reviewed before
+they are made.
+"""
 
 import secrets
 from collections.abc import Iterable, Mapping
@@ -22,10 +24,17 @@ Names = Iterable[str] | Literal["all"]
 
 
 class SessionTools:
-    """Made by `ToolClient.session_tools`. What a model asks for by it is judged and asked about as in a run of ours; nobody to ask means no."""
+    """Made by `ToolClient.session_tools`. What a model asks for by it is judged and asked about as in a run of ours;
+    nobody to ask means no.
+    """
 
     def __init__(
-        self, parts: RunParts, session: Session, specs: Iterable[ToolSpec], approver: Approver | None, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        parts: RunParts,
+        session: Session,
+        specs: Iterable[ToolSpec],
+        approver: Approver | None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._parts = parts
         self._session = session
@@ -37,30 +46,46 @@ class SessionTools:
         self._specs = {spec.name: spec for spec in self.specs}
 
     @classmethod
-    async def open(cls, parts: RunParts, session: Session, names: Names, approver: Approver | None, timeout_s: float) -> "SessionTools":
-        """Raises ToolFailure(TOOL_NOT_FOUND) for a name that the session's tenant has not, SandboxUnavailable, BrokerUnavailable."""
+    async def open(
+        cls, parts: RunParts, session: Session, names: Names, approver: Approver | None, timeout_s: float
+    ) -> "SessionTools":
+        """Raises ToolFailure(TOOL_NOT_FOUND) for a name that the session's tenant has not, SandboxUnavailable,
+        BrokerUnavailable.
+        """
         wanted = [names] if isinstance(names, str) else list(names)
         specs = await parts.specs_in(session, wanted)
         there = {spec.name for spec in specs}
         for name in wanted:
             if name != "all" and name not in there:
                 known = [spec.name for spec in await parts.specs_in(session, "all")]
-                told = f"there is no tool '{name}' for tenant {session.tenant}, or it is turned off; there are {', '.join(known)}"
+                told = (
+                    f"there is no tool '{name}' for tenant {session.tenant}, or it is turned off; there are "
+                    f"{', '.join(known)}"
+                )
                 raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, told, nearest=find_nearest(name, known))
         return cls(parts, session, specs, approver, timeout_s)
 
     async def call(
-        self, name: str, arguments: Mapping[str, Any], *, approver: Approver | None = None, on_output: OnOutput | None = None
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        approver: Approver | None = None,
+        on_output: OnOutput | None = None,
     ) -> ToolResult:
-        """The one result of a call that a model asks for: reviewed, then made in the session. Never raises for a call's failure.
+        """The one result of a call that a model asks for: reviewed, then made in the session. Never raises for a call's
+        failure.
 
-        `approver`: who is asked about this call alone. Cancelled, it stops what runs in the sandbox. `on_output`: as for `Session.call`.
+        `approver`: who is asked about this call alone. Cancelled, it stops what runs in the sandbox. `on_output`: as
+        for `Session.call`.
         """
         call = ToolCall(id=secrets.token_hex(16), name=name[:MAX_NAME_CHARS] or "unknown")
         spec = self._specs.get(name)
         if spec is None:
             nearest = find_nearest(name, self._specs)
-            return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}", metadata={"nearest": nearest})
+            return ToolResult.failed(
+                call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}", metadata={"nearest": nearest}
+            )
         try:
             call = ToolCall(id=call.id, name=name, arguments=dict(arguments))
         except ValidationError as error:
@@ -75,11 +100,15 @@ class SessionTools:
             return ToolResult.failed(call, error.code, str(error))
         if isinstance(reviewed, ToolResult):
             return reviewed
-        result = await self._session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=self._terms)
+        result = await self._session.call(
+            reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=self._terms
+        )
         return note_aliases(result, find_aliases(spec, call.arguments))
 
     async def verdict(self, name: str, arguments: Mapping[str, Any]) -> Verdict:
-        """What the policy says of a call, for loops that ask people by means of their own. Raises ToolFailure for a call that cannot be made, OperatorError."""
+        """What the policy says of a call, for loops that ask people by means of their own. Raises ToolFailure for a
+        call that cannot be made, OperatorError.
+        """
         spec = self._specs.get(name)
         if spec is None:
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}")

@@ -1,4 +1,6 @@
-"""Where a tenant's own skills are looked at and changed: what is installed is examined first, by a program of its own."""
+"""Where a tenant's own skills are looked at and changed: what is installed is examined first, by a program of its
+own.
+"""
 
 import asyncio
 import tempfile

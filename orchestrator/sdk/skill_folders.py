@@ -1,4 +1,6 @@
-"""A skill's folder or .zip file, examined before any worker loads it: by what loads it there, as a program of its own, within limits of its own."""
+"""A skill's folder or .zip file, examined before any worker loads it: by what loads it there, as a program of its own,
+within limits of its own.
+"""
 
 import json
 import subprocess
@@ -22,8 +24,11 @@ class Examined:
     tool: ToolSpec | None
 
 
-def examine_skill(path: Path, *, owner: str = "", as_zip: Path | None = None, as_bundle: Path | None = None) -> Examined:
-    """`owner`: the tenant that it is to be installed for; "": it is to be everybody's. `as_zip`, `as_bundle`: where the skill is written to, as a .zip file or as what is kept of an installed one.
+def examine_skill(
+    path: Path, *, owner: str = "", as_zip: Path | None = None, as_bundle: Path | None = None
+) -> Examined:
+    """`owner`: the tenant that it is to be installed for; "": it is to be everybody's. `as_zip`, `as_bundle`: where the
+    skill is written to, as a .zip file or as what is kept of an installed one.
 
     Raises SkillBroken with what makes it unusable, ConfigError when it could not be examined.
     """
@@ -35,8 +40,12 @@ def examine_skill(path: Path, *, owner: str = "", as_zip: Path | None = None, as
         told = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         words = getattr(error, "stderr", b"") or b""
-        raise ConfigError(f"{path} could not be examined ({words.decode(errors='replace').strip()[-500:] or error})") from error
+        raise ConfigError(
+            f"{path} could not be examined ({words.decode(errors='replace').strip()[-500:] or error})"
+        ) from error
     if "broken" in told:
         raise SkillBroken(told["broken"])
     tool = told["tool"]
-    return Examined(SkillSummary.model_validate(told["skill"]), ToolSpec.model_validate(tool) if tool is not None else None)
+    return Examined(
+        SkillSummary.model_validate(told["skill"]), ToolSpec.model_validate(tool) if tool is not None else None
+    )

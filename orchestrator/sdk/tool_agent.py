@@ -1,4 +1,6 @@
-"""Agents for programs that are written in messages: one binds tools and asks the model, the other carries the conversation to an answer."""
+"""Agents for programs that are written in messages: one binds tools and asks the model, the other carries the
+conversation to an answer.
+"""
 
 import json
 import secrets
@@ -37,7 +39,9 @@ INTERRUPTIONS = 2
 
 @dataclass(frozen=True)
 class LLMClient:
-    """A model, and whether it calls functions natively. False: schemas go into the system prompt and calls are read from its text."""
+    """A model, and whether it calls functions natively. False: schemas go into the system prompt and calls are read
+    from its text.
+    """
 
     model: Model
     function_calling: bool = True
@@ -53,7 +57,9 @@ class ToolAgent:
         self.schemas: list[dict[str, Any]] = []
 
     def bind_tools(self, tools: Sequence[Any]) -> "ToolAgent":
-        """These tools, and no others, go with every request from now on; anything that `convert_to_openai_tool` takes. Gives itself."""
+        """These tools, and no others, go with every request from now on; anything that `convert_to_openai_tool` takes.
+        Gives itself.
+        """
         self.schemas = [convert_to_openai_tool(tool) for tool in tools]
         self.tools = list(tools)
         return self
@@ -75,7 +81,9 @@ class ToolAgent:
         return await self._ask(wire)
 
     async def _ask(self, wire: list[Message]) -> AIMessage:
-        return await (self._generate_native(wire) if self._fallback is None else self._generate_from_text(wire, self._fallback))
+        return await (
+            self._generate_native(wire) if self._fallback is None else self._generate_from_text(wire, self._fallback)
+        )
 
     async def _generate_native(self, wire: list[Message]) -> AIMessage:
         assembler, usage = NativeCallAssembler(secrets.token_hex(4)), Usage()
@@ -96,18 +104,29 @@ class ToolAgent:
             reader.feed(chunk)
         events, end = reader.finish()
         asked = [event.call for event in events if isinstance(event, CallRequested)]
-        text = "".join(event.text if isinstance(event, Text) else "" if isinstance(event, CallRequested) else event.raw for event in events)
-        return AIMessage(text, [build_tool_call(call.id, call.name, call.arguments) for call in asked], end.finish_reason, end.usage)
+        text = "".join(
+            event.text if isinstance(event, Text) else "" if isinstance(event, CallRequested) else event.raw
+            for event in events
+        )
+        return AIMessage(
+            text, [build_tool_call(call.id, call.name, call.arguments) for call in asked], end.finish_reason, end.usage
+        )
 
 
 class CustomAgent:
-    """Carries a conversation with a ToolAgent to its answer. `tools`: what it runs; None: those that are bound to the agent.
+    """Carries a conversation with a ToolAgent to its answer. `tools`: what it runs; None: those that are bound to the
+    agent.
 
     `history` is all of it, as messages.
     """
 
     def __init__(
-        self, agent: ToolAgent, tools: Sequence[Any] | LocalTools | None = None, *, instruction: str = "", max_iterations: int = 5
+        self,
+        agent: ToolAgent,
+        tools: Sequence[Any] | LocalTools | None = None,
+        *,
+        instruction: str = "",
+        max_iterations: int = 5,
     ) -> None:
         self._options = ReActOptions(max_iterations=max_iterations)
         self._agent = agent
@@ -118,30 +137,41 @@ class CustomAgent:
         self.history: list[ChatMessage] = [SystemMessage(instruction)] if instruction else []
 
     async def run(self, message: str) -> AIMessage:
-        """The model's answer to `message`, after it has called what tools it wants; its last reply when it calls on and on.
+        """The model's answer to `message`, after it has called what tools it wants; its last reply when it calls on and
+        on.
 
-        Raises ValueError for native arguments that are not JSON, ModelUnavailable; what a tool raises is told to the model.
+        Raises ValueError for native arguments that are not JSON, ModelUnavailable; what a tool raises is told to the
+        model.
         """
         bound = [self._tools.register(tool).name for tool in self._agent.tools] if self._runs_bound_tools else "all"
         runner = CallRunner(
-            secrets.token_hex(8), self._tools.specs(bound), self._tools.run_call, lambda _: None, self._options.max_parallel_calls
+            secrets.token_hex(8),
+            self._tools.specs(bound),
+            self._tools.run_call,
+            lambda _: None,
+            self._options.max_parallel_calls,
         )
         self.history.append(HumanMessage(message))
         for _ in range(self._options.max_iterations):
             reply = await self._agent._generate(self.history)
             observed = await runner.run(_requests(reply, len(self.history)))
-            # Together: a call without its result, when this is cancelled, would make every later request one that servers refuse.
+            # Together: a call without its result, when this is cancelled, would make every later request one that
+            # servers refuse.
             self.history += [reply, *(_tool_message(call_id, result) for call_id, result in observed)]
             if not reply.tool_calls:
                 return reply
         log.warning(
-            "max_iterations_reached", steps=self._options.max_iterations, message="the model still called tools; its last reply is returned"
+            "max_iterations_reached",
+            steps=self._options.max_iterations,
+            message="the model still called tools; its last reply is returned",
         )
         return reply
 
 
 def _requests(reply: AIMessage, step: int) -> list[Requested]:
-    """The calls of a reply. The last one of a reply that was cut may lack what its model meant to write: it is not run."""
+    """The calls of a reply. The last one of a reply that was cut may lack what its model meant to write: it is not
+    run.
+    """
     asked = [_requested(call, f"{step}-{at}-{secrets.token_hex(8)}") for at, call in enumerate(reply.tool_calls)]
     if asked and reply.finish_reason == "length":
         last = reply.tool_calls[-1]
@@ -154,11 +184,15 @@ def _requested(call: dict[str, Any], call_id: str) -> Requested:
 
 
 def _tool_message(call_id: str, result: ToolResult) -> ToolMessage:
-    return ToolMessage(result.text(), call_id, result.name, "success" if result.success else "error", dict(result.metadata))
+    return ToolMessage(
+        result.text(), call_id, result.name, "success" if result.success else "error", dict(result.metadata)
+    )
 
 
 def _as_text(messages: Sequence[Message]) -> list[Message]:
-    """Messages for a model that knows of no tool calls: those that it made become decisions again, results the user's."""
+    """Messages for a model that knows of no tool calls: those that it made become decisions again, results the
+    user's.
+    """
     plain: list[Message] = []
     names: dict[str, str] = {}
     for message in messages:
@@ -167,7 +201,9 @@ def _as_text(messages: Sequence[Message]) -> list[Message]:
         if message["role"] == "tool":
             plain.append({"name": names.get(message.get("tool_call_id", ""), NAMELESS_TOOL), **message})
             continue
-        told = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": message.get("content") or ""}
+        told = {key: value for key, value in message.items() if key != "tool_calls"} | {
+            "content": message.get("content") or ""
+        }
         if calls:
             decisions = "\n".join(_decision_text(function) for _, function in calls)
             told["content"] = f"{told['content']}{decisions}"

@@ -1,4 +1,6 @@
-"""The tool loop of one session by JSON decisions: `run_tool_loop`, and the parts that it is made of, each replaceable."""
+"""The tool loop of one session by JSON decisions: `run_tool_loop`, and the parts that it is made of, each
+replaceable.
+"""
 
 import inspect
 import secrets
@@ -38,7 +40,9 @@ __all__ = [
 
 
 Chat = Callable[[list[Message]], Any]
-"""A gateway, plain or async: messages in, the raw content of the reply out, as a string or as a message that has it as `content`."""
+"""A gateway, plain or async: messages in, the raw content of the reply out, as a string or as a message that has it as
+`content`.
+"""
 
 
 class OutputController(Protocol):
@@ -86,7 +90,9 @@ class ToolLoopRegistry(LocalTools):
 
 @dataclass
 class ToolLoopDeps:
-    """What the loop is made of. `chat`: a function of the messages, or a Model. A ToolRegistry becomes LocalTools over it."""
+    """What the loop is made of. `chat`: a function of the messages, or a Model. A ToolRegistry becomes LocalTools over
+    it.
+    """
 
     chat: Chat | Model
     tool_registry: LocalTools | ToolRegistry[CallHandler]
@@ -127,10 +133,11 @@ async def run_tool_loop(
     *,
     on_event: OnEvent = lambda _: None,
 ) -> ToolLoopResult:
-    """Answer `message` in that session: decide, execute, inject the result as `[Tool result for NAME]`, until the model replies. Tools see
-    the session's own state.
+    """Answer `message` in that session: decide, execute, inject the result as `[Tool result for NAME]`, until the model
+    replies. Tools see the session's own state.
 
-    `deps` may be a mapping with the same names. Raises ValueError for a round limit below 1, ModelUnavailable, and what `chat` raises.
+    `deps` may be a mapping with the same names. Raises ValueError for a round limit below 1, ModelUnavailable, and what
+    `chat` raises.
     """
     parts = deps if isinstance(deps, ToolLoopDeps) else ToolLoopDeps(**deps)
     context, tools = parts.context_engine, parts.tool_registry
@@ -150,12 +157,16 @@ async def run_tool_loop(
     context.append(session_id, told)
     is_answer = result.answer or result.stop_reason is StopReason.EMPTY_REPLY
     last = next((message["content"] for message in reversed(told) if message["role"] == "assistant"), "")
-    return ToolLoopResult(result.answer if is_answer else last or "", result.steps, result.stop_reason, result.transcript)
+    return ToolLoopResult(
+        result.answer if is_answer else last or "", result.steps, result.stop_reason, result.transcript
+    )
 
 
 def _for_session(registry: LocalTools, session_id: str) -> BoundTools:
     """Any text is a session here; only some is a name that travels with a call."""
-    return registry.for_run(session=session_id if FITTING_ID.fullmatch(session_id) else None, state=registry.state_of(session_id))
+    return registry.for_run(
+        session=session_id if FITTING_ID.fullmatch(session_id) else None, state=registry.state_of(session_id)
+    )
 
 
 def _as_model(chat: Chat | Model) -> Model:
@@ -182,5 +193,7 @@ class _ChatModel:
 def _content_of(reply: Any) -> str:
     content = reply.get("content") if isinstance(reply, Mapping) else getattr(reply, "content", reply)
     if not isinstance(content, str):
-        raise TypeError(f"chat must give the reply's content as a string, or a message with it, not {type(reply).__name__}")
+        raise TypeError(
+            f"chat must give the reply's content as a string, or a message with it, not {type(reply).__name__}"
+        )
     return content

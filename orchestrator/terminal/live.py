@@ -1,4 +1,6 @@
-"""Output of a running call on a terminal: escaped, dimmed, a few lines at a time; the result that follows has the whole of it."""
+"""Output of a running call on a terminal: escaped, dimmed, a few lines at a time; the result that follows has the whole
+of it.
+"""
 
 from types import TracebackType
 
@@ -14,7 +16,9 @@ REFRESH_PER_S = 8
 
 
 class LiveLines:
-    """Pieces of output as whole lines for people; one that has not ended waits for its rest, so far as it is shown at all."""
+    """Pieces of output as whole lines for people; one that has not ended waits for its rest, so far as it is shown at
+    all.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, str] = {}
@@ -32,20 +36,26 @@ class LiveLines:
 
 
 class LiveOutput:
-    """Shows the output of one call while it runs. On a terminal its last lines, which vanish when it ends; elsewhere every line, as it comes."""
+    """Shows the output of one call while it runs. On a terminal its last lines, which vanish when it ends; elsewhere
+    every line, as it comes.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lines = LiveLines()
         self._tail: list[str] = []
-        self._live = Live(console=console, transient=True, refresh_per_second=REFRESH_PER_S) if console.is_terminal else None
+        self._live = (
+            Live(console=console, transient=True, refresh_per_second=REFRESH_PER_S) if console.is_terminal else None
+        )
 
     def __enter__(self) -> "LiveOutput":
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.update(Text(""))
             self._live.stop()

@@ -35,7 +35,9 @@ MAX_LIVE_LINES_OF_CALL = 40
 
 
 class RunView:
-    """Shows the events of one run at a time. `on_event` is what an Agent wants. `asks_elsewhere`: who is asked about a call is not asked here."""
+    """Shows the events of one run at a time. `on_event` is what an Agent wants. `asks_elsewhere`: who is asked about a
+    call is not asked here.
+    """
 
     def __init__(self, console: Console, *, asks_elsewhere: bool = False) -> None:
         self._console = console
@@ -54,7 +56,9 @@ class RunView:
             case TextArrived() | TextWithdrawn():
                 self._text(event)
             case CallStarted():
-                self._line(f"-> {event.call.name} {_shorten(json.dumps(event.call.arguments, ensure_ascii=False))}", "yellow")
+                self._line(
+                    f"-> {event.call.name} {_shorten(json.dumps(event.call.arguments, ensure_ascii=False))}", "yellow"
+                )
             case ApprovalAsked() if self.asks_elsewhere:
                 self._line("   waits for an answer: `toolcrew approve ls` shows the question", "magenta")
             case OutputArrived():
@@ -64,7 +68,11 @@ class RunView:
                 self._live_shown.pop(event.result.call_id, None)
                 self._result(event.result)
             case StepFinished():
-                self._line(f"   model {event.model_s:.2f} s, {event.usage.prompt_tokens} + {event.usage.completion_tokens} tokens", "dim")
+                self._line(
+                    f"   model {event.model_s:.2f} s, {event.usage.prompt_tokens} + {event.usage.completion_tokens} "
+                    "tokens",
+                    "dim",
+                )
             case Warned():
                 self._line(f"warning: {event.message}", "magenta")
             case RunAborted():
@@ -76,7 +84,9 @@ class RunView:
         if isinstance(event, TextArrived):
             self._piece(event.text)
         else:
-            self._line(f"   the last {event.characters} characters are void: the reply broke off and came again", "magenta")
+            self._line(
+                f"   the last {event.characters} characters are void: the reply broke off and came again", "magenta"
+            )
 
     def _output(self, event: OutputArrived) -> None:
         """The end of a piece, while the call has not been shown too much: its result is shown as well."""
@@ -117,7 +127,12 @@ class RunView:
 
 def format_clocks(clocks: Clocks) -> str:
     """The four clocks in milliseconds."""
-    parts = ("queued", clocks.queued_s), ("sandbox", clocks.sandbox_s), ("run", clocks.run_s), ("transfer", clocks.transfer_s)
+    parts = (
+        ("queued", clocks.queued_s),
+        ("sandbox", clocks.sandbox_s),
+        ("run", clocks.run_s),
+        ("transfer", clocks.transfer_s),
+    )
     return "  ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts)
 
 
@@ -135,6 +150,8 @@ def _shorten(text: str, limit: int = 400) -> str:
 
 def table_rows(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> list[str]:
     """Return rows as aligned text lines, a header first. A value that is None is shown as "-"."""
-    cells = [list(columns)] + [["-" if (value := row.get(column, "")) is None else str(value) for column in columns] for row in rows]
+    cells = [list(columns)] + [
+        ["-" if (value := row.get(column, "")) is None else str(value) for column in columns] for row in rows
+    ]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]

@@ -1,4 +1,6 @@
-"""ATIF 1.7, the Agent Trajectory Interchange Format, as records: the whole schema with its rules, from its public specification."""
+"""ATIF 1.7, the Agent Trajectory Interchange Format, as records: the whole schema with its rules, from its public
+specification.
+"""
 
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
@@ -109,7 +111,11 @@ class AtifStep(_Part):
         of_agents = ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics")
         if self.source != "agent" and (given := [name for name in of_agents if getattr(self, name) is not None]):
             raise ValueError(f"only steps of the agent have {', '.join(given)}")
-        if self.source == "agent" and self.llm_call_count == 0 and (self.metrics is not None or self.reasoning_content is not None):
+        if (
+            self.source == "agent"
+            and self.llm_call_count == 0
+            and (self.metrics is not None or self.reasoning_content is not None)
+        ):
             raise ValueError("a step without a model call has neither metrics nor reasoning_content")
         called = {call.tool_call_id for call in self.tool_calls or ()}
         for result in self.observation.results if self.observation and self.tool_calls is not None else ():

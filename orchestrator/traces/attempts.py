@@ -26,14 +26,21 @@ class Attempts:
 
 
 def find_attempts(folder: Path, name: str, tenant: str | None = None) -> Attempts:
-    """The last attempt of the run of an item, by its id; any other trace by its id or path. Raises ConfigError as `find_trace` does."""
+    """The last attempt of the run of an item, by its id; any other trace by its id or path. Raises ConfigError as
+    `find_trace` does.
+    """
     if not _ITEM_RUN.fullmatch(name):
         return Attempts(find_trace(folder, name, tenant))
-    numbered = {number: path for path in folder.glob(f"{tenant or '*'}/{name}-*.jsonl") if (number := _number(path, name))}
+    numbered = {
+        number: path for path in folder.glob(f"{tenant or '*'}/{name}-*.jsonl") if (number := _number(path, name))
+    }
     if not numbered:
         return Attempts(find_trace(folder, name, tenant))
     last = find_trace(folder, f"{name}-{max(numbered)}", tenant)
-    beside = [last.with_name(f"{name}.jsonl"), *(last.with_name(f"{name}-{number}.jsonl") for number in sorted(numbered))]
+    beside = [
+        last.with_name(f"{name}.jsonl"),
+        *(last.with_name(f"{name}-{number}.jsonl") for number in sorted(numbered)),
+    ]
     return Attempts(last, tuple(path for path in beside if path != last and path.is_file()))
 
 

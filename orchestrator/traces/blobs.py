@@ -64,8 +64,8 @@ def build_reference(data: bytes, kind: Kind, *, is_lost: bool = False) -> dict[s
 
 
 def resolve(value: Any, blobs: BlobFolder | None, missing: list[str], *, is_inner: bool = False) -> Any:
-    """A line's value with its blobs in place; of those that are not there their hash goes into `missing`, and a note or something empty
-    stands for them. `blobs` None: none is looked for, and none counts as missing.
+    """A line's value with its blobs in place; of those that are not there their hash goes into `missing`, and a note or
+    something empty stands for them. `blobs` None: none is looked for, and none counts as missing.
 
     `is_inner`: it comes out of a blob, in which only texts may lie apart: blobs of blobs could grow without end.
     """

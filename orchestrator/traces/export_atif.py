@@ -63,7 +63,9 @@ def split_thinking(message: dict[str, Any]) -> tuple[str, str | None]:
 def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
     """The messages of the first request: they are there before the agent does anything."""
     first = trace.steps[0] if trace.steps else None
-    timestamp = first.request.ts if first is not None and first.request is not None else trace.start.ts if trace.start else None
+    timestamp = (
+        first.request.ts if first is not None and first.request is not None else trace.start.ts if trace.start else None
+    )
     messages = first.messages if first is not None else []
     if not messages and trace.start is not None:
         messages = [{"role": "user", "content": trace.start.instruction}]
@@ -83,7 +85,9 @@ def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
     told: dict[str, Any] = {"source": "agent", "message": message, "extra": {"step": step.number}}
     if response is not None:
         metrics = AtifMetrics(
-            prompt_tokens=response.prompt_tokens, completion_tokens=response.completion_tokens, extra={"model_s": response.model_s}
+            prompt_tokens=response.prompt_tokens,
+            completion_tokens=response.completion_tokens,
+            extra={"model_s": response.model_s},
         )
         told |= {"timestamp": response.ts, "reasoning_content": thought, "metrics": metrics, "llm_call_count": 1}
         told["extra"]["finish_reason"] = response.finish_reason
@@ -94,7 +98,9 @@ def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
         told["model_name"] = trace.start.model
     if step.calls:
         told["tool_calls"] = [_call(call, trace.why_unrun(call)) for call in step.calls]
-        told["observation"] = AtifObservation(results=[_result(call, call.result) for call in step.calls if call.result is not None])
+        told["observation"] = AtifObservation(
+            results=[_result(call, call.result) for call in step.calls if call.result is not None]
+        )
     return told
 
 
@@ -102,7 +108,9 @@ def _call(call: TraceCall, unrun: str) -> AtifToolCall:
     extra: dict[str, Any] = {"unrun": unrun} if unrun else {}
     if call.called is not None and call.arguments != call.called.arguments:
         extra["asked_arguments"] = call.called.arguments
-    return AtifToolCall(tool_call_id=call.call_id, function_name=call.tool, arguments=call.arguments, extra=extra or None)
+    return AtifToolCall(
+        tool_call_id=call.call_id, function_name=call.tool, arguments=call.arguments, extra=extra or None
+    )
 
 
 def _result(call: TraceCall, result: records.ToolResulted) -> AtifObservationResult:
@@ -121,7 +129,9 @@ def _result(call: TraceCall, result: records.ToolResulted) -> AtifObservationRes
         # It is the content.
         del extra["output"]
     return AtifObservationResult(
-        source_call_id=call.call_id, content=result.text(), extra={key: value for key, value in extra.items() if value is not None}
+        source_call_id=call.call_id,
+        content=result.text(),
+        extra={key: value for key, value in extra.items() if value is not None},
     )
 
 
@@ -131,7 +141,9 @@ def _final_metrics(trace: Trace, steps: int) -> AtifFinalMetrics:
     completion = trace.end.completion_tokens if trace.end else sum(reply.completion_tokens for reply in replies)
     # A run's cost is in the currency of its prices, which need not be dollars.
     extra = {"cost": trace.end.cost} if trace.end and trace.end.cost is not None else None
-    return AtifFinalMetrics(total_prompt_tokens=prompt, total_completion_tokens=completion, total_steps=steps, extra=extra)
+    return AtifFinalMetrics(
+        total_prompt_tokens=prompt, total_completion_tokens=completion, total_steps=steps, extra=extra
+    )
 
 
 def _text(content: Any) -> str:

@@ -1,4 +1,6 @@
-"""A trace as chat messages: as OpenAI's API takes them, and as trajectories of mini-swe-agent 1.1 and SWE-agent in one document."""
+"""A trace as chat messages: as OpenAI's API takes them, and as trajectories of mini-swe-agent 1.1 and SWE-agent in one
+document.
+"""
 
 import json
 from typing import Any
@@ -11,18 +13,27 @@ TRAJECTORY_FORMAT = "mini-swe-agent-1.1"
 
 
 def build_openai(trace: Trace) -> dict[str, Any]:
-    """`messages`: what the model was last shown, its reply, and the results that nobody showed it any more; `tools` where there were any."""
+    """`messages`: what the model was last shown, its reply, and the results that nobody showed it any more; `tools`
+    where there were any.
+    """
     found: dict[str, Any] = {"messages": build_messages(trace)}
     return {**found, "tools": trace.tools} if trace.tools else found
 
 
 def build_traj(trace: Trace) -> dict[str, Any]:
-    """`info` and `messages` as mini-swe-agent's format 1.1 has them, `trajectory` and `history` as a `.traj` of SWE-agent."""
+    """`info` and `messages` as mini-swe-agent's format 1.1 has them, `trajectory` and `history` as a `.traj` of
+    SWE-agent.
+    """
     status = _exit_status(trace)
     answer = trace.end.answer if trace.end else ""
     extra = {"exit_status": status, "submission": answer}
     messages = build_messages(trace)
-    info: dict[str, Any] = {**extra, "model_stats": _model_stats(trace), "config": _config(trace), "faults": trace.faults()}
+    info: dict[str, Any] = {
+        **extra,
+        "model_stats": _model_stats(trace),
+        "config": _config(trace),
+        "faults": trace.faults(),
+    }
     return {
         "trajectory_format": TRAJECTORY_FORMAT,
         "info": info,
@@ -51,7 +62,11 @@ def _unshown(step: TraceStep) -> list[dict[str, Any]]:
     if isinstance(entries, list) and len(entries) == len(step.calls):
         pairs = zip(entries, step.calls, strict=True)
         return [
-            {"role": "tool", "tool_call_id": entry.get("id", call.call_id), "content": call.result.text() if call.result else "no result"}
+            {
+                "role": "tool",
+                "tool_call_id": entry.get("id", call.call_id),
+                "content": call.result.text() if call.result else "no result",
+            }
             for entry, call in pairs
         ]
     text = "\n\n".join(f"Tool result for {result.tool}:\n{result.text()}" for result in results)
@@ -69,20 +84,33 @@ def _model_stats(trace: Trace) -> dict[str, Any]:
     calls = sum(isinstance(record, records.LlmResponse) for record in trace.attempt)
     sent, received = (end.prompt_tokens, end.completion_tokens) if end else (0, 0)
     # 0.0 is what these formats have where no prices are known.
-    return {"instance_cost": (end.cost if end else None) or 0.0, "api_calls": calls, "tokens_sent": sent, "tokens_received": received}
+    return {
+        "instance_cost": (end.cost if end else None) or 0.0,
+        "api_calls": calls,
+        "tokens_sent": sent,
+        "tokens_received": received,
+    }
 
 
 def _config(trace: Trace) -> dict[str, Any]:
     if trace.start is None:
         return {}
     model = {"model_name": trace.start.model}
-    return {"agent_type": "toolcrew", "agent": {"release": trace.start.release, "dialect": trace.start.dialect}, "model": model}
+    return {
+        "agent_type": "toolcrew",
+        "agent": {"release": trace.start.release, "dialect": trace.start.dialect},
+        "model": model,
+    }
 
 
 def _with_actions(trace: Trace, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Replies of this run with what they had done, as mini-swe-agent keeps it beside each."""
     steps = [step for step in trace.steps if step.response is not None]
-    replies = [at for at, message in enumerate(messages) if message.get("role") == "assistant"][-len(steps) :] if steps else []
+    replies = (
+        [at for at, message in enumerate(messages) if message.get("role") == "assistant"][-len(steps) :]
+        if steps
+        else []
+    )
     told = list(messages)
     for at, step in zip(reversed(replies), reversed(steps), strict=False):
         actions = [{"command": build_action(call), "tool_call_id": call.call_id} for call in step.calls]
@@ -107,7 +135,12 @@ def _turns(step: TraceStep) -> list[dict[str, Any]]:
         state = {key: result.metadata[key] for key in ("cwd", "exit_code") if key in result.metadata} if result else {}
         told = {"action": build_action(call), "observation": result.text() if result else "", "state": state}
         turns.append(
-            {**shown, **told, "execution_time": (result.seconds or 0.0) if result else 0.0, "extra_info": {"call_id": call.call_id}}
+            {
+                **shown,
+                **told,
+                "execution_time": (result.seconds or 0.0) if result else 0.0,
+                "extra_info": {"call_id": call.call_id},
+            }
         )
     return turns
 

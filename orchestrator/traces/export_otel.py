@@ -1,4 +1,6 @@
-"""A trace as OpenTelemetry spans in OTLP's JSON, with the attributes of the conventions for generative AI (status: development)."""
+"""A trace as OpenTelemetry spans in OTLP's JSON, with the attributes of the conventions for generative AI (status:
+development).
+"""
 
 import hashlib
 import json
@@ -14,13 +16,19 @@ STATUS_ERROR = 2
 
 
 def build_otel(trace: Trace, *, with_content: bool = False) -> dict[str, Any]:
-    """An ExportTraceServiceRequest. `with_content`: instruction, answer, arguments and results, too; without it no text of the run is in it."""
+    """An ExportTraceServiceRequest. `with_content`: instruction, answer, arguments and results, too; without it no text
+    of the run is in it.
+    """
     spans = _spans(trace, with_content) if trace.records else []
     resource = {"service.name": "toolcrew", "service.version": trace.start.release if trace.start else ""}
     if trace.records:
         resource[names.TENANT] = trace.records[0].tenant
     scope = {"name": "toolcrew", "version": resource["service.version"]}
-    return {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": [{"scope": scope, "spans": spans}]}]}
+    return {
+        "resourceSpans": [
+            {"resource": {"attributes": _attributes(resource)}, "scopeSpans": [{"scope": scope, "spans": spans}]}
+        ]
+    }
 
 
 def _spans(trace: Trace, with_content: bool) -> list[dict[str, Any]]:
@@ -79,7 +87,9 @@ def _chats(trace: Trace, salt: str) -> list[dict[str, Any]]:
 
 
 def _tools(trace: Trace, salt: str, with_content: bool) -> list[dict[str, Any]]:
-    described = {tool.get("function", {}).get("name"): tool.get("function", {}).get("description") for tool in trace.tools}
+    described = {
+        tool.get("function", {}).get("name"): tool.get("function", {}).get("description") for tool in trace.tools
+    }
     spans = []
     for call in trace.calls:
         begun = call.called or call.result
@@ -94,12 +104,17 @@ def _tools(trace: Trace, salt: str, with_content: bool) -> list[dict[str, Any]]:
             names.CONVERSATION: trace.run,
         }
         if call.result is not None:
-            told |= {names.ERROR: call.result.error_code, names.SANDBOX: call.result.sandbox.id if call.result.sandbox else None}
+            told |= {
+                names.ERROR: call.result.error_code,
+                names.SANDBOX: call.result.sandbox.id if call.result.sandbox else None,
+            }
             told |= {names.CLOCKS.format(name): seconds for name, seconds in call.result.clocks.model_dump().items()}
         if with_content:
             told |= _content(call)
         times = (begun.ts, call.result.ts if call.result else begun.ts)
-        spans.append(_span({"spanId": _span_id(begun.span_id, salt)}, f"execute_tool {call.tool}", INTERNAL, times, told))
+        spans.append(
+            _span({"spanId": _span_id(begun.span_id, salt)}, f"execute_tool {call.tool}", INTERNAL, times, told)
+        )
     return spans
 
 

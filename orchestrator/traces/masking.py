@@ -9,5 +9,7 @@ __all__ = ["Masker", "build_masker", "is_masked", "passwords_of"]
 
 
 def build_masker(settings: OrchestratorSettings, more: Mapping[str, str] | None = None) -> Masker:
-    """A masker of what this process knows: the secrets of its settings, of its environment, and `more` (kind -> value)."""
+    """A masker of what this process knows: the secrets of its settings, of its environment, and `more` (kind ->
+    value).
+    """
     return Masker({**secrets_of_environment(), **secrets_of_settings(settings), **(more or {})})

@@ -11,15 +11,21 @@ from orchestrator.traces.recorder import TraceRecorder, open_trace
 
 
 class Traces:
-    """`secrets`: what is masked beside what settings and environment hold (kind -> value). `masker`: masks as they do."""
+    """`secrets`: what is masked beside what settings and environment hold (kind -> value). `masker`: masks as they
+    do.
+    """
 
     def __init__(self, settings: OrchestratorSettings, secrets: Mapping[str, str]) -> None:
         self.folder: Path = settings.traces
         self.masker: Masker = build_masker(settings, secrets)
 
     @contextmanager
-    def open(self, tenant: str, run: str, tell: OnEvent, on_warning: Callable[[str], None] = lambda _: None) -> Iterator["Traced"]:
-        """The trace of one run. Raises ConfigError for a tenant or run whose name is none; what cannot be written is warned of, and ends no run."""
+    def open(
+        self, tenant: str, run: str, tell: OnEvent, on_warning: Callable[[str], None] = lambda _: None
+    ) -> Iterator["Traced"]:
+        """The trace of one run. Raises ConfigError for a tenant or run whose name is none; what cannot be written is
+        warned of, and ends no run.
+        """
         with open_trace(self.folder, tenant, run, masker=self.masker, on_warning=on_warning) as recorder:
             yield Traced(recorder, tell)
 
@@ -43,6 +49,8 @@ class Traced:
 
 
 def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: str | None = None) -> dict[str, str]:
-    """What a client of a pool knows beside its settings: a URL that it was given, what a stack of its own has made up, a tenant's key."""
+    """What a client of a pool knows beside its settings: a URL that it was given, what a stack of its own has made up,
+    a tenant's key.
+    """
     found = {**passwords_of("Redis password", redis_url), **passwords_of("Flower password", flower_url or "")}
     return {**found, **({"API key of the tenant": api_key} if api_key else {})}

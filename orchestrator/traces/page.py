@@ -15,19 +15,23 @@ OPEN_CHARS = 4000
 """A longer text is folded."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1c1e21; --dim: #61666d; --line: #d9dce1; --card: #f6f7f9; --good: #17703c; --bad: #b3261e;
-  --mark: #7a4d00; --bar: #4c7bd9; }
-@media (prefers-color-scheme: dark) { :root { --back: #16181b; --text: #e4e6ea; --dim: #9aa0a8; --line: #33373d; --card: #1e2125; --good: #6fcf97;
-  --bad: #ff8a80; --mark: #e5b567; --bar: #7da2ef; } }
-body { margin: 0 auto; max-width: 72rem; padding: 1.5rem; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.35rem; margin: 0 0 .25rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 1.5rem 0 .5rem; }
-pre { margin: .4rem 0; padding: .6rem .8rem; background: var(--card); border: 1px solid var(--line); border-radius: .4rem; white-space: pre-wrap;
-  overflow-wrap: anywhere; font: 13px/1.45 ui-monospace, monospace; }
+:root { color-scheme: light dark; --back: #fff; --text: #1c1e21; --dim: #61666d; --line: #d9dce1; --card: #f6f7f9;
+  --good: #17703c; --bad: #b3261e; --mark: #7a4d00; --bar: #4c7bd9; }
+@media (prefers-color-scheme: dark) { :root { --back: #16181b; --text: #e4e6ea; --dim: #9aa0a8; --line: #33373d;
+  --card: #1e2125; --good: #6fcf97; --bad: #ff8a80; --mark: #e5b567; --bar: #7da2ef; } }
+body { margin: 0 auto; max-width: 72rem; padding: 1.5rem; background: var(--back); color: var(--text);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.35rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.05rem; margin: 1.5rem 0 .5rem; }
+pre { margin: .4rem 0; padding: .6rem .8rem; background: var(--card); border: 1px solid var(--line);
+  border-radius: .4rem; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45 ui-monospace, monospace; }
 .dim { color: var(--dim); } .good { color: var(--good); } .bad { color: var(--bad); } .mark { color: var(--mark); }
-.call { margin: .6rem 0 .6rem .2rem; padding-left: .8rem; border-left: 3px solid var(--line); } .call.failed { border-color: var(--bad); }
+.call { margin: .6rem 0 .6rem .2rem; padding-left: .8rem; border-left: 3px solid var(--line); }
+.call.failed { border-color: var(--bad); }
 .time { position: relative; height: 6px; margin: .3rem 0; background: var(--card); border-radius: 3px; }
 .time i { position: absolute; height: 6px; min-width: 2px; background: var(--bar); border-radius: 3px; }
-table { border-collapse: collapse; } td { padding: .1rem 1rem .1rem 0; vertical-align: top; } summary { cursor: pointer; color: var(--dim); }
+table { border-collapse: collapse; } td { padding: .1rem 1rem .1rem 0; vertical-align: top; }
+summary { cursor: pointer; color: var(--dim); }
 """
 
 
@@ -36,8 +40,10 @@ def build_page(trace: Trace) -> str:
     title = _text(f"Run {trace.run}")
     body = "\n".join([*_head(trace), *(line for step in trace.steps for line in _step(trace, step)), *_tail(trace)])
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">\n'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        f'content="{escape(POLICY)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" '
+        'content="no-referrer">\n'
         f"<title>{title}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
 
@@ -54,11 +60,18 @@ def _head(trace: Trace) -> Iterator[str]:
             ("ended", end.stop_reason or f"aborted: {end.error}"),
             ("took", f"{took:.2f} s, {end.steps} steps, {len(trace.calls)} calls"),
         ]
-        rows += [("tokens", f"{end.prompt_tokens} in, {end.completion_tokens} out"), ("tools", format_clocks(end.clocks))]
+        rows += [
+            ("tokens", f"{end.prompt_tokens} in, {end.completion_tokens} out"),
+            ("tools", format_clocks(end.clocks)),
+        ]
         rows += [("cost", f"{end.cost:.4f}")] if end.cost is not None else []
     if trace.attempts > 1:
         rows.append(("attempts", f"{trace.attempts}; this is the last one"))
-    yield "<table>" + "".join(f'<tr><td class="dim">{name}</td><td>{_text(str(value))}</td></tr>' for name, value in rows) + "</table>"
+    yield (
+        "<table>"
+        + "".join(f'<tr><td class="dim">{name}</td><td>{_text(str(value))}</td></tr>' for name, value in rows)
+        + "</table>"
+    )
     for fault in trace.faults():
         yield f'<p class="mark">{_text(fault)}</p>'
     if start is not None:
@@ -70,7 +83,10 @@ def _step(trace: Trace, step: TraceStep) -> Iterator[str]:
     if step.request is not None:
         yield _bar(trace, step.request.ts, step.response.ts if step.response else step.request.ts)
         told = json.dumps(step.request.messages, ensure_ascii=False, indent=1)
-        yield f"<details><summary>{len(step.request.messages)} new of {step.request.total} messages sent</summary>{_plain(told)}</details>"
+        yield (
+            f"<details><summary>{len(step.request.messages)} new of {step.request.total} messages "
+            f"sent</summary>{_plain(told)}</details>"
+        )
     if step.response is None:
         yield '<p class="mark">No reply came.</p>'
     else:
@@ -80,7 +96,10 @@ def _step(trace: Trace, step: TraceStep) -> Iterator[str]:
         if text:
             yield _pre(text)
         reply = step.response
-        yield f'<p class="dim">model {reply.model_s:.2f} s, {reply.prompt_tokens} + {reply.completion_tokens} tokens, {_text(str(reply.finish_reason))}</p>'
+        yield (
+            f'<p class="dim">model {reply.model_s:.2f} s, {reply.prompt_tokens} + {reply.completion_tokens} tokens, '
+            f"{_text(str(reply.finish_reason))}</p>"
+        )
     for call in step.calls:
         yield from _call(trace, call)
     yield "</section>"

@@ -20,7 +20,9 @@ _HALF_PAIR = b"\\ud"
 
 @dataclass
 class TraceCall:
-    """One call of a step. `called` None: its request was malformed, so it has only a result; `result` None: it had none when the trace ended."""
+    """One call of a step. `called` None: its request was malformed, so it has only a result; `result` None: it had none
+    when the trace ended.
+    """
 
     call_id: str
     called: records.ToolCalled | None = None
@@ -44,7 +46,9 @@ class TraceCall:
     @property
     def has_run(self) -> bool:
         """Whether its result shows that it ran, though the line that says so may be lost."""
-        return self.result is not None and (self.result.sandbox is not None or any(self.result.clocks.model_dump().values()))
+        return self.result is not None and (
+            self.result.sandbox is not None or any(self.result.clocks.model_dump().values())
+        )
 
     @property
     def was_refused(self) -> bool:
@@ -54,7 +58,9 @@ class TraceCall:
 
 @dataclass
 class TraceStep:
-    """One request with its reply and calls. `messages`: all that was sent. `response` None: there was no reply to it."""
+    """One request with its reply and calls. `messages`: all that was sent. `response` None: there was no reply to
+    it.
+    """
 
     number: int
     request: records.LlmRequest | None = None
@@ -73,8 +79,9 @@ class TraceStep:
 
 @dataclass
 class Trace:
-    """A file as it was read. `torn`: lines that broke off, and were dropped; `damaged`: lines that are none of ours; `later`: lines of a version or
-    type that this release does not know; `gaps`: numbers of lines that are not there; `missing_blobs`: hashes."""
+    """A file as it was read. `torn`: lines that broke off, and were dropped; `damaged`: lines that are none of ours;
+    `later`: lines of a version or type that this release does not know; `gaps`: numbers of lines that are not there;
+    `missing_blobs`: hashes."""
 
     path: Path
     records: list[TraceRecord]
@@ -138,7 +145,9 @@ class Trace:
 
 
 def load_trace(path: Path, *, with_blobs: bool = True) -> Trace:
-    """Read a trace. `with_blobs` off: large parts are left out, and a note stands for each. Raises ConfigError when the file cannot be read."""
+    """Read a trace. `with_blobs` off: large parts are left out, and a note stands for each. Raises ConfigError when the
+    file cannot be read.
+    """
     blobs = BlobFolder(path.parent / "blobs") if with_blobs else None
     found: list[TraceRecord] = []
     missing: list[str] = []
@@ -155,12 +164,16 @@ def load_trace(path: Path, *, with_blobs: bool = True) -> Trace:
             else:
                 found.append(record)
     except OSError as error:
-        raise ConfigError(f"the trace {path} cannot be read ({error.strerror}): give the path of one, or a run's id") from error
+        raise ConfigError(
+            f"the trace {path} cannot be read ({error.strerror}): give the path of one, or a run's id"
+        ) from error
     return Trace(path, found, torn, damaged, later, _gaps(found) if not (later or damaged) else 0, sorted(set(missing)))
 
 
 def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:
-    """The trace of a run, by its id or by its path. Raises ConfigError when there is none, or when several tenants have one."""
+    """The trace of a run, by its id or by its path. Raises ConfigError when there is none, or when several tenants have
+    one.
+    """
     if "/" in name or name.endswith((".jsonl", ".json")):
         if not Path(name).is_file():
             raise ConfigError(f"there is no file {name}: give the path of a trace, or a run's id")
@@ -171,10 +184,14 @@ def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:
         trace_path(folder, "default", name)
         found = sorted(folder.glob(f"*/{name}.jsonl"))
     if not found:
-        raise ConfigError(f"there is no trace of the run {name} in {folder}: give another id or the path of a file, or set TOOLCREW_TRACES")
+        raise ConfigError(
+            f"there is no trace of the run {name} in {folder}: give another id or the path of a file, or set "
+            "TOOLCREW_TRACES"
+        )
     if len(found) > 1:
         raise ConfigError(
-            f"{len(found)} tenants have a run {name}: say whose with --tenant ({', '.join(path.parent.name for path in found)})"
+            f"{len(found)} tenants have a run {name}: say whose with --tenant "
+            f"({', '.join(path.parent.name for path in found)})"
         )
     return found[0]
 
@@ -192,7 +209,9 @@ def seconds_of(ts: str) -> float:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Lines, and whether each can be expected to be whole: not the last one without an end, nor one behind which somebody began anew."""
+    """Lines, and whether each can be expected to be whole: not the last one without an end, nor one behind which
+    somebody began anew.
+    """
     with path.open("rb") as file:
         for line in file:
             if line.strip():
@@ -261,16 +280,23 @@ def _steps(attempt: Sequence[TraceRecord]) -> list[TraceStep]:
             case records.ToolResulted():
                 step = places.get(record.call_id) or step_of(record.step)
                 step.call(record.call_id).result = record
-            case records.ApprovalRequested() | records.ApprovalDecision() | records.ToolStart() if record.call_id in places:
+            case records.ApprovalRequested() | records.ApprovalDecision() | records.ToolStart() if (
+                record.call_id in places
+            ):
                 _note(places[record.call_id].call(record.call_id), record)
     return steps
 
 
 def _adopt(steps: Sequence[TraceStep], before: Sequence[TraceRecord]) -> None:
-    """What was asked and sent in earlier attempts: a run that is taken up again is answered out of its log, and does neither twice."""
+    """What was asked and sent in earlier attempts: a run that is taken up again is answered out of its log, and does
+    neither twice.
+    """
     calls = {call.call_id: call for step in steps for call in step.calls}
     for record in before:
-        if isinstance(record, records.ApprovalRequested | records.ApprovalDecision | records.ToolStart) and record.call_id in calls:
+        if (
+            isinstance(record, records.ApprovalRequested | records.ApprovalDecision | records.ToolStart)
+            and record.call_id in calls
+        ):
             call = calls[record.call_id]
             # What this attempt says itself stands.
             match record:

@@ -18,8 +18,8 @@ MISSING = "bytes are missing: blob "
 
 @dataclass(frozen=True)
 class Told:
-    """What a result says, as far as it can be compared. `success` None: its trace does not say; then `text` is all there is. `streams`: a command's
-    stdout and stderr, each for itself."""
+    """What a result says, as far as it can be compared. `success` None: its trace does not say; then `text` is all
+    there is. `streams`: a command's stdout and stderr, each for itself."""
 
     text: str
     success: bool | None = None
@@ -30,7 +30,9 @@ class Told:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """`told` None: it had no result. `unfit`: why it cannot be run again as it was; `unrun`: why it was never run, so that it is not now."""
+    """`told` None: it had no result. `unfit`: why it cannot be run again as it was; `unrun`: why it was never run, so
+    that it is not now.
+    """
 
     call_id: str
     tool: str
@@ -42,11 +44,18 @@ class RecordedCall:
     @property
     def is_of_job(self) -> bool:
         """Whether it starts a job in the background, or asks about one."""
-        return bool(self.arguments.get("background")) or self.arguments.get("action") in ("poll", "input", "kill", "list")
+        return bool(self.arguments.get("background")) or self.arguments.get("action") in (
+            "poll",
+            "input",
+            "kill",
+            "list",
+        )
 
 
 def load_calls(path: Path) -> tuple[list[RecordedCall], list[str]]:
-    """The calls of a file, native or ATIF, in order; and what of it is not whole. Raises ConfigError for what is neither."""
+    """The calls of a file, native or ATIF, in order; and what of it is not whole. Raises ConfigError for what is
+    neither.
+    """
     document = _read_document(path)
     if document is not None:
         return list(_of_atif(document)), []
@@ -76,8 +85,12 @@ def streams_of(metadata: dict[str, Any]) -> tuple[str, str] | None:
 def _of_trace(call: TraceCall, unrun: str) -> RecordedCall:
     result, told = call.result, None
     if result is not None:
-        told = Told(result.text(), result.success, result.error_code, exit_code_of(result.metadata), streams_of(result.metadata))
-    return RecordedCall(call.call_id, call.tool, call.arguments, told, "" if unrun else _unfit(call.arguments, told), unrun)
+        told = Told(
+            result.text(), result.success, result.error_code, exit_code_of(result.metadata), streams_of(result.metadata)
+        )
+    return RecordedCall(
+        call.call_id, call.tool, call.arguments, told, "" if unrun else _unfit(call.arguments, told), unrun
+    )
 
 
 def _unfit(arguments: dict[str, Any], told: Told | None) -> str:
@@ -101,7 +114,9 @@ def _read_document(path: Path) -> AtifTrajectory | None:
                 return None
             value = _object(head + file.read())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): give the path of a trace, or a run's id") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}): give the path of a trace, or a run's id"
+        ) from error
     if value is None or "schema_version" not in value:
         return None
     try:
@@ -109,7 +124,9 @@ def _read_document(path: Path) -> AtifTrajectory | None:
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in fault["loc"])
-        raise ConfigError(f"{path} is no ATIF trajectory: {place}: {fault['msg']}; export it again, or give a native trace") from error
+        raise ConfigError(
+            f"{path} is no ATIF trajectory: {place}: {fault['msg']}; export it again, or give a native trace"
+        ) from error
 
 
 def _object(data: bytes) -> dict[str, Any] | None:

@@ -1,4 +1,6 @@
-"""Writes the trace of one run from its events: masked, with large parts by their hash. Whatever befalls it, the run goes on."""
+"""Writes the trace of one run from its events: masked, with large parts by their hash. Whatever befalls it, the run
+goes on.
+"""
 
 import hashlib
 import json
@@ -51,8 +53,9 @@ def open_trace(
 ) -> "Iterator[TraceRecorder]":
     """The recorder of a run, whose `on_event` is what the run tells its events to; all is written when it is left.
 
-    A trace that is there is continued. `on_warning` gets one sentence when something cannot be written. `has_pieces`: lines for each piece of text
-    and output, too, with their sizes alone. Raises ConfigError for names that are none, and nothing else.
+    A trace that is there is continued. `on_warning` gets one sentence when something cannot be written. `has_pieces`:
+    lines for each piece of text and output, too, with their sizes alone. Raises ConfigError for names that are none,
+    and nothing else.
     """
     path = trace_path(folder, tenant, run)
     recorder = TraceRecorder(path, tenant, run, masker, session=session, on_warning=on_warning, has_pieces=has_pieces)
@@ -63,7 +66,9 @@ def open_trace(
 
 
 class TraceRecorder:
-    """One run's events as lines. Events of other runs are passed over. `warnings`: what could not be written, in sentences."""
+    """One run's events as lines. Events of other runs are passed over. `warnings`: what could not be written, in
+    sentences.
+    """
 
     def __init__(
         self,
@@ -134,7 +139,12 @@ class TraceRecorder:
             case events.CallStarted():
                 self._called_at[event.call.id] = event.at
                 self._arguments[event.call.id] = event.call.arguments
-                told = {"call_id": event.call.id, "tool": event.call.name, "arguments": event.call.arguments, "step": self._step}
+                told = {
+                    "call_id": event.call.id,
+                    "tool": event.call.name,
+                    "arguments": event.call.arguments,
+                    "step": self._step,
+                }
                 self._tell("tool.call", event, call_span_id(event.call.id), **told)
             case events.CallSent():
                 is_same = event.call.arguments == self._arguments.pop(event.call.id, None)
@@ -145,10 +155,20 @@ class TraceRecorder:
             case events.ModelAsked() | events.ModelAnswered():
                 self._tell_of_model(event)
             case events.ApprovalAsked():
-                told = {"tool": event.call.name, "digest": event.digest, "reason": event.reason, "warning": event.warning}
+                told = {
+                    "tool": event.call.name,
+                    "digest": event.digest,
+                    "reason": event.reason,
+                    "warning": event.warning,
+                }
                 self._tell_of_call("approval.request", event, event.call.id, **told, expires_at=event.expires_at)
             case events.ApprovalDecided():
-                told = {"digest": event.digest, "is_allowed": event.is_allowed, "reason": event.reason, "is_changed": event.is_changed}
+                told = {
+                    "digest": event.digest,
+                    "is_allowed": event.is_allowed,
+                    "reason": event.reason,
+                    "is_changed": event.is_changed,
+                }
                 self._tell_of_call("approval.decision", event, event.call_id, **told)
             case events.TextArrived() if self._has_pieces:
                 self._tell("llm.delta", event, self._request_span, step=self._step, chars=len(event.text))
@@ -165,13 +185,21 @@ class TraceRecorder:
                 self._tell("warning", event, self._root, message=event.message)
             case events.SandboxReady():
                 self._session, self._sandbox = event.session, event.sandbox
-                told = {name: getattr(event, name) for name in ("sandbox", "generation", "host", "image", "network", "start_s")}
+                told = {
+                    name: getattr(event, name)
+                    for name in ("sandbox", "generation", "host", "image", "network", "start_s")
+                }
                 self._tell("sandbox.start", event, self._root, **told)
             case events.SandboxClosed():
                 self._tell("sandbox.stop", event, self._root, sandbox=self._sandbox)
             case events.RunFinished():
                 usage = {"prompt_tokens": event.usage.prompt_tokens, "completion_tokens": event.usage.completion_tokens}
-                ended = {"stop_reason": event.stop_reason, "answer": event.answer, "cost": event.cost, "clocks": event.clocks.model_dump()}
+                ended = {
+                    "stop_reason": event.stop_reason,
+                    "answer": event.answer,
+                    "cost": event.cost,
+                    "clocks": event.clocks.model_dump(),
+                }
                 self._end(event, **ended, **usage)
             case events.RunAborted():
                 usage = {"prompt_tokens": self._spent.prompt_tokens, "completion_tokens": self._spent.completion_tokens}
@@ -190,7 +218,15 @@ class TraceRecorder:
     def _end(self, event: events.RunEvent, **told: Any) -> None:
         # Written first, so that what is lost until here is known.
         self._writer.flush()
-        self._tell("run.end", event, self._root, steps=self._step, lost_lines=self.lost_lines, lost_blobs=self._lost_blobs, **told)
+        self._tell(
+            "run.end",
+            event,
+            self._root,
+            steps=self._step,
+            lost_lines=self.lost_lines,
+            lost_blobs=self._lost_blobs,
+            **told,
+        )
         self._writer.flush()
 
     def _tell_of_model(self, event: events.ModelAsked | events.ModelAnswered) -> None:
@@ -220,7 +256,10 @@ class TraceRecorder:
         if tools:
             if tools != self._tools:
                 self._tools, self._tools_hash = list(tools), _hash_json(tools)
-            told |= {"tools": self._tools_hash, "tool_definitions": None if self._tools_hash in self._told_tools else tools}
+            told |= {
+                "tools": self._tools_hash,
+                "tool_definitions": None if self._tools_hash in self._told_tools else tools,
+            }
             self._told_tools.add(self._tools_hash)
         self._tell("llm.request", event, self._request_span, **told)
 
@@ -234,7 +273,9 @@ class TraceRecorder:
         # A result that was known already, as a run was taken up again, comes at once: its own clocks say what it took.
         took = clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s
         seconds = max(took, event.at - called_at) if called_at is not None else None
-        self._tell_of_call("tool.result", event, result.call_id, tool=result.name, step=self._step, seconds=seconds, **told)
+        self._tell_of_call(
+            "tool.result", event, result.call_id, tool=result.name, step=self._step, seconds=seconds, **told
+        )
 
     def _note_sandbox(self, event: events.CallFinished, result: ToolResult) -> None:
         now = result.sandbox
@@ -249,7 +290,14 @@ class TraceRecorder:
         self._tell(kind, event, call_span_id(call_id), call_id=call_id, **told)
 
     def _tell(self, kind: str, event: events.RunEvent, span: str, **told: Any) -> None:
-        line = {"v": records.VERSION, "ts": _instant(event.at), "seq": 0, "type": kind, "trace_id": self._trace_id, "span_id": span}
+        line = {
+            "v": records.VERSION,
+            "ts": _instant(event.at),
+            "seq": 0,
+            "type": kind,
+            "trace_id": self._trace_id,
+            "span_id": span,
+        }
         line |= {"parent": None if span == self._root else self._root, **self._who, "session": self._session, **told}
         if self._has_begun:
             self._write(line)
@@ -271,7 +319,9 @@ class TraceRecorder:
         if not isinstance(kept, dict | list) or (isinstance(kept, dict) and REFERENCE in kept):
             return kept
         data = _dump(kept)
-        return self._apart(data, "object" if isinstance(kept, dict) else "list") if len(data) > MAX_INLINE_BYTES else kept
+        return (
+            self._apart(data, "object" if isinstance(kept, dict) else "list") if len(data) > MAX_INLINE_BYTES else kept
+        )
 
     def _keep_part(self, value: Any, depth: int) -> Any:
         if isinstance(value, str):

@@ -13,7 +13,8 @@ Payload = dict[str, Any]
 
 
 class TraceLine(BaseModel):
-    """What every line has. `ts`: ISO 8601, UTC; `seq`: place in the file, over all attempts; `parent`: the span it happened in, None for the run's own.
+    """What every line has. `ts`: ISO 8601, UTC; `seq`: place in the file, over all attempts; `parent`: the span it
+    happened in, None for the run's own.
 
     Fields that a later release adds are passed over.
     """
@@ -43,9 +44,11 @@ class RunStart(TraceLine):
 
 
 class LlmRequest(TraceLine):
-    """Its messages are the first `kept` of the request before it in this attempt, and `messages` behind them: `total` in all.
+    """Its messages are the first `kept` of the request before it in this attempt, and `messages` behind them: `total`
+    in all.
 
-    `tools`: SHA-256 of the canonical JSON of the tool definitions, None without any; `tool_definitions`: themselves, where that hash comes up first.
+    `tools`: SHA-256 of the canonical JSON of the tool definitions, None without any; `tool_definitions`: themselves,
+    where that hash comes up first.
     """
 
     type: Literal["llm.request"] = "llm.request"
@@ -59,7 +62,9 @@ class LlmRequest(TraceLine):
 
 
 class LlmDelta(TraceLine):
-    """A piece of the reply came: how much, not what. A secret in two pieces could not be masked, and the response has the whole."""
+    """A piece of the reply came: how much, not what. A secret in two pieces could not be masked, and the response has
+    the whole.
+    """
 
     type: Literal["llm.delta"] = "llm.delta"
     step: int
@@ -179,7 +184,9 @@ class RunWarning(TraceLine):
 
 
 class RunEnd(TraceLine):
-    """`stop_reason` None: it was aborted, for the reason `error`. `lost_lines`, `lost_blobs`: what could not be written until here."""
+    """`stop_reason` None: it was aborted, for the reason `error`. `lost_lines`, `lost_blobs`: what could not be written
+    until here.
+    """
 
     type: Literal["run.end"] = "run.end"
     stop_reason: str | None = None
@@ -213,12 +220,27 @@ TraceRecord = Annotated[
 ]
 TYPES = frozenset(
     {
-        "run.start", "llm.request", "llm.delta", "llm.response", "tool.call", "approval.request", "approval.decision", "tool.start",
-        "tool.output", "tool.result", "sandbox.start", "sandbox.stop", "warning", "run.end",
+        "run.start", "llm.request", "llm.delta", "llm.response", "tool.call", "approval.request", "approval.decision",
+        "tool.start", "tool.output", "tool.result", "sandbox.start", "sandbox.stop", "warning", "run.end",
     }
 )  # fmt: skip
 IDENTIFIERS = frozenset(
-    {"v", "ts", "seq", "trace_id", "span_id", "parent", "tenant", "session", "run", "type", "call_id", "digest", "tools", "error_code"}
+    {
+        "v",
+        "ts",
+        "seq",
+        "trace_id",
+        "span_id",
+        "parent",
+        "tenant",
+        "session",
+        "run",
+        "type",
+        "call_id",
+        "digest",
+        "tools",
+        "error_code",
+    }
 )
 """Fields that are ours, and so neither masked nor kept apart."""
 
@@ -233,4 +255,6 @@ def parse_record(line: Mapping[str, Any]) -> TraceRecord:
 def is_later(line: Mapping[str, Any]) -> bool:
     """Whether it is of a later version, so that a reader of this one passes it over."""
     version, kind = line.get("v"), line.get("type")
-    return isinstance(version, int) and (version > VERSION or (version == VERSION and isinstance(kind, str) and kind not in TYPES))
+    return isinstance(version, int) and (
+        version > VERSION or (version == VERSION and isinstance(kind, str) and kind not in TYPES)
+    )

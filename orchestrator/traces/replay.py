@@ -14,7 +14,9 @@ from orchestrator.traces.volatile import pair_names, rename, without_volatile
 MAX_DIFF_LINES = 200
 """Of one call; more is counted."""
 MAX_COMPARED_LINES = 2000
-"""Longer texts are not aligned, which takes the square of their length: from the first difference on, a few lines of both are shown."""
+"""Longer texts are not aligned, which takes the square of their length: from the first difference on, a few lines of
+both are shown.
+"""
 MAX_LINE_CHARS = 400
 """A longer line of a difference is shown in part, with its length."""
 IGNORED = "<ignored>"
@@ -30,8 +32,9 @@ class Calls(Protocol):
 
 @dataclass(frozen=True)
 class Replayed:
-    """One call. `state`: same, different, unfit (it cannot be run as it was), unrun (it was not run then either), outside (it acts outside of the sandbox,
-    and was left alone). `why`: in one line; `diff`: of what a model reads of both results."""
+    """One call. `state`: same, different, unfit (it cannot be run as it was), unrun (it was not run then either),
+    outside (it acts outside of the sandbox, and was left alone). `why`: in one line; `diff`: of what a model reads of
+    both results."""
 
     call: RecordedCall
     state: Literal["same", "different", "unfit", "unrun", "outside"]
@@ -57,7 +60,10 @@ class ReplayReport:
 
     def counts(self) -> dict[str, int]:
         """State -> how many."""
-        return {state: sum(one.state == state for one in self.calls) for state in ("same", "different", "unfit", "unrun", "outside")}
+        return {
+            state: sum(one.state == state for one in self.calls)
+            for state in ("same", "different", "unfit", "unrun", "outside")
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -66,8 +72,9 @@ class ReplayReport:
 
 @dataclass(frozen=True)
 class Comparing:
-    """How results are compared. `ignore`: what matches counts as the same on both sides. `is_exact`: so does nothing else; otherwise what differs
-    each time (volatile.py) does, too. `masker`: recorded texts are masked, so the new ones are before they are compared."""
+    """How results are compared. `ignore`: what matches counts as the same on both sides. `is_exact`: so does nothing
+    else; otherwise what differs each time (volatile.py) does, too. `masker`: recorded texts are masked, so the new ones
+    are before they are compared."""
 
     ignore: Sequence[re.Pattern[str]] = ()
     is_exact: bool = False
@@ -92,7 +99,9 @@ class Comparing:
             return Replayed(call, "same", BUT_FOR if is_loose else "")
         if call.is_of_job:
             whys.append(OF_A_JOB)
-        return Replayed(call, "different", "; ".join(whys), tuple(_diff(old_text, new_text)) if old_text != new_text else ())
+        return Replayed(
+            call, "different", "; ".join(whys), tuple(_diff(old_text, new_text)) if old_text != new_text else ()
+        )
 
     def _tell(self, result: ToolResult) -> Told:
         text = result.text()
@@ -110,7 +119,9 @@ class Comparing:
         return self.masker.mask(streams[0]), self.masker.mask(streams[1])
 
     def _has_another_order(self, then: Told, now: Told) -> bool:
-        """Whether the lines are those they were, and stdout and stderr each in their order: which of both comes first is chance."""
+        """Whether the lines are those they were, and stdout and stderr each in their order: which of both comes first
+        is chance.
+        """
         if then.streams is None or now.streams is None:
             return False
         is_same = all(self._plain(old) == self._plain(new) for old, new in zip(then.streams, now.streams, strict=True))
@@ -138,8 +149,8 @@ async def replay(
 ) -> ReplayReport:
     """Run the calls one after another and compare success, error code, exit code and text.
 
-    `pools`: where each tool that there is runs (`ToolSpec.pool`), None for all in the sandbox; what runs elsewhere acts on the world for a second time, so
-    that is left alone unless `runs_outside`.
+    `pools`: where each tool that there is runs (`ToolSpec.pool`), None for all in the sandbox; what runs elsewhere acts
+    on the world for a second time, so that is left alone unless `runs_outside`.
     """
     comparing, report, names = comparing or Comparing(), ReplayReport(), dict[str, str]()
     for call in calls:
@@ -163,7 +174,11 @@ def _left_alone(call: RecordedCall, pools: Mapping[str, str] | None, *, runs_out
     if pool is None:
         return Replayed(call, "unfit", "no worker of this pool serves it: start one that does, or replay where one is")
     if pool != "sandbox" and not runs_outside:
-        return Replayed(call, "outside", "it acts outside of the sandbox, where nothing is as it was then; --outside runs it all the same")
+        return Replayed(
+            call,
+            "outside",
+            "it acts outside of the sandbox, where nothing is as it was then; --outside runs it all the same",
+        )
     return None
 
 
@@ -183,11 +198,17 @@ def _diff(old: str, new: str) -> list[str]:
 
 
 def _first_difference(before: list[str], after: list[str]) -> list[str]:
-    at = next((at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old != new), min(len(before), len(after)))
+    at = next(
+        (at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old != new),
+        min(len(before), len(after)),
+    )
     old, new = _narrow(before[at : at + 5], after[at : at + 5])
     shown = [*(_shorten(f"-{line}") for line in old), *(_shorten(f"+{line}") for line in new)]
     return [
-        f"the first difference is in line {at + 1} (of {len(before)} recorded and {len(after)} now); what follows it is not compared",
+        (
+            f"the first difference is in line {at + 1} (of {len(before)} recorded and {len(after)} now); what follows "
+            "it is not compared"
+        ),
         *shown,
     ]
 
@@ -204,7 +225,9 @@ def _narrow(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _around(old: str, new: str) -> tuple[str, str]:
-    at = next((at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), min(len(old), len(new)))
+    at = next(
+        (at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), min(len(old), len(new))
+    )
     start = max(0, at - MAX_LINE_CHARS // 4)
     return _part(old, start), _part(new, start)
 

@@ -56,7 +56,9 @@ class TraceStats:
         replies = [step.response for step in trace.steps if step.response is not None]
         counted = end if end is not None and end.stop_reason is not None else None
         self.prompt_tokens += counted.prompt_tokens if counted else sum(reply.prompt_tokens for reply in replies)
-        self.completion_tokens += counted.completion_tokens if counted else sum(reply.completion_tokens for reply in replies)
+        self.completion_tokens += (
+            counted.completion_tokens if counted else sum(reply.completion_tokens for reply in replies)
+        )
         if end is not None and end.cost is not None:
             self.cost = (self.cost or 0.0) + end.cost
         for call in trace.calls:

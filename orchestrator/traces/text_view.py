@@ -37,7 +37,11 @@ def build_json(trace: Trace) -> dict[str, Any]:
 def _head(trace: Trace) -> Iterator[str]:
     start = trace.start
     session = next((record.session for record in trace.attempt if record.session), None)
-    yield f"run {trace.run}" + (f"  session {session}" if session else "") + (f"  attempt {trace.attempts}" if trace.attempts > 1 else "")
+    yield (
+        f"run {trace.run}"
+        + (f"  session {session}" if session else "")
+        + (f"  attempt {trace.attempts}" if trace.attempts > 1 else "")
+    )
     for record in trace.attempt:
         if isinstance(record, records.SandboxStart) and record.why == "opened":
             yield f"   sandbox {_where(record)}"
@@ -60,7 +64,9 @@ def _step(step: TraceStep, is_full: bool) -> Iterator[str]:
         if text:
             yield from _block("", text, is_full)
         reply = step.response
-        reason = f", finish reason {reply.finish_reason}" if reply.finish_reason not in ("stop", "tool_calls", None) else ""
+        reason = (
+            f", finish reason {reply.finish_reason}" if reply.finish_reason not in ("stop", "tool_calls", None) else ""
+        )
         yield f"   model {reply.model_s:.2f} s, {reply.prompt_tokens} + {reply.completion_tokens} tokens{reason}"
     for call in step.calls:
         yield from _call(call, is_full)
@@ -111,7 +117,8 @@ def _tail(trace: Trace, is_full: bool) -> Iterator[str]:
         reason = f"stopped: {end.stop_reason}" if end.error is None else f"aborted: {end.error}"
         cost = f", cost {end.cost:.4f}" if end.cost is not None else ""
         took = max(0.0, seconds_of(end.ts) - seconds_of(trace.attempt[0].ts))
-        yield f"{reason}   {end.steps} steps in {took:.2f} s, {end.prompt_tokens} + {end.completion_tokens} tokens{cost}"
+        tokens = f"{end.prompt_tokens} + {end.completion_tokens} tokens"
+        yield f"{reason}   {end.steps} steps in {took:.2f} s, {tokens}{cost}"
         yield f"   tools: {format_clocks(end.clocks)}"
     for fault in trace.faults():
         yield f"note: {fault}"
@@ -119,7 +126,9 @@ def _tail(trace: Trace, is_full: bool) -> Iterator[str]:
 
 def _message_text(message: dict[str, Any]) -> str:
     content = message.get("content")
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content is not None else ""
+    text = (
+        content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content is not None else ""
+    )
     calls = message.get("tool_calls")
     return f"{text}\n{json.dumps(calls, ensure_ascii=False)}" if calls else text
 

@@ -1,4 +1,6 @@
-"""What differs whenever the same call runs again, and says nothing: names made by chance, what something took, numbers of processes."""
+"""What differs whenever the same call runs again, and says nothing: names made by chance, what something took, numbers
+of processes.
+"""
 
 import re
 from collections.abc import Mapping
@@ -19,13 +21,16 @@ _PARTS = (
     (re.compile(r"(?i)\b(?P<kept>(?:p?pid|process(?: id)?)(?: ?[=:#] ?| ))\d{1,9}\b"), r"\g<kept><process>"),
     (re.compile(r"(?m)^(?P<kept>\[\d{1,4}\][+-]? )\d{1,9}$"), r"\g<kept><process>"),
     (
-        re.compile(r"(?P<kept>line \d{1,9}:) {1,8}\d{1,9}(?= (?:Killed|Terminated|Aborted|Hangup|Segmentation fault)\b)"),
+        re.compile(
+            r"(?P<kept>line \d{1,9}:) {1,8}\d{1,9}(?= (?:Killed|Terminated|Aborted|Hangup|Segmentation fault)\b)"
+        ),
         r"\g<kept><process>",
     ),
     # When a file was changed, in a long listing.
     (
         re.compile(
-            r"(?m)^(?P<kept>[bcdlps-][rwxsStT-]{9}[.+@]? {1,8}\d{1,9} \S{1,64} {1,64}\S{1,64} {1,64}[\d,.]{1,20}[KMGT]? )[A-Z][a-z]{2} [ \d]\d {1,2}[\d:]{4,5}(?= )"
+            r"(?m)^(?P<kept>[bcdlps-][rwxsStT-]{9}[.+@]? {1,8}\d{1,9} \S{1,64} {1,64}\S{1,64}"
+            r" {1,64}[\d,.]{1,20}[KMGT]? )[A-Z][a-z]{2} [ \d]\d {1,2}[\d:]{4,5}(?= )"
         ),
         r"\g<kept><changed>",
     ),
@@ -41,7 +46,9 @@ def without_volatile(text: str) -> str:
 
 
 def pair_names(old: str, new: str) -> dict[str, str]:
-    """Names made by chance in a recorded text -> what stands in their places in the new one; nothing when they are not as many."""
+    """Names made by chance in a recorded text -> what stands in their places in the new one; nothing when they are not
+    as many.
+    """
     then, now = _NAMES.findall(old), _NAMES.findall(new)
     return dict(zip(then, now, strict=True)) if len(then) == len(now) else {}
 

@@ -1,4 +1,6 @@
-"""The file of one trace: lines are gathered, and written at least once a second. A full disk costs lines, never the run."""
+"""The file of one trace: lines are gathered, and written at least once a second. A full disk costs lines, never the
+run.
+"""
 
 import asyncio
 import contextlib
@@ -13,7 +15,8 @@ TAIL_BYTES = 1024 * 1024
 
 
 class TraceWriter:
-    """Appends lines to `path`. `on_failure` is called once, with a sentence, when some could not be written; they are counted in `lost`.
+    """Appends lines to `path`. `on_failure` is called once, with a sentence, when some could not be written; they are
+    counted in `lost`.
 
     The file is opened for each write: a thousand runs at a time hold no thousand descriptors.
     """
@@ -59,8 +62,8 @@ class TraceWriter:
         if not self._has_failed:
             self._has_failed = True
             self._on_failure(
-                f"the trace {self.path} cannot be written ({error.strerror or error}); the run goes on, and what is lost is counted: make room, "
-                "or set TOOLCREW_TRACES to another folder"
+                f"the trace {self.path} cannot be written ({error.strerror or error}); the run goes on, and what is "
+                "lost is counted: make room, or set TOOLCREW_TRACES to another folder"
             )
 
     def _append(self, lines: list[bytes]) -> int:

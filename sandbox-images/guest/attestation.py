@@ -1,4 +1,6 @@
-"""What PID 1 can say of its sandbox as it stands: who lives in it, what lies in it, and what its image has. Nothing is forked for it."""
+"""What PID 1 can say of its sandbox as it stands: who lives in it, what lies in it, and what its image has. Nothing is
+forked for it.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ _SHARED_MEMORY = b"/dev/shm"
 
 
 def attest(header: dict[str, Any], paths: GuestPaths, spared: Set[int], jobs: int) -> dict[str, object]:
-    """The fields of the done event. `spared`: supervisors that wait for a call; `jobs`: how many run. Raises Failure and OSError."""
+    """The fields of the done event. `spared`: supervisors that wait for a call; `jobs`: how many run. Raises Failure
+    and OSError.
+    """
     check_fields(header)
-    others = [process for process in read_processes().values() if process.pid != os.getpid() and process.pid not in spared]
+    others = [
+        process for process in read_processes().values() if process.pid != os.getpid() and process.pid not in spared
+    ]
     return {
         "processes": sum(process.alive for process in others),
         "zombies": sum(not process.alive for process in others),
@@ -42,7 +48,9 @@ def attest(header: dict[str, Any], paths: GuestPaths, spared: Set[int], jobs: in
 
 
 def _count_entries(folder: bytes) -> int:
-    """Of the folder itself, hidden ones included, at most MOST_ENTRIES, which one that may not be read counts as; 0 where there is none."""
+    """Of the folder itself, hidden ones included, at most MOST_ENTRIES, which one that may not be read counts as; 0
+    where there is none.
+    """
     count = 0
     try:
         with os.scandir(folder) as entries:

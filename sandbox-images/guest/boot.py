@@ -1,4 +1,6 @@
-"""Installed as /opt/toolcrew/__main__.py: what the sandbox's entry point runs. Any Python 3 can read it, to say what is wrong with itself."""
+"""Installed as /opt/toolcrew/__main__.py: what the sandbox's entry point runs. Any Python 3 can read it, to say what is
+wrong with itself.
+"""
 
 import sys
 

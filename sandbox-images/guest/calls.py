@@ -55,7 +55,9 @@ class Body:
 
 
 class Call:
-    """One id from its first frame to its done event. Raises Failure from the constructor when the body's size is missing."""
+    """One id from its first frame to its done event. Raises Failure from the constructor when the body's size is
+    missing.
+    """
 
     def __init__(self, header: dict[str, Any]) -> None:
         self.id: str = header["id"]
@@ -117,7 +119,9 @@ class Call:
             self.supervisor.cancel()
 
     def judge_delay(self, supervisor: SupervisorHandle) -> bool:
-        """At `watch_at`: whether the supervisor is to be killed. Output that waits for the host is no reason; being stopped is."""
+        """At `watch_at`: whether the supervisor is to be killed. Output that waits for the host is no reason; being
+        stopped is.
+        """
         if time.monotonic() < self._overdue_at:
             self.watch_at = self._overdue_at
             return not supervisor.progress.is_taken
@@ -167,10 +171,16 @@ class Call:
         """`streams` of an end that no supervisor told: what was sent of each that was asked for."""
         capture = self.header.get("capture")
         asked = capture if isinstance(capture, dict) else {}
-        names = ("stdout", "stderr") if "stream" in asked else [name for name in ("stdout", "stderr", "merged") if name in asked]
+        names = (
+            ("stdout", "stderr")
+            if "stream" in asked
+            else [name for name in ("stdout", "stderr", "merged") if name in asked]
+        )
         return {name: {"total": self._relayed[name], "head": self._relayed[name], "tail": 0} for name in names}
 
-    def _exec_end(self, run_s: float, streams: dict[str, dict[str, int]], report: KillReport | None, oom_rose: bool) -> dict[str, object]:
+    def _exec_end(
+        self, run_s: float, streams: dict[str, dict[str, int]], report: KillReport | None, oom_rose: bool
+    ) -> dict[str, object]:
         return {
             "exit_code": None,
             "signal": None,

@@ -9,7 +9,14 @@ import stat
 
 from guest.commands.shell_state import read_folder
 from guest.commands.spawn import encode_text
-from guest.failures import INVALID_ARGUMENTS, NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, Failure, describe_os_error, printable
+from guest.failures import (
+    INVALID_ARGUMENTS,
+    NOT_A_REGULAR_FILE,
+    PATH_NOT_ALLOWED,
+    Failure,
+    describe_os_error,
+    printable,
+)
 from guest.kernel import open_beneath
 
 TYPE_CHECKING = False
@@ -31,7 +38,9 @@ class Place:
 
     __slots__ = ("_made", "directory", "is_link_target", "name", "shown")
 
-    def __init__(self, directory: int, name: bytes, shown: str, is_link_target: bool, made: list[bytes] | None = None) -> None:
+    def __init__(
+        self, directory: int, name: bytes, shown: str, is_link_target: bool, made: list[bytes] | None = None
+    ) -> None:
         """`made`: the last names of the directory's path, as far as they were made for this."""
         self.directory = directory
         self.name = name
@@ -221,7 +230,9 @@ class _Resolver:
 
 
 def _remove_empty(directory: int, names: list[bytes]) -> None:
-    """Remove a directory whose path ends with these names, and those above it that have one, as far as they are empty and where they were."""
+    """Remove a directory whose path ends with these names, and those above it that have one, as far as they are empty
+    and where they were.
+    """
     # What is in use stays, and what another process took away is gone.
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         for name in reversed(names):

@@ -1,6 +1,7 @@
 """The guest's side of the guest protocol: bytes to frames and back, and the queue of frames on their way to the host.
 
-The codec is the twin of workers/sandboxd/frames.py, which the guest may not import; tests/conformance/frames holds both to one corpus.
+The codec is the twin of workers/sandboxd/frames.py, which the guest may not import; tests/conformance/frames holds both
+to one corpus.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ def open_beneath(dir_fd: int, path: bytes, flags: int) -> int:
     EXDEV: the path leads out, or over an absolute link. ENOSYS or EPERM: this kernel, or its filter, has no openat2.
     """
     how = _OpenHow(flags | os.O_CLOEXEC, 0, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
-    fd = int(_LIBC.syscall(ctypes.c_long(_SYS_OPENAT2), ctypes.c_long(dir_fd), path, ctypes.byref(how), ctypes.c_size_t(24)))
+    fd = int(
+        _LIBC.syscall(ctypes.c_long(_SYS_OPENAT2), ctypes.c_long(dir_fd), path, ctypes.byref(how), ctypes.c_size_t(24))
+    )
     if fd < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -41,7 +41,9 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class Options:
-    """`life_s`: seconds from the start after which the sandbox ends by itself; None: never. `proxy_port`: None without network."""
+    """`life_s`: seconds from the start after which the sandbox ends by itself; None: never. `proxy_port`: None without
+    network.
+    """
 
     __slots__ = ("life_s", "proxy_port")
 
@@ -51,7 +53,9 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """`--life SECONDS` above 0, `--proxy PORT`. Raises ValueError for anything else: a limit that was misread would be none."""
+    """`--life SECONDS` above 0, `--proxy PORT`. Raises ValueError for anything else: a limit that was misread would be
+    none.
+    """
     options = Options()
     names = iter(arguments)
     for name in names:
@@ -87,7 +91,9 @@ class LifeOver(Exception):
 
 
 class Life:
-    """Counts from its making, on the clock that also runs while the sandbox is frozen or the host sleeps. `life_s` None: no limit."""
+    """Counts from its making, on the clock that also runs while the sandbox is frozen or the host sleeps. `life_s`
+    None: no limit.
+    """
 
     __slots__ = ("_ends_at", "_life_s")
 

@@ -1,4 +1,6 @@
-"""Where a sandbox keeps its files, the environment its programs start with, and where the guest looks for its own helpers."""
+"""Where a sandbox keeps its files, the environment its programs start with, and where the guest looks for its own
+helpers.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ if TYPE_CHECKING:
 
 
 class GuestPaths:
-    """Where file requests may go: the `roots` to read and write, `output` to read only. Relative paths start at the session's folder.
+    """Where file requests may go: the `roots` to read and write, `output` to read only. Relative paths start at the
+    session's folder.
 
-    `output` keeps what is too long for a result. Below it, in `state`, lies what the guest remembers of the session; no walk shows it.
-    `environment`: what every program starts with.
+    `output` keeps what is too long for a result. Below it, in `state`, lies what the guest remembers of the session; no
+    walk shows it. `environment`: what every program starts with.
     """
 
     __slots__ = ("environment", "output", "roots", "use_openat2", "use_ripgrep")

@@ -25,8 +25,8 @@ _COUNTERS = (
     b"/sys/fs/cgroup/memory.events.local",
 )
 _OFFER = b"200"
-"""A fifth of the container's memory: more than the guest ever has. With more, a hog that takes its own offer back, as it may, would
-outlive every small program beside it."""
+"""A fifth of the container's memory: more than the guest ever has. With more, a hog that takes its own offer back, as
+it may, would outlive every small program beside it."""
 TERM_GRACE_S = 0.25
 """How long a program may take to end by itself at its limit; what it prints then is still its output."""
 _SIGTERM = 15
@@ -34,7 +34,9 @@ _SIGCONT = 18
 
 
 class Process:
-    """A line of /proc/<pid>/stat. `busy`: it runs, waits for a processor, or for its disk. `used_s`: seconds of processor time that it has had."""
+    """A line of /proc/<pid>/stat. `busy`: it runs, waits for a processor, or for its disk. `used_s`: seconds of
+    processor time that it has had.
+    """
 
     __slots__ = ("alive", "busy", "group", "parent", "pid", "used_s")
 
@@ -92,8 +94,8 @@ def kill_processes(targets: list[Process], report: KillReport) -> int:
     """One round of SIGKILL; says how many of the targets were alive."""
     alive = [process for process in targets if process.alive]
     own_group = os.getpgrp()
-    # The kernel kills a process group in one step, so what forks within its group cannot outrun the round. Group 0 is one
-    # outside this pid namespace, and our own is the moment between a fork and its setsid.
+    # The kernel kills a process group in one step, so what forks within its group cannot outrun the round. Group 0 is
+    # one outside this pid namespace, and our own is the moment between a fork and its setsid.
     for group in {process.group for process in alive} - {0, 1, own_group}:
         _kill(-group)
     for process in targets:
@@ -118,7 +120,9 @@ def reap(on_exit: Callable[[int, int], None] | None = None) -> bool:
             on_exit(pid, status)
 
 
-def kill_below(report: KillReport, on_exit: Callable[[int, int], None] | None = None, window_s: float = KILL_WINDOW_S) -> None:
+def kill_below(
+    report: KillReport, on_exit: Callable[[int, int], None] | None = None, window_s: float = KILL_WINDOW_S
+) -> None:
     """Kill and reap everything below this process, a child subreaper; `report.survivors` says what could not be."""
     give_up_at = time.monotonic() + window_s
     quiet = 0

@@ -56,9 +56,13 @@ def parse_call(header: dict[str, Any]) -> CallRequest:
 
 
 def load_server(request: object) -> Callable[[Any, RequestContext], dict[str, object]]:
-    """The function that serves a request: (request, context) -> the fields of its done event. It raises Failure and OSError."""
+    """The function that serves a request: (request, context) -> the fields of its done event. It raises Failure and
+    OSError.
+    """
     module, function = _SERVERS[type(request)]
-    server: Callable[[Any, RequestContext], dict[str, object]] = getattr(__import__(module, fromlist=(function,)), function)
+    server: Callable[[Any, RequestContext], dict[str, object]] = getattr(
+        __import__(module, fromlist=(function,)), function
+    )
     return server
 
 

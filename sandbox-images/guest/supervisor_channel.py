@@ -1,4 +1,5 @@
-"""What PID 1 and a supervisor share: the channel on which a call and its cancel go down, the pipe on which reports come up, and how far the call is.
+"""What PID 1 and a supervisor share: the channel on which a call and its cancel go down, the pipe on which reports come
+up, and how far the call is.
 
 A supervisor builds a `RequestContext` from its ends for the function that serves a file or search request.
 """
@@ -42,7 +43,9 @@ _MAX_FDS = 4096
 
 
 class Progress:
-    """Given, taken, settled. It reaches PID 1 even from a supervisor that was killed, or whose pipe is full of output nobody takes."""
+    """Given, taken, settled. It reaches PID 1 even from a supervisor that was killed, or whose pipe is full of output
+    nobody takes.
+    """
 
     __slots__ = ("_memory",)
 
@@ -184,7 +187,9 @@ def give(channel: _socket.socket, header: Mapping[str, object], body: int | None
 
 
 def take(channel: _socket.socket) -> Assignment | None:
-    """Wait for the next call; None when PID 1 has closed its end, or a body could not be taken for want of descriptors."""
+    """Wait for the next call; None when PID 1 has closed its end, or a body could not be taken for want of
+    descriptors.
+    """
     heard = receive(channel)
     return heard if isinstance(heard, Assignment) else None
 

@@ -42,7 +42,9 @@ _UNCLEAN_ENDS = (CANCELLED, INTERNAL, TIMEOUT)
 IDLE_S = 1.0
 """How long a supervisor waits for its next call: a sandbox at rest is PID 1 alone."""
 TAKE_S = 0.3
-"""How long a supervisor that waited may take to take a call: longer than the scheduler of a busy host, and little of a limit."""
+"""How long a supervisor that waited may take to take a call: longer than the scheduler of a busy host, and little of a
+limit.
+"""
 _READ_BYTES = 65_536
 
 
@@ -161,7 +163,9 @@ class SupervisorHandle:
         send_cancel(self._channel)
 
     def read_reports(self) -> tuple[list[tuple[int, bytes]], bool]:
-        """The records that are complete, and whether anything came: nothing at the end, or from a pipe that is empty."""
+        """The records that are complete, and whether anything came: nothing at the end, or from a pipe that is
+        empty.
+        """
         try:
             data = os.read(self.reports, _READ_BYTES)
         except BlockingIOError:
@@ -176,7 +180,9 @@ class SupervisorHandle:
 
 
 class Supervisors:
-    """Every supervisor that was forked and is not reaped yet. The pid of each is PID 1's own child: a kill meets no other."""
+    """Every supervisor that was forked and is not reaped yet. The pid of each is PID 1's own child: a kill meets no
+    other.
+    """
 
     def __init__(self, paths: GuestPaths) -> None:
         self._paths = paths
@@ -199,7 +205,11 @@ class Supervisors:
     @property
     def idle_pids(self) -> set[int]:
         """Of those that serve nothing: the one that waits, and those whose end is on its way."""
-        return {pid for pid, handle in self._by_pid.items() if handle is self._idle or (handle.call is None and pid in self.ending)}
+        return {
+            pid
+            for pid, handle in self._by_pid.items()
+            if handle is self._idle or (handle.call is None and pid in self.ending)
+        }
 
     @property
     def idle_until(self) -> float | None:
@@ -241,7 +251,9 @@ class Supervisors:
             self.kill(handle)
 
     def retire_idle(self) -> None:
-        """End the one that waits. It holds nothing, so a kill is as good as a word, and meets also one that was stopped."""
+        """End the one that waits. It holds nothing, so a kill is as good as a word, and meets also one that was
+        stopped.
+        """
         if self._idle is not None:
             self.kill(self._idle)
             self._idle = None
@@ -258,7 +270,9 @@ class Supervisors:
             self._idle = None
 
     def take_reaped(self, pid: int) -> SupervisorHandle | None:
-        """The supervisor whose exit was collected: from here on its pid may be anybody's. What it said may still be read."""
+        """The supervisor whose exit was collected: from here on its pid may be anybody's. What it said may still be
+        read.
+        """
         return self._by_pid.pop(pid, None)
 
     def forget(self, handle: SupervisorHandle) -> None:

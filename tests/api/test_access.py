@@ -25,7 +25,16 @@ def problem(response: httpx.Response) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "header", [None, "", "Bearer", "Bearer x", "Basic dXNlcjpwYXNz", "Bearer tc_0000000000000000_" + "A" * 43, "Bearer " + "x" * 5000]
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer x",
+        "Basic dXNlcjpwYXNz",
+        "Bearer tc_0000000000000000_" + "A" * 43,
+        "Bearer " + "x" * 5000,
+    ],
 )
 async def test_whoever_has_no_valid_key_gets_nothing_but_that(api: ApiGround, header: str | None) -> None:
     headers = {"Authorization": header} if header is not None else {}
@@ -48,7 +57,10 @@ async def test_only_administrators_change_tenants_and_keys(api: ApiGround, role:
 
 
 async def test_a_tenants_key_may_not_name_another_tenant_whether_it_exists_or_not(api: ApiGround) -> None:
-    answers = [problem(await api["acme"].get("/v1/batches", params={"tenant": name})) for name in ("rival", "nobody-of-that-name")]
+    answers = [
+        problem(await api["acme"].get("/v1/batches", params={"tenant": name}))
+        for name in ("rival", "nobody-of-that-name")
+    ]
     assert answers[0] == answers[1]
     assert answers[0]["code"] == "PERMISSION_DENIED"
 
@@ -83,4 +95,7 @@ async def test_changes_of_tenants_are_in_the_audit_log_with_the_key_that_made_th
     assert (await api["admin"].post("/v1/tenants", json={"name": "fresh", "policy": {"weight": 2}})).status_code == 201
     assert (await api["admin"].delete("/v1/tenants/fresh")).status_code == 200
     entries = (await api["operator"].get("/v1/audit", params={"about": "fresh"})).json()["data"]
-    assert [(entry["action"], entry["actor"]["name"]) for entry in entries] == [("tenant.remove", "admin"), ("tenant.add", "admin")]
+    assert [(entry["action"], entry["actor"]["name"]) for entry in entries] == [
+        ("tenant.remove", "admin"),
+        ("tenant.add", "admin"),
+    ]

@@ -9,7 +9,9 @@ from tests.conftest import RedisProcess
 HEADERS = {"Content-Type": "application/jsonl"}
 
 
-async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warning(api: ApiGround, redis_server: RedisProcess) -> None:
+async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warning(
+    api: ApiGround, redis_server: RedisProcess
+) -> None:
     spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, aliases={"cmd": "command"})
     with redis_server.client() as store:
         store.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(spec,))))
@@ -20,10 +22,14 @@ async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warni
     line = '{"id": "a", "tool": "bash_tool", "arguments": {"cmd": "ls"}}'
     accepted = await api["acme"].post("/v1/batches", content=line, headers=HEADERS)
     assert accepted.status_code == 201
-    assert accepted.json()["warnings"] == ["line 1: `cmd` is read as `command`, which is the name of the parameter of bash_tool"]
+    assert accepted.json()["warnings"] == [
+        "line 1: `cmd` is read as `command`, which is the name of the parameter of bash_tool"
+    ]
 
 
 async def test_a_batch_that_cannot_be_checked_is_accepted_and_says_so(api: ApiGround) -> None:
     accepted = await api["acme"].post("/v1/batches", content='{"id": "a", "tool": "bash_tol"}', headers=HEADERS)
     assert accepted.status_code == 201
-    assert accepted.json()["warnings"] == ["no worker publishes its tools now, so the names and arguments of tools were not checked"]
+    assert accepted.json()["warnings"] == [
+        "no worker publishes its tools now, so the names and arguments of tools were not checked"
+    ]

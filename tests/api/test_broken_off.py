@@ -1,4 +1,6 @@
-"""Requests that break off because Redis goes in the middle of them, those for what is not there, and those that anybody may make."""
+"""Requests that break off because Redis goes in the middle of them, those for what is not there, and those that anybody
+may make.
+"""
 
 import asyncio
 import json
@@ -24,7 +26,15 @@ async def test_a_request_that_broke_off_for_redis_is_not_said_to_be_worked_when_
     with redis_server.client() as store:
         # Nobody ends it: whoever kills it waits.
         store.hset(
-            key, mapping={"state": "running", "attempt": 1, "holder": "host.h1.b1/w1", "queue": "host.h1.b1", "task": "t1", "session": "s1"}
+            key,
+            mapping={
+                "state": "running",
+                "attempt": 1,
+                "holder": "host.h1.b1/w1",
+                "queue": "host.h1.b1",
+                "task": "t1",
+                "session": "s1",
+            },
         )
         kill = Asked("kill", "POST", "/v1/calls/c1/kill", content={})
         killing = asyncio.create_task(send(api["acme"], kill, {}))
@@ -95,16 +105,24 @@ async def test_whoever_asks_all_the_time_whether_the_service_is_ready_costs_redi
 
 async def test_an_operators_retry_of_anothers_batch_is_in_the_audit_when_it_changes_something(api: ApiGround) -> None:
     lines = '{"id": "a", "instruction": "x"}\n{"id": "b", "instruction": "x"}\n'
-    batch = (await api["acme"].post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})).json()["id"]
+    batch = (
+        await api["acme"].post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})
+    ).json()["id"]
 
     async def retried(who: str) -> int:
         assert (await api["acme"].post(f"/v1/batches/{batch}/cancel")).status_code == 200
-        answer = await api[who].post(f"/v1/batches/{batch}/retry", params={"tenant": "acme"}, json={"kinds": ["cancelled"]})
+        answer = await api[who].post(
+            f"/v1/batches/{batch}/retry", params={"tenant": "acme"}, json={"kinds": ["cancelled"]}
+        )
         assert answer.status_code == 200, answer.text
         return int(answer.json()["items"])
 
     assert [await retried("acme"), await retried("operator")] == [2, 2]
-    nothing = await api["operator"].post(f"/v1/batches/{batch}/retry", params={"tenant": "acme"}, json={"kinds": ["cancelled"]})
+    nothing = await api["operator"].post(
+        f"/v1/batches/{batch}/retry", params={"tenant": "acme"}, json={"kinds": ["cancelled"]}
+    )
     assert nothing.json()["items"] == 0
     entries = (await api["operator"].get("/v1/audit", params={"action": "batch.retry"})).json()["data"]
-    assert [(entry["target"], entry["tenant"], entry["actor"]["name"]) for entry in entries] == [(batch, "acme", "operator")]
+    assert [(entry["target"], entry["tenant"], entry["actor"]["name"]) for entry in entries] == [
+        (batch, "acme", "operator")
+    ]

@@ -1,4 +1,6 @@
-"""Redis is killed in the middle of everything that clients of the HTTP API do, and comes back: each is told so in time, and nothing is done twice."""
+"""Redis is killed in the middle of everything that clients of the HTTP API do, and comes back: each is told so in time,
+and nothing is done twice.
+"""
 
 import asyncio
 import json
@@ -18,7 +20,9 @@ ANSWERED_S = 10.0
 WORDS = ("127.0.0.1", "a-test-password", "Traceback", "redis.exceptions", "Connection refused", 'File "')
 """Of where Redis is, and of what only a log is to say."""
 EACH = pytest.mark.parametrize("asked", REQUESTS, ids=lambda asked: asked.name)
-POSTS = pytest.mark.parametrize("asked", [asked for asked in REQUESTS if asked.method == "POST"], ids=lambda asked: asked.name)
+POSTS = pytest.mark.parametrize(
+    "asked", [asked for asked in REQUESTS if asked.method == "POST"], ids=lambda asked: asked.name
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,12 @@ def test_a_request_with_a_word_is_done_once_however_often_it_was_sent(outage: Ou
 
 
 def test_of_what_was_to_be_made_there_is_one_each(outage: Outage) -> None:
-    assert {kind: len(made) for kind, made in outage.owned.items()} == {"runs": 1, "batches": 1, "sessions": 1, "keys": 1}
+    assert {kind: len(made) for kind, made in outage.owned.items()} == {
+        "runs": 1,
+        "batches": 1,
+        "sessions": 1,
+        "keys": 1,
+    }
 
 
 @pytest.mark.parametrize("name", CALLS)

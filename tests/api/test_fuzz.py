@@ -1,4 +1,6 @@
-"""Every operation of the API's own description, asked in ways that fit it and in ways that do not: what comes back is always what the description says."""
+"""Every operation of the API's own description, asked in ways that fit it and in ways that do not: what comes back is
+always what the description says.
+"""
 
 import asyncio
 import json
@@ -74,7 +76,9 @@ class Target:
         """One request; what comes back is checked."""
         headers = {"Authorization": f"Bearer {self.keys[role]}"}
         response = case.call(base_url=self.api.url, headers=headers, session=self.session, timeout=60)
-        assert response.status_code < 500 or response.status_code in NO_FAULT, f"{case.as_curl_command()}: {response.text}"
+        assert response.status_code < 500 or response.status_code in NO_FAULT, (
+            f"{case.as_curl_command()}: {response.text}"
+        )
         case.validate_response(response, checks=CHECKS, headers=headers)
         if response.status_code >= 400 and case.operation.path != "/readyz" and case.method != "HEAD":
             assert_problem(response)
@@ -102,7 +106,9 @@ def target() -> Iterator[Target]:
 def test_every_operation_answers_as_it_is_described(target: Target, label: str) -> None:
     for role, most in CASES.items() if label not in SLOW else [("admin", SLOW[label])]:
         cases = SCHEMA.iter_coverage_cases(
-            OPERATIONS[label], generation_modes=list(GenerationMode), generation_config=GenerationConfig(deterministic=True)
+            OPERATIONS[label],
+            generation_modes=list(GenerationMode),
+            generation_config=GenerationConfig(deterministic=True),
         )
         for case in islice(cases, most):
             target.ask(case, role)
@@ -110,13 +116,21 @@ def test_every_operation_answers_as_it_is_described(target: Target, label: str) 
 
 @pytest.mark.parametrize("label", [label for label in OPERATIONS if label not in SLOW])
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_every_operation_answers_as_it_is_described_to_what_nobody_thought_of(target: Target, label: str, mode: GenerationMode) -> None:
+def test_every_operation_answers_as_it_is_described_to_what_nobody_thought_of(
+    target: Target, label: str, mode: GenerationMode
+) -> None:
     try:
         strategy = OPERATIONS[label].as_strategy(generation_mode=mode)
         ask = given(case=strategy)(lambda case: target.ask(case, "admin"))
         quiet = list(HealthCheck)
         hypothesis.seed(1)(
-            settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.generate], suppress_health_check=quiet, database=None)(ask)
+            settings(
+                max_examples=EXAMPLES,
+                deadline=None,
+                phases=[Phase.generate],
+                suppress_health_check=quiet,
+                database=None,
+            )(ask)
         )()
     except hypothesis.errors.Unsatisfiable:
         # An operation without parameters has nothing that could be wrong.

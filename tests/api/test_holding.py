@@ -1,4 +1,6 @@
-"""Attacks on the API by holding on to it: idle connections, streams, answers that nobody takes, bodies that do not come."""
+"""Attacks on the API by holding on to it: idle connections, streams, answers that nobody takes, bodies that do not
+come.
+"""
 
 import asyncio
 import contextlib
@@ -69,7 +71,9 @@ async def started(api: ApiGround) -> str:
     return str((await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"])
 
 
-async def test_a_key_has_so_many_streams_and_leaves_the_others_theirs(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_has_so_many_streams_and_leaves_the_others_theirs(
+    api: ApiGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shares, "STREAMS_OF_A_KEY", 2)
     run = await started(api)
     path = f"/v1/runs/{run}/events"
@@ -110,7 +114,9 @@ def ask_for_ever(lazy: socket.socket) -> None:
 async def test_nobody_sends_a_body_without_a_key(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LINGER_S", 0.2)
     reader, writer = await asyncio.open_connection(*address(api))
-    writer.write(b"POST /v1/runs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n{")
+    writer.write(
+        b"POST /v1/runs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n{"
+    )
     answer = await asyncio.wait_for(reader.read(), 20)
     writer.close()
     assert answer.startswith(b"HTTP/1.1 401")
@@ -128,7 +134,10 @@ async def test_all_bodies_together_have_a_bound(api: ApiGround, monkeypatch: pyt
 @contextlib.asynccontextmanager
 async def unfinished_bodies(api: ApiGround, number: int, of_bytes: int) -> AsyncIterator[list[asyncio.StreamReader]]:
     """Requests of acme whose bodies have begun and do not go on."""
-    head = f"POST /v1/runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nContent-Length: {of_bytes}\r\n\r\n{{"
+    head = (
+        f"POST /v1/runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nContent-Length: "
+        f"{of_bytes}\r\n\r\n{{"
+    )
     opened = [await asyncio.open_connection(*address(api)) for _ in range(number)]
     try:
         for _, writer in opened:
@@ -163,7 +172,10 @@ async def test_a_tenant_whose_bodies_fill_its_share_is_refused_and_another_is_se
 
 
 async def test_the_rate_of_a_key_is_checked_before_a_body_is_read(redis_server: RedisProcess) -> None:
-    async with open_api(redis_server.url, api_rate=0.01, api_burst=5) as api, unfinished_bodies(api, 10, 1000) as readers:
+    async with (
+        open_api(redis_server.url, api_rate=0.01, api_burst=5) as api,
+        unfinished_bodies(api, 10, 1000) as readers,
+    ):
         answers = await asyncio.gather(*(asyncio.wait_for(reader.readline(), 20) for reader in readers[5:]))
         assert answers == [b"HTTP/1.1 429 Too Many Requests\r\n"] * 5
         assert (await api["rival"].post("/v1/runs", json={"instruction": "x"})).status_code == 202
@@ -171,7 +183,10 @@ async def test_the_rate_of_a_key_is_checked_before_a_body_is_read(redis_server: 
 
 async def test_a_request_with_a_body_counts_once_towards_the_rate(redis_server: RedisProcess) -> None:
     async with open_api(redis_server.url, api_rate=0.01, api_burst=5) as api:
-        answers = [await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": "a"}) for _ in range(6)]
+        answers = [
+            await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": "a"})
+            for _ in range(6)
+        ]
         assert [answer.status_code for answer in answers] == [202] * 5 + [429]
 
 
@@ -293,7 +308,10 @@ async def test_a_client_that_goes_in_the_middle_of_a_call_leaves_no_task_behind(
 async def test_who_sends_a_large_batch_slowly_holds_up_nobody_elses(api: ApiGround) -> None:
     lines = "".join(f'{{"id": "{number}", "instruction": "{"x" * 600_000}"}}\n' for number in range(8))
     lines_of = {"Content-Type": "application/jsonl"}
-    head = f"POST /v1/batches HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nContent-Length: 100000000\r\n\r\n"
+    head = (
+        f"POST /v1/batches HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nContent-Length: "
+        "100000000\r\n\r\n"
+    )
     writers = []
     try:
         answers = []

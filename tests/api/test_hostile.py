@@ -1,4 +1,6 @@
-"""Attacks on the API by what a request says: bodies, heads, ids and names that are made to break something or to find out what is another's."""
+"""Attacks on the API by what a request says: bodies, heads, ids and names that are made to break something or to find
+out what is another's.
+"""
 
 import asyncio
 import time
@@ -33,8 +35,10 @@ BREAKING = {
     "lists in lists": b"[" * 200_000,
     "objects in objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     "a history in history": b'{"instruction": "x", "history": [' + b'{"a":' * 300 + b"1" + b"}" * 300 + b"]}",
-    "NaN": b'{"instruction": "x", "max_wall_s": NaN, "ttl_s": NaN, "timeout_s": NaN, "name": "a", "policy": {"weight": NaN}}',
-    "more than any float": b'{"instruction": "x", "max_wall_s": 1e999, "ttl_s": 1e999, "timeout_s": 1e999, "name": "a", "policy": {"weight": 1e999}}',
+    "NaN": (b'{"instruction": "x", "max_wall_s": NaN, "ttl_s": NaN, "timeout_s": NaN, "name": "a", "policy": {"weight": '
+b'NaN}}'),
+    "more than any float": (b'{"instruction": "x", "max_wall_s": 1e999, "ttl_s": 1e999, "timeout_s": 1e999, "name": "a", "policy": '
+b'{"weight": 1e999}}'),
     "a number of 5,000 digits": b'{"instruction": "x", "priority": ' + b"9" * 5000 + b"}",
     "half a character": b'{"instruction": "' + HALF + b'", "name": "' + HALF + b'", "reason": "' + HALF + b'", "image": "' + HALF + b'"}',
     "half a character in a list": b'{"instruction": "x", "tools": ["' + HALF + b'"], "policy": {"tools": ["' + HALF + b'"]}, "kinds": ["' + HALF + b'"]}',
@@ -46,7 +50,14 @@ BREAKING = {
     "no object": b"[]",
     "nothing": b"",
 }  # fmt: skip
-TAKING = ["/v1/runs", "/v1/sessions", "/v1/tenants", "/v1/tenants/acme/keys", "/v1/sessions/s/calls", "/v1/batches/b/retry"]
+TAKING = [
+    "/v1/runs",
+    "/v1/sessions",
+    "/v1/tenants",
+    "/v1/tenants/acme/keys",
+    "/v1/sessions/s/calls",
+    "/v1/batches/b/retry",
+]
 HEADS = {
     "two lengths": b"Content-Length: 2\r\nContent-Length: 50\r\n\r\n{}",
     "a length and chunks": b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
@@ -86,13 +97,20 @@ async def test_a_body_of_many_values_costs_no_more_than_reading_it(api: ApiGroun
 
 
 async def test_what_no_orchestrator_could_read_again_is_not_queued(api: ApiGround) -> None:
-    for kind in ("a history in history", "half a character in a list", "half a character as a key", "half a character in the history"):
+    for kind in (
+        "a history in history",
+        "half a character in a list",
+        "half a character as a key",
+        "half a character in the history",
+    ):
         assert (await api["acme"].post("/v1/runs", content=BREAKING[kind], headers=JSON)).status_code == 422
     assert (await api["acme"].get("/v1/runs")).json()["data"] == []
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-async def test_a_request_that_can_be_read_in_two_ways_is_refused_and_its_connection_closed(api: ApiGround, head: bytes) -> None:
+async def test_a_request_that_can_be_read_in_two_ways_is_refused_and_its_connection_closed(
+    api: ApiGround, head: bytes
+) -> None:
     answer = await exchange(api, b"POST /v1/tenants HTTP/1.1\r\n", head)
     assert answer.startswith(b"HTTP/1.1 400 Bad Request")
     assert answer.count(b"\r\n\r\n") == 1
@@ -125,10 +143,14 @@ async def exchange(api: ApiGround, line: bytes, rest: bytes) -> bytes:
     return bytes(answer)
 
 
-async def test_another_tenants_things_are_told_as_what_does_not_exist(api: ApiGround, redis_server: RedisProcess) -> None:
+async def test_another_tenants_things_are_told_as_what_does_not_exist(
+    api: ApiGround, redis_server: RedisProcess
+) -> None:
     run = (await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"]
     lines = {**JSON, "Content-Type": "application/jsonl"}
-    batch = (await api["acme"].post("/v1/batches", content='{"id": "a", "instruction": "x"}', headers=lines)).json()["id"]
+    batch = (await api["acme"].post("/v1/batches", content='{"id": "a", "instruction": "x"}', headers=lines)).json()[
+        "id"
+    ]
     approval = await ask_for_approval(redis_server)
     names = {"run": run, "batch": batch, "approval": approval}
     unknown = {name: id_[:-2] + ("00" if not id_.endswith("00") else "11") for name, id_ in names.items()}
@@ -157,7 +179,9 @@ async def ask_for_approval(redis_server: RedisProcess, command: str = "rm -rf /d
         await client.aclose()
 
 
-async def test_what_would_run_is_shown_exactly_also_when_it_holds_half_a_character(api: ApiGround, redis_server: RedisProcess) -> None:
+async def test_what_would_run_is_shown_exactly_also_when_it_holds_half_a_character(
+    api: ApiGround, redis_server: RedisProcess
+) -> None:
     approval = await ask_for_approval(redis_server, command="echo \ud800 \u202e é")
     shown = await api["acme"].get(f"/v1/approvals/{approval}")
     assert shown.status_code == 200
@@ -173,7 +197,10 @@ async def test_methods_that_are_none_are_refused_with_those_that_are(api: ApiGro
 
 async def test_no_page_of_another_site_may_read_an_answer(api: ApiGround) -> None:
     headers = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
-    for answer in (await api["acme"].get("/v1/runs", headers=headers), await api["acme"].options("/v1/runs", headers=headers)):
+    for answer in (
+        await api["acme"].get("/v1/runs", headers=headers),
+        await api["acme"].options("/v1/runs", headers=headers),
+    ):
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
@@ -192,16 +219,22 @@ async def test_guessing_a_key_by_its_id_is_told_nothing(api: ApiGround) -> None:
     assert {(answer.status_code, answer.text) for answer in answers} == {(401, answers[0].text)}
 
 
-async def test_answers_that_are_kept_for_a_key_do_not_fill_redis(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_that_are_kept_for_a_key_do_not_fill_redis(
+    api: ApiGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(once_slots, "KEPT_BYTES", 3000)
     codes = [
-        (await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": f"k{number}"})).status_code
+        (
+            await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": f"k{number}"})
+        ).status_code
         for number in range(10)
     ]
     assert (codes[0], codes[-1]) == (202, 429)
     again = await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": "k0"})
     assert (again.status_code, again.headers["idempotent-replayed"]) == (202, "true")
-    assert (await api["rival"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": "k"})).status_code == 202
+    assert (
+        await api["rival"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": "k"})
+    ).status_code == 202
 
 
 async def test_refused_requests_leave_nothing_behind(api: ApiGround, redis_server: RedisProcess) -> None:

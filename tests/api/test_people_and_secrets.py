@@ -1,4 +1,6 @@
-"""Attacks by what is kept and by what is done in whose name: secrets in Redis, logins, streams of keys that hold no longer, the audit."""
+"""Attacks by what is kept and by what is done in whose name: secrets in Redis, logins, streams of keys that hold no
+longer, the audit.
+"""
 
 import asyncio
 import time
@@ -42,10 +44,14 @@ async def test_an_api_key_is_not_kept_with_the_answer_that_has_it(api: ApiGround
     assert b"body" not in kept[0]
 
 
-async def test_failed_logins_of_one_client_do_not_lock_out_a_valid_key_from_the_same_address(redis_server: RedisProcess) -> None:
+async def test_failed_logins_of_one_client_do_not_lock_out_a_valid_key_from_the_same_address(
+    redis_server: RedisProcess,
+) -> None:
     async with open_api(redis_server.url, api_rate=0.01, api_burst=5) as api:
         async with httpx.AsyncClient(base_url=api.url, headers={"Origin": api.url}) as client:
-            wrong = [(await client.post("/login", data={"key": f"tc_{'0' * 16}_{'x' * 43}"})).status_code for _ in range(7)]
+            wrong = [
+                (await client.post("/login", data={"key": f"tc_{'0' * 16}_{'x' * 43}"})).status_code for _ in range(7)
+            ]
         assert wrong == [401] * 5 + [429] * 2
         async with logged_in(api, "acme") as client:
             assert (await client.get("/runs")).status_code == 200
@@ -57,7 +63,10 @@ async def test_what_operators_do_is_put_down_to_their_keys(
     monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.0)
     report = build_report("h1", started_at=time.time(), reported_at=time.time(), store="shared")
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("bash_tool"),))))
+        client.set(
+            catalog_key("default", "sandbox"),
+            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("bash_tool"),))),
+        )
         client.zadd(hosts_key("default"), {report.queue: time.time()})
         client.set(host_key("default", report.queue), report.model_dump_json())
     # Nobody is there who would take the order.
@@ -79,7 +88,12 @@ async def test_a_host_that_is_none_is_not_found(api: ApiGround) -> None:
 
 async def test_only_operators_are_shown_the_way_to_flower(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
-        told: dict[str, str | int] = {"state": "done", "tool": "bash_tool", "attempt": 1, "task": "0123456789ab-c1.1.acme"}
+        told: dict[str, str | int] = {
+            "state": "done",
+            "tool": "bash_tool",
+            "attempt": 1,
+            "task": "0123456789ab-c1.1.acme",
+        }
         client.hset(call_key("default", "acme", "c1"), mapping=told)
     async with open_api(redis_server.url, flower_url="https://flower.test") as api:
         async with logged_in(api, "acme") as person, logged_in(api, "operator") as operator:
@@ -116,7 +130,9 @@ async def test_nobody_sends_a_form_without_a_login(api: ApiGround, path: str) ->
     assert b"location: /login" in answer
 
 
-@pytest.mark.parametrize(("path", "length"), [("/login", 20_000), ("/v1/batches/b/retry", 3_000_000), ("/v1/batches/b/cancel", 3_000_000)])
+@pytest.mark.parametrize(
+    ("path", "length"), [("/login", 20_000), ("/v1/batches/b/retry", 3_000_000), ("/v1/batches/b/cancel", 3_000_000)]
+)
 async def test_no_route_takes_more_than_it_needs(api: ApiGround, path: str, length: int) -> None:
     assert (await begun(api, path, length)).startswith(b"HTTP/1.1 413")
 

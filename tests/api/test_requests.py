@@ -1,4 +1,6 @@
-"""Requests as such: errors as problems, bounds on bodies and rates, idempotency keys, pages, slow and dead counterparts."""
+"""Requests as such: errors as problems, bounds on bodies and rates, idempotency keys, pages, slow and dead
+counterparts.
+"""
 
 import asyncio
 import contextlib
@@ -35,14 +37,18 @@ from tests.stack import eventually
         ("GET", f"/v1/runs/none/events?after={2**64 - 1}-{2**64 - 1}", 422, "INVALID_ARGUMENTS"),
     ],
 )
-async def test_what_cannot_be_done_is_a_problem_with_a_code(api: ApiGround, method: str, path: str, status: int, code: str) -> None:
+async def test_what_cannot_be_done_is_a_problem_with_a_code(
+    api: ApiGround, method: str, path: str, status: int, code: str
+) -> None:
     response = await api["admin"].request(method, path)
     assert response.headers["content-type"] == "application/problem+json"
     assert (response.status_code, response.json()["code"]) == (status, code)
 
 
 async def test_a_body_that_is_no_json_is_told_without_what_was_in_it(api: ApiGround) -> None:
-    response = await api["admin"].post("/v1/tenants", content=b'{"name": "a", secret-of-mine', headers={"content-type": "application/json"})
+    response = await api["admin"].post(
+        "/v1/tenants", content=b'{"name": "a", secret-of-mine', headers={"content-type": "application/json"}
+    )
     assert (response.status_code, response.json()["code"]) == (400, "MALFORMED_REQUEST")
     assert "secret-of-mine" not in response.text
 
@@ -83,7 +89,9 @@ async def test_a_giant_body_that_does_not_say_so_is_cut_off(api: ApiGround) -> N
     assert (await api["admin"].get("/v1/tenants")).status_code == 200
 
 
-async def test_a_client_that_sends_its_head_too_slowly_is_cut_off(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_sends_its_head_too_slowly_is_cut_off(
+    api: ApiGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "HEAD_WITHIN_S", 0.3)
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -93,7 +101,9 @@ async def test_a_client_that_sends_its_head_too_slowly_is_cut_off(api: ApiGround
     writer.close()
 
 
-async def test_a_client_that_stops_in_its_body_is_told_and_cut_off(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_stops_in_its_body_is_told_and_cut_off(
+    api: ApiGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "CHUNK_WITHIN_S", 0.3)
     assert b"408" in await send_raw(api, "Content-Length: 100\r\n", b'{"na')
 
@@ -102,7 +112,10 @@ async def send_raw(api: ApiGround, header: str, body: bytes) -> bytes:
     """The first line of the answer to a request whose body ends before its time."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST /v1/tenants HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['admin']}\r\nContent-Type: application/json\r\n{header}\r\n"
+    head = (
+        f"POST /v1/tenants HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['admin']}\r\nContent-Type: "
+        f"application/json\r\n{header}\r\n"
+    )
     writer.write(head.encode() + body)
     await writer.drain()
     try:
@@ -195,7 +208,9 @@ async def test_a_request_whose_claim_was_not_heard_of_is_done_when_it_is_sent_ag
     assert answer.status_code == 201, answer.text
 
 
-async def test_a_service_that_is_told_to_stop_keeps_its_answers_first(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_service_that_is_told_to_stop_keeps_its_answers_first(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work, goes_on, began = OnceSlots.keep, asyncio.Event(), asyncio.Event()
 
     async def keep(slots: OnceSlots, claimed: Claim, record: str) -> None:
@@ -222,7 +237,9 @@ async def test_lists_come_in_pages(api: ApiGround) -> None:
         await api["admin"].post("/v1/tenants", json={"name": f"t{number}"})
     names, cursor = list[str](), None
     while True:
-        page = (await api["operator"].get("/v1/tenants", params={"limit": 3} | ({"cursor": cursor} if cursor else {}))).json()
+        page = (
+            await api["operator"].get("/v1/tenants", params={"limit": 3} | ({"cursor": cursor} if cursor else {}))
+        ).json()
         names += [tenant["name"] for tenant in page["data"]]
         cursor = page["next_cursor"]
         if cursor is None:
@@ -248,7 +265,10 @@ async def test_a_dead_redis_is_told_as_such_and_comes_back(api: ApiGround, redis
 async def eventually_ok(api: ApiGround) -> None:
     # Its Redis was emptied by nobody: the keys are those from before.
     await eventually(
-        lambda: httpx.get(f"{api.url}/v1/batches", headers={"Authorization": f"Bearer {api.keys['acme']}"}).status_code == 200,
+        lambda: (
+            httpx.get(f"{api.url}/v1/batches", headers={"Authorization": f"Bearer {api.keys['acme']}"}).status_code
+            == 200
+        ),
         20,
         "the API did not come back with its Redis",
     )
@@ -267,14 +287,18 @@ async def test_a_service_without_a_redis_serves_from_the_first_moment(redis_serv
         redis_server.start()
 
 
-async def test_settings_with_which_nothing_can_be_served_are_told_before_anything_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settings_with_which_nothing_can_be_served_are_told_before_anything_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
         ApiService(api_settings("redis://:word@127.0.0.1:1/0"), "127.0.0.1", 0, 0)
 
 
-async def test_an_orchestrator_that_broke_off_is_begun_again(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_orchestrator_that_broke_off_is_begun_again(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, is_again = 0, asyncio.Event()
 
     @contextlib.asynccontextmanager

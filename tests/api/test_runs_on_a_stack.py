@@ -1,4 +1,6 @@
-"""Runs, approvals, batches and switches over HTTP, on real orchestrators, workers and sandboxes; and an API that dies in the middle of them."""
+"""Runs, approvals, batches and switches over HTTP, on real orchestrators, workers and sandboxes; and an API that dies
+in the middle of them.
+"""
 
 import asyncio
 import os
@@ -92,9 +94,13 @@ async def test_a_call_that_asks_is_decided_over_http(api_stack: ApiStack, answer
         assert told in (await until_state(client, run, "succeeded"))["answer"]
 
 
-async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an_agent_while_others_can(api_stack: ApiStack) -> None:
+async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an_agent_while_others_can(
+    api_stack: ApiStack,
+) -> None:
     async with api_stack.client("operator") as operator, api_stack.client(replica=1) as client:
-        off = await operator.patch("/v1/tools/glob_tool", json={"enabled": False, "reason": "it is being mended", "tenant": "acme"})
+        off = await operator.patch(
+            "/v1/tools/glob_tool", json={"enabled": False, "reason": "it is being mended", "tenant": "acme"}
+        )
         assert (off.status_code, off.json()["state"]) == (200, "disabled")
         try:
             run = await started(client, "globs")
@@ -123,7 +129,9 @@ async def test_a_batch_is_worked_and_its_rows_are_read(api_stack: ApiStack) -> N
                 await asyncio.sleep(0.05)
         assert told["request_counts"]["completed"] == 5
         rows = (await other.get(f"{path}/results")).text.splitlines()
-        assert sorted(re.findall(r'"custom_id": ?"(line-\d)"', "".join(rows))) == [f"line-{number}" for number in range(5)]
+        assert sorted(re.findall(r'"custom_id": ?"(line-\d)"', "".join(rows))) == [
+            f"line-{number}" for number in range(5)
+        ]
 
 
 async def test_when_an_api_is_killed_another_goes_on_with_its_runs_and_no_call_runs_twice(api_stack: ApiStack) -> None:

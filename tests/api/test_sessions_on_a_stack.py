@@ -42,7 +42,9 @@ async def session(client: httpx.AsyncClient) -> AsyncIterator[str]:
 
 
 async def run(client: httpx.AsyncClient, session: str, command: str, **options: Any) -> dict[str, Any]:
-    answer = await client.post(f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": command}}, **options)
+    answer = await client.post(
+        f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": command}}, **options
+    )
     assert answer.status_code == 200, answer.text
     told: dict[str, Any] = answer.json()
     return told
@@ -63,14 +65,19 @@ async def test_a_session_is_opened_called_seen_and_closed_on_any_replica(
         assert not api_stack.stack.has_container(container)
         # Both have made calls in it a moment ago.
         for one in (client, other):
-            gone = await one.post(f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "true"}})
+            gone = await one.post(
+                f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "true"}}
+            )
             assert (gone.status_code, gone.json()["code"]) == (404, "SESSION_NOT_FOUND")
     assert (await client.get(f"/v1/sessions/{session}")).status_code == 404
 
 
 async def test_output_comes_while_the_tool_runs(client: httpx.AsyncClient, session: str) -> None:
     # The tool goes on only when its first output has been seen.
-    call = {"name": "bash_tool", "arguments": {"command": "echo first; until test -e /workspace/go; do sleep 0.1; done; echo second"}}
+    call = {
+        "name": "bash_tool",
+        "arguments": {"command": "echo first; until test -e /workspace/go; do sleep 0.1; done; echo second"},
+    }
     path = f"/v1/sessions/{session}"
     async with client.stream("POST", f"{path}/calls", json=call, headers={"Accept": "text/event-stream"}) as stream:
         lines = [line async for line in until_first(stream, client, path)]
@@ -115,7 +122,10 @@ async def test_a_call_that_is_sent_twice_runs_once_whichever_replica_gets_it(
             *(
                 one.post(
                     f"/v1/sessions/{session}/calls",
-                    json={"name": "bash_tool", "arguments": {"command": "echo x >>/tmp/ran; sleep 0.3; wc -l </tmp/ran"}},
+                    json={
+                        "name": "bash_tool",
+                        "arguments": {"command": "echo x >>/tmp/ran; sleep 0.3; wc -l </tmp/ran"},
+                    },
                     headers=headers,
                 )
                 for one in (client, other, client)
@@ -131,7 +141,9 @@ async def test_a_call_that_was_one_too_many_is_run_when_it_is_sent_again(
     api_stack: ApiStack, client: httpx.AsyncClient, session: str
 ) -> None:
     async def send(word: str) -> tuple[str, dict[str, Any]]:
-        return word, await run(client, session, f"echo x >>/tmp/{word}; sleep 0.5; wc -l </tmp/{word}", headers={"Idempotency-Key": word})
+        return word, await run(
+            client, session, f"echo x >>/tmp/{word}; sleep 0.5; wc -l </tmp/{word}", headers={"Idempotency-Key": word}
+        )
 
     async def send_too_many() -> list[str]:
         """The words of those that were refused."""
@@ -158,7 +170,9 @@ async def test_a_call_with_a_stream_that_is_sent_twice_runs_once_and_its_end_is_
     results = []
     for _ in range(2):
         headers = {"Idempotency-Key": f"streamed-{session}"}
-        events = await read_events(client, f"/v1/sessions/{session}/calls", method="POST", json=call, more_headers=headers)
+        events = await read_events(
+            client, f"/v1/sessions/{session}/calls", method="POST", json=call, more_headers=headers
+        )
         results.append(events[-1]["data"])
     assert [result["output"] for result in results] == ["1\n", None]
     assert results[1]["error_code"] == "OUTCOME_UNKNOWN"
@@ -184,7 +198,14 @@ async def test_a_name_with_the_end_of_a_header_in_it_ends_none(client: httpx.Asy
 
 
 @pytest.mark.parametrize(
-    "name", ["..%2f..%2fetc%2fpasswd", "%2e%2e/%2e%2e/etc/shadow", ".%2f..%2f..%2fproc/1/environ", "%2fproc/1/mem", "%2fdev/zero"]
+    "name",
+    [
+        "..%2f..%2fetc%2fpasswd",
+        "%2e%2e/%2e%2e/etc/shadow",
+        ".%2f..%2f..%2fproc/1/environ",
+        "%2fproc/1/mem",
+        "%2fdev/zero",
+    ],
 )
 async def test_no_path_leads_out_of_where_files_may_be(client: httpx.AsyncClient, session: str, name: str) -> None:
     url = httpx.URL(str(client.base_url)).copy_with(raw_path=f"/v1/sessions/{session}/files/{name}".encode())
@@ -192,7 +213,9 @@ async def test_no_path_leads_out_of_where_files_may_be(client: httpx.AsyncClient
         assert (answer.status_code, answer.json()["code"]) == (403, "PATH_NOT_ALLOWED"), answer.text
 
 
-async def test_a_file_that_is_not_there_and_one_that_is_too_large_are_told(client: httpx.AsyncClient, session: str) -> None:
+async def test_a_file_that_is_not_there_and_one_that_is_too_large_are_told(
+    client: httpx.AsyncClient, session: str
+) -> None:
     path = f"/v1/sessions/{session}/files"
     assert (await client.get(f"{path}/nothing-here")).json()["code"] == "FILE_NOT_FOUND"
     large = await client.put(f"{path}/large", content=bytes(MAX_BLOB_BYTES + 1))
@@ -211,7 +234,10 @@ async def test_another_tenants_session_is_told_as_one_that_does_not_exist(api_st
             ("POST", "/calls", {"name": "bash_tool", "arguments": {"command": "true"}}),
         ]
         for method, rest, body in asked:
-            answers = [await rival.request(method, f"/v1/sessions/{id_}{rest}", json=body) for id_ in (session, "0" * len(session))]
+            answers = [
+                await rival.request(method, f"/v1/sessions/{id_}{rest}", json=body)
+                for id_ in (session, "0" * len(session))
+            ]
             assert [answer.status_code for answer in answers] == [404, 404], (method, rest)
             assert answers[0].text == answers[1].text
 
@@ -226,11 +252,17 @@ async def test_an_operator_who_closes_anothers_session_is_in_the_audit_and_a_ten
         assert (await operator.delete(f"/v1/sessions/{closed}", params=for_acme)).status_code == 404
         assert (await client.delete(f"/v1/sessions/{own}")).status_code == 204
         found = (await operator.get("/v1/audit", params={"action": "session.close"})).json()["data"]
-    mine = [(entry["target"], entry["tenant"], entry["actor"]["name"]) for entry in found if entry["target"] in (closed, own)]
+    mine = [
+        (entry["target"], entry["tenant"], entry["actor"]["name"])
+        for entry in found
+        if entry["target"] in (closed, own)
+    ]
     assert mine == [(closed, "acme", "operator")]
 
 
-async def test_arguments_that_no_sandbox_could_take_are_an_error_of_the_call(client: httpx.AsyncClient, session: str) -> None:
+async def test_arguments_that_no_sandbox_could_take_are_an_error_of_the_call(
+    client: httpx.AsyncClient, session: str
+) -> None:
     for arguments in (
         '{"command": "echo \\ud800"}',
         '{"command": "echo \\u0000"}',
@@ -238,6 +270,8 @@ async def test_arguments_that_no_sandbox_could_take_are_an_error_of_the_call(cli
         '{"command": NaN}',
     ):
         body = b'{"name": "bash_tool", "arguments": ' + arguments.encode() + b"}"
-        answer = await client.post(f"/v1/sessions/{session}/calls", content=body, headers={"Content-Type": "application/json"})
+        answer = await client.post(
+            f"/v1/sessions/{session}/calls", content=body, headers={"Content-Type": "application/json"}
+        )
         assert answer.status_code in (200, 422), answer.text
         assert answer.status_code == 422 or answer.json()["error_code"] == "INVALID_ARGUMENTS", answer.text

@@ -24,7 +24,9 @@ def publish(redis_server: RedisProcess, root: Path, *names: str) -> None:
         )
 
 
-async def test_skills_come_in_pages_to_tenants_and_operators(api: ApiGround, redis_server: RedisProcess, tmp_path: Path) -> None:
+async def test_skills_come_in_pages_to_tenants_and_operators(
+    api: ApiGround, redis_server: RedisProcess, tmp_path: Path
+) -> None:
     publish(redis_server, tmp_path, "a", "b", "c")
     for role in ("acme", "operator", "admin"):
         first = (await api[role].get("/v1/skills", params={"limit": 2})).json()
@@ -33,15 +35,24 @@ async def test_skills_come_in_pages_to_tenants_and_operators(api: ApiGround, red
         assert rest["next_cursor"] is None
 
 
-async def test_one_skill_is_shown_and_one_that_is_none_is_not_found(api: ApiGround, redis_server: RedisProcess, tmp_path: Path) -> None:
+async def test_one_skill_is_shown_and_one_that_is_none_is_not_found(
+    api: ApiGround, redis_server: RedisProcess, tmp_path: Path
+) -> None:
     publish(redis_server, tmp_path, "alpha")
     shown = (await api["acme"].get("/v1/skills/alpha")).json()
-    assert (shown["description"], shown["files"], shown["has_scripts"], shown["warnings"]) == ("Does alpha.", 1, False, [])
+    assert (shown["description"], shown["files"], shown["has_scripts"], shown["warnings"]) == (
+        "Does alpha.",
+        1,
+        False,
+        [],
+    )
     missing = await api["acme"].get("/v1/skills/alfa")
     assert (missing.status_code, missing.json()["code"]) == (404, "FILE_NOT_FOUND")
 
 
-async def test_a_tenant_installs_its_own_and_nobody_else_is_shown_them(api: ApiGround, redis_server: RedisProcess, tmp_path: Path) -> None:
+async def test_a_tenant_installs_its_own_and_nobody_else_is_shown_them(
+    api: ApiGround, redis_server: RedisProcess, tmp_path: Path
+) -> None:
     publish(redis_server, tmp_path, "alpha", "beta")
     write_skill(tmp_path / "own", "beta", body="Ours.")
     examine_skill(tmp_path / "own" / "beta", as_zip=tmp_path / "beta.zip")

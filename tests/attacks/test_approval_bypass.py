@@ -1,4 +1,6 @@
-"""What a model, or what speaks through it, tries against approvals: hide a command, forge a question, use a yes twice. No engine needed."""
+"""What a model, or what speaks through it, tries against approvals: hide a command, forge a question, use a yes twice.
+No engine needed.
+"""
 
 import io
 from typing import Any
@@ -7,7 +9,15 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
-from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, ConsoleApprover, Decision, RefusingApprover, review
+from orchestrator.approvals import (
+    ApprovalRequest,
+    AutoApprover,
+    CallbackApprover,
+    ConsoleApprover,
+    Decision,
+    RefusingApprover,
+    review,
+)
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from tests.builders import build_call, build_spec
 
@@ -16,7 +26,9 @@ BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, comma
 
 async def outcome(command: str, approver: Any, *rules: Rule, **terms: Any) -> ErrorCode | None:
     """The error of the reviewed call, None when it may run."""
-    reviewed = await review(build_call("bash_tool", command=command), BASH, approver, policy=ApprovalPolicy(rules), **terms)
+    reviewed = await review(
+        build_call("bash_tool", command=command), BASH, approver, policy=ApprovalPolicy(rules), **terms
+    )
     return reviewed.error_code if isinstance(reviewed, ToolResult) else None
 
 
@@ -125,25 +137,53 @@ async def test_hide_a_command_where_nobody_can_read_it(command: str) -> None:
 async def test_ride_along_with_a_command_on_the_allowed_list(command: str) -> None:
     rules = Rule("allow", argv_prefix=("ls",)), Rule("ask", argv_prefix=("git",))
     error = await outcome(command, RefusingApprover(), *rules)
-    by_rule = ApprovalPolicy(rules).decide("acme", BASH, {"command": command}).reason == "a rule of the policy allows it"
+    by_rule = (
+        ApprovalPolicy(rules).decide("acme", BASH, {"command": command}).reason == "a rule of the policy allows it"
+    )
     assert error is ErrorCode.PERMISSION_DENIED or not by_rule
 
 
 @pytest.mark.parametrize(
     "command",
-    ["g''it push", "/usr/bin/git push", "git -C . push", "git\tpush", "git \\\n push", "git ${X}", "env git push", "X=git; $X push"],
+    [
+        "g''it push",
+        "/usr/bin/git push",
+        "git -C . push",
+        "git\tpush",
+        "git \\\n push",
+        "git ${X}",
+        "env git push",
+        "X=git; $X push",
+    ],
 )
 async def test_slip_past_a_command_on_the_forbidden_list(command: str) -> None:
-    assert await outcome(command, AutoApprover(), Rule("deny", argv_prefix=("git", "push"))) is ErrorCode.SECURITY_REFUSED
+    assert (
+        await outcome(command, AutoApprover(), Rule("deny", argv_prefix=("git", "push"))) is ErrorCode.SECURITY_REFUSED
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["\x1b[2K\x1b[1A", "\u202egnp.x", "\r", "\x9b2J", "\u200b", "\u2066", "\U000e0041", "\x07", "\u3164", "\ufeff", "\u2028"]
+    "text",
+    [
+        "\x1b[2K\x1b[1A",
+        "\u202egnp.x",
+        "\r",
+        "\x9b2J",
+        "\u200b",
+        "\u2066",
+        "\U000e0041",
+        "\x07",
+        "\u3164",
+        "\ufeff",
+        "\u2028",
+    ],
 )
 async def test_draw_on_the_terminal_or_hide_from_the_eye(text: str) -> None:
     shown = io.StringIO()
     assert await outcome(f"sudo {text}x", ConsoleApprover(io.StringIO("n\n"), shown)) is ErrorCode.PERMISSION_DENIED
-    assert not any(character in shown.getvalue() for character in text if not character.isascii() or not character.isprintable())
+    assert not any(
+        character in shown.getvalue() for character in text if not character.isascii() or not character.isprintable()
+    )
 
 
 async def test_draw_a_question_of_ones_own_into_the_command() -> None:
@@ -170,7 +210,10 @@ async def test_change_the_arguments_after_they_were_shown(which: str) -> None:
 
     result = await review(call, BASH, CallbackApprover(say))
     assert isinstance(result, ToolResult)
-    assert (result.error_code, "not those that were approved" in str(result.error)) == (ErrorCode.PERMISSION_DENIED, True)
+    assert (result.error_code, "not those that were approved" in str(result.error)) == (
+        ErrorCode.PERMISSION_DENIED,
+        True,
+    )
 
 
 async def test_change_the_arguments_after_they_were_approved() -> None:

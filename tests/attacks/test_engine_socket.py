@@ -1,4 +1,6 @@
-"""The engine: whoever reaches its socket is root on the host. So nothing of it is inside, and nothing inside is followed to it."""
+"""The engine: whoever reaches its socket is root on the host. So nothing of it is inside, and nothing inside is
+followed to it.
+"""
 
 from pathlib import Path
 
@@ -64,9 +66,13 @@ print('reached', select.select(servers, [], [], 100)[0])
         session.start_job(python(listen))
         session.wait_for("python3 -")
         session.bash("until [ -S /output/.state/guest.sock ]; do sleep 0.01; done")
-        session.ask({"op": "read_text", "path": "sandboxd.sock", "offset": 1, "limit": 9, "max_bytes": 8192, "timeout_s": 5})
+        session.ask(
+            {"op": "read_text", "path": "sandboxd.sock", "offset": 1, "limit": 9, "max_bytes": 8192, "timeout_s": 5}
+        )
         session.ask({"op": "write_file", "path": "docker.sock", "mode": "append", "timeout_s": 5}, b"x")
-        session.ask({"op": "glob", "pattern": "**", "path": ".", "kind": "any", "limit": 9, "max_bytes": 8192, "timeout_s": 5})
+        session.ask(
+            {"op": "glob", "pattern": "**", "path": ".", "kind": "any", "limit": 9, "max_bytes": 8192, "timeout_s": 5}
+        )
 
         assert any("python3 -" in line for line in session.programs().values())
         assert "reached" not in session.bash("cat /output/jobs/*.log").streams["merged"].decode()

@@ -1,4 +1,6 @@
-"""Escape: power over the kernel, the image, the limits, or a life beyond the sandbox's own. The verdict comes from outside it."""
+"""Escape: power over the kernel, the image, the limits, or a life beyond the sandbox's own. The verdict comes from
+outside it.
+"""
 
 import contextlib
 import stat
@@ -81,7 +83,9 @@ def test_make_a_device_node_of_the_hosts_disk(shared_box: Box, place: str) -> No
 def test_open_a_device_of_the_host(shared_box: Box) -> None:
     """Aim: reach the host's disk, memory or kernel by a device that is there."""
     devices = [path.name for path in (shared_box.root / "dev").iterdir() if stat.S_ISBLK(path.lstat().st_mode)]
-    answer = shared_box.run("for d in /dev/mem /dev/kmsg /dev/sda /dev/vda /dev/kvm /dev/fuse /dev/vsock; do cat <$d && echo got $d; done")
+    answer = shared_box.run(
+        "for d in /dev/mem /dev/kmsg /dev/sda /dev/vda /dev/kvm /dev/fuse /dev/vsock; do cat <$d && echo got $d; done"
+    )
 
     assert devices == []
     assert "got" not in answer.output
@@ -142,18 +146,25 @@ def read_if_any(path: Path) -> str | None:
 def test_leave_the_limits_through_the_cgroup_tree(shared_box: Box) -> None:
     """Aim: raise or leave its own limits."""
     shared_box.run(
-        "for f in $(find /sys/fs/cgroup -name cgroup.procs 2>/dev/null); do echo $$ >$f; done; "
-        "for f in $(find /sys/fs/cgroup -name release_agent -o -name pids.max -o -name memory.limit_in_bytes 2>/dev/null); do echo 1 >$f; done"
+        "for f in $(find /sys/fs/cgroup -name cgroup.procs 2>/dev/null); do echo $$ >$f; done; for f in $(find "
+        "/sys/fs/cgroup -name release_agent -o -name pids.max -o -name memory.limit_in_bytes 2>/dev/null); do echo 1 "
+        ">$f; done"
     )
 
     assert shared_box.pid in shared_box.processes()
     assert int(shared_box.cgroup_file("pids", "pids.max", "pids.max").read_text()) == LIMITS.pids
-    assert int(shared_box.cgroup_file("memory", "memory.limit_in_bytes", "memory.max").read_text()) == LIMITS.memory_bytes()
+    assert (
+        int(shared_box.cgroup_file("memory", "memory.limit_in_bytes", "memory.max").read_text())
+        == LIMITS.memory_bytes()
+    )
 
 
 def test_outlive_the_end_of_input(engine: APIClient, box: Box) -> None:
     """Aim: stay when whoever feeds the sandbox has gone."""
-    box.feed("trap '' TERM HUP INT; setsid sh -c 'trap \"\" TERM HUP; while :; do read x </dev/zero; done' >/dev/null 2>&1 &\n")
+    box.feed(
+        "trap '' TERM HUP INT; setsid sh -c 'trap \"\" TERM HUP; while :; do read x </dev/zero; done' >/dev/null 2>&1 "
+        "&\n"
+    )
     assert_still_works(box)
     assert len(box.processes()) >= 2
     box.close_stdin()

@@ -1,4 +1,6 @@
-"""Exhaustion: of disk, inodes, memory, processes, descriptors and processor, of the host, of neighbours, and of the session itself. Seen from outside."""
+"""Exhaustion: of disk, inodes, memory, processes, descriptors and processor, of the host, of neighbours, and of the
+session itself. Seen from outside.
+"""
 
 import contextlib
 import os
@@ -76,7 +78,10 @@ def test_fill_a_writable_place_by_empty_files(cleared: Box, place: str, size: in
 def test_fill_everything_at_once_to_poison_the_session(cleared: Box) -> None:
     """Aim: leave no memory for any later command. All mounts full, by bytes and by files, must leave enough."""
     for place, _, inodes in MOUNTS:
-        cleared.run(f"mkdir {place}/d; " + MAKE_FILES.format(place=f"{place}/d").replace("itertools.count()", f"range({inodes - 8})"))
+        cleared.run(
+            f"mkdir {place}/d; "
+            + MAKE_FILES.format(place=f"{place}/d").replace("itertools.count()", f"range({inodes - 8})")
+        )
         cleared.run(FILL.format(place=place))
 
     assert [usage(cleared.root / place.lstrip("/"))[1] for place, _, _ in MOUNTS] == [0] * len(MOUNTS)
@@ -85,9 +90,13 @@ def test_fill_everything_at_once_to_poison_the_session(cleared: Box) -> None:
 
 
 def test_fill_memory_through_a_shm_mount_without_a_number_of_files(engine: APIClient) -> None:
-    """Aim: empty files in the engine's own /dev/shm, which has no nr_inodes, end in the OOM killer. Why it is a row of its own."""
+    """Aim: empty files in the engine's own /dev/shm, which has no nr_inodes, end in the OOM killer. Why it is a row of
+    its own.
+    """
     few = 1 << 20
-    limits = SandboxLimits(memory_reserve_bytes=40 * few, workspace_bytes=few, tmp_bytes=few, output_bytes=few, shm_bytes=few)
+    limits = SandboxLimits(
+        memory_reserve_bytes=40 * few, workspace_bytes=few, tmp_bytes=few, output_bytes=few, shm_bytes=few
+    )
     with open_box(engine, limits=limits, changes={"Tmpfs": {"/tmp": "rw,size=1m"}}) as weaker:
         weaker.run(MAKE_FILES.format(place="/dev/shm"))
 
@@ -167,7 +176,9 @@ def perl_ipc(source: str) -> str:
 
 def test_keep_memory_beyond_death_in_shared_segments(cleared: Box) -> None:
     """Aim: System V segments belong to no process and to no mount: left alone they stay when everything is killed."""
-    answer = cleared.run(perl_ipc("for (1..8) { my $id = shmget(0, 1 << 20, 01600); shmwrite($id, 'x' x 1024, 0, 1024) }"))
+    answer = cleared.run(
+        perl_ipc("for (1..8) { my $id = shmget(0, 1 << 20, 01600); shmwrite($id, 'x' x 1024, 0, 1024) }")
+    )
 
     assert answer.status == 0, answer.output
     assert left_in_ipc(cleared, "shm") == 0
@@ -179,7 +190,9 @@ def left_in_ipc(box: Box, kind: str) -> int:
 
 def test_keep_memory_beyond_death_in_message_queues_and_semaphores(cleared: Box) -> None:
     """Aim: the same with queues and semaphores."""
-    queues = "my $m = pack('l! a8000', 1, 'x'); while (defined(my $q = msgget(0, 01600))) { msgsnd($q, $m, 04000) for 1..2 }"
+    queues = (
+        "my $m = pack('l! a8000', 1, 'x'); while (defined(my $q = msgget(0, 01600))) { msgsnd($q, $m, 04000) for 1..2 }"
+    )
     cleared.run(perl_ipc(queues))
     cleared.run(perl_ipc("1 while defined(semget(0, 200, 01600))"))
 
@@ -240,14 +253,20 @@ def used_s(counter: Path) -> float:
 
 HOGS = {
     "one that grows": "python3 -c 'kept = [bytearray(1 << 20) for _ in range(9999)]'",
-    "one that says it is not to be killed": "echo 0 >/proc/self/oom_score_adj; exec python3 -c 'kept = [bytearray(1 << 20) for _ in range(9999)]'",
-    "many small ones": "for i in $(seq 20); do python3 -c 'kept = bytearray(60 << 20); input()' < <(sleep 60) & done; wait -n",
+    "one that says it is not to be killed": (
+        "echo 0 >/proc/self/oom_score_adj; exec python3 -c 'kept = [bytearray(1 << 20) for _ in range(9999)]'"
+    ),
+    "many small ones": (
+        "for i in $(seq 20); do python3 -c 'kept = bytearray(60 << 20); input()' < <(sleep 60) & done; wait -n"
+    ),
 }
 
 
 @pytest.mark.parametrize("hog", HOGS.values(), ids=HOGS.keys())
 def test_have_somebody_else_killed_for_want_of_memory(ground: Ground, hog: str) -> None:
-    """Aim: the guest, a call beside or a background job dies in the hog's place, or nobody is told why a program died."""
+    """Aim: the guest, a call beside or a background job dies in the hog's place, or nobody is told why a program
+    died.
+    """
     with ground.session(session="hog") as session:
         session.start("exec sleep 777", state="use", timeout_s=500.0)
         session.start_job("exec sleep 888")

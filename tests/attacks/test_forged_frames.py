@@ -1,4 +1,6 @@
-"""Forged frames: programs of a sandbox that try to speak for the guest. Whatever they print is output; nothing else of theirs is read."""
+"""Forged frames: programs of a sandbox that try to speak for the guest. Whatever they print is output; nothing else of
+theirs is read.
+"""
 
 import json
 from collections.abc import Iterator
@@ -71,7 +73,9 @@ def test_inherit_a_descriptor_of_the_guest(session: Hostile) -> None:
     links = dict(line.split(" ", 1) for line in answer.streams["stdout"].decode().splitlines())
 
     # Folders are the listing's own.
-    assert [link for number, link in links.items() if int(number) > 2 and not link.startswith(("/proc/", "/workspace"))] == []
+    assert [
+        link for number, link in links.items() if int(number) > 2 and not link.startswith(("/proc/", "/workspace"))
+    ] == []
 
 
 def test_claim_a_result_by_names_of_the_protocol(session: Hostile) -> None:
@@ -85,9 +89,11 @@ def test_claim_a_result_by_names_of_the_protocol(session: Hostile) -> None:
 def test_take_over_the_guest_by_the_code_it_loads_later(session: Hostile) -> None:
     """Aim: the guest imports a module of its own when it is first needed: from a folder that programs can write."""
     session.bash(
-        "for place in /workspace /tmp /output /workspace/guest /workspace/guest/search /workspace/guest/files; do mkdir -p $place; "
-        "for name in json re glob fnmatch difflib tarfile guest sitecustomize usercustomize search grep_search text_reads; do "
-        'echo \'open("/tmp/taken-over", "w")\' >$place/$name.py; done; done; export PYTHONPATH=/workspace PYTHONHOME=/workspace'
+        "for place in /workspace /tmp /output /workspace/guest /workspace/guest/search /workspace/guest/files; do "
+        "mkdir -p $place; for name in json re glob fnmatch difflib tarfile guest sitecustomize usercustomize search "
+        "grep_search text_reads; do "
+        'echo \'open("/tmp/taken-over", "w")\' >$place/$name.py; done; done; export PYTHONPATH=/workspace '
+        "PYTHONHOME=/workspace"
     )
     common = {"path": ".", "limit": 9, "max_bytes": 8192, "timeout_s": 5}
     found = session.ask({"op": "grep", "pattern": "(?<=o)pen", "mode": "files", "max_lines": 9, **common}).done

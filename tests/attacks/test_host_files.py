@@ -48,7 +48,10 @@ def test_read_or_write_a_file_of_the_host_by_any_road(shared_box: Box, canary: P
     """Aim: leave the root by `..`, by a magic link, or by a link that is followed elsewhere."""
     answer = shared_box.run(
         "\n".join(
-            f"cat {road}{canary}; [ -w {road}{canary} ] && echo x >>{road}{canary}; ln -sfn {road}{canary.parent} /workspace/l; cat /workspace/l/{canary.name}"
+            (
+                f"cat {road}{canary}; [ -w {road}{canary} ] && echo x >>{road}{canary}; ln -sfn {road}{canary.parent} "
+                f"/workspace/l; cat /workspace/l/{canary.name}"
+            )
             for road in ROADS
         )
     )
@@ -70,7 +73,14 @@ def test_find_a_file_of_the_host_anywhere(shared_box: Box, canary: Path) -> None
 def test_have_the_tools_read_or_write_a_file_of_the_host(session: Hostile, canary: Path) -> None:
     """Aim: a path of a tool call, or a link in the workspace, is resolved on the host."""
     session.bash(f"ln -s {canary} link; ln -s {canary.parent} folder; ln -s /proc/1/root root; ln -s /proc/self/fd fd")
-    for path in (str(canary), "link", f"folder/{canary.name}", f"root/{canary}", f"../..{canary}", f"fd/../root/{canary}"):
+    for path in (
+        str(canary),
+        "link",
+        f"folder/{canary.name}",
+        f"root/{canary}",
+        f"../..{canary}",
+        f"fd/../root/{canary}",
+    ):
         read = session.ask({"op": "read_file", "path": path, "max_bytes": 99, "timeout_s": 5})
         write = session.ask({"op": "write_file", "path": path, "mode": "overwrite", "timeout_s": 5}, b"overwritten\n")
 
@@ -85,7 +95,9 @@ def test_have_the_tools_read_or_write_a_file_of_the_host(session: Hostile, canar
 def test_keep_a_folder_of_the_host_open_from_the_start(session: Hostile) -> None:
     """Aim: a descriptor that the runtime left open leads out of the root, as in CVE-2024-21626."""
     held = [os.readlink(entry) for entry in Path(f"/proc/{session.watched.pid}/fd").iterdir()]
-    folders = [entry for entry in Path(f"/proc/{session.watched.pid}/fd").iterdir() if stat.S_ISDIR(entry.stat().st_mode)]
+    folders = [
+        entry for entry in Path(f"/proc/{session.watched.pid}/fd").iterdir() if stat.S_ISDIR(entry.stat().st_mode)
+    ]
 
     assert folders == []
     assert {link for link in held if link.startswith("/")} <= {"/dev/null", "/memfd:body (deleted)"}
@@ -93,9 +105,12 @@ def test_keep_a_folder_of_the_host_open_from_the_start(session: Hostile) -> None
 
 
 def test_see_a_path_of_the_host_that_holds_a_name(shared_box: Box) -> None:
-    """Aim: learn who else is on the host. What mounts show is the engine's own storage, and nothing else of the host."""
+    """Aim: learn who else is on the host. What mounts show is the engine's own storage, and nothing else of the
+    host.
+    """
     answer = shared_box.run(
-        "cat /proc/self/mountinfo /proc/self/mounts /etc/hosts /etc/hostname /etc/resolv.conf /proc/sys/kernel/hostname 2>/dev/null"
+        "cat /proc/self/mountinfo /proc/self/mounts /etc/hosts /etc/hostname /etc/resolv.conf "
+        "/proc/sys/kernel/hostname 2>/dev/null"
     )
 
     assert os.uname().nodename not in answer.output.split()

@@ -1,4 +1,6 @@
-"""Images: what one brings beside its files must not change the sandbox, and what its files are must not fool sandboxd."""
+"""Images: what one brings beside its files must not change the sandbox, and what its files are must not fool
+sandboxd.
+"""
 
 import io
 import json
@@ -41,7 +43,10 @@ def build(api: APIClient, name: str, dockerfile: str, files: Mapping[str, tuple[
             entry.size, entry.mode = len(content), mode
             layer.addfile(entry, io.BytesIO(content.encode()))
     with tarfile.open(fileobj=context, mode="w") as outer:
-        for path, data in (("layer.tar", packed.getvalue()), ("Dockerfile", f"FROM {IMAGE}\nADD layer.tar /\n{dockerfile}".encode())):
+        for path, data in (
+            ("layer.tar", packed.getvalue()),
+            ("Dockerfile", f"FROM {IMAGE}\nADD layer.tar /\n{dockerfile}".encode()),
+        ):
             entry = tarfile.TarInfo(path)
             entry.size = len(data)
             outer.addfile(entry, io.BytesIO(data))
@@ -80,8 +85,14 @@ def test_start_a_program_of_its_own_as_root(loose: Ground, images: dict[str, str
         config = session.watched.inspect()["Config"]
 
         assert "/opt/toolcrew" in config["Entrypoint"]
-        assert (config["User"], config["WorkingDir"], config["Healthcheck"]["Test"]) == ("1000:1000", "/workspace", ["NONE"])
-        assert {session.watched.status_of(pid)["Uid"] for pid in session.watched.processes()} == {"1000\t1000\t1000\t1000"}
+        assert (config["User"], config["WorkingDir"], config["Healthcheck"]["Test"]) == (
+            "1000:1000",
+            "/workspace",
+            ["NONE"],
+        )
+        assert {session.watched.status_of(pid)["Uid"] for pid in session.watched.processes()} == {
+            "1000\t1000\t1000\t1000"
+        }
         assert not [line for line in session.programs().values() if "66" in line]
 
 
@@ -102,7 +113,9 @@ def test_take_the_hosts_disk_by_a_volume_of_the_image(engine: APIClient, loose: 
         pass
 
     assert {volume["Name"] for volume in engine.volumes()["Volumes"] or []} <= before
-    assert [box for box in loose.footprint.containers() if images["volume"] in str(engine.inspect_container(box)["Config"])] == []
+    assert [
+        box for box in loose.footprint.containers() if images["volume"] in str(engine.inspect_container(box)["Config"])
+    ] == []
 
 
 def test_flood_whoever_opens_a_sandbox_of_the_image(loose: Ground, images: dict[str, str]) -> None:
@@ -127,4 +140,6 @@ def test_pass_for_a_guest_by_its_greeting(loose: Ground, images: dict[str, str])
 
 def containers_of(ground: Ground) -> str:
     """The images of what is there."""
-    return str([ground.api.inspect_container(container)["Config"]["Image"] for container in ground.footprint.containers()])
+    return str(
+        [ground.api.inspect_container(container)["Config"]["Image"] for container in ground.footprint.containers()]
+    )

@@ -1,4 +1,6 @@
-"""Neighbours: what one session has, another's programs, of the same tenant or of a second one, neither see nor touch."""
+"""Neighbours: what one session has, another's programs, of the same tenant or of a second one, neither see nor
+touch.
+"""
 
 from collections.abc import Iterator
 
@@ -20,7 +22,10 @@ KEY = 0x70C0
 def victim(ground: Ground) -> Iterator[Hostile]:
     """The first tenant's session, with something of everything that processes can share."""
     with ground.session("first", "s1") as session:
-        session.bash(f"for place in /workspace /tmp /output /dev/shm; do echo {MARK} >$place/{MARK}; chmod 777 $place/{MARK}; done")
+        session.bash(
+            f"for place in /workspace /tmp /output /dev/shm; do echo {MARK} >$place/{MARK}; chmod 777 $place/{MARK}; "
+            "done"
+        )
         session.start_job(
             f"perl -e 'shmget({KEY}, 4096, 01777); msgget({KEY}, 01777); semget({KEY}, 1, 01777); sleep 500' & "
             + python(f"""
@@ -44,10 +49,13 @@ def neighbour(ground: Ground, victim: Hostile, request: pytest.FixtureRequest) -
 
 
 def test_find_files_processes_or_sockets_of_another(neighbour: Hostile) -> None:
-    """Aim: read what another has left or runs: places, guessed paths, /proc, System V keys, abstract names, loopback."""
+    """Aim: read what another has left or runs: places, guessed paths, /proc, System V keys, abstract names,
+    loopback.
+    """
     found = neighbour.bash(
-        f"ls -AR /workspace /tmp /dev/shm /dev/mqueue | grep {MARK[:-1]}[{MARK[-1]}]; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -e 'sleep [5]00' -e 'shmge[t]'; "
-        f"cat /proc/sysvipc/* | grep -c ' {KEY} '; grep -c {MARK} /proc/net/unix; grep -c :1167 /proc/net/tcp; cat /proc/keys"
+        f"ls -AR /workspace /tmp /dev/shm /dev/mqueue | grep {MARK[:-1]}[{MARK[-1]}]; cat /proc/[0-9]*/cmdline | tr "
+        f"'\\0' ' ' | grep -e 'sleep [5]00' -e 'shmge[t]'; cat /proc/sysvipc/* | grep -c ' {KEY} '; grep -c {MARK} "
+        "/proc/net/unix; grep -c :1167 /proc/net/tcp; cat /proc/keys"
     )
 
     lines = [line for line in found.streams["merged"].decode().splitlines() if "Permission denied" not in line]
@@ -57,7 +65,11 @@ def test_find_files_processes_or_sockets_of_another(neighbour: Hostile) -> None:
 def test_open_what_another_shares_by_its_key_or_name(neighbour: Hostile) -> None:
     """Aim: guess a key: namespaces must make it another thing."""
     answer = neighbour.bash(
-        f'perl -e \'print defined(shmget({KEY}, 0, 0)) || defined(msgget({KEY}, 0)) || defined(semget({KEY}, 0, 0)) ? "found" : "none"\'\n'
+        (
+            f"perl -e 'print defined(shmget({KEY}, 0, 0)) || defined(msgget({KEY}, 0)) || defined(semget({KEY}, 0, 0)) "
+            "? "
+            '"found" : "none"\'\n'
+        )
         + python(f"""
 import socket
 for family, address in ((socket.AF_UNIX, '\\0{MARK}'), (socket.AF_INET, ('127.0.0.1', 4455))):
@@ -72,7 +84,11 @@ for family, address in ((socket.AF_UNIX, '\\0{MARK}'), (socket.AF_INET, ('127.0.
 def test_read_a_path_that_only_the_neighbour_has(neighbour: Hostile, victim: Hostile) -> None:
     """Aim: by the tools, with the very path; and by the container's number."""
     paths = [f"/{place}/{MARK}" for place in ("workspace", "tmp", "output")]
-    paths += [f"/proc/{victim.watched.pid}/root/workspace/{MARK}", f"/proc/1/root/workspace/{MARK}", f"/../{victim.watched.id}/{MARK}"]
+    paths += [
+        f"/proc/{victim.watched.pid}/root/workspace/{MARK}",
+        f"/proc/1/root/workspace/{MARK}",
+        f"/../{victim.watched.id}/{MARK}",
+    ]
     answers = [neighbour.ask({"op": "read_file", "path": path, "max_bytes": 99, "timeout_s": 5}) for path in paths]
 
     assert {answer.done["error"]["code"] for answer in answers} <= {"FILE_NOT_FOUND", "PATH_NOT_ALLOWED"}
@@ -96,7 +112,8 @@ def test_signal_or_slow_down_a_neighbour_by_its_numbers(neighbour: Hostile, vict
     before = victim.programs()
     numbers = " ".join(str(pid) for pid in [victim.watched.pid, *victim.watched.processes()])
     answer = neighbour.bash(
-        f"for pid in {numbers}; do kill -9 $pid; renice 19 $pid; taskset -p 1 $pid; prlimit --pid $pid --nofile=1; done; true"
+        f"for pid in {numbers}; do kill -9 $pid; renice 19 $pid; taskset -p 1 $pid; prlimit --pid $pid --nofile=1; "
+        "done; true"
     )
 
     assert answer.streams["merged"].decode().lower().count("no such process") >= len(numbers.split())

@@ -1,4 +1,6 @@
-"""The network: the host's services, the internet, neighbours, the hypervisor. The verdict is that no socket saw a byte."""
+"""The network: the host's services, the internet, neighbours, the hypervisor. The verdict is that no socket saw a
+byte.
+"""
 
 import os
 import re
@@ -44,7 +46,9 @@ for address in {host_addresses()!r} + ['127.0.0.1']:
         listener.accept()
 
 
-@pytest.mark.parametrize("target", ["169.254.169.254", "8.8.8.8", "172.17.0.1", "fd00:ec2::254", "2001:4860:4860::8888"])
+@pytest.mark.parametrize(
+    "target", ["169.254.169.254", "8.8.8.8", "172.17.0.1", "fd00:ec2::254", "2001:4860:4860::8888"]
+)
 def test_reach_the_internet_or_the_metadata_service(shared_box: Box, target: str) -> None:
     """Aim: carry data out, or take the host's cloud credentials."""
     answer = shared_box.run(
@@ -92,7 +96,9 @@ def test_reach_a_listener_of_the_host_by_an_abstract_name(shared_box: Box) -> No
         server.bind(name)
         server.listen()
         server.setblocking(False)
-        answer = shared_box.run(python(f"import socket; socket.socket(socket.AF_UNIX).connect({name!r}); print('reached')"))
+        answer = shared_box.run(
+            python(f"import socket; socket.socket(socket.AF_UNIX).connect({name!r}); print('reached')")
+        )
 
         assert "reached" not in answer.output
         with pytest.raises(BlockingIOError):
@@ -127,7 +133,8 @@ print('sent')
 
 
 @pytest.mark.parametrize(
-    "change", ["ip link add d0 type dummy", "ip link set lo down", "echo 1 >/proc/sys/net/ipv4/ip_forward", "ifconfig eth0 up"]
+    "change",
+    ["ip link add d0 type dummy", "ip link set lo down", "echo 1 >/proc/sys/net/ipv4/ip_forward", "ifconfig eth0 up"],
 )
 def test_make_a_way_out_of_its_own(shared_box: Box, change: str) -> None:
     """Aim: add an interface or a route."""

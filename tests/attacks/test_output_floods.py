@@ -1,4 +1,6 @@
-"""Output without end: one huge stream, one huge line, many crumbs. The memory of guest, sandboxd and worker stays flat, and what was cut is told."""
+"""Output without end: one huge stream, one huge line, many crumbs. The memory of guest, sandboxd and worker stays flat,
+and what was cut is told.
+"""
 
 import threading
 
@@ -52,8 +54,19 @@ def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(ground: Grou
         first.set()
         may_read.wait(20)
 
-    with ground.session(session="unread") as session, ground.session(session="other") as other, SandboxClient(ground.path) as worker:
-        request = {"op": "exec", "argv": ["yes"], "cwd": "/workspace", "env": {}, "timeout_s": 1.0, "capture": {"stream": 1 << 34}}
+    with (
+        ground.session(session="unread") as session,
+        ground.session(session="other") as other,
+        SandboxClient(ground.path) as worker,
+    ):
+        request = {
+            "op": "exec",
+            "argv": ["yes"],
+            "cwd": "/workspace",
+            "env": {},
+            "timeout_s": 1.0,
+            "capture": {"stream": 1 << 34},
+        }
         before = reset_peak(ground)
         reading = threading.Thread(target=lambda: worker.call(session.name, request, on_data=take), daemon=True)
         reading.start()
@@ -74,9 +87,18 @@ def test_wear_the_worker_out_with_a_slow_drip(ground: Ground) -> None:
     pieces: list[int] = []
     with ground.session(session="drip") as session, SandboxClient(ground.path) as worker:
         script = b"for i in {1..150}; do printf x; read -t 0.003 <> <(:); done; true"
-        request = {"op": "exec", "argv": None, "script_bytes": len(script), "cwd": None, "state": "use", "timeout_s": 20.0}
+        request = {
+            "op": "exec",
+            "argv": None,
+            "script_bytes": len(script),
+            "cwd": None,
+            "state": "use",
+            "timeout_s": 20.0,
+        }
         more = {"capture": CAPTURE, "live": True, "max_bytes": 100_000}
-        done = worker.call(session.name, {**request, **more}, script, on_data=lambda stream, _: pieces.append(stream == "live")).done
+        done = worker.call(
+            session.name, {**request, **more}, script, on_data=lambda stream, _: pieces.append(stream == "live")
+        ).done
 
         assert 1 <= sum(pieces) <= done["run_s"] / 0.05 + 2
 

@@ -1,6 +1,7 @@
 """Whoever can write to Redis wants a tool to act: a real worker runs nothing of it, and counts what it refused.
 
-Worker and sender are Redis users of their own; the attacker has every right on Redis but not the secret, or has an old message.
+Worker and sender are Redis users of their own; the attacker has every right on Redis but not the secret, or has an old
+message.
 """
 
 import asyncio
@@ -53,7 +54,9 @@ class Attacker:
         return ToolCall(id=f"c{secrets.token_hex(6)}", name="append_tool", arguments={"path": str(self.pool.marks)})
 
     def message(self, envelope: str, call_id: str, task: str = "tool.append_tool") -> str:
-        return build_message(Delivery(task, POOL_WEB, "acme", call_id, envelope, 0.0, 0.0), self.task_id(call_id), "none")
+        return build_message(
+            Delivery(task, POOL_WEB, "acme", call_id, envelope, 0.0, 0.0), self.task_id(call_id), "none"
+        )
 
     def task_id(self, call_id: str) -> str:
         return f"forged-{call_id}"
@@ -100,15 +103,24 @@ async def dispatch(attacker: Attacker, call: ToolCall) -> ToolResult:
 
 FORGERIES: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
     "another secret": ("signature", lambda call: encode_call(call, build_context(), GUESS)),
-    "a changed argument": ("signature", lambda call: encode_call(call, build_context(), KEYS).replace("marks", "MARKS")),
+    "a changed argument": (
+        "signature",
+        lambda call: encode_call(call, build_context(), KEYS).replace("marks", "MARKS"),
+    ),
     "another tenant": ("signature", lambda call: encode_call(call, build_context(), KEYS).replace('"acme"', '"evil"')),
-    "a later deadline": ("signature", lambda call: encode_call(call, build_context(deadline_at=1.5), KEYS).replace("1.5", "9e9")),
+    "a later deadline": (
+        "signature",
+        lambda call: encode_call(call, build_context(deadline_at=1.5), KEYS).replace("1.5", "9e9"),
+    ),
     "no signature": ("malformed", lambda call: encode_call(call, build_context(), KEYS).split(".", 3)[3][1:]),
     "of the first version": ("version", lambda call: '{"v":1,"call":{},"context":{},"sig":"x"}'),
     "of a later version": ("version", lambda call: encode_call(call, build_context(), KEYS).replace("v3.", "v4.", 1)),
     "oversized": ("oversized", lambda call: encode_call(call, build_context(), KEYS) + " " * MAX_ENVELOPE_BYTES),
     "garbage": ("malformed", lambda call: "\x00" * 100),
-    "for another tool": ("wrong_task", lambda call: encode_call(call.model_copy(update={"name": "bash_tool"}), build_context(), KEYS)),
+    "for another tool": (
+        "wrong_task",
+        lambda call: encode_call(call.model_copy(update={"name": "bash_tool"}), build_context(), KEYS),
+    ),
 }
 
 
@@ -123,14 +135,28 @@ def say_lost(attacker: Attacker, task: str) -> None:
 LOST: dict[str, Callable[[ToolCall], dict[str, str]]] = {
     "only a result": lambda _: {},
     "and its record": lambda _: {"state": "lost", "holder": ""},
-    "with a ticket of another secret": lambda call: {"state": "lost", "holder": "", "ticket": seal_ticket(GUESS, "acme", call.id, 1)},
-    "with the ticket of another call": lambda _: {"state": "lost", "holder": "", "ticket": seal_ticket(KEYS, "acme", "another", 1)},
-    "with the ticket of another attempt": lambda call: {"state": "lost", "holder": "", "ticket": seal_ticket(KEYS, "acme", call.id, 2)},
+    "with a ticket of another secret": lambda call: {
+        "state": "lost",
+        "holder": "",
+        "ticket": seal_ticket(GUESS, "acme", call.id, 1),
+    },
+    "with the ticket of another call": lambda _: {
+        "state": "lost",
+        "holder": "",
+        "ticket": seal_ticket(KEYS, "acme", "another", 1),
+    },
+    "with the ticket of another attempt": lambda call: {
+        "state": "lost",
+        "holder": "",
+        "ticket": seal_ticket(KEYS, "acme", call.id, 2),
+    },
 }
 
 
 @pytest.mark.parametrize("forgery", LOST)
-async def test_a_forged_loss_of_its_host_has_no_running_call_sent_again(attacker: Attacker, tmp_path: Path, forgery: str) -> None:
+async def test_a_forged_loss_of_its_host_has_no_running_call_sent_again(
+    attacker: Attacker, tmp_path: Path, forgery: str
+) -> None:
     call, gate, key = attacker.call(), tmp_path / "gate", ""
     os.mkfifo(gate)
     call = call.model_copy(update={"arguments": {**call.arguments, "gate": str(gate)}})
@@ -234,7 +260,9 @@ def crippled(attacker: Attacker) -> Iterator[Callable[..., None]]:
     attacker.redis.execute_command("REPLICAOF", "NO", "ONE")
 
 
-@pytest.mark.parametrize("cripple", [("CONFIG", "SET", "maxmemory", "1"), ("REPLICAOF", "127.0.0.1", "1")], ids=["full", "read-only"])
+@pytest.mark.parametrize(
+    "cripple", [("CONFIG", "SET", "maxmemory", "1"), ("REPLICAOF", "127.0.0.1", "1")], ids=["full", "read-only"]
+)
 async def test_a_redis_that_takes_no_writes_is_told_and_nothing_runs(
     attacker: Attacker, crippled: Callable[..., None], cripple: tuple[str, ...]
 ) -> None:
@@ -246,7 +274,9 @@ async def test_a_redis_that_takes_no_writes_is_told_and_nothing_runs(
     assert attacker.pool.acted(call.id) == 0
 
 
-@pytest.mark.parametrize("command", ["shutdown", "pool_shrink", "add_consumer", "rate_limit", "revoke", "time_limit", "terminate"])
+@pytest.mark.parametrize(
+    "command", ["shutdown", "pool_shrink", "add_consumer", "rate_limit", "revoke", "time_limit", "terminate"]
+)
 def test_a_broadcast_on_the_control_channel_changes_no_worker(attacker: Attacker, command: str) -> None:
     app = Celery("attacker", broker=attacker.server.url("admin"), set_as_current=False)
     arguments = {
@@ -277,7 +307,9 @@ async def test_after_all_this_a_call_is_served_and_no_user_missed_a_right(attack
 
 def acl_log(client: "redis.Redis") -> list[dict[str, str]]:
     """What Redis refused its users."""
-    return [{_text(name): _text(value) for name, value in entry.items()} for entry in client.execute_command("ACL", "LOG")]
+    return [
+        {_text(name): _text(value) for name, value in entry.items()} for entry in client.execute_command("ACL", "LOG")
+    ]
 
 
 def _text(value: object) -> str:

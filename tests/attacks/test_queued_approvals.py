@@ -59,7 +59,10 @@ async def test_of_many_who_decide_at_once_one_does(desk: Desk) -> None:
     question = build_question()
     await desk.queue().ask(question, "x", 60)
     told = await asyncio.gather(
-        *(desk.queue().decide(question.id, YES if at % 2 else NO, digest=question.digest, actor=ADMIN) for at in range(20)),
+        *(
+            desk.queue().decide(question.id, YES if at % 2 else NO, digest=question.digest, actor=ADMIN)
+            for at in range(20)
+        ),
         return_exceptions=True,
     )
     (answer,) = [one for one in told if isinstance(one, ApprovalAnswer)]
@@ -173,7 +176,12 @@ def test_no_worker_has_a_key_by_which_it_could_approve_its_own_calls_or_rewrite_
         keys = (approvals_key("d"), tenant_approvals_key("d", tenant), approval_key("d", "0" * 32), audit_key("d"))
         for role in (ROLES["worker"], ROLES["web"], ROLES["flower"]):
             patterns = [*(f"toolcrew:d:{own}" for own in role.own), *role.keys]
-            assert [(key, pattern) for key in (*keys, f"{keys[2]}:decision") for pattern in patterns if fnmatchcase(key, pattern)] == []
+            assert [
+                (key, pattern)
+                for key in (*keys, f"{keys[2]}:decision")
+                for pattern in patterns
+                if fnmatchcase(key, pattern)
+            ] == []
 
 
 async def test_an_answer_that_was_written_without_the_secret_is_no_yes(desk: Desk) -> None:
@@ -191,7 +199,13 @@ async def test_an_answer_that_lies_there_beforehand_without_the_secret_is_no_yes
     (question,) = await desk.until_pending()
     asked.cancel()
     await asyncio.wait({asked}, timeout=SOON_S)
-    for forged in (seal(STRANGER, build_answer(question, YES, ADMIN, 0.0)), "", "junk", "a.b.{}", '{"is_allowed": true}'):
+    for forged in (
+        seal(STRANGER, build_answer(question, YES, ADMIN, 0.0)),
+        "",
+        "junk",
+        "a.b.{}",
+        '{"is_allowed": true}',
+    ):
         await desk.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
         await refused(desk)
 

@@ -1,4 +1,6 @@
-"""What a program in the sandbox, or a model, may try with glob_tool and grep_tool: to see outside, to hang the guest, to fill memory, to forge lines."""
+"""What a program in the sandbox, or a model, may try with glob_tool and grep_tool: to see outside, to hang the guest,
+to fill memory, to forge lines.
+"""
 
 import os
 import shutil

@@ -1,4 +1,6 @@
-"""Secrets: of who runs sandboxd, of the engine, and of other sessions. A canary is looked for inside, in what the engine tells, and in the log."""
+"""Secrets: of who runs sandboxd, of the engine, and of other sessions. A canary is looked for inside, in what the
+engine tells, and in the log.
+"""
 
 import json
 import secrets
@@ -40,7 +42,9 @@ def test_read_a_secret_of_whoever_started_it(shared_box: Box) -> None:
 def test_find_a_secret_of_sandboxd_in_the_sandbox(session: Hostile) -> None:
     """Aim: find it in an environment, a command line or a file that can be read."""
     places = "/proc/[0-9]*/environ /proc/[0-9]*/cmdline /etc /opt /run /var /home /tmp /workspace /output /dev/shm"
-    answer = session.bash(f"env; grep -rsal --devices=skip {CANARY[:12]}'{CANARY[12:]}' {places} | grep -v '^/output'; echo done")
+    answer = session.bash(
+        f"env; grep -rsal --devices=skip {CANARY[:12]}'{CANARY[12:]}' {places} | grep -v '^/output'; echo done"
+    )
 
     assert answer.streams["merged"].endswith(b"done\n")
     assert CANARY.encode() not in answer.streams["merged"]
@@ -48,7 +52,9 @@ def test_find_a_secret_of_sandboxd_in_the_sandbox(session: Hostile) -> None:
 
 
 def test_have_the_engine_or_proc_tell_a_secret_or_a_tenant(rich: Ground, session: Hostile) -> None:
-    """Aim: of whoever can see the engine: who works here, and with what keys. Labels and environments are no secret place."""
+    """Aim: of whoever can see the engine: who works here, and with what keys. Labels and environments are no secret
+    place.
+    """
     told = json.dumps(session.watched.inspect())
     environments = b"".join(read_proc(pid, "environ") for pid in session.watched.processes())
 

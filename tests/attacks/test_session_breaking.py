@@ -18,7 +18,15 @@ def guest() -> Iterator[Guest]:
 def command(guest: Guest, script: str, **fields: object) -> Done:
     caps = {"stdout": 8192, "stderr": 8192, "merged": 8192}
     return guest.run(
-        script, **{"cwd": None, "state": "keep", "timeout_s": 5, "capture": caps, "spill": {"bytes": 8192, "lines": 100}, **fields}
+        script,
+        **{
+            "cwd": None,
+            "state": "keep",
+            "timeout_s": 5,
+            "capture": caps,
+            "spill": {"bytes": 8192, "lines": 100},
+            **fields,
+        },
     )
 
 
@@ -29,10 +37,14 @@ def is_well(guest: Guest) -> bool:
 
 BREAKERS = {
     "closing its streams": "exec 0<&- 1>&- 2>&-; cd /tmp",
-    "a huge environment": "export A=$(head -c 100000 /dev/zero | tr '\\0' x) B=$(head -c 100000 /dev/zero | tr '\\0' y)",
+    "a huge environment": (
+        "export A=$(head -c 100000 /dev/zero | tr '\\0' x) B=$(head -c 100000 /dev/zero | tr '\\0' y)"
+    ),
     "unsetting PATH": "unset PATH",
     "an empty PATH": "export PATH=",
-    "functions with the names of our builtins": "trap() { exit 9; }; exec() { exit 9; }; shopt() { exit 9; }; read() { exit 9; }; eval() { exit 9; }",
+    "functions with the names of our builtins": (
+        "trap() { exit 9; }; exec() { exit 9; }; shopt() { exit 9; }; read() { exit 9; }; eval() { exit 9; }"
+    ),
     "an exported function with a shellshock": "export -f 2>/dev/null; x='() { :; }; exit 9'; export x",
     "readonly variables of the shell": "export PATH HOME; readonly PATH HOME IFS OLDPWD; export OLDPWD",
     "invalid bytes": "export X=$'\\377\\376'; f() { echo $'\\200'; }; cd \"$(mktemp -d /tmp/$'\\377'XXXX)\"; cd /",
@@ -43,7 +55,9 @@ BREAKERS = {
     "a debug trap that exits": "trap 'exit 9' DEBUG; true",
     "a deleted folder": "d=$(mktemp -d /tmp/xxxx); cd $d; rmdir $d",
     "a killed parent": "kill -9 $PPID",
-    "a readonly variable, and references, with names of ours": "readonly __toolcrew=1 BASH_ENV; declare -nx __toolcrew=PATH; declare -nx save=PATH",
+    "a readonly variable, and references, with names of ours": (
+        "readonly __toolcrew=1 BASH_ENV; declare -nx __toolcrew=PATH; declare -nx save=PATH"
+    ),
     "names with new lines": "mkdir -p $'/tmp/a\\nb'; cd $'/tmp/a\\nb'; cd /",
 }
 
@@ -68,7 +82,9 @@ def test_a_session_is_not_ended_by_an_attacker_who_writes_its_state(guest: Guest
     assert is_well(guest)
 
 
-@pytest.mark.parametrize("attack", ["chmod 0 {0}", "rm -r {0}; echo > {0}", "rm -r {0}; mkfifo {0}", "rm -r {0}; ln -s / {0}"])
+@pytest.mark.parametrize(
+    "attack", ["chmod 0 {0}", "rm -r {0}; echo > {0}", "rm -r {0}; mkfifo {0}", "rm -r {0}; ln -s / {0}"]
+)
 def test_a_session_is_not_left_without_a_state_by_an_attacker_who_takes_its_folder(guest: Guest, attack: str) -> None:
     """Aim: leave no place for the state."""
     command(guest, attack.format(guest.output / ".state"))
@@ -80,7 +96,11 @@ def test_memory_of_the_guest_does_not_grow_with_what_is_printed(guest: Guest) ->
     """Aim: fill the memory of PID 1."""
     command(guest, "true")
     before = guest.resident_bytes()
-    done = command(guest, "head -c 30000000 /dev/zero | tr '\\0' '\\n'; head -c 30000000 /dev/zero | tr '\\0' 'x' >&2", timeout_s=20)
+    done = command(
+        guest,
+        "head -c 30000000 /dev/zero | tr '\\0' '\\n'; head -c 30000000 /dev/zero | tr '\\0' 'x' >&2",
+        timeout_s=20,
+    )
     assert done["streams"]["merged"]["total"] == 60_000_000
     assert guest.resident_bytes() - before < 2 << 20
 

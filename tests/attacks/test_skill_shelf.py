@@ -1,4 +1,6 @@
-"""Attacks on the skills that all sandboxes of a host have mounted: change them, find another tenant's, have other content placed under a digest."""
+"""Attacks on the skills that all sandboxes of a host have mounted: change them, find another tenant's, have other
+content placed under a digest.
+"""
 
 import io
 import tarfile
@@ -11,7 +13,11 @@ from contract.skills import BundleDigest
 from tests.attack_ground import Ground, Hostile
 from workers.sandbox_client import SandboxClient
 
-FILES = {"SKILL.md": b"---\nname: echo\n---\n", "data/word.txt": b"found", "scripts/run.sh": b"#!/bin/sh\ncat $SKILL_DIR/data/word.txt\n"}
+FILES = {
+    "SKILL.md": b"---\nname: echo\n---\n",
+    "data/word.txt": b"found",
+    "scripts/run.sh": b"#!/bin/sh\ncat $SKILL_DIR/data/word.txt\n",
+}
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:
@@ -74,7 +80,9 @@ def test_find_the_skills_of_another_tenant(ground: Ground) -> None:
         assert said(owner, f"cat {folder}/data/word.txt") == "secret"
         assert "Permission denied" in said(rival, "ls /skills")
         assert "Permission denied" in said(rival, "cd / && find skills -mindepth 1")
-        assert said(rival, "echo /skills/*/data/word.txt; compgen -f /skills/ | wc -l") == "/skills/*/data/word.txt\n0\n"
+        assert (
+            said(rival, "echo /skills/*/data/word.txt; compgen -f /skills/ | wc -l") == "/skills/*/data/word.txt\n0\n"
+        )
         with SandboxClient(ground.path) as client:
             assert client.find_skill(rival.name, digest_of(secret), shared=False) is None
             assert client.find_skill(rival.name, digest_of(secret), shared=True) is None
@@ -105,7 +113,11 @@ def test_place_files_elsewhere(ground: Ground, name: str) -> None:
 def test_place_what_is_no_file(ground: Ground, kind: bytes) -> None:
     odd, files = tarfile.TarInfo("data/odd"), {**FILES, "kind": kind}
     odd.type, odd.linkname = kind, "/etc/passwd"
-    with ground.session() as session, SandboxClient(ground.path) as client, pytest.raises(ToolFailure, match="is not the archive"):
+    with (
+        ground.session() as session,
+        SandboxClient(ground.path) as client,
+        pytest.raises(ToolFailure, match="is not the archive"),
+    ):
         client.place_skill(session.name, digest_of(files), pack(files, odd), shared=False)
 
 
@@ -124,7 +136,11 @@ def test_send_a_little_that_expands_to_much(ground: Ground) -> None:
         archive.addfile(entry, io.BytesIO(b"x"))
     ground.forget_peak()
     before = ground.peak_bytes()
-    with ground.session() as session, SandboxClient(ground.path) as client, pytest.raises(ToolFailure, match="is not the archive"):
+    with (
+        ground.session() as session,
+        SandboxClient(ground.path) as client,
+        pytest.raises(ToolFailure, match="is not the archive"),
+    ):
         client.place_skill(session.name, "0" * 64, packed, shared=False)
     assert ground.peak_bytes() - before < 64 * 1024 * 1024
 
@@ -169,7 +185,14 @@ def test_begin_a_call_that_was_cancelled_while_its_skill_was_placed(ground: Grou
     with ground.session() as session, SandboxClient(ground.path) as client:
         place(ground, session)
         assert not client.cancel(session.name, "called-off")
-        request = {"op": "exec", "argv": ["touch", "/workspace/ran"], "script_bytes": 0, "cwd": "/workspace", "env": {}, "timeout_s": 20}
+        request = {
+            "op": "exec",
+            "argv": ["touch", "/workspace/ran"],
+            "script_bytes": 0,
+            "cwd": "/workspace",
+            "env": {},
+            "timeout_s": 20,
+        }
         request["capture"] = {"stdout": 1000, "stderr": 1000}
         with pytest.raises(ToolFailure) as refused:
             client.call(session.name, request, call_id="called-off")

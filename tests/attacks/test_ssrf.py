@@ -1,4 +1,6 @@
-"""What a model, or a page that steers it, tries to reach through webfetch: this machine, its network, the cloud's metadata."""
+"""What a model, or a page that steers it, tries to reach through webfetch: this machine, its network, the cloud's
+metadata.
+"""
 
 import ipaddress
 from collections.abc import Iterator
@@ -18,12 +20,13 @@ from workers.web.limits import Deadline
 from workers.web.urls import Address, parse_url
 
 REFUSED_V4 = (
-    "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 192.31.196.0/24 192.52.193.0/24"
-    " 192.88.99.0/24 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/4 240.0.0.0/4 168.63.129.16/32"
+    "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 "
+    "192.31.196.0/24 192.52.193.0/24 192.88.99.0/24 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24 "
+    "203.0.113.0/24 224.0.0.0/4 240.0.0.0/4 168.63.129.16/32"
 )
 REFUSED_V6 = (
-    "2001::/23 2001:db8::/32 2002::/16 2620:4f:8000::/48 3fff::/20 ::/96 ::ffff:0:0/96 ::ffff:0:0:0/96 64:ff9b::/96 64:ff9b:1::/48 100::/64"
-    " 100:0:0:1::/64 5f00::/16 fc00::/7 fe80::/10 fec0::/10 ff00::/8 ::/3 4000::/2 8000::/1"
+    "2001::/23 2001:db8::/32 2002::/16 2620:4f:8000::/48 3fff::/20 ::/96 ::ffff:0:0/96 ::ffff:0:0:0/96 64:ff9b::/96 "
+    "64:ff9b:1::/48 100::/64 100:0:0:1::/64 5f00::/16 fc00::/7 fe80::/10 fec0::/10 ff00::/8 ::/3 4000::/2 8000::/1"
 )
 
 
@@ -42,18 +45,55 @@ def addresses_of(ranges: str) -> st.SearchStrategy[Address]:
 def spellings(address: Address) -> list[str]:
     """As many ways to write an address into a URL as readers of URLs are known to take."""
     if isinstance(address, ipaddress.IPv6Address):
-        texts = [str(address), address.exploded, str(address).upper(), f"{address}%25lo", f"{address}%lo", f"::ffff:{str(address)[2:]}"]
+        texts = [
+            str(address),
+            address.exploded,
+            str(address).upper(),
+            f"{address}%25lo",
+            f"{address}%lo",
+            f"::ffff:{str(address)[2:]}",
+        ]
         return [f"[{text}]" for text in texts]
     a, b, c, d = address.packed
     number = int(address)
     plain = f"{a}.{b}.{c}.{d}"
     wide = "".join(chr(ord(digit) + 0xFEE0) if digit.isdigit() else digit for digit in plain)
     return [
-        *(plain, f"{plain}.", str(number), hex(number), f"0{number:o}", f"{a}.{number & 0xFFFFFF}", f"{a}.{b}.{number & 0xFFFF}"),
-        *(f"0x{a:x}.0x{b:x}.0x{c:x}.0x{d:x}", f"0{a:o}.0{b:o}.0{c:o}.0{d:o}", f"{a:03}.{b:03}.{c:03}.{d:03}", f"{a}.{b}.0x{c:x}.{d}"),
-        *(wide, plain.replace(".", "\u3002"), plain.replace(".", "\uff0e"), plain.replace(".", "%2e"), f"[::ffff:{plain}]", f"[::{plain}]"),
-        *(f"[::ffff:{number >> 16:x}:{number & 0xFFFF:x}]", f"[64:ff9b::{plain}]", f"[2002:{number >> 16:x}:{number & 0xFFFF:x}::1]"),
-        *(f"[2606:4700::5efe:{plain}]", f"user@{plain}", f"example.org@{plain}", f"{plain}\\.example.org", f"{plain}\t"),
+        *(
+            plain,
+            f"{plain}.",
+            str(number),
+            hex(number),
+            f"0{number:o}",
+            f"{a}.{number & 0xFFFFFF}",
+            f"{a}.{b}.{number & 0xFFFF}",
+        ),
+        *(
+            f"0x{a:x}.0x{b:x}.0x{c:x}.0x{d:x}",
+            f"0{a:o}.0{b:o}.0{c:o}.0{d:o}",
+            f"{a:03}.{b:03}.{c:03}.{d:03}",
+            f"{a}.{b}.0x{c:x}.{d}",
+        ),
+        *(
+            wide,
+            plain.replace(".", "\u3002"),
+            plain.replace(".", "\uff0e"),
+            plain.replace(".", "%2e"),
+            f"[::ffff:{plain}]",
+            f"[::{plain}]",
+        ),
+        *(
+            f"[::ffff:{number >> 16:x}:{number & 0xFFFF:x}]",
+            f"[64:ff9b::{plain}]",
+            f"[2002:{number >> 16:x}:{number & 0xFFFF:x}::1]",
+        ),
+        *(
+            f"[2606:4700::5efe:{plain}]",
+            f"user@{plain}",
+            f"example.org@{plain}",
+            f"{plain}\\.example.org",
+            f"{plain}\t",
+        ),
     ]
 
 
@@ -205,7 +245,8 @@ def test_a_loop_of_redirects_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [answer("x", refresh="0;url=http://127.0.0.1/"), answer('<meta http-equiv="refresh" content="0;url=/secret">')]
+    "page",
+    [answer("x", refresh="0;url=http://127.0.0.1/"), answer('<meta http-equiv="refresh" content="0;url=/secret">')],
 )
 def test_refresh_is_not_followed(page: bytes) -> None:
     with open_web_server({"/": page}) as server:
@@ -215,7 +256,10 @@ def test_refresh_is_not_followed(page: bytes) -> None:
 
 def test_cookies_are_not_given_back_to_anyone() -> None:
     with open_web_server(
-        {"/": b"HTTP/1.1 302 X\r\nset-cookie: a=b\r\nlocation: /next\r\ncontent-length: 0\r\n\r\n", "/next": answer("x")}
+        {
+            "/": b"HTTP/1.1 302 X\r\nset-cookie: a=b\r\nlocation: /next\r\ncontent-length: 0\r\n\r\n",
+            "/next": answer("x"),
+        }
     ) as server:
         build_web(server, limits=QUICK).fetcher.fetch("acme", server.url(), Deadline(5))
         assert [server.header("cookie", at) for at in (0, 1)] == [None, None]

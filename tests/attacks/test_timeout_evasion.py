@@ -1,4 +1,6 @@
-"""Running on beyond a call's limit, or keeping the call from ending: by the programs of a session whose other work must not suffer."""
+"""Running on beyond a call's limit, or keeping the call from ending: by the programs of a session whose other work must
+not suffer.
+"""
 
 import contextlib
 import os
@@ -26,7 +28,9 @@ def python(source: str) -> str:
 
 
 def cloned(flags: int, then: str = "sleep 1000") -> str:
-    """A process by the bare call: vfork holds its parent where no signal but a kill is taken; others escape a parent's wait."""
+    """A process by the bare call: vfork holds its parent where no signal but a kill is taken; others escape a parent's
+    wait.
+    """
     return f"perl -e '$| = 1; my $child = syscall({_CLONE}, {flags}, 0, 0, 0, 0); {then}'"
 
 
@@ -58,13 +62,17 @@ for _ in range(5):
         os._exit(0)
 time.sleep(1000)
 """
-# What it runs, and whether the call itself lasts until its limit: else it has ended, and what it left is killed at once.
+# What it runs, and whether the call itself lasts until its limit: else it has ended, and what it left is killed at
+# once.
 EVADERS = {
     "printing for ever": ("yes", True),
     "printing nothing for ever": ("cat <(sleep 1000)", True),
     "waiting for a pipe that nobody opens": ("mkfifo /tmp/fifo$$; cat /tmp/fifo$$", True),
     "ignoring every signal": ("for n in $(seq 64); do trap '' $n; done 2>/dev/null; while :; do sleep 1; done", True),
-    "answering its end with new programs": ("trap 'setsid sleep 1000 & setsid sleep 1001 &' TERM; while :; do sleep 0.01; done", True),
+    "answering its end with new programs": (
+        "trap 'setsid sleep 1000 & setsid sleep 1001 &' TERM; while :; do sleep 0.01; done",
+        True,
+    ),
     "holding the pipe": ("(setsid sleep 1000 &) ; echo done", False),
     "holding the pipe and printing": ("(setsid yes &) ; echo done", False),
     "forking for ever": ("f() { f | f & }; f; sleep 1000", True),
@@ -90,13 +98,19 @@ def busy(ground: Ground) -> Iterator[Hostile]:
         session.start("exec sleep 777", state="use", timeout_s=500.0)
         session.start_job("exec sleep 888")
         # Not before the shells have become what they run: their command lines are compared afterwards.
-        wait_until(lambda: {"sleep 777", "sleep 888"} <= set(session.programs().values()), SOON_S, lambda: str(session.programs()))
+        wait_until(
+            lambda: {"sleep 777", "sleep 888"} <= set(session.programs().values()),
+            SOON_S,
+            lambda: str(session.programs()),
+        )
         yield session
 
 
 @pytest.mark.parametrize(("script", "is_late"), EVADERS.values(), ids=EVADERS.keys())
 def test_a_call_and_all_that_it_started_end_at_its_limit_despite(busy: Hostile, script: str, is_late: bool) -> None:
-    """Aim: run on unseen, or hold the call and its worker beyond the limit. Whoever else runs in the session must not pay for it."""
+    """Aim: run on unseen, or hold the call and its worker beyond the limit. Whoever else runs in the session must not
+    pay for it.
+    """
     others = busy.programs()
     started = time.monotonic()
     answer = busy.bash(script, timeout_s=LIMIT_S)
@@ -164,7 +178,9 @@ def unfreeze(session: Hostile) -> None:
         os.kill(session.watched.pid, signal.SIGCONT)
 
 
-def test_a_guest_that_cannot_answer_costs_the_container_two_seconds_after_the_limit(ground: Ground, frozen: Hostile) -> None:
+def test_a_guest_that_cannot_answer_costs_the_container_two_seconds_after_the_limit(
+    ground: Ground, frozen: Hostile
+) -> None:
     """Aim: keep PID 1 from killing, and go on."""
     call = frozen.start("sleep 1000", timeout_s=LIMIT_S)
     freeze(frozen)
@@ -189,7 +205,9 @@ def test_a_guest_that_cannot_answer_is_removed_though_its_worker_was_killed(grou
 
 
 def test_a_fork_bomb_does_not_outlive_a_killed_sandboxd(engine: APIClient) -> None:
-    """Aim: have no limit any more once sandboxd is gone. The guest sees the end of its input, and must get to act on it."""
+    """Aim: have no limit any more once sandboxd is gone. The guest sees the end of its input, and must get to act on
+    it.
+    """
     with open_ground(engine) as ground, ground.session() as session:
         # First, while there is a process to be had for it.
         session.start_job("trap '' TERM HUP; while :; do :; done")

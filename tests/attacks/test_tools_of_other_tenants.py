@@ -1,4 +1,6 @@
-"""A tenant wants another tenant's tools, or to learn that there are any: it finds what it finds of a name that nobody has."""
+"""A tenant wants another tenant's tools, or to learn that there are any: it finds what it finds of a name that nobody
+has.
+"""
 
 import json
 
@@ -32,7 +34,9 @@ async def _dispatched(name: str, tenant: str) -> tuple[ToolResult, int]:
 def _executed(name: str, tenant: str) -> ToolResult:
     """What a worker that has the tool makes of a call that was queued for it, whoever queued it."""
     registry = WorkerRegistry([WorkerTool(spec, lambda arguments, bench: Outcome("ran")) for spec in (BOLTS, COMMON)])
-    executor = build_executor(registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
+    executor = build_executor(
+        registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"}
+    )
     return executor.execute(build_call(name), build_context(tenant=tenant))
 
 

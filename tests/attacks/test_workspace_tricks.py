@@ -1,4 +1,6 @@
-"""The workspace on a file system of its own: its device, its file on the host, its quota and its mount are out of the programs' reach."""
+"""The workspace on a file system of its own: its device, its file on the host, its quota and its mount are out of the
+programs' reach.
+"""
 
 import stat
 from collections.abc import Iterator
@@ -26,7 +28,9 @@ def session(ground: Ground) -> Iterator[Hostile]:
 
 def mount_of(session: Hostile) -> tuple[set[str], str]:
     """Options and optional fields of the mount of /workspace, as the kernel has them."""
-    row = next(line.split() for line in reversed(session.watched.mounts().splitlines()) if line.split()[4] == "/workspace")
+    row = next(
+        line.split() for line in reversed(session.watched.mounts().splitlines()) if line.split()[4] == "/workspace"
+    )
     return set(row[5].split(",")), " ".join(row[6 : row.index("-")])
 
 
@@ -34,7 +38,8 @@ def test_bring_a_file_with_power_by_the_workspace(session: Hostile) -> None:
     """Aim: a setuid file or a device node on a disk that is mounted by root."""
     options, propagation = mount_of(session)
     answer = session.bash(
-        "cp /bin/bash sh; chmod 6755 sh; ./sh -p -c 'id -u; id -g'; mknod disk b 7 0; mknod all b 8 0; ls disk all 2>/dev/null; rm sh"
+        "cp /bin/bash sh; chmod 6755 sh; ./sh -p -c 'id -u; id -g'; mknod disk b 7 0; mknod all b 8 0; ls disk all "
+        "2>/dev/null; rm sh"
     )
 
     assert {"nosuid", "nodev", "rw"} <= options
@@ -43,12 +48,14 @@ def test_bring_a_file_with_power_by_the_workspace(session: Hostile) -> None:
 
 
 def test_reach_the_file_or_the_device_behind_the_workspace(ground: Ground, session: Hostile) -> None:
-    """Aim: write below the file system: then its quota, its owners and what the host's kernel parses are the attacker's."""
+    """Aim: write below the file system: then its quota, its owners and what the host's kernel parses are the
+    attacker's.
+    """
     image = next((ground.footprint.folder / "state").rglob("image"))
     device = session.watched.root / "dev"
     answer = session.bash(
-        f"ls {image} {image.parent} 2>/dev/null; for d in /dev/loop* /dev/block/* /dev/disk/* /dev/mapper/*; do head -c 1 $d && echo read; done; "
-        "find /dev -type b -o -name 'loop*'"
+        f"ls {image} {image.parent} 2>/dev/null; for d in /dev/loop* /dev/block/* /dev/disk/* /dev/mapper/*; do head "
+        "-c 1 $d && echo read; done; find /dev -type b -o -name 'loop*'"
     )
 
     assert answer.streams.get("stdout", b"") == b""
@@ -88,7 +95,10 @@ for name, (request, size) in {IOCTLS!r}.items():
         try: fcntl.ioctl(fd, request, bytearray(size)); print('did', name, path)
         except OSError: pass
 """)
-        + "\nchattr +i file 2>/dev/null && echo did chattr; chattr +a . 2>/dev/null && echo did chattr; rm -f file; touch after && echo works"
+        + (
+            "\nchattr +i file 2>/dev/null && echo did chattr; chattr +a . 2>/dev/null && echo did chattr; rm -f file; "
+            "touch after && echo works"
+        )
     )
 
     assert answer.streams["stdout"] == b"works\n"
@@ -99,8 +109,8 @@ def test_mount_over_or_under_the_workspace(session: Hostile) -> None:
     """Aim: have later calls, or the host, work in another place than they think."""
     before = mount_of(session), session.watched.mounts()
     answer = session.bash(
-        "mkdir -p m; mount --bind / m; mount -o remount,suid,dev /workspace; umount -l /workspace; unshare -rm true; mv /workspace /tmp/w; "
-        "rm -rf /workspace; ln -s / /workspace; rmdir m; echo done"
+        "mkdir -p m; mount --bind / m; mount -o remount,suid,dev /workspace; umount -l /workspace; unshare -rm true; "
+        "mv /workspace /tmp/w; rm -rf /workspace; ln -s / /workspace; rmdir m; echo done"
     )
 
     assert answer.streams["stdout"] == b"done\n"
@@ -113,7 +123,9 @@ def test_take_more_of_the_hosts_disk_than_the_quota(ground: Ground, session: Hos
     image = next((ground.footprint.folder / "state").rglob("image"))
     allowed = int(session.bash("stat -f -c '%b*%S' . | { read n; echo $((n)); }").streams["stdout"])
     session.bash(
-        "dd if=/dev/zero of=fill bs=1M 2>/dev/null; dd if=/dev/zero of=fill2 bs=4k 2>/dev/null; fallocate -l 1G more; true", timeout_s=20.0
+        "dd if=/dev/zero of=fill bs=1M 2>/dev/null; dd if=/dev/zero of=fill2 bs=4k 2>/dev/null; fallocate -l 1G more; "
+        "true",
+        timeout_s=20.0,
     )
     held = image.stat().st_blocks * 512
 

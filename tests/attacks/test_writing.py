@@ -1,4 +1,6 @@
-"""Attacks on write_text and edit_text: a full disk, a limit, a race or a forged memory must not cost a file or lead out."""
+"""Attacks on write_text and edit_text: a full disk, a limit, a race or a forged memory must not cost a file or lead
+out.
+"""
 
 import json
 import time
@@ -42,7 +44,10 @@ def shell(guest: Guest, script: str) -> str:
 @pytest.mark.parametrize("place", ["f", "hard", "locked/f"])
 def test_a_disk_that_fills_in_the_middle_of_a_write_costs_no_old_byte(small_disk: Guest, place: str) -> None:
     """Aim: lose what was there by filling the disk at the right moment."""
-    shell(small_disk, "chmod -R u+rwx .; rm -rf *; mkdir locked; echo old | tee f hard locked/f; ln hard hard2; chmod 555 locked")
+    shell(
+        small_disk,
+        "chmod -R u+rwx .; rm -rf *; mkdir locked; echo old | tee f hard locked/f; ln hard hard2; chmod 555 locked",
+    )
     for mode in ("overwrite", "append"):
         done = write(small_disk, place, "x" * 300_000, mode)
         assert (done.code, "bytes are free" in done["error"]["message"]) == ("NO_SPACE", True)
@@ -73,7 +78,9 @@ def test_a_folder_swapped_for_a_link_while_it_is_written_to_leads_nowhere_else(g
     """Aim: a write lands outside of the roots."""
     outside = guest.output / "outside"
     guest.run(f"mkdir -p {outside} d; ln -s {outside} evil")
-    racer = guest.start_script("echo on > started; while :; do mv -T d e; mv -T evil d; mv -T d evil; mv -T e d; done", timeout_s=30)
+    racer = guest.start_script(
+        "echo on > started; while :; do mv -T d e; mv -T evil d; mv -T d evil; mv -T e d; done", timeout_s=30
+    )
     guest.wait_for_file("started")
     codes = {write(guest, "d/f", f"text {number}\n").code for number in range(60)}
     guest.send({"id": racer, "op": "cancel"})
@@ -87,15 +94,18 @@ def test_a_change_between_reading_and_writing_is_not_written_over(guest: Guest) 
     """Aim: an edit undoes what another program wrote a moment before."""
     guest.run("seq 1 2000 > counted; echo MARK >> counted")
     adder = guest.start_script(
-        "echo on > started2; for i in $(seq 1 150); do /bin/true; echo added $i >> counted; done", timeout_s=30, capture={"stdout": 0}
+        "echo on > started2; for i in $(seq 1 150); do /bin/true; echo added $i >> counted; done",
+        timeout_s=30,
+        capture={"stdout": 0},
     )
     guest.wait_for_file("started2")
     for _ in range(20):
         edit(guest, "counted", "MARK", "KRAM")
         edit(guest, "counted", "KRAM", "MARK")
     guest.finish(adder)
-    # An append in the instant between the last look and the rename goes to the old file: one of 150 on a busy machine. Edits that did
-    # not look would lose about 30. The shell itself opens and appends: another program would hold the old file while it starts.
+    # An append in the instant between the last look and the rename goes to the old file: one of 150 on a busy machine.
+    # Edits that did not look would lose about 30. The shell itself opens and appends: another program would hold the
+    # old file while it starts.
     assert int(shell(guest, "grep -c added counted")) > 135
 
 
@@ -143,7 +153,10 @@ def test_a_replacement_that_would_fill_the_memory_is_refused(guest: Guest, tail:
     bomb = edit(guest, "seed", "a\n", "b" * 100_000 + "\n", replace_all=True)
     assert (bomb.code, "the edits would make it" in bomb["error"]["message"]) == ("FILE_TOO_LARGE", True)
     doubling = [{"old_string": "a", "new_string": "aa", "replace_all": True}] * 60
-    assert guest.request("edit_text", json.dumps(doubling).encode(), path="seed", max_bytes=8192, timeout_s=20).code == "FILE_TOO_LARGE"
+    assert (
+        guest.request("edit_text", json.dumps(doubling).encode(), path="seed", max_bytes=8192, timeout_s=20).code
+        == "FILE_TOO_LARGE"
+    )
     assert (guest.workspace / "seed").stat().st_size == 200_000 + len(tail)
 
 
@@ -190,7 +203,9 @@ def test_many_matches_in_one_long_line_of_two_byte_characters_are_found_in_time(
     assert (guest.workspace / "line").read_text("cp932") == "あ" + "xy" * 19_999 + "い"
 
 
-@pytest.mark.parametrize("content", ["x = [...a, ...b];" * 60_000, "...\n" * 250_000, "// ... rest of the code ...\n" * 35_000])
+@pytest.mark.parametrize(
+    "content", ["x = [...a, ...b];" * 60_000, "...\n" * 250_000, "// ... rest of the code ...\n" * 35_000]
+)
 def test_a_text_full_of_dots_is_written_in_time(guest: Guest, content: str) -> None:
     """Aim: the look for placeholders goes over a long line again for each of its dots."""
     started = time.monotonic()

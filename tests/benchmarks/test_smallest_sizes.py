@@ -1,4 +1,6 @@
-"""Every benchmark runs at its smallest size and reports its figures, so that none breaks unnoticed. No time is checked: the machine may be busy."""
+"""Every benchmark runs at its smallest size and reports its figures, so that none breaks unnoticed. No time is checked:
+the machine may be busy.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""scripts/chaos: rounds of every kind on real processes, and a table of what came of them. Exit status 1 when anything did not hold."""
+"""scripts/chaos: rounds of every kind on real processes, and a table of what came of them. Exit status 1 when anything
+did not hold.
+"""
 
 import argparse
 import secrets
@@ -29,7 +31,9 @@ def main() -> int:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("scripts/chaos", description="Kill and pause every process under load, and check what must hold.")
+    parser = argparse.ArgumentParser(
+        "scripts/chaos", description="Kill and pause every process under load, and check what must hold."
+    )
     parser.add_argument("--rounds", type=int, default=20, help="of each kind")
     parser.add_argument("--only", choices=list(TARGETS), help="strike only these")
     parser.add_argument("--deed", choices=["kill", "pause"], help="strike only so")
@@ -51,7 +55,8 @@ def _play_kind(blow: Blow, rounds: int, terms: Terms, seed: str) -> list[Report]
                 reports.append(report)
                 if report.wrong:
                     _say(ground.last_words())
-    except (AssertionError, Exception) as error:  # noqa: BLE001  # what a ground leaves, or that it does not come up, is a row of the table
+    except (AssertionError, Exception) as error:  # noqa: BLE001
+        # what a ground leaves, or that it does not come up, is a row of the table
         reports.append(Report(wrong=[f"{type(error).__name__}: {error}"]))
     return reports
 

@@ -16,7 +16,9 @@ from tests.stack import UP_S, wait_until
 
 BatchBlow = Literal["orchestrator", "worker", "redis", "pause", "forget"]
 KILLS: tuple[BatchBlow, ...] = ("orchestrator", "worker", "redis")
-"""The others: an orchestrator is stopped for longer than its leases last, and goes on; Redis forgets its last second, as when its machine loses its power."""
+"""The others: an orchestrator is stopped for longer than its leases last, and goes on; Redis forgets its last second,
+as when its machine loses its power.
+"""
 BATCH_BLOWS: tuple[BatchBlow, ...] = (*KILLS, "pause", "forget")
 PAUSE_S = 50.0
 FORGOTTEN_S = 1.0
@@ -62,13 +64,20 @@ def _strike_orchestrator(load: BatchLoad, kind: BatchBlow, chance: random.Random
         finally:
             one.signal(signal.SIGCONT)
     load.ground.wait_redis()
-    return Blow(kind, f"{'kill' if kind == 'orchestrator' else 'pause'} orchestrator {one.name} ({pid})", frozenset(held | _running(load)))
+    return Blow(
+        kind,
+        f"{'kill' if kind == 'orchestrator' else 'pause'} orchestrator {one.name} ({pid})",
+        frozenset(held | _running(load)),
+    )
 
 
 def _running(load: BatchLoad) -> set[str]:
     """The runs that some orchestrator has now."""
     with load.ground.open_redis() as client:
-        return {run.decode() for run in client.smembers(batch_key(load.ground.deployment, DEFAULT_TENANT, load.mark) + ":running")}
+        return {
+            run.decode()
+            for run in client.smembers(batch_key(load.ground.deployment, DEFAULT_TENANT, load.mark) + ":running")
+        }
 
 
 def _forget(ground: Ground) -> int:

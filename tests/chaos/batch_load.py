@@ -1,5 +1,5 @@
-"""A batch under chaos: its lines, the script of its model, and the orchestrators that work it, each a `toolcrew batch` that is started again when it is
-killed, as whoever runs batches does."""
+"""A batch under chaos: its lines, the script of its model, and the orchestrators that work it, each a `toolcrew batch`
+that is started again when it is killed, as whoever runs batches does."""
 
 import json
 import os
@@ -23,8 +23,9 @@ MOST_STEPS = 50
 
 
 def build_script(calls: int, call_s: float) -> list[dict[str, Any]]:
-    """So many calls of each item, one a step. Each adds the mark of its workspace to a file of the host that is the call's own, and its number to a file of
-    the workspace; the answer tells both, so that what came twice or not at all shows from outside and from inside."""
+    """So many calls of each item, one a step. Each adds the mark of its workspace to a file of the host that is the
+    call's own, and its number to a file of the workspace; the answer tells both, so that what came twice or not at all
+    shows from outside and from inside."""
     acting, looking = f"{_MARK}; {_ACT}; sleep {call_s:g}; {_LOOK}", f"{_MARK}; {_LOOK}"
     return [
         *({"kind": "rule", "when": {"step": step}, "reply": _calling(acting)} for step in range(calls)),
@@ -38,7 +39,9 @@ def _calling(command: str) -> dict[str, Any]:
 
 
 class BatchLoad:
-    """One batch on a ground, and the orchestrators that work it. `mark`: the batch's id; its items are `<mark>-<number>`."""
+    """One batch on a ground, and the orchestrators that work it. `mark`: the batch's id; its items are
+    `<mark>-<number>`.
+    """
 
     def __init__(self, ground: Ground, server: ModelServer, mark: str, runs: int, concurrency: int) -> None:
         self.ground, self.server, self.mark = ground, server, mark
@@ -68,13 +71,21 @@ class BatchLoad:
     def wait(self, within_s: float) -> list[str]:
         """Until all have ended by themselves. Gives what did not end as it should."""
         for one in self.orchestrators:
-            wait_until(lambda one=one: one.has_ended(), within_s, lambda one=one: f"{one.name} still works: {one.log()[-1500:]}")
+            wait_until(
+                lambda one=one: one.has_ended(),
+                within_s,
+                lambda one=one: f"{one.name} still works: {one.log()[-1500:]}",
+            )
         return [
-            f"orchestrator {one.name} ended with {one.code}: {one.log()[-1500:]}" for one in self.orchestrators if one.code not in (0, 1)
+            f"orchestrator {one.name} ended with {one.code}: {one.log()[-1500:]}"
+            for one in self.orchestrators
+            if one.code not in (0, 1)
         ]
 
     def resume(self, within_s: float) -> list[str]:
-        """Go on with the batch once more, into the first one's files; nobody is struck any more, so that all must succeed."""
+        """Go on with the batch once more, into the first one's files; nobody is struck any more, so that all must
+        succeed.
+        """
         last = BatchOrchestrator(self, "last", ["batch", "resume", self.mark], self.orchestrators[0].output)
         self.orchestrators.append(last)
         last.start()
@@ -86,7 +97,9 @@ class BatchLoad:
             one.end()
 
     def _start(self, name: str, *command: str) -> None:
-        started = BatchOrchestrator(self, name, [*command, "--concurrency", self._concurrency], self.folder / f"{name}.jsonl")
+        started = BatchOrchestrator(
+            self, name, [*command, "--concurrency", self._concurrency], self.folder / f"{name}.jsonl"
+        )
         self.orchestrators.append(started)
         started.start()
 
@@ -98,7 +111,9 @@ class BatchOrchestrator:
         self.name, self.output = name, output
         self._out, self._log = load.folder / f"{name}.out", load.folder / f"{name}.log"
         self._argv = bound([str(TOOLCREW), *command, "--output", str(output)])
-        self._environment = load.ground.environment({"TOOLCREW_TRACES": str(load.folder / "traces"), **load.server.environment()})
+        self._environment = load.ground.environment(
+            {"TOOLCREW_TRACES": str(load.folder / "traces"), **load.server.environment()}
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._said_before = 0
         self._mark = load.mark
@@ -131,7 +146,9 @@ class BatchOrchestrator:
         return self._out.exists() and word in self._out.read_text(errors="replace")
 
     def has_ended(self) -> bool:
-        """Whether it has worked the batch to its end. One that could not begin, since Redis was away just then, is started again."""
+        """Whether it has worked the batch to its end. One that could not begin, since Redis was away just then, is
+        started again.
+        """
         if self.is_running:
             return False
         if self.code == 1 and self._times_said() == self._said_before:
@@ -146,7 +163,9 @@ class BatchOrchestrator:
     def start(self) -> None:
         self._said_before = self._times_said()
         with self._out.open("ab") as out, self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._argv, cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
+            self._process = subprocess.Popen(
+                self._argv, cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log
+            )
 
     def kill_and_start(self) -> int:
         """Gives the process that was killed."""

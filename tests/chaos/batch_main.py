@@ -1,4 +1,6 @@
-"""`scripts/chaos batch`: rounds of batches under kills, and a row of what came of each. Exit status 1 when anything did not hold."""
+"""`scripts/chaos batch`: rounds of batches under kills, and a row of what came of each. Exit status 1 when anything did
+not hold.
+"""
 
 import argparse
 import secrets
@@ -32,7 +34,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def _parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("scripts/chaos batch", description="Kill what works a batch at random moments, and check its files.")
+    parser = argparse.ArgumentParser(
+        "scripts/chaos batch", description="Kill what works a batch at random moments, and check its files."
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="number of the first round: to play one again")
     parser.add_argument("--runs", type=int, default=100, help="items of each batch")
@@ -40,7 +44,9 @@ def _parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=16, help="items at a time, over both orchestrators")
     parser.add_argument("--blows", type=int, default=4, help="of each round, at moments spread over it")
     parser.add_argument(
-        "--only", choices=[*BATCH_BLOWS, "pause"], help="strike only these; pause: an orchestrator, for longer than its leases"
+        "--only",
+        choices=[*BATCH_BLOWS, "pause"],
+        help="strike only these; pause: an orchestrator, for longer than its leases",
     )
     parser.add_argument("--seed", help="of the moments and of whom it meets; printed when it is not given")
     parser.add_argument("--pool", choices=["auto", "threads", "prefork"], default="auto", help="of the sandbox workers")
@@ -60,7 +66,9 @@ def _tell(number: int, report: BatchReport) -> int:
             "replies_repeated": verdict.replies_repeated,
         }
     cells = "  ".join(f"{name} {value}" for name, value in row.items())
-    sys.stdout.write(f"{'WRONG' if report.wrong else 'held'}  round {number}  {cells}  [{'; '.join(map(str, report.struck))}]\n")
+    sys.stdout.write(
+        f"{'WRONG' if report.wrong else 'held'}  round {number}  {cells}  [{'; '.join(map(str, report.struck))}]\n"
+    )
     for sentence in report.wrong:
         sys.stdout.write(f"       {sentence}\n")
     sys.stdout.flush()

@@ -1,4 +1,6 @@
-"""Rounds of chaos on batches: two orchestrators work one, somebody is struck now and then, and at the end its files are judged."""
+"""Rounds of chaos on batches: two orchestrators work one, somebody is struck now and then, and at the end its files are
+judged.
+"""
 
 import random
 import time
@@ -25,7 +27,9 @@ LATEST = 0.85
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """`concurrency`: items at a time, over both orchestrators; `blows`: of a round, among `kinds`; `call_s`: what each call takes beside its marks."""
+    """`concurrency`: items at a time, over both orchestrators; `blows`: of a round, among `kinds`; `call_s`: what each
+    call takes beside its marks.
+    """
 
     runs: int = 100
     calls: int = 5
@@ -51,8 +55,12 @@ class BatchReport:
     settled_s: float = 0.0
 
 
-def play_batch(ground: Ground, terms: BatchTerms, seed: str, mark: str, say: Callable[[str], None] = lambda _: None) -> BatchReport:
-    """One batch, submitted, worked by two orchestrators, struck, gone on with after its end; then the verdict. `mark`: the batch's id."""
+def play_batch(
+    ground: Ground, terms: BatchTerms, seed: str, mark: str, say: Callable[[str], None] = lambda _: None
+) -> BatchReport:
+    """One batch, submitted, worked by two orchestrators, struck, gone on with after its end; then the verdict. `mark`:
+    the batch's id.
+    """
     chance, report, began = random.Random(seed), BatchReport(), time.monotonic()
     with running_model_server(build_script(terms.calls, terms.call_s)) as server:
         load = BatchLoad(ground, server, mark, terms.runs, terms.concurrency)
@@ -87,19 +95,29 @@ def _plan(terms: BatchTerms, chance: random.Random) -> list[tuple[BatchBlow, int
 
 def _wait_until_replies(load: BatchLoad, count: int, within_s: float) -> bool:
     """False when the batch has ended before."""
-    wait_until(lambda: load.server.stats()["replies"] >= count or not load.living(), within_s, lambda: str(load.server.stats()))
+    wait_until(
+        lambda: load.server.stats()["replies"] >= count or not load.living(), within_s, lambda: str(load.server.stats())
+    )
     return bool(load.living())
 
 
 def _replies(stats: Mapping[str, Any]) -> dict[str, dict[int, int]]:
-    return {item: {int(step): count for step, count in told["replies"].items()} for item, told in stats["conversations"].items()}
+    return {
+        item: {int(step): count for step, count in told["replies"].items()}
+        for item, told in stats["conversations"].items()
+    }
 
 
-def _gather(load: BatchLoad, terms: BatchTerms, replies: Mapping[str, Mapping[int, int]], blows: Sequence[Blow]) -> Evidence:
+def _gather(
+    load: BatchLoad, terms: BatchTerms, replies: Mapping[str, Mapping[int, int]], blows: Sequence[Blow]
+) -> Evidence:
     runs = {item: run_id(DEFAULT_TENANT, load.mark, item) for item in load.items}
     deployment = load.ground.deployment
     with load.ground.open_redis() as client:
-        attempts = {item: int(client.hget(run_key(deployment, DEFAULT_TENANT, run), "attempt") or 0) for item, run in runs.items()}
+        attempts = {
+            item: int(client.hget(run_key(deployment, DEFAULT_TENANT, run), "attempt") or 0)
+            for item, run in runs.items()
+        }
     # The last resume wrote into the first one's files.
     first, *others = load.orchestrators[:-1]
     return Evidence(

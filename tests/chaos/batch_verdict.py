@@ -1,4 +1,6 @@
-"""What must hold of a batch whatever was killed, judged from its files, from the tally of what its calls did, and from the model's own count."""
+"""What must hold of a batch whatever was killed, judged from its files, from the tally of what its calls did, and from
+the model's own count.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,10 +11,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known from outside. `rows`: by orchestrator, of both of its files, the last one's first; `acts`: item -> step -> the marks of the workspaces
-    it acted in, one each time; `attempts`: how often each item was begun; `struck`: how often each item may have been in the hands of an orchestrator that was
-    killed; `may_lose`: a worker or Redis was struck, so that some calls' outcome is unknown, and items may be begun anew; `may_repeat`: Redis
-    forgot its last second, and with it what had been paid for and what had acted then."""
+    """All that is known from outside. `rows`: by orchestrator, of both of its files, the last one's first; `acts`: item
+    -> step -> the marks of the workspaces it acted in, one each time; `attempts`: how often each item was begun;
+    `struck`: how often each item may have been in the hands of an orchestrator that was killed; `may_lose`: a worker or
+    Redis was struck, so that some calls' outcome is unknown, and items may be begun anew; `may_repeat`: Redis forgot
+    its last second, and with it what had been paid for and what had acted then."""
 
     items: Sequence[str]
     calls: int
@@ -27,7 +30,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class BatchVerdict:
-    """`wrong`: sentences; empty when all held. `unknown`: calls that did not act, which the run was told is not known; `begun_anew`: attempts beyond the first."""
+    """`wrong`: sentences; empty when all held. `unknown`: calls that did not act, which the run was told is not known;
+    `begun_anew`: attempts beyond the first.
+    """
 
     wrong: tuple[str, ...]
     items: int
@@ -73,14 +78,20 @@ def _judge_rows(name: str, rows: Iterable[Mapping[str, Any]], items: Sequence[st
 
 
 def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None) -> Iterable[str]:
-    """From outside and from inside: no call twice in one attempt's workspace, and what the last attempt did is what its answer tells."""
+    """From outside and from inside: no call twice in one attempt's workspace, and what the last attempt did is what its
+    answer tells.
+    """
     steps, attempts = seen.acts.get(item, {}), seen.attempts.get(item, 1)
     workspaces = {mark for marks in steps.values() for mark in marks}
     for step, marks in sorted(steps.items()):
         if len(marks) > attempts:
             yield f"{item} acted {len(marks)} times at step {step} and was begun {attempts} times"
             continue
-        yield from (f"{item} acted {count} times at step {step} of one attempt" for count in Counter(marks).values() if count > 1)
+        yield from (
+            f"{item} acted {count} times at step {step} of one attempt"
+            for count in Counter(marks).values()
+            if count > 1
+        )
     # A session whose host is given up goes on elsewhere, in a workspace that may be another.
     if len(workspaces) > attempts and not seen.may_lose:
         yield f"{item} acted in {len(workspaces)} workspaces and was begun {attempts} times"
@@ -102,7 +113,10 @@ def _judge_replies(item: str, seen: Evidence) -> Iterable[str]:
     """An attempt that is begun anew asks everything again."""
     repeated, struck = _repeated(seen, item), seen.struck.get(item, 0)
     if seen.attempts.get(item, 1) == 1 and repeated > struck:
-        yield f"{item} was answered {repeated} times more than it has steps, and its orchestrators were struck {struck} times"
+        yield (
+            f"{item} was answered {repeated} times more than it has steps, and its orchestrators were struck {struck} "
+            "times"
+        )
 
 
 def _repeated(seen: Evidence, item: str) -> int:

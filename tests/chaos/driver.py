@@ -1,7 +1,9 @@
-"""An orchestrator under load, as a process of its own: sessions and calls with ids that it tells beforehand, every result told once.
+"""An orchestrator under load, as a process of its own: sessions and calls with ids that it tells beforehand, every
+result told once.
 
-`python -m tests.chaos.driver NAME OUT SESSIONS SEED [--tools]` runs until SIGTERM, then ends its calls, closes its sessions and exits. It appends
-lines of JSON to OUT, each in one write, so that what it saw can be counted when it was killed.
+`python -m tests.chaos.driver NAME OUT SESSIONS SEED [--tools]` runs until SIGTERM, then ends its calls, closes its
+sessions and exits. It appends lines of JSON to OUT, each in one write, so that what it saw can be counted when it was
+killed.
 """
 
 import argparse
@@ -41,7 +43,9 @@ class Driver:
         self.stopping = asyncio.Event()
 
     def tell(self, event: str, **facts: Any) -> None:
-        os.write(self._fd, json.dumps({"at": time.time(), "driver": self._name, "event": event, **facts}).encode() + b"\n")
+        os.write(
+            self._fd, json.dumps({"at": time.time(), "driver": self._name, "event": event, **facts}).encode() + b"\n"
+        )
 
     async def work(self) -> None:
         """One session after another, each until it is said to be lost."""

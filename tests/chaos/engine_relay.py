@@ -1,6 +1,8 @@
-"""A stand-in for a host's engine as a process of its own: `python -m tests.chaos.engine_relay SOCKET` passes all on to the real one.
+"""A stand-in for a host's engine as a process of its own: `python -m tests.chaos.engine_relay SOCKET` passes all on to
+the real one.
 
-Killed, every connection to the engine breaks, attached sandboxes included; paused, the engine hangs. The real one never notices.
+Killed, every connection to the engine breaks, attached sandboxes included; paused, the engine hangs. The real one never
+notices.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""What is left on a ground when every orchestrator has ended: calls that nobody ends, slots that nobody gives back, messages, sandboxes."""
+"""What is left on a ground when every orchestrator has ended: calls that nobody ends, slots that nobody gives back,
+messages, sandboxes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,9 @@ def _in_redis(client: "redis.Redis", deployment: str, *, has_orphans: bool) -> d
     # Lists that are read at once expire by themselves where nobody reads them any more.
     queues = [key for key in keys if key.startswith(("host.", "pool.")) and not key.endswith(control_queue(""))]
     return {
-        "calls": _open_calls(client, deployment, [key for key in keys if _is_call(key, deployment)], has_orphans=has_orphans),
+        "calls": _open_calls(
+            client, deployment, [key for key in keys if _is_call(key, deployment)], has_orphans=has_orphans
+        ),
         "messages": {queue: length for queue in queues if (length := client.llen(queue))},
         "slots": _held_slots(client, deployment),
     }
@@ -51,7 +55,9 @@ def _in_redis(client: "redis.Redis", deployment: str, *, has_orphans: bool) -> d
 
 def _held_slots(client: "redis.Redis", deployment: str) -> list[str]:
     """Calls that hold a slot of admission, or wait for one."""
-    return sorted(key.decode() for name in ("held", "waiting") for key in client.hkeys(admission_prefix(deployment) + name))[:_SHOWN]
+    return sorted(
+        key.decode() for name in ("held", "waiting") for key in client.hkeys(admission_prefix(deployment) + name)
+    )[:_SHOWN]
 
 
 def _is_call(key: str, deployment: str) -> bool:
@@ -60,12 +66,15 @@ def _is_call(key: str, deployment: str) -> bool:
 
 
 def _open_calls(client: "redis.Redis", deployment: str, keys: list[str], *, has_orphans: bool) -> dict[str, str]:
-    """What is known of calls that have not ended. `has_orphans`: orchestrators were killed, so that nobody notes the end of a call whose worker was killed
-    as well: its record tells until it expires whose it was."""
+    """What is known of calls that have not ended. `has_orphans`: orchestrators were killed, so that nobody notes the
+    end of a call whose worker was killed as well: its record tells until it expires whose it was."""
     records: dict[str, dict[bytes, bytes]] = {key: client.hgetall(key) for key in keys}
     is_open = [key for key, record in records.items() if record.get(b"state") in OPEN_STATES]
     left = [key for key in is_open if not has_orphans or _is_held(client, deployment, records[key])]
-    return {key: b" ".join(b"%s=%s" % field for field in records[key].items()).decode(errors="replace") for key in left[:_SHOWN]}
+    return {
+        key: b" ".join(b"%s=%s" % field for field in records[key].items()).decode(errors="replace")
+        for key in left[:_SHOWN]
+    }
 
 
 def _is_held(client: "redis.Redis", deployment: str, record: dict[bytes, bytes]) -> bool:

@@ -27,7 +27,12 @@ class RunningDriver:
         argv = [sys.executable, "-m", "tests.chaos.driver", name, str(self.out), str(sessions), seed]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                bound(argv + ["--tools"] * has_tools), cwd=ROOT, env=ground.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                bound(argv + ["--tools"] * has_tools),
+                cwd=ROOT,
+                env=ground.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
     @property
@@ -67,7 +72,9 @@ class Load:
 
     def add(self) -> RunningDriver:
         number = len(self.drivers)
-        driver = RunningDriver(self._ground, f"d{self._mark}{number}", self._sessions, f"{self._seed}-{number}", has_tools=self._has_tools)
+        driver = RunningDriver(
+            self._ground, f"d{self._mark}{number}", self._sessions, f"{self._seed}-{number}", has_tools=self._has_tools
+        )
         self.drivers.append(driver)
         return driver
 
@@ -85,7 +92,11 @@ class Load:
     def wait_busy(self) -> None:
         """Until every living orchestrator has had a result."""
         for driver in self.living():
-            wait_until(lambda driver=driver: driver.has_said("result"), UP_S, lambda driver=driver: f"{driver.name}: {_read(driver.log)}")
+            wait_until(
+                lambda driver=driver: driver.has_said("result"),
+                UP_S,
+                lambda driver=driver: f"{driver.name}: {_read(driver.log)}",
+            )
 
     def end(self) -> list[str]:
         """Ends all in order. Gives what did not end as it should."""

@@ -25,7 +25,9 @@ SETTLE_S = 90.0
 
 @dataclass(frozen=True)
 class Terms:
-    """How rounds are played. `moments_s`: from one blow to the next; `pool`: of the sandbox workers; the calls come from `drivers` x `sessions`."""
+    """How rounds are played. `moments_s`: from one blow to the next; `pool`: of the sandbox workers; the calls come
+    from `drivers` x `sessions`.
+    """
 
     drivers: int = 2
     sessions: int = 5
@@ -57,10 +59,14 @@ def open_chaos(api: APIClient, terms: Terms) -> Iterator[Ground]:
         assert not left, f"left behind: {left}"
 
 
-def play(ground: Ground, blows: Sequence[Blow], terms: Terms, seed: str, say: Callable[[str], None] = lambda _: None) -> Report:
+def play(
+    ground: Ground, blows: Sequence[Blow], terms: Terms, seed: str, say: Callable[[str], None] = lambda _: None
+) -> Report:
     """One blow after another under load, then the verdict on all of it."""
     chance, report = random.Random(seed), Report()
-    with open_load(ground, drivers=terms.drivers, sessions=terms.sessions, seed=seed, has_tools=terms.has_tools) as load:
+    with open_load(
+        ground, drivers=terms.drivers, sessions=terms.sessions, seed=seed, has_tools=terms.has_tools
+    ) as load:
         load.wait_busy()
         for blow in blows:
             time.sleep(chance.uniform(*terms.moments_s))
@@ -84,7 +90,9 @@ def _judge(ground: Ground, load: Load) -> Verdict:
 
 
 def settle(ground: Ground, wrong: list[str]) -> float:
-    """Seconds until nothing was left of the calls and sessions; what is left at the end of all patience is added to `wrong`."""
+    """Seconds until nothing was left of the calls and sessions; what is left at the end of all patience is added to
+    `wrong`.
+    """
     started = time.monotonic()
     left: dict[str, Any] = {}
     while time.monotonic() - started < SETTLE_S:
@@ -102,7 +110,11 @@ async def _try_call(ground: Ground) -> str | None:
     """What a program that comes now is told instead of being served; None: it is."""
     settings = OrchestratorSettings.model_validate({"redis_url": ground.redis_url, "deployment": ground.deployment})
     try:
-        async with asyncio.timeout(30), ToolClient.connect(settings=settings) as client, await client.open_session(ttl_s=5) as session:
+        async with (
+            asyncio.timeout(30),
+            ToolClient.connect(settings=settings) as client,
+            await client.open_session(ttl_s=5) as session,
+        ):
             result = await session.call("bash_tool", {"command": "echo on"}, timeout_s=5)
             return None if result.success else result.error
     except (OperatorError, ToolFailure, TimeoutError) as error:

@@ -1,4 +1,6 @@
-"""sandboxd whose sandboxes have a folder of the host at /tally: what their commands append there outlives sandbox, session and host."""
+"""sandboxd whose sandboxes have a folder of the host at /tally: what their commands append there outlives sandbox,
+session and host.
+"""
 
 import os
 import sys

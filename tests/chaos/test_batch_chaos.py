@@ -19,7 +19,9 @@ def test_whoever_is_killed_every_item_of_a_batch_gets_its_one_row_and_acts_once(
     _say(f"TOOLCREW_CHAOS_SEED={SEED}")
 
     with open_chaos(engine, Terms(has_tools=False)) as ground:
-        report = play_batch(ground, BatchTerms(runs=8, calls=3, concurrency=4, blows=3, call_s=0.0), SEED, "short", _say)
+        report = play_batch(
+            ground, BatchTerms(runs=8, calls=3, concurrency=4, blows=3, call_s=0.0), SEED, "short", _say
+        )
         if report.wrong:
             _say(ground.last_words())
             pytest.fail("\n".join(report.wrong), pytrace=False)

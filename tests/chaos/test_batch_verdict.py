@@ -43,13 +43,22 @@ def test_an_item_with_one_row_whose_calls_acted_once_is_right() -> None:
         ({"rows": {"one": [row(), row()]}}, "has 2 rows"),
         ({"rows": {"one": [row()], "two": [row(), row("m-9")]}}, "which is no item"),
         ({"rows": {"one": [failed()]}}, "failed in the end"),
-        ({"acts": {"m-0": {0: [HERE, HERE], 1: [HERE]}}, "may_lose": True}, "acted 2 times at step 0 and was begun 1 times"),
-        ({"acts": {"m-0": {0: [HERE, ELSEWHERE], 1: [HERE]}}, "may_lose": True}, "acted 2 times at step 0 and was begun 1 times"),
+        (
+            {"acts": {"m-0": {0: [HERE, HERE], 1: [HERE]}}, "may_lose": True},
+            "acted 2 times at step 0 and was begun 1 times",
+        ),
+        (
+            {"acts": {"m-0": {0: [HERE, ELSEWHERE], 1: [HERE]}}, "may_lose": True},
+            "acted 2 times at step 0 and was begun 1 times",
+        ),
         (
             {"acts": {"m-0": {0: [HERE, HERE], 1: [HERE]}}, "attempts": {"m-0": 2}, "may_lose": True},
             "acted 2 times at step 0 of one attempt",
         ),
-        ({"rows": {"one": [row(answer=f"{HERE} 0")]}, "calls": 1, "acts": {"m-0": {0: [HERE], 1: [ELSEWHERE]}}}, "in 2 workspaces"),
+        (
+            {"rows": {"one": [row(answer=f"{HERE} 0")]}, "calls": 1, "acts": {"m-0": {0: [HERE], 1: [ELSEWHERE]}}},
+            "in 2 workspaces",
+        ),
         ({"attempts": {"m-0": 2}}, "begun 2 times though only orchestrators"),
         ({"acts": {"m-0": {0: [HERE]}}, "may_lose": True}, "tells that it acted at steps [0, 1]"),
         ({"rows": {"one": [row(answer=f"{HERE} 0,1,1")]}, "may_lose": True}, "tells that it acted at steps [0, 1, 1]"),
@@ -87,4 +96,7 @@ def test_a_session_that_went_on_elsewhere_acts_in_another_workspace_and_no_call_
 def test_an_item_that_was_begun_anew_acts_anew_and_once() -> None:
     anew = {"m-0": {0: [ELSEWHERE, HERE], 1: [HERE]}}
 
-    assert judge_batch(evidence(acts=anew, attempts={"m-0": 2}, may_lose=True, replies={"m-0": {0: 2, 1: 1, 2: 1}})).wrong == ()
+    assert (
+        judge_batch(evidence(acts=anew, attempts={"m-0": 2}, may_lose=True, replies={"m-0": {0: 2, 1: 1, 2: 1}})).wrong
+        == ()
+    )

@@ -1,4 +1,6 @@
-"""What must hold, judged from what the drivers told and what lies in the tally: one result a call, acted at most once, a success did act."""
+"""What must hold, judged from what the drivers told and what lies in the tally: one result a call, acted at most once,
+a success did act.
+"""
 
 import json
 from collections import Counter
@@ -11,7 +13,9 @@ ACTING = ("bash_tool", "tally_tool")
 NEVER_STARTED = ("HOST_LOST",)
 """Codes that promise that the call has not acted."""
 LONGEST_S = 120.0
-"""A call's wait for a slot, its limit and every repetition, and a pause of its own orchestrator: no result may take longer."""
+"""A call's wait for a slot, its limit and every repetition, and a pause of its own orchestrator: no result may take
+longer.
+"""
 
 
 @dataclass
@@ -27,7 +31,9 @@ class Told:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`wrong`: sentences; empty when all held. `codes`: how the calls ended; `lost_sessions`: sessions that were said to be gone."""
+    """`wrong`: sentences; empty when all held. `codes`: how the calls ended; `lost_sessions`: sessions that were said
+    to be gone.
+    """
 
     wrong: tuple[str, ...]
     calls: int
@@ -64,7 +70,11 @@ def judge(lines: Iterable[Mapping[str, Any]], acts: Mapping[str, int], killed: I
     """`killed`: the drivers that were; nobody owes them a result."""
     lines, killed = list(lines), set(killed)
     calls = gather(lines)
-    wrong = [sentence for call in calls.values() for sentence in _judge_call(call, acts.get(call.id, 0), is_owed=call.driver not in killed)]
+    wrong = [
+        sentence
+        for call in calls.values()
+        for sentence in _judge_call(call, acts.get(call.id, 0), is_owed=call.driver not in killed)
+    ]
     wrong += [f"{call} acted, and nobody sent it" for call in acts if call not in calls]
     results = [result for call in calls.values() for result in call.results]
     return Verdict(
@@ -73,7 +83,9 @@ def judge(lines: Iterable[Mapping[str, Any]], acts: Mapping[str, int], killed: I
         succeeded=sum(1 for result in results if result["success"]),
         unanswered=sum(1 for call in calls.values() if not call.results),
         codes=Counter(str(result["code"]) for result in results if not result["success"]),
-        lost_sessions=len({calls[result["call"]].session for result in results if result["code"] == "SESSION_NOT_FOUND"}),
+        lost_sessions=len(
+            {calls[result["call"]].session for result in results if result["code"] == "SESSION_NOT_FOUND"}
+        ),
         slowest_s=max((result["took_s"] for result in results), default=0.0),
     )
 
@@ -106,4 +118,6 @@ def _judge_result(call: Told, result: Mapping[str, Any], acted: int) -> Iterable
 
 
 def _shown(call: Told) -> str:
-    return "; ".join(f"{result['code']}: {result['error'] or result['output']}" for result in call.results)[:400] or "none"
+    return (
+        "; ".join(f"{result['code']}: {result['error'] or result['output']}" for result in call.results)[:400] or "none"
+    )

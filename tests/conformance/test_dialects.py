@@ -37,9 +37,13 @@ def decision(tool: str | None, **fields: Any) -> str:
 
 
 SPEAKERS = {
-    "native": Speaker(NativeDialect(), lambda text, arguments: Calls([("t", dict(arguments))], text), Calls([("t", '{"x": ')])),
+    "native": Speaker(
+        NativeDialect(), lambda text, arguments: Calls([("t", dict(arguments))], text), Calls([("t", '{"x": ')])
+    ),
     "tags": Speaker(
-        TagsDialect(), lambda text, arguments: text + build_tag_call("t", arguments), '<tool_action name="t"><x value=1 /></tool_action>'
+        TagsDialect(),
+        lambda text, arguments: text + build_tag_call("t", arguments),
+        '<tool_action name="t"><x value=1 /></tool_action>',
     ),
     "tags under native": Speaker(
         NativeDialect(), lambda text, arguments: text + build_tag_call("t", arguments), '<tool_action name="t"><x'
@@ -135,19 +139,26 @@ def test_the_instruction_opens_the_system_prompt(speaker: Speaker) -> None:
 
 
 CONTENT = st.lists(
-    st.sampled_from(["text ", "<tool_action", ' name="t">', '<x value="1" />', "</tool_action>", "<", '"', "\ud83d", "\ude00", "ü"])
+    st.sampled_from(
+        ["text ", "<tool_action", ' name="t">', '<x value="1" />', "</tool_action>", "<", '"', "\ud83d", "\ude00", "ü"]
+    )
 )
 
 
 @pytest.mark.parametrize(
-    ("dialect", "reads_tags"), [(NativeDialect(), True), (TagsDialect(), True), (TagsDialect(), False)], ids=["native", "tags", "off"]
+    ("dialect", "reads_tags"),
+    [(NativeDialect(), True), (TagsDialect(), True), (TagsDialect(), False)],
+    ids=["native", "tags", "off"],
 )
 @given(contents=CONTENT)
 def test_text_and_raws_are_what_the_model_wrote(dialect: Dialect, reads_tags: bool, contents: list[str]) -> None:
     reader = dialect.open_reader("run", 1, reads_tags=reads_tags)
     events = [event for content in contents for event in reader.feed(_content(content))]
     last, end = reader.finish()
-    assert "".join(event.text if isinstance(event, Text) else event.raw for event in [*events, *last]) == end.message["content"]
+    assert (
+        "".join(event.text if isinstance(event, Text) else event.raw for event in [*events, *last])
+        == end.message["content"]
+    )
 
 
 def _content(content: str) -> dict[str, Any]:

@@ -86,7 +86,9 @@ _headers = st.dictionaries(st.text(), _values, max_size=5)
     cuts=st.lists(st.integers(0, 3000), max_size=12),
 )
 @settings(deadline=None)
-def test_what_one_writes_both_read_whatever_the_cuts(codec: Codec, messages: list[tuple[dict[str, Any], bytes]], cuts: list[int]) -> None:
+def test_what_one_writes_both_read_whatever_the_cuts(
+    codec: Codec, messages: list[tuple[dict[str, Any], bytes]], cuts: list[int]
+) -> None:
     data = b"".join(codec.encode(header, body, host.MAX_UP) for header, body in messages)
     for reader in CODECS:
         assert reader.decode(cut(data, cuts), host.MAX_UP) == messages

@@ -1,4 +1,6 @@
-"""What the transport that runs functions in this process promises beyond every transport: any value, any error, hard limits."""
+"""What the transport that runs functions in this process promises beyond every transport: any value, any error, hard
+limits.
+"""
 
 import asyncio
 import contextvars
@@ -98,9 +100,16 @@ async def test_output_beyond_the_cap_is_cut_and_says_so() -> None:
 
 
 async def test_a_result_of_ours_keeps_what_it_says_but_answers_this_call() -> None:
-    mine = ToolResult(call_id="other", name="other", success=False, error="no", error_code=ErrorCode.NO_MATCH, metadata={"a": 1})
+    mine = ToolResult(
+        call_id="other", name="other", success=False, error="no", error_code=ErrorCode.NO_MATCH, metadata={"a": 1}
+    )
     for result in await sync_and_async(lambda: mine):
-        assert (result.call_id, result.name, result.error_code, result.metadata) == ("call-1", "f", ErrorCode.NO_MATCH, {"a": 1})
+        assert (result.call_id, result.name, result.error_code, result.metadata) == (
+            "call-1",
+            "f",
+            ErrorCode.NO_MATCH,
+            {"a": 1},
+        )
 
 
 LOOKALIKES: list[tuple[Any, tuple[bool, str | None, str | None]]] = [
@@ -218,7 +227,9 @@ async def test_a_plain_function_may_give_something_to_await() -> None:
 async def test_a_plain_function_runs_beside_the_loop_in_the_callers_context() -> None:
     who = contextvars.ContextVar("who", default="nobody")
     who.set("me")
-    result = await run(lambda: [who.get(), threading.current_thread() is threading.main_thread(), threading.current_thread().daemon])
+    result = await run(
+        lambda: [who.get(), threading.current_thread() is threading.main_thread(), threading.current_thread().daemon]
+    )
     assert result.output == '["me", false, true]'
 
 
@@ -241,7 +252,11 @@ async def test_an_async_function_is_cancelled_at_its_limit_and_cleans_up() -> No
             cleaned.set()
 
     result = await run(hang, timeout_s=0.05)
-    assert (result.error_code, result.error, cleaned.is_set()) == (ErrorCode.TIMEOUT, "f did not end within its limit of 0.05 s", True)
+    assert (result.error_code, result.error, cleaned.is_set()) == (
+        ErrorCode.TIMEOUT,
+        "f did not end within its limit of 0.05 s",
+        True,
+    )
 
 
 async def test_an_async_function_that_will_not_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,5 +335,7 @@ async def test_the_clock_of_a_run_starts_when_it_has_a_thread() -> None:
 
 async def test_many_blocking_functions_run_side_by_side() -> None:
     together = threading.Barrier(20, timeout=SOON_S)
-    results = await asyncio.gather(*(run(together.wait, threads=threads) for threads in [BlockingCalls()] for _ in range(20)))
+    results = await asyncio.gather(
+        *(run(together.wait, threads=threads) for threads in [BlockingCalls()] for _ in range(20))
+    )
     assert all(result.success for result in results)

@@ -83,7 +83,10 @@ def _join(chunks: list[Chunk]) -> dict[str, Any]:
     for chunk in chunks:
         assembler.feed(chunk)
     reply = assembler.finish()
-    calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.raw}} for call in reply.calls]
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.raw}}
+        for call in reply.calls
+    ]
     message = {"role": "assistant", "content": reply.text or None, "tool_calls": calls or None}
     usage = next(chunk["usage"] for chunk in chunks if "usage" in chunk)
     return {"choices": [{"index": 0, "message": message, "finish_reason": reply.finish_reason}], "usage": usage}

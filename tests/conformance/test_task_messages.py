@@ -1,4 +1,6 @@
-"""Our message for a task is the one that Celery and kombu make: compared field by field with what `send_task` puts into a real Redis."""
+"""Our message for a task is the one that Celery and kombu make: compared field by field with what `send_task` puts into
+a real Redis.
+"""
 
 import base64
 import json
@@ -66,7 +68,9 @@ def test_our_message_is_celerys(redis_server: RedisProcess, envelope: str, limit
     assert flat(ours) == flat(sent_by_celery(redis_server, envelope, **limits))
 
 
-def test_the_fields_that_differ_from_message_to_message_are_there_and_of_celerys_kind(redis_server: RedisProcess) -> None:
+def test_the_fields_that_differ_from_message_to_message_are_there_and_of_celerys_kind(
+    redis_server: RedisProcess,
+) -> None:
     theirs, ours = sent_by_celery(redis_server, "{}"), json.loads(build_message(delivery(), "hub-c1", "the call"))
     for part, name in OF_EACH_MESSAGE:
         assert type(ours[part][name]) is type(theirs[part][name])
@@ -74,7 +78,9 @@ def test_the_fields_that_differ_from_message_to_message_are_there_and_of_celerys
 
 
 def test_no_two_messages_have_one_delivery_tag() -> None:
-    tags = {json.loads(build_message(delivery(), "hub-c1", "the call"))["properties"]["delivery_tag"] for _ in range(100)}
+    tags = {
+        json.loads(build_message(delivery(), "hub-c1", "the call"))["properties"]["delivery_tag"] for _ in range(100)
+    }
     assert len(tags) == 100
 
 

@@ -1,4 +1,6 @@
-"""What every Transport promises, whichever carries the envelope: functions in this process, or Celery over a real Redis."""
+"""What every Transport promises, whichever carries the envelope: functions in this process, or Celery over a real
+Redis.
+"""
 
 import asyncio
 import base64
@@ -155,7 +157,9 @@ async def test_a_bug_in_the_tool_is_a_result(transport: Transport) -> None:
 async def test_many_at_once_get_each_its_own(transport: Transport) -> None:
     deliveries = [build_delivery("shout", call_id=f"c{number}", text=f"t{number}") for number in range(40)]
     results = await asyncio.gather(*(delivered(transport, delivery) for delivery in deliveries))
-    assert [(result.call_id, result.output) for result in results] == [(f"c{number}", f"T{number}") for number in range(40)]
+    assert [(result.call_id, result.output) for result in results] == [
+        (f"c{number}", f"T{number}") for number in range(40)
+    ]
 
 
 async def test_an_envelope_of_another_key_is_refused_and_not_run(transport: Transport) -> None:
@@ -194,7 +198,9 @@ async def test_what_people_see_of_a_task_is_its_id_and_never_its_arguments(redis
     assert "hunter2" not in json.dumps(headers)
 
 
-async def test_a_redis_that_is_gone_is_an_unavailable_broker(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_redis_that_is_gone_is_an_unavailable_broker(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(publishing, "SEND_WAIT_S", 0.2)
     async with celery_transport(redis_server) as (transport, _):
         await asyncio.to_thread(redis_server.stop)
@@ -207,9 +213,18 @@ async def test_a_redis_that_is_gone_is_an_unavailable_broker(redis_server: Redis
 
 STORED: list[tuple[dict[str, Any], ErrorCode | CallLost]] = [
     ({"status": "REVOKED", "result": None}, ErrorCode.TIMEOUT),
-    ({"status": "FAILURE", "result": {"exc_type": "WorkerLostError", "exc_message": ["x"]}}, CallLost("x", has_started=True)),
-    ({"status": "FAILURE", "result": {"exc_type": "TimeLimitExceeded", "exc_message": [630]}}, CallLost("x", has_started=True)),
-    ({"status": "FAILURE", "result": {"exc_type": HOST_LOST_TYPE, "exc_message": ["gone"]}}, CallLost("x", has_started=False)),
+    (
+        {"status": "FAILURE", "result": {"exc_type": "WorkerLostError", "exc_message": ["x"]}},
+        CallLost("x", has_started=True),
+    ),
+    (
+        {"status": "FAILURE", "result": {"exc_type": "TimeLimitExceeded", "exc_message": [630]}},
+        CallLost("x", has_started=True),
+    ),
+    (
+        {"status": "FAILURE", "result": {"exc_type": HOST_LOST_TYPE, "exc_message": ["gone"]}},
+        CallLost("x", has_started=False),
+    ),
     ({"status": "FAILURE", "result": {"exc_type": "KeyError", "exc_message": ["x"]}}, ErrorCode.INTERNAL),
     ({"status": "FAILURE", "result": "text"}, ErrorCode.INTERNAL),
     ({"status": "FAILURE"}, ErrorCode.INTERNAL),
@@ -248,7 +263,9 @@ async def test_to_settle_a_call_that_nobody_knows_does_nothing(transport: Transp
     assert (await delivered(transport, build_delivery(text="abc"))).output == "cba"
 
 
-async def test_a_result_that_is_kept_is_there_for_another_process_until_it_is_settled(redis_server: RedisProcess) -> None:
+async def test_a_result_that_is_kept_is_there_for_another_process_until_it_is_settled(
+    redis_server: RedisProcess,
+) -> None:
     async with celery_transport(redis_server) as (first, worker), celery_transport(redis_server) as (second, _):
         kept = dataclasses.replace(build_delivery(text="abc"), keeps_result=True)
         assert (await delivered(first, kept)).output == "cba"

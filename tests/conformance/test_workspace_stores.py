@@ -130,7 +130,8 @@ async def test_damage_is_told_before_the_end(store: ArchiveStore, damage: bytes)
 
 
 @pytest.mark.parametrize(
-    "facts", [b"", b"[]", b"{}", b'{"bytes": -1, "sha256": ""}', b"\xff", b'{"bytes": true, "sha256": 1}', b"[" * 100_000]
+    "facts",
+    [b"", b"[]", b"{}", b'{"bytes": -1, "sha256": ""}', b"\xff", b'{"bytes": true, "sha256": 1}', b"[" * 100_000],
 )
 async def test_damaged_facts_are_told(store: ArchiveStore, facts: bytes) -> None:
     await store.put("acme/one", chunks(b"x"))
@@ -162,7 +163,20 @@ async def test_an_archive_whose_file_is_gone_is_an_error_and_not_an_empty_one(st
 
 
 @pytest.mark.parametrize(
-    "name", ["one", "acme/../x", "../one", "/etc/passwd", "acme/", "/one", "acme/a/b", "acme/a.json", "acme/o\n", "a" * 65 + "/x", ""]
+    "name",
+    [
+        "one",
+        "acme/../x",
+        "../one",
+        "/etc/passwd",
+        "acme/",
+        "/one",
+        "acme/a/b",
+        "acme/a.json",
+        "acme/o\n",
+        "a" * 65 + "/x",
+        "",
+    ],
 )
 async def test_no_name_leads_out_of_the_store(store: ArchiveStore, name: str) -> None:
     with pytest.raises(ValueError, match="no name of an archive"):
@@ -201,13 +215,24 @@ async def test_a_folder_that_hangs_holds_up_no_other_work_and_not_its_callers_fo
     store = FolderStore(tmp_path)
     store._threads = StoreThreads(answer_s=0.3)
     (tmp_path / "acme").mkdir()
-    os.mkfifo(tmp_path / "acme" / "one.json")  # opened, it waits for somebody who writes: as a server of files that is away
+    os.mkfifo(
+        tmp_path / "acme" / "one.json"
+    )  # opened, it waits for somebody who writes: as a server of files that is away
     asked = [asyncio.ensure_future(store.describe("acme/one")) for _ in range(50)]
     await asyncio.sleep(0)
     try:
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 5) == "free"
         answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
-        assert len([answer for answer in answers if isinstance(answer, SandboxUnavailable) and "within 0.3 s" in str(answer)]) == 50
+        assert (
+            len(
+                [
+                    answer
+                    for answer in answers
+                    if isinstance(answer, SandboxUnavailable) and "within 0.3 s" in str(answer)
+                ]
+            )
+            == 50
+        )
     finally:
         os.close(os.open(tmp_path / "acme" / "one.json", os.O_RDWR))
         await asyncio.to_thread(join_threads)
@@ -248,7 +273,11 @@ async def test_a_store_that_fails_between_an_archive_and_its_facts_keeps_neither
 
 async def test_what_is_sent_when_nobody_waits_for_it_any_more_is_not_kept(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
-    store, sent, go_on = FsspecStore(f"file://{tmp_path}/store", tmp_path / "spool"), threading.Event(), threading.Event()
+    store, sent, go_on = (
+        FsspecStore(f"file://{tmp_path}/store", tmp_path / "spool"),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def stall() -> None:
         sent.set()
@@ -308,7 +337,10 @@ def test_what_a_killed_process_has_left_on_its_way_to_a_url_is_swept(tmp_path: P
 
 def test_the_setting_chooses_the_store(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
-    kinds = [type(open_store(setting, tmp_path)) for setting in (None, str(tmp_path / "x"), "memory://x", f"file://{tmp_path}")]
+    kinds = [
+        type(open_store(setting, tmp_path))
+        for setting in (None, str(tmp_path / "x"), "memory://x", f"file://{tmp_path}")
+    ]
     assert kinds == [FolderStore, FolderStore, FsspecStore, FsspecStore]
 
 

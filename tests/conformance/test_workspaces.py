@@ -163,7 +163,9 @@ async def test_a_sweep_spares_what_is_made_while_it_runs(kept: Open) -> None:
     workspaces = kept()
     await write(workspaces, "stray", "gone")
 
-    _, swept, _ = await asyncio.gather(workspaces.make("before", SMALL), workspaces.sweep(set()), workspaces.make("after", SMALL))
+    _, swept, _ = await asyncio.gather(
+        workspaces.make("before", SMALL), workspaces.sweep(set()), workspaces.make("after", SMALL)
+    )
 
     assert swept == 1
     assert workspaces.find("before", SMALL) is not None

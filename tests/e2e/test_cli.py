@@ -13,7 +13,17 @@ from docker import APIClient
 
 from contract.calls import ToolResult
 from orchestrator.operations.local_stack import StackInfo
-from tests.stack import TOOLCREW, Footprint, Stack, commands_in, end_process, open_stack, read_line, run_toolcrew, wait_until
+from tests.stack import (
+    TOOLCREW,
+    Footprint,
+    Stack,
+    commands_in,
+    end_process,
+    open_stack,
+    read_line,
+    run_toolcrew,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
@@ -35,7 +45,9 @@ class Shell:
 def read_terminal(command: list[str], environment: dict[str, str]) -> str:
     """Return what a command prints when its stdout is a terminal."""
     terminal, stdout = os.openpty()
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.DEVNULL
+    )
     os.close(stdout)
     shown = b""
     with contextlib.suppress(OSError):  # EIO: the command has ended
@@ -129,7 +141,9 @@ def test_call_reads_arguments_from_a_file_and_from_stdin(shell: Shell, tmp_path:
         (["bash_tool", "-"], "{", "cannot be read as JSON"),
     ],
 )
-def test_call_refuses_arguments_that_it_cannot_read(footprint: Footprint, arguments: list[str], text: str, words: str) -> None:
+def test_call_refuses_arguments_that_it_cannot_read(
+    footprint: Footprint, arguments: list[str], text: str, words: str
+) -> None:
     """Before anything is started: there is no stack here."""
     done = run_toolcrew(footprint, "call", *arguments, text=text)
 
@@ -193,7 +207,9 @@ def test_call_without_a_stack_starts_one_and_takes_it_down(footprint: Footprint)
 
 
 @pytest.mark.parametrize("has_stack", [True, False], ids=["on a running stack", "with a stack of its own"])
-def test_ctrl_c_in_a_call_ends_the_command_and_leaves_nothing(stack: Stack, footprint: Footprint, has_stack: bool) -> None:
+def test_ctrl_c_in_a_call_ends_the_command_and_leaves_nothing(
+    stack: Stack, footprint: Footprint, has_stack: bool
+) -> None:
     watched = stack.footprint if has_stack else footprint
     environment = footprint.environment({"TOOLCREW_REDIS_URL": stack.redis_url} if has_stack else None)
     process = subprocess.Popen(
@@ -205,7 +221,9 @@ def test_ctrl_c_in_a_call_ends_the_command_and_leaves_nothing(stack: Stack, foot
         start_new_session=True,
     )
     try:
-        wait_until(lambda: any("sleep 60" in commands_in(c).values() for c in watched.containers()), 60, "the command runs")
+        wait_until(
+            lambda: any("sleep 60" in commands_in(c).values() for c in watched.containers()), 60, "the command runs"
+        )
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=40)
     finally:
@@ -230,7 +248,11 @@ def test_a_call_that_is_terminated_closes_its_session_on_a_running_stack(stack: 
         start_new_session=True,
     )
     try:
-        wait_until(lambda: any("sleep 61" in commands_in(c).values() for c in stack.footprint.containers()), 60, "the command runs")
+        wait_until(
+            lambda: any("sleep 61" in commands_in(c).values() for c in stack.footprint.containers()),
+            60,
+            "the command runs",
+        )
         process.terminate()
         process.wait(20)
     finally:
@@ -259,13 +281,22 @@ def test_doctor_finds_this_host_healthy(shell: Shell) -> None:
     report = json.loads(done.stdout)
     assert done.returncode == 0
     assert report["healthy"] is True
-    assert {finding["name"] for finding in report["findings"]} >= {"python", "engine", "image", "sandbox", "redis", "model"}
+    assert {finding["name"] for finding in report["findings"]} >= {
+        "python",
+        "engine",
+        "image",
+        "sandbox",
+        "redis",
+        "model",
+    }
 
 
 def test_doctor_tells_what_is_missing_and_how_to_mend_it(footprint: Footprint) -> None:
     no_engine = run_toolcrew(footprint, "doctor", environment={"DOCKER_HOST": "unix:///nonexistent.sock"})
     no_image = run_toolcrew(footprint, "doctor", "--json", environment={"TOOLCREW_SANDBOX_IMAGE": "no-such-image:ever"})
-    no_redis = run_toolcrew(footprint, "doctor", "--json", environment={"TOOLCREW_REDIS_URL": "redis://:x@127.0.0.1:1/0"})
+    no_redis = run_toolcrew(
+        footprint, "doctor", "--json", environment={"TOOLCREW_REDIS_URL": "redis://:x@127.0.0.1:1/0"}
+    )
 
     assert (no_engine.returncode, no_image.returncode, no_redis.returncode) == (1, 1, 1)
     assert "FAIL" in no_engine.stdout
@@ -291,7 +322,9 @@ def test_up_tells_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine:
         stack.footprint.assert_nothing_left(within_s=1)
 
 
-@pytest.mark.parametrize(("number", "end"), [(signal.SIGHUP, ""), (signal.SIGINT, "API keys, runs and batches are deleted\n")])
+@pytest.mark.parametrize(
+    ("number", "end"), [(signal.SIGHUP, ""), (signal.SIGINT, "API keys, runs and batches are deleted\n")]
+)
 def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Footprint, number: int, end: str) -> None:
     process = subprocess.Popen(
         [TOOLCREW, "up"],
@@ -359,7 +392,15 @@ def test_run_that_reaches_its_limit_has_an_exit_code_of_its_own(shell: Shell, tm
     (tmp_path / "numbers.txt").write_text("1\n")
 
     done = shell.toolcrew(
-        "run", "sum /workspace/numbers.txt", "--workspace", str(tmp_path), "--model", "scripted", "--max-iterations", "1", "--json"
+        "run",
+        "sum /workspace/numbers.txt",
+        "--workspace",
+        str(tmp_path),
+        "--model",
+        "scripted",
+        "--max-iterations",
+        "1",
+        "--json",
     )
 
     assert done.returncode == 2, done
@@ -372,7 +413,13 @@ def test_run_whose_call_was_refused_has_an_exit_code_of_its_own(shell: Shell, tm
     (tmp_path / "numbers.txt").write_text("1\n")
 
     done = shell.toolcrew(
-        "run", "sum /workspace/numbers.txt", "--workspace", str(tmp_path), "--model", "scripted", TOOLCREW_APPROVAL_POLICY=str(rules)
+        "run",
+        "sum /workspace/numbers.txt",
+        "--workspace",
+        str(tmp_path),
+        "--model",
+        "scripted",
+        TOOLCREW_APPROVAL_POLICY=str(rules),
     )
 
     assert done.returncode == 3, done

@@ -1,4 +1,6 @@
-"""docker-compose.yml brought up for real: it serves a call, keeps its walls, and leaves nothing when it is taken down."""
+"""docker-compose.yml brought up for real: it serves a call, keeps its walls, and leaves nothing when it is taken
+down.
+"""
 
 import base64
 import json
@@ -49,7 +51,16 @@ class Ran:
 
 
 def run(argv: list[str], timeout_s: float = ANSWER_S, env: dict[str, str] | None = None) -> Ran:
-    done = subprocess.run(argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False)
+    done = subprocess.run(
+        argv,
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
@@ -70,7 +81,9 @@ def find_compose() -> list[str]:
 
 
 class ComposeStack:
-    """One project of docker-compose with random secrets in an env file of its own; the caller's .env and variables play no part."""
+    """One project of docker-compose with random secrets in an env file of its own; the caller's .env and variables play
+    no part.
+    """
 
     def __init__(self, compose: list[str], folder: Path) -> None:
         self.name = f"tctest{secrets.token_hex(4)}"
@@ -93,7 +106,9 @@ class ComposeStack:
         self.env_file.touch(mode=0o600)
         self.env_file.write_text("".join(f"{key}={value}\n" for key, value in values.items()))
         self._command = [*compose, "--env-file", str(self.env_file)]
-        self._environment = {key: value for key, value in os.environ.items() if not key.startswith(("TOOLCREW_", "COMPOSE_", "OPENAI_"))}
+        self._environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("TOOLCREW_", "COMPOSE_", "OPENAI_"))
+        }
 
     def compose(self, *arguments: str, timeout_s: float = ANSWER_S) -> Ran:
         return run([*self._command, *arguments], timeout_s, self._environment)
@@ -113,7 +128,9 @@ class ComposeStack:
 
     def states(self) -> dict[str, str]:
         """Service -> health, of the containers there are."""
-        form = '{{index .Config.Labels "com.docker.compose.service"}} {{if .State.Health}}{{.State.Health.Status}}{{end}}'
+        form = (
+            '{{index .Config.Labels "com.docker.compose.service"}} {{if .State.Health}}{{.State.Health.Status}}{{end}}'
+        )
         containers = self.list_left("container")
         if not containers:
             return {}
@@ -149,7 +166,9 @@ class ComposeStack:
 
 @pytest.fixture(scope="module")
 def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
-    """The stack, up and healthy. Afterwards it is down, and nothing is left of it: a teardown that fails is a failure."""
+    """The stack, up and healthy. Afterwards it is down, and nothing is left of it: a teardown that fails is a
+    failure.
+    """
     require_engine().close()
     compose = find_compose()
     run_well(["scripts/build-services"], BUILD_S)
@@ -160,12 +179,16 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]
     finally:
         ended = composed.down()
     assert ended.status == 0, ended.err[-2000:]
-    left = {kind: composed.list_left(kind) for kind in ("container", "network", "volume")} | {"sandbox": composed.list_sandboxes()}
+    left = {kind: composed.list_left(kind) for kind in ("container", "network", "volume")} | {
+        "sandbox": composed.list_sandboxes()
+    }
     assert left == {"container": [], "network": [], "volume": [], "sandbox": []}
 
 
 def test_a_call_goes_through_the_whole_path(composed: ComposeStack) -> None:
-    ran = composed.compose("exec", "-T", "orchestrator", "toolcrew", "call", "bash_tool", "command=echo $((6*7))", "--json")
+    ran = composed.compose(
+        "exec", "-T", "orchestrator", "toolcrew", "call", "bash_tool", "command=echo $((6*7))", "--json"
+    )
     assert ran.status == 0, f"{ran.out}{ran.err}\n{composed.tell()}"
     result = json.loads(ran.out)
     assert (result["success"], result["output"].strip()) == (True, "42")
@@ -177,7 +200,11 @@ def test_a_batch_that_is_handed_over_is_worked_by_the_service(composed: ComposeS
     ran = composed.execute("orchestrator", "sh", "-c", submit)
     assert (ran.status, ran.out.split()) == (0, ["composed"]), f"{ran.err}\n{composed.tell()}"
     status = ("toolcrew", "batch", "status", "composed", "--json")
-    wait_until(lambda: '"completed"' in composed.execute("orchestrator", *status).out.split("request_counts")[0], ANSWER_S, composed.tell)
+    wait_until(
+        lambda: '"completed"' in composed.execute("orchestrator", *status).out.split("request_counts")[0],
+        ANSWER_S,
+        composed.tell,
+    )
     row = json.loads(composed.execute("orchestrator", "toolcrew", "batch", "results", "composed").out)
     assert (row["custom_id"], row["response"]["body"]["output"].strip()) == ("a", "42")
 
@@ -188,7 +215,9 @@ def test_a_program_of_the_host_opens_a_session_and_calls_a_tool_over_http(compos
         base_url=f"http://127.0.0.1:{composed.api_port}", headers={"Authorization": f"Bearer {made['key']}"}, timeout=60
     ) as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
-        result = client.post(f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "echo $((6*7))"}}).json()
+        result = client.post(
+            f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "echo $((6*7))"}}
+        ).json()
         assert (result["success"], result["output"].strip()) == (True, "42"), composed.tell()
         assert client.delete(f"/v1/sessions/{session}").status_code == 204
 
@@ -201,7 +230,9 @@ def test_a_call_of_the_web_pool_goes_through_and_is_kept_from_the_inner_network(
 
 @pytest.mark.parametrize("service", sorted(SERVICES - {"sandboxd"}))
 def test_a_service_that_is_taken_over_finds_no_engine_socket(composed: ComposeStack, service: str) -> None:
-    ran = composed.execute(service, "sh", "-c", "find / -xdev -name 'docker*.sock' 2>/dev/null; ls /var/run/docker.sock /run/docker.sock")
+    ran = composed.execute(
+        service, "sh", "-c", "find / -xdev -name 'docker*.sock' 2>/dev/null; ls /var/run/docker.sock /run/docker.sock"
+    )
     assert (ran.status != 0, ran.out) == (True, "")
 
 
@@ -211,8 +242,12 @@ def test_nobody_but_the_worker_reaches_sandboxd(composed: ComposeStack, service:
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
-def test_a_service_that_is_taken_over_holds_no_right_and_cannot_change_its_files(composed: ComposeStack, service: str) -> None:
-    ran = composed.execute(service, "sh", "-c", "grep -E '^(CapEff|CapBnd|NoNewPrivs):' /proc/self/status; touch /etc/x /usr/bin/x")
+def test_a_service_that_is_taken_over_holds_no_right_and_cannot_change_its_files(
+    composed: ComposeStack, service: str
+) -> None:
+    ran = composed.execute(
+        service, "sh", "-c", "grep -E '^(CapEff|CapBnd|NoNewPrivs):' /proc/self/status; touch /etc/x /usr/bin/x"
+    )
     assert ran.status != 0
     assert ran.out.split() == ["CapEff:", "0" * 16, "CapBnd:", "0" * 16, "NoNewPrivs:", "1"]
 
@@ -238,9 +273,14 @@ def test_a_worker_that_is_taken_over_cannot_open_a_connection_to_the_outside(com
     with socket.create_server(("0.0.0.0", 0), backlog=16) as listener:
         port = listener.getsockname()[1]
         # Proves that there is somebody who answers, so that the worker's failure is the network's doing.
-        outward = [composed.execute(name, "python", "-c", KNOCK, str(port), addresses[0]) for name in ("orchestrator", "web-worker")]
+        outward = [
+            composed.execute(name, "python", "-c", KNOCK, str(port), addresses[0])
+            for name in ("orchestrator", "web-worker")
+        ]
         if [ran.out.split() for ran in outward] != [["open"], ["open"]]:
-            missing(f"this host refuses connections from its own containers, so there is nothing to compare with: {outward}")
+            missing(
+                f"this host refuses connections from its own containers, so there is nothing to compare with: {outward}"
+            )
         ran = composed.execute("worker", "python", "-c", KNOCK, str(port), *addresses)
     assert ran.out.split() == ["closed", "closed"], ran
 
@@ -283,7 +323,10 @@ def test_redis_serves_nobody_without_a_password_and_no_service_may_rewrite_it(co
     assert composed.execute("redis", "redis-cli", "ping").out.startswith("NOAUTH")
     for role in ("orchestrator", "worker", "web", "flower"):
         for command in ("config set dir /tmp", "flushall", "replicaof redis 1", "keys x", "acl list"):
-            shell = f'REDISCLI_AUTH="$TOOLCREW_REDIS_{role.upper()}_PASSWORD" redis-cli --user {role} --no-auth-warning {command}'
+            shell = (
+                f'REDISCLI_AUTH="$TOOLCREW_REDIS_{role.upper()}_PASSWORD" redis-cli --user {role} --no-auth-warning '
+                f"{command}"
+            )
             ran = composed.execute("redis", "sh", "-c", shell)
             assert ran.out.startswith("NOPERM"), f"{role}: {command}: {ran}"
 
@@ -299,8 +342,12 @@ def test_no_service_missed_a_right_on_redis(composed: ComposeStack) -> None:
 
 def test_no_secret_is_on_a_command_line(composed: ComposeStack) -> None:
     lines = composed.env_file.read_text().splitlines()
-    values = [value for key, _, value in (line.partition("=") for line in lines) if key.endswith(("PASSWORD", "SECRET"))]
-    shown = "".join(run_well(["docker", "top", container, "-o", "pid,args"]) for container in composed.list_left("container"))
+    values = [
+        value for key, _, value in (line.partition("=") for line in lines) if key.endswith(("PASSWORD", "SECRET"))
+    ]
+    shown = "".join(
+        run_well(["docker", "top", container, "-o", "pid,args"]) for container in composed.list_left("container")
+    )
     assert "redis-server" in shown
     assert len(values) == len(ROLES) + 2
     assert [value for value in values if value in shown] == []
@@ -312,7 +359,9 @@ def test_flower_asks_for_its_password(composed: ComposeStack) -> None:
         urllib.request.urlopen(request, timeout=ANSWER_S)
     refused.value.close()
     assert refused.value.code == 401
-    request.add_header("Authorization", "Basic " + base64.b64encode(f"toolcrew:{composed.flower_password}".encode()).decode())
+    request.add_header(
+        "Authorization", "Basic " + base64.b64encode(f"toolcrew:{composed.flower_password}".encode()).decode()
+    )
     with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         assert set(json.load(answer)) == {"worker@worker", "web-worker@web-worker"}
 
@@ -335,9 +384,14 @@ def test_a_worker_that_crashed_comes_back_and_one_that_was_drained_stays_down(co
         """Until the new one has taken over there is nobody who could be drained."""
         told = composed.execute("orchestrator", "toolcrew", "hosts", "--json")
         queues = [
-            report["queue"] for report in json.loads(told.out or "[]") if report["kind"] == "sandbox" and report["state"] == "serving"
+            report["queue"]
+            for report in json.loads(told.out or "[]")
+            if report["kind"] == "sandbox" and report["state"] == "serving"
         ]
-        orders = [composed.execute("orchestrator", "toolcrew", "worker", "drain", queue, "--lossy", "--wait") for queue in queues]
+        orders = [
+            composed.execute("orchestrator", "toolcrew", "worker", "drain", queue, "--lossy", "--wait")
+            for queue in queues
+        ]
         return next((ran for ran in orders if ran.status == 0), None)
 
     wait_until(drain, UP_S, composed.tell)

@@ -1,4 +1,6 @@
-"""The embedded model does the demo's jobs in every way of asking for tools: real weights, the real loop, real sandboxes."""
+"""The embedded model does the demo's jobs in every way of asking for tools: real weights, the real loop, real
+sandboxes.
+"""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -29,10 +31,15 @@ from tests.stack import Stack
 pytestmark = [pytest.mark.model, pytest.mark.stack, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 NOTES = "The release meeting moved to Friday at noon.\nBring the budget draft.\n"
-PEOPLE = "alice,paris,34 bob,madrid,27 carol,berlin,31 dave,rome,45 erin,oslo,29 frank,vienna,52 grace,lisbon,38 heidi,prague,41 ivan,sofia,33 judy,dublin,26"
+PEOPLE = (
+    "alice,paris,34 bob,madrid,27 carol,berlin,31 dave,rome,45 erin,oslo,29 frank,vienna,52 grace,lisbon,38 "
+    "heidi,prague,41 ivan,sofia,33 judy,dublin,26"
+)
 JOBS = {
     "How many lines are in /workspace/data.csv? Use the tool.": "11",
-    "Compute the sha256 checksum of /workspace/notes.txt.": "e84618161ee29ffaeb98ac4f5c8c95535b5eaf839730282323fa7370bf8d35c6",
+    "Compute the sha256 checksum of /workspace/notes.txt.": (
+        "e84618161ee29ffaeb98ac4f5c8c95535b5eaf839730282323fa7370bf8d35c6"
+    ),
     "Use awk to print the sum of the numbers in /workspace/numbers.txt.": "157",
 }
 DIALECTS: dict[str, Callable[[], Dialect]] = {
@@ -75,9 +82,17 @@ async def session(client: ToolClient, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize(("request_text", "fact"), JOBS.items(), ids=["lines", "sha", "sum"])
-@pytest.mark.parametrize(("dialect", "streaming"), WAYS, ids=[f"{name}-{'streamed' if streaming else 'whole'}" for name, streaming in WAYS])
+@pytest.mark.parametrize(
+    ("dialect", "streaming"), WAYS, ids=[f"{name}-{'streamed' if streaming else 'whole'}" for name, streaming in WAYS]
+)
 async def test_a_demo_job_is_done_with_one_call(
-    server: LocalModelServer, client: ToolClient, session: Session, dialect: str, streaming: bool, request_text: str, fact: str
+    server: LocalModelServer,
+    client: ToolClient,
+    session: Session,
+    dialect: str,
+    streaming: bool,
+    request_text: str,
+    fact: str,
 ) -> None:
     calls: list[ToolCall] = []
     result = await solve(server, client, session, DIALECTS[dialect](), streaming, request_text, calls)
@@ -103,7 +118,9 @@ async def solve(
 
     model = server.open_model(streaming=streaming)
     specs = await client.tools(SMALL_TOOLS)
-    agent = Agent(model, dialect, specs, run_call, instruction=SMALL_INSTRUCTION, options=ReActOptions(max_iterations=4))
+    agent = Agent(
+        model, dialect, specs, run_call, instruction=SMALL_INSTRUCTION, options=ReActOptions(max_iterations=4)
+    )
     return await agent.run(request_text)
 
 
@@ -117,7 +134,11 @@ async def test_the_server_takes_a_grammar_of_every_kind_of_parameter(server: Loc
         "names": {"type": "array"},
         "extra": {"type": "object"},
     }
-    spec = ToolSpec(name='odd "名', description="Odd.", parameters={"type": "object", "properties": dict(kinds), "required": ["mode"]})
+    spec = ToolSpec(
+        name='odd "名',
+        description="Odd.",
+        parameters={"type": "object", "properties": dict(kinds), "required": ["mode"]},
+    )
     model = server.open_model({"max_tokens": 4})
     request = ModelRequest([{"role": "user", "content": "hi"}], extra={"grammar": build_tag_grammar([spec])})
     assert [chunk async for chunk in model.stream(request)]

@@ -40,7 +40,14 @@ def run(command: str, folder: Path = ROOT, **environment: str) -> "subprocess.Co
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLCREW_", "OPENAI_"))}
     return subprocess.run(
-        command, shell=True, cwd=folder, capture_output=True, text=True, env={**kept, "PATH": path, **environment}, timeout=500, check=False
+        command,
+        shell=True,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**kept, "PATH": path, **environment},
+        timeout=500,
+        check=False,
     )
 
 
@@ -48,7 +55,9 @@ def test_the_readme_names_both_commands_first() -> None:
     assert read_commands()[:2] == ["scripts/demo", "scripts/test"]
 
 
-@pytest.mark.parametrize("command", [c for c in read_commands() if c != "scripts/demo" and not c.startswith("toolcrew run")])
+@pytest.mark.parametrize(
+    "command", [c for c in read_commands() if c != "scripts/demo" and not c.startswith("toolcrew run")]
+)
 def test_a_command_of_the_readme_works(command: str) -> None:
     require_engine()
 
@@ -62,7 +71,11 @@ def test_the_commands_for_a_running_pool_work_in_their_order(tmp_path: Path) -> 
     with open_stack(engine, {"TOOLCREW_HOST": "HOST", "TOOLCREW_WORKSPACE_STORE": str(tmp_path)}) as stack:
         with running_model_server(ROOT / "examples" / "fix-the-test" / "script.jsonl") as server:
             (tmp_path / "examples").symlink_to(ROOT / "examples")
-            environment = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(tmp_path / "traces"), **server.environment()}
+            environment = {
+                "TOOLCREW_REDIS_URL": stack.redis_url,
+                "TOOLCREW_TRACES": str(tmp_path / "traces"),
+                **server.environment(),
+            }
             for command in BATCH:
                 done = run(command, tmp_path, **environment)
                 assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
@@ -79,7 +92,9 @@ def test_the_program_of_the_readme_works() -> None:
     require_engine()
     program = PROGRAMS[0]
 
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
 
     assert done.returncode == 0, done.stderr
     assert "architecture.md" in done.stdout
@@ -89,7 +104,15 @@ def test_the_program_of_the_readme_works() -> None:
 @pytest.mark.model
 def test_the_program_with_its_own_function_works_with_the_local_model() -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLCREW_", "OPENAI_"))}
-    done = subprocess.run([sys.executable, "-c", PROGRAMS[1]], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAMS[1]],
+        cwd=ROOT,
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
 
     assert done.returncode == 0, done.stderr
     assert "22" in done.stdout

@@ -1,4 +1,6 @@
-"""docs/tutorial.md and docs/quick-start.md: every command is run as it stands there, in its order, on one stack, by a shell that keeps what it is told."""
+"""docs/tutorial.md and docs/quick-start.md: every command is run as it stands there, in its order, on one stack, by a
+shell that keeps what it is told.
+"""
 
 import json
 import os
@@ -30,9 +32,13 @@ def run(commands: list[str], folder: Path, stack: Stack) -> "subprocess.Complete
     with open_command_server(stack.footprint.folder) as commands_of_ours:
         path = f"{commands_of_ours}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         own = {"TOOLCREW_REDIS_URL": stack.redis_url, "PATH": path, "TOOLCREW_TRACES": str(folder / "traces")}
-        script = "set -eu\n" + "\n".join(f"echo '## {number}' >&2\n{command}" for number, command in enumerate(commands))
+        script = "set -eu\n" + "\n".join(
+            f"echo '## {number}' >&2\n{command}" for number, command in enumerate(commands)
+        )
         environment = stack.footprint.environment(own)
-        return subprocess.run(["sh"], input=script, text=True, cwd=folder, env=environment, capture_output=True, timeout=500, check=False)
+        return subprocess.run(
+            ["sh"], input=script, text=True, cwd=folder, env=environment, capture_output=True, timeout=500, check=False
+        )
 
 
 def test_every_command_of_the_tutorial_works(tmp_path: Path) -> None:
@@ -48,7 +54,10 @@ def test_every_command_of_the_tutorial_works(tmp_path: Path) -> None:
     assert "hello from /tmp" in done.stdout
     assert "\nthere is no network\n" in done.stdout
     assert "refused: exit code" in done.stdout
-    rows = {name: [json.loads(line) for line in (tmp_path / f"{name}-out.jsonl").read_text().splitlines()] for name in ("acme", "bolt")}
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}-out.jsonl").read_text().splitlines()]
+        for name in ("acme", "bolt")
+    }
     assert sorted(row["custom_id"] for row in rows["acme"]) == ["note", "sum", "system"]
     assert [row["custom_id"] for row in rows["bolt"]] == ["user"]
     assert "PERMISSION_DENIED" in (tmp_path / "bolt-out.errors.jsonl").read_text()

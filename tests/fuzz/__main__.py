@@ -1,4 +1,6 @@
-"""`python -m tests.fuzz [N] [--seed S] [--first I]`: N random inputs, 1,000,000 unless told; exit status 1 at the first that fails."""
+"""`python -m tests.fuzz [N] [--seed S] [--first I]`: N random inputs, 1,000,000 unless told; exit status 1 at the first
+that fails.
+"""
 
 import argparse
 import secrets

@@ -1,4 +1,6 @@
-"""Random JSON decisions: whatever a model writes is a decision, or a ValueError that can be told; what was written well is read back."""
+"""Random JSON decisions: whatever a model writes is a decision, or a ValueError that can be told; what was written well
+is read back.
+"""
 
 import contextlib
 import json
@@ -24,7 +26,9 @@ def check_decision(random: Random) -> None:
         str(error).encode()
     before, decision, behind = find_tool_decision(text)
     assert decision is not None or (before, behind) == (text, "")
-    written = ToolDecisionOutput("t", {"".join(random.choices('ab"\\ü', k=3)): random.choice((1, None, "x", [True], {"y": "}"}))})
+    written = ToolDecisionOutput(
+        "t", {"".join(random.choices('ab"\\ü', k=3)): random.choice((1, None, "x", [True], {"y": "}"}))}
+    )
     raw = json.dumps({"tool": written.tool, "arguments": written.arguments}, ensure_ascii=random.random() < 0.5)
     assert parse_tool_decision(raw) == written
     assert find_tool_decision(f"a {raw} b") == ("a ", written, " b")

@@ -26,8 +26,14 @@ def check_round_trip(random: Random) -> None:
     queues = []
     for index, (call_id, name, arguments) in enumerate(wanted):
         raw = json.dumps(arguments, ensure_ascii=random.random() < 0.5)
-        first: dict[str, Any] = {"index": index, "id": call_id, "function": {"name": name, "arguments": random.choice(("", None))}}
-        queues.append([first, *({"index": index, "function": {"arguments": part}} for part in random_cuts(random, raw))])
+        first: dict[str, Any] = {
+            "index": index,
+            "id": call_id,
+            "function": {"name": name, "arguments": random.choice(("", None))},
+        }
+        queues.append(
+            [first, *({"index": index, "function": {"arguments": part}} for part in random_cuts(random, raw))]
+        )
     entries = []
     while queues:
         queue = random.choice(queues)
@@ -38,7 +44,9 @@ def check_round_trip(random: Random) -> None:
 
 
 def check_junk(random: Random) -> None:
-    """Deltas of which every part may be of any type. What comes out can be sent: JSON in UTF-8, ids unlike each other."""
+    """Deltas of which every part may be of any type. What comes out can be sent: JSON in UTF-8, ids unlike each
+    other.
+    """
     deltas = [_junk_delta(random) for _ in range(random.randrange(6))]
     reply = _assemble(deltas)
     json.dumps([call.arguments for call in reply.calls], allow_nan=False)

@@ -25,7 +25,9 @@ def run_one(seed: int, number: int, checks: Mapping[str, Callable[[Random], None
     try:
         checks[name](Random(f"{seed}-{number}"))
     except Exception as error:
-        raise Failed(f"{name}, seed {seed}, input {number} (--seed {seed} --first {number} 1): {type(error).__name__}: {error}") from error
+        raise Failed(
+            f"{name}, seed {seed}, input {number} (--seed {seed} --first {number} 1): {type(error).__name__}: {error}"
+        ) from error
 
 
 def run(seed: int, count: int, first: int = 0) -> None:

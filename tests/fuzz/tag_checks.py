@@ -73,4 +73,6 @@ def check_calls(random: Random) -> None:
     ], f"{text!r} gives {calls!r}"
     check_text(random, damaged(random, text), random.choice(OPTIONS))
     end = random.randrange(len(MARKER) + 1, len(raws[0]))
-    assert not [event for event in parse([raws[0][:end]], {}) if isinstance(event, Call)], f"{raws[0][:end]!r} is a call"
+    assert not [event for event in parse([raws[0][:end]], {}) if isinstance(event, Call)], (
+        f"{raws[0][:end]!r} is a call"
+    )

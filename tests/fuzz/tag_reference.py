@@ -1,4 +1,6 @@
-"""The tag grammar read the plain way: the whole text at once, searched back and forth. Slow, and for comparison only."""
+"""The tag grammar read the plain way: the whole text at once, searched back and forth. Slow, and for comparison
+only.
+"""
 
 import re
 
@@ -18,7 +20,9 @@ _CDATA = re.compile(rf"{_S}<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
 
 
 class _Stop(Exception):
-    """The tag goes on no further: `kind` is `mention`, `unclosed`, `reopen`, `complete`, or a reason to skip on from `at`."""
+    """The tag goes on no further: `kind` is `mention`, `unclosed`, `reopen`, `complete`, or a reason to skip on from
+    `at`.
+    """
 
     def __init__(self, kind: str, at: int) -> None:
         super().__init__(kind)
@@ -64,7 +68,9 @@ class _Tag:
         if kind == "complete":
             raw = self.text[self.start : end]
             reason = self.problem or ("" if self.name else "missing tool name")
-            return (Malformed(reason, self.name or None, raw) if reason else Call(self.name or "", self.values, raw)), end
+            return (
+                Malformed(reason, self.name or None, raw) if reason else Call(self.name or "", self.values, raw)
+            ), end
         reason = "unclosed" if kind in ("unclosed", "reopen") else self.problem or kind
         if kind == "unclosed":
             end = len(self.text)

@@ -1,4 +1,6 @@
-"""Random texts around tag calls: whole calls in every form, the same with a few characters wrong, and heaps of the grammar's pieces."""
+"""Random texts around tag calls: whole calls in every form, the same with a few characters wrong, and heaps of the
+grammar's pieces.
+"""
 
 from random import Random
 
@@ -39,7 +41,10 @@ def written_call(random: Random, name: str, arguments: dict[str, str]) -> str:
         return build_tag_call(name, arguments)
     blank = random.choice(("", " ", "\n", "\r\n  "))
     quote = random.choice("\"'")
-    header = f"<tool_action{random.choice(('', ' id=7x7 '.replace('7', quote)))} name={quote}{escape_value(name)}{quote}{blank}"
+    header = (
+        f"<tool_action{random.choice(('', ' id=7x7 '.replace('7', quote)))} "
+        f"name={quote}{escape_value(name)}{quote}{blank}"
+    )
     if not arguments:
         return header + random.choice(("/>", "></tool_action>"))
     children = "".join(blank + _written_child(random, key, value) for key, value in arguments.items())

@@ -1,4 +1,6 @@
-"""Several orchestrators share slots over a real Redis: waiting, giving up, dying, and a Redis that goes away and comes back."""
+"""Several orchestrators share slots over a real Redis: waiting, giving up, dying, and a Redis that goes away and comes
+back.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -39,7 +41,9 @@ class House:
     async def count(self, what: str) -> int:
         return int(await self.client.hlen(f"{admission_prefix(DEPLOYMENT)}{what}"))
 
-    async def until(self, is_true: Callable[[], bool], what: str | None = None, number: int | Callable[[], int] = 0) -> None:
+    async def until(
+        self, is_true: Callable[[], bool], what: str | None = None, number: int | Callable[[], int] = 0
+    ) -> None:
         """Until it is true, or so many calls are `what` in Redis; fails after 30 s."""
         wanted = number if callable(number) else lambda: number
         async with asyncio.timeout(30):
@@ -85,13 +89,17 @@ def holding(callers: list[Caller]) -> int:
 
 
 async def drain(house: House, callers: list[Caller], *, at_once: int) -> None:
-    """End one after the other: each time another gets its slot, and never are there more than the broker's queue may hold of calls that are over in a moment."""
+    """End one after the other: each time another gets its slot, and never are there more than the broker's queue may
+    hold of calls that are over in a moment.
+    """
     while callers:
         ended = next(caller for caller in callers if caller.has_slot.is_set())
         callers.remove(ended)
         await ended.end()
         await house.until(lambda: holding(callers) >= min(at_once, len(callers)))
-        assert await house.count("held") <= max(at_once + 4, at_once * 2) + 1, "the one that ended is given back in the background"
+        assert await house.count("held") <= max(at_once + 4, at_once * 2) + 1, (
+            "the one that ended is given back in the background"
+        )
     await house.until(lambda: True, "held", 0)
     assert await house.count("waiting") == 0
 
@@ -110,7 +118,12 @@ async def test_a_slot_given_back_by_one_orchestrator_goes_to_the_call_of_another
 
 
 async def test_several_orchestrators_together_hold_no_more_than_there_is(house: House) -> None:
-    callers = [Caller(admission, tenant=tenant) for admission in (house.open(), house.open()) for tenant in "ab" for _ in range(10)]
+    callers = [
+        Caller(admission, tenant=tenant)
+        for admission in (house.open(), house.open())
+        for tenant in "ab"
+        for _ in range(10)
+    ]
     await house.until(lambda: holding(callers) == 4, "waiting", 36)
     await drain(house, callers, at_once=4)
 
@@ -158,7 +171,9 @@ async def test_a_cancelled_call_leaves_neither_ticket_nor_slot(house: House) -> 
 
 
 async def test_calls_given_up_at_the_moment_they_are_asked_for_or_granted_lose_no_slot(house: House) -> None:
-    """Cancelled after 0, 1, 2... turns of the loop: before the request is sent, while it is on its way, and just as the slot comes."""
+    """Cancelled after 0, 1, 2... turns of the loop: before the request is sent, while it is on its way, and just as the
+    slot comes.
+    """
     admission, other = house.open(), house.open()
     for turns in range(60):
         callers = [Caller(one, wait_s=30.0) for one in (admission, other) for _ in range(5)]
@@ -229,7 +244,12 @@ async def test_what_redis_has_forgotten_is_held_and_waits_again(house: House) ->
 
 
 async def test_redis_restarting_neither_loses_nor_doubles_a_slot(house: House) -> None:
-    callers = [Caller(admission, tenant=tenant) for admission in (house.open(), house.open()) for tenant in "ab" for _ in range(3)]
+    callers = [
+        Caller(admission, tenant=tenant)
+        for admission in (house.open(), house.open())
+        for tenant in "ab"
+        for _ in range(3)
+    ]
     await house.until(lambda: holding(callers) == 4, "waiting", 8)
     house.server.stop()
     ended = next(caller for caller in callers if caller.has_slot.is_set())

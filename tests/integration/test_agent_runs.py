@@ -1,4 +1,6 @@
-"""Runs of the loop on the real pool, with a scripted model: every dialect, calls side by side, limits and cancelling that reach the sandbox."""
+"""Runs of the loop on the real pool, with a scripted model: every dialect, calls side by side, limits and cancelling
+that reach the sandbox.
+"""
 
 import asyncio
 import contextlib
@@ -60,10 +62,14 @@ async def test_text_behind_a_tag_comes_after_the_call_has_run(client: ToolClient
     assert set(kinds[:at]) == {TextArrived}
 
 
-async def test_read_only_calls_of_one_reply_run_side_by_side_in_one_sandbox(client: ToolClient, session: Session) -> None:
+async def test_read_only_calls_of_one_reply_run_side_by_side_in_one_sandbox(
+    client: ToolClient, session: Session
+) -> None:
     for number in range(4):
         await session.write_file(f"/workspace/{number}.txt", f"this is {number}".encode())
-    calls: list[tuple[str, dict[str, Any] | str]] = [("read_tool", {"path": f"/workspace/{number}.txt"}) for number in range(4)]
+    calls: list[tuple[str, dict[str, Any] | str]] = [
+        ("read_tool", {"path": f"/workspace/{number}.txt"}) for number in range(4)
+    ]
     seen: list[RunEvent] = []
     model = ScriptedModel([Calls(calls), "ok"])
     await client.run("read", session=session, model=model, on_event=seen.append)
@@ -73,7 +79,9 @@ async def test_read_only_calls_of_one_reply_run_side_by_side_in_one_sandbox(clie
     assert [f"this is {number}" in content for number, content in enumerate(told)] == [True] * 4
 
 
-async def test_a_wall_clock_limit_ends_the_command_in_the_sandbox(client: ToolClient, stack: Stack, session: Session) -> None:
+async def test_a_wall_clock_limit_ends_the_command_in_the_sandbox(
+    client: ToolClient, stack: Stack, session: Session
+) -> None:
     info = await session.info()
     assert info.sandbox is not None
     container = info.sandbox.id
@@ -83,7 +91,9 @@ async def test_a_wall_clock_limit_ends_the_command_in_the_sandbox(client: ToolCl
     await eventually(lambda: "sleep 98" not in commands_in(container).values(), 10, "the command is gone")
 
 
-async def test_a_cancelled_run_leaves_nothing_running_and_the_session_usable(client: ToolClient, stack: Stack, session: Session) -> None:
+async def test_a_cancelled_run_leaves_nothing_running_and_the_session_usable(
+    client: ToolClient, stack: Stack, session: Session
+) -> None:
     info = await session.info()
     assert info.sandbox is not None
     container = info.sandbox.id
@@ -97,7 +107,9 @@ async def test_a_cancelled_run_leaves_nothing_running_and_the_session_usable(cli
     assert (await session.call("bash_tool", {"command": "echo still here"})).output == "still here\n"
 
 
-async def test_the_default_limit_of_a_call_is_the_options_and_a_timeout_is_told(client: ToolClient, session: Session) -> None:
+async def test_the_default_limit_of_a_call_is_the_options_and_a_timeout_is_told(
+    client: ToolClient, session: Session
+) -> None:
     model = ScriptedModel([Calls([("bash_tool", {"command": "sleep 60"})]), "It took too long."])
     result = await client.run("wait", session=session, model=model, options=ReActOptions(tool_timeout_s=1))
     assert result.answer == "It took too long."
@@ -106,7 +118,9 @@ async def test_the_default_limit_of_a_call_is_the_options_and_a_timeout_is_told(
 
 async def test_tag_arguments_are_coerced_under_the_native_dialect_too(client: ToolClient, session: Session) -> None:
     await session.write_file("/workspace/a.txt", b"one\ntwo\nthree\n")
-    model = ScriptedModel([build_tag_call("read_tool", {"path": "/workspace/a.txt", "offset": "2", "limit": "1"}), "ok"])
+    model = ScriptedModel(
+        [build_tag_call("read_tool", {"path": "/workspace/a.txt", "offset": "2", "limit": "1"}), "ok"]
+    )
     await client.run("read", session=session, model=model, dialect="native")
     assert "two" in model.requests[1].messages[-1]["content"]
     assert "three" not in model.requests[1].messages[-1]["content"]
@@ -114,6 +128,9 @@ async def test_tag_arguments_are_coerced_under_the_native_dialect_too(client: To
 
 async def test_a_tool_that_asks_runs_when_the_approver_says_yes(stack: Stack) -> None:
     model = ScriptedModel([Calls([("write_tool", {"path": "/workspace/n.txt", "content": "hi"})]), "ok"])
-    async with ToolClient.connect(stack.redis_url, approver=AutoApprover()) as client, await client.open_session() as session:
+    async with (
+        ToolClient.connect(stack.redis_url, approver=AutoApprover()) as client,
+        await client.open_session() as session,
+    ):
         await client.run("write", session=session, model=model)
         assert await session.read_file("/workspace/n.txt") == b"hi"

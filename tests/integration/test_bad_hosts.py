@@ -1,4 +1,6 @@
-"""Hosts on which sandboxd must not start, or says what it cannot promise: one clear sentence each, and nothing left behind."""
+"""Hosts on which sandboxd must not start, or says what it cannot promise: one clear sentence each, and nothing left
+behind.
+"""
 
 import os
 import subprocess
@@ -27,7 +29,10 @@ from workers.sandboxd.runtime.engine import AttachedContainer, Engine, EngineFac
 from workers.sandboxd.runtime.engine_gate import Lane, Lanes
 from workers.settings import SandboxdSettings
 
-HASTY = Lanes(*(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "looks", "freezes", "fills")), probe_s=0.2)
+HASTY = Lanes(
+    *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "looks", "freezes", "fills")),
+    probe_s=0.2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,12 @@ def api() -> APIClient:
 
 
 def build_settings(folder: Path, **fields: Any) -> SandboxdSettings:
-    own = {"sandboxd_state": folder / "state" / "one", "sandboxd_leases": folder / "leases", "deployment": "badhosts", "pool_target": 0}
+    own = {
+        "sandboxd_state": folder / "state" / "one",
+        "sandboxd_leases": folder / "leases",
+        "deployment": "badhosts",
+        "pool_target": 0,
+    }
     return SandboxdSettings(**{**own, "sandbox_image": IMAGE, "sandbox_workspace": "tmpfs", **fields})
 
 
@@ -52,9 +62,18 @@ async def open_on(settings: SandboxdSettings, engine: Engine | None = None) -> N
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sandbox_image": "no-such-image:ever"}, r"the engine has no image no-such-image:ever: build it with scripts/build-image"),
-        ({"sandbox_runtime": "runsc-of-nobody"}, r"the engine has no runtime 'runsc-of-nobody' \(it has: .*runc.*\): install it"),
-        ({"tenant_classes": {"far": TenantClass(runtime="kata-of-nobody")}}, r"no runtime 'kata-of-nobody' .*tenant class"),
+        (
+            {"sandbox_image": "no-such-image:ever"},
+            r"the engine has no image no-such-image:ever: build it with scripts/build-image",
+        ),
+        (
+            {"sandbox_runtime": "runsc-of-nobody"},
+            r"the engine has no runtime 'runsc-of-nobody' \(it has: .*runc.*\): install it",
+        ),
+        (
+            {"tenant_classes": {"far": TenantClass(runtime="kata-of-nobody")}},
+            r"no runtime 'kata-of-nobody' .*tenant class",
+        ),
         (
             {"tenant_classes": {"web": TenantClass(network="egress")}},
             r"TOOLCREW_TENANT_CLASSES: class 'web' has network egress.*TOOLCREW_EGRESS_SOCKET",
@@ -93,11 +112,15 @@ async def test_an_engine_that_hangs_or_refuses_keeps_sandboxd_from_starting_in_t
             await open_on(build_settings(tmp_path))
 
 
-async def test_a_second_sandboxd_of_the_same_name_is_told_of_the_first_and_a_later_one_is_not(api: APIClient, tmp_path: Path) -> None:
+async def test_a_second_sandboxd_of_the_same_name_is_told_of_the_first_and_a_later_one_is_not(
+    api: APIClient, tmp_path: Path
+) -> None:
     settings = build_settings(tmp_path, sandboxd_name="twin")
     first = Lease.take(settings.sandboxd_leases, "twin")
     try:
-        with pytest.raises(SandboxUnavailable, match=r"another sandboxd named 'twin' lives on this host: .*TOOLCREW_SANDBOXD_NAME"):
+        with pytest.raises(
+            SandboxUnavailable, match=r"another sandboxd named 'twin' lives on this host: .*TOOLCREW_SANDBOXD_NAME"
+        ):
             await open_on(settings)
     finally:
         first.give_back()
@@ -129,7 +152,9 @@ async def test_the_profile_is_proved_under_the_runtime_of_every_class(api: APICl
     good, bad = EngineWithBadRuntime(), EngineWithBadRuntime(OTHER_RUNTIME)
 
     await open_on(settings, good)
-    with pytest.raises(SandboxUnavailable, match=rf"under the runtime '{OTHER_RUNTIME}' of a tenant class: .*does not keep.*PidsLimit"):
+    with pytest.raises(
+        SandboxUnavailable, match=rf"under the runtime '{OTHER_RUNTIME}' of a tenant class: .*does not keep.*PidsLimit"
+    ):
         await open_on(settings, bad)
 
     assert good.started == bad.started == ["runc", OTHER_RUNTIME]
@@ -140,7 +165,9 @@ def find_files(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.rglob("*") if path not in {folder / "leases", folder / "state"})
 
 
-async def test_the_check_judges_the_disk_of_the_state_folder_and_leaves_what_is_there(api: APIClient, tmp_path: Path) -> None:
+async def test_the_check_judges_the_disk_of_the_state_folder_and_leaves_what_is_there(
+    api: APIClient, tmp_path: Path
+) -> None:
     settings, engine = build_settings(tmp_path, sandbox_workspace="folder"), Engine()
     settings.state().mkdir(parents=True)
     (settings.state() / "kept").touch()
@@ -165,7 +192,9 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
     states = {row.name: row.state for row in judge(evidence)}
 
     assert evidence.problem is None
-    assert {name: states[name] for name in ("engine answers", "profile holds", "images are there", "workspaces are bounded")} == {
+    assert {
+        name: states[name] for name in ("engine answers", "profile holds", "images are there", "workspaces are bounded")
+    } == {
         "engine answers": "holds",
         "profile holds": "holds",
         "images are there": "holds",
@@ -176,7 +205,9 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
     assert find_files(tmp_path) == []
 
 
-async def test_a_check_removes_what_one_left_that_was_killed_and_not_what_one_has_that_runs(api: APIClient, tmp_path: Path) -> None:
+async def test_a_check_removes_what_one_left_that_was_killed_and_not_what_one_has_that_runs(
+    api: APIClient, tmp_path: Path
+) -> None:
     settings, engine = build_settings(tmp_path), Engine()
     for who, age_s in (("killed", 7200), ("running", 60)):
         left = settings.state() / f"doctor-{who}.state"
@@ -197,7 +228,9 @@ async def test_a_check_removes_what_one_left_that_was_killed_and_not_what_one_ha
     assert names == ["doctor-running.name"]
 
 
-async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
     classes = {"web": TenantClass(network="egress")}
     settings, engine = build_settings(tmp_path, tenant_classes=classes, egress_socket=tmp_path / "proxy"), Engine()
@@ -221,7 +254,10 @@ class SettingsOfAnother(SandboxdSettings):
 
 @pytest.mark.parametrize(
     ("kind", "state", "words"),
-    [(SandboxdSettings, "holds", "through the egress proxy"), (SettingsOfAnother, "void", "which may not be the egress proxy")],
+    [
+        (SandboxdSettings, "holds", "through the egress proxy"),
+        (SettingsOfAnother, "void", "which may not be the egress proxy"),
+    ],
 )
 async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[SandboxdSettings], state: str, words: str
@@ -242,7 +278,9 @@ async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(
 
 def start_sandboxd(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "workers.sandboxd", *arguments]
-    return subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize("argument", ["--chek", "--json", "serve"])
@@ -270,7 +308,7 @@ def test_the_program_ends_with_one_sentence_and_never_with_a_traceback(tmp_path:
 
     assert (gone.returncode, checked.returncode) == (1, 1)
     assert read_last_words(sentence).startswith("the Docker engine does not answer")
-    assert (
-        complaint
-        == "sandboxd: TOOLCREW_TENANT_CLASSES: class 'a' has a pool of image 'strange', which it may not use: add it to its images\n"
+    assert complaint == (
+        "sandboxd: TOOLCREW_TENANT_CLASSES: class 'a' has a pool of image 'strange', which it may not use: add it "
+        "to its images\n"
     )

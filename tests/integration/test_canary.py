@@ -1,6 +1,8 @@
-"""Secrets, arguments and outputs in a whole stack: looked for wherever an operator, a neighbour or a thief would look, and not found.
+"""Secrets, arguments and outputs in a whole stack: looked for wherever an operator, a neighbour or a thief would look,
+and not found.
 
-Arguments and outputs may be in Redis while their call lives; what is looked at here is what is left, and what others are told meanwhile.
+Arguments and outputs may be in Redis while their call lives; what is looked at here is what is left, and what others
+are told meanwhile.
 """
 
 import base64
@@ -38,7 +40,9 @@ def make_canary(what: str) -> str:
     return f"canary{what}{secrets.token_hex(12)}"
 
 
-SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE = (make_canary(what) for what in ("secret", "previous", "argument", "output", "large"))
+SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE = (
+    make_canary(what) for what in ("secret", "previous", "argument", "output", "large")
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +112,9 @@ def flower(stack: Stack, path: str) -> bytes:
     assert stack.info.flower_url is not None
     parts = urlsplit(stack.info.flower_url)
     request = urllib.request.Request(f"http://{parts.hostname}:{parts.port}{path}")
-    request.add_header("Authorization", "Basic " + base64.b64encode(f"{parts.username}:{parts.password}".encode()).decode())
+    request.add_header(
+        "Authorization", "Basic " + base64.b64encode(f"{parts.username}:{parts.password}".encode()).decode()
+    )
     with urllib.request.urlopen(request, timeout=20) as answer:
         return bytes(answer.read())
 
@@ -143,7 +149,9 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
     await eventually(lambda: answers(watched), 60, lambda: watched.log("flower"))
     with watched.open_redis() as store, Eavesdropper(store) as eavesdropper:
         async with ToolClient.connect(settings=settings) as client, await client.open_session() as session:
-            good = await session.call("bash_tool", {"command": f"echo {ARGUMENT} | sed s/{ARGUMENT[:9]}/x/; echo {OUTPUT}"})
+            good = await session.call(
+                "bash_tool", {"command": f"echo {ARGUMENT} | sed s/{ARGUMENT[:9]}/x/; echo {OUTPUT}"}
+            )
             assert OUTPUT in str(good.output)
             large = await session.call("bash_tool", {"command": f"yes {LARGE} | head -c 150000"})
             assert LARGE in str(large.output)
@@ -153,7 +161,9 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
             assert sandbox is not None
             inspected = json.dumps(watched.api.inspect_container(sandbox.id)).encode()
             listed = command_lines()
-        await eventually(lambda: flower(watched, "/api/tasks").count(b"SUCCESS") >= 3, 20, lambda: str(flower(watched, "/api/tasks")))
+        await eventually(
+            lambda: flower(watched, "/api/tasks").count(b"SUCCESS") >= 3, 20, lambda: str(flower(watched, "/api/tasks"))
+        )
         called = flower(watched, "/api/tasks")
         everywhere = {
             "events": eavesdropper.told(),
@@ -165,7 +175,9 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
             "the container": inspected,
         }
         assert b"task-succeeded" in everywhere["events"]
-        await eventually(lambda: not seen({"Redis": dump(store)}, (ARGUMENT, OUTPUT, LARGE)), 20, lambda: str(dump(store))[:4000])
+        await eventually(
+            lambda: not seen({"Redis": dump(store)}, (ARGUMENT, OUTPUT, LARGE)), 20, lambda: str(dump(store))[:4000]
+        )
         everywhere["Redis"] = dump(store)
     assert seen(everywhere, (SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE, password)) == set()
 
@@ -184,14 +196,19 @@ async def test_an_api_key_is_nowhere_but_with_whom_it_was_given(watched: Stack) 
             "command lines": command_lines(),
             "Flower": flower(watched, "/api/tasks"),
         }
-    # The secret part may hold a "_" itself: what stands behind the last one may be a single letter, which is everywhere.
+    # The secret part may hold a "_" itself: what stands behind the last one may be a single letter, which is
+    # everywhere.
     assert seen(everywhere, (key, key.split("_", 2)[2])) == set()
 
 
 async def test_what_a_stranger_pushes_at_a_worker_is_not_written_down(watched: Stack) -> None:
-    """Celery logs the whole of a message whose task it does not know; an orchestrator of another release may send one with a tenant's arguments."""
+    """Celery logs the whole of a message whose task it does not know; an orchestrator of another release may send one
+    with a tenant's arguments.
+    """
     word = make_canary("stranger")
-    message = build_message(Delivery("tool.of_tomorrow", POOL_WEB, "default", "c9", word, time.time() + 60, 1.0), "00-c9", "none")
+    message = build_message(
+        Delivery("tool.of_tomorrow", POOL_WEB, "default", "c9", word, time.time() + 60, 1.0), "00-c9", "none"
+    )
     with watched.open_redis() as store:
         before = len(watched.log("web"))
         store.lpush(POOL_WEB, message)

@@ -78,7 +78,9 @@ async def test_another_tenants_and_a_deleted_checkpoint_are_none(client: ToolCli
 
 async def test_a_checkpoint_is_made_while_calls_run(client: ToolClient) -> None:
     async with await client.open_session() as session:
-        running = asyncio.create_task(bash(session, "for i in $(seq 40); do echo $i >> grows; sleep 0.02; done; echo done"))
+        running = asyncio.create_task(
+            bash(session, "for i in $(seq 40); do echo $i >> grows; sleep 0.02; done; echo done")
+        )
         checkpoint = await session.checkpoint()
         assert (await running).strip() == "done"
     async with await client.open_session(restore=checkpoint) as restored:

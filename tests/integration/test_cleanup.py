@@ -1,4 +1,6 @@
-"""However a program or a stack ends, and however it fails to start: no process, container or folder is left, and one sentence says why."""
+"""However a program or a stack ends, and however it fails to start: no process, container or folder is left, and one
+sentence says why.
+"""
 
 import contextlib
 import os
@@ -72,7 +74,9 @@ class Program:
 
     def assert_alone(self, within_s: float) -> None:
         """Neither process nor container of its stack is left."""
-        wait_until(lambda: not self._stack_left(), within_s, lambda: f"only the program is left, besides {self._stack_left()}")
+        wait_until(
+            lambda: not self._stack_left(), within_s, lambda: f"only the program is left, besides {self._stack_left()}"
+        )
 
     def _stack_left(self) -> list[object]:
         processes = [(pid, command) for pid, command in self.footprint.processes().items() if pid != self.process.pid]
@@ -101,7 +105,9 @@ def test_a_program_interrupted_in_a_call_leaves_nothing_when_it_has_ended(progra
 
 
 def test_a_keeper_killed_outright_takes_its_stack_along(program: Program) -> None:
-    """No process and no container is left, and the program, told to end, removes the folder that its keeper could not."""
+    """No process and no container is left, and the program, told to end, removes the folder that its keeper could
+    not.
+    """
     os.kill(program.info.pids["orchestrator"][0], signal.SIGKILL)
 
     program.assert_alone(30)
@@ -117,7 +123,9 @@ def test_a_keeper_killed_after_its_redis_takes_a_worker_along_that_cannot_leave_
     os.kill(program.info.pids["redis"][0], signal.SIGKILL)
     os.kill(program.info.pids["sandboxd"][0], signal.SIGTERM)
     log = Path(program.info.logs) / "worker.log"
-    wait_until(lambda: "Failed operation" in log.read_text(errors="replace"), 30, lambda: log.read_text(errors="replace"))
+    wait_until(
+        lambda: "Failed operation" in log.read_text(errors="replace"), 30, lambda: log.read_text(errors="replace")
+    )
 
     os.kill(keeper, signal.SIGKILL)
 
@@ -174,7 +182,11 @@ def test_a_stack_told_to_stop_in_a_call_stops_at_once_and_leaves_nothing(engine:
         )
         try:
             wait_until(
-                lambda: any("sleep 99" in commands_in(container).values() for container in stack.footprint.containers()), 30, "it runs"
+                lambda: any(
+                    "sleep 99" in commands_in(container).values() for container in stack.footprint.containers()
+                ),
+                30,
+                "it runs",
             )
             started = time.monotonic()
             code = stack.end()
@@ -206,12 +218,14 @@ def test_a_stack_interrupted_while_it_starts_leaves_nothing(footprint: Footprint
     footprint.assert_nothing_left(within_s=3)
 
 
-# --- bad input at start ---------------------------------------------------------------------------------------------------
+# --- bad input at start -----------------------------------------------------------------------------------------------
 
 
 def assert_says(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
     """Exit code 1 and one sentence on stderr with these words."""
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("TOOLCREW_REDIS_URL is not set: starting")]
+    lines = [
+        line for line in done.stderr.splitlines() if not line.startswith("TOOLCREW_REDIS_URL is not set: starting")
+    ]
     assert done.returncode == 1, done
     assert "Traceback" not in done.stderr, done.stderr
     assert [line for line in lines if line.startswith("toolcrew: ")] == lines, done.stderr
@@ -237,7 +251,9 @@ def assert_error_object(done: "subprocess.CompletedProcess[str]", *words: str) -
 
 
 @pytest.mark.parametrize("command", [("up",), ("call", "bash_tool", "command=true")], ids=["up", "call"])
-def test_without_the_image_nothing_starts_and_it_is_said_how_to_build_it(footprint: Footprint, command: tuple[str, ...]) -> None:
+def test_without_the_image_nothing_starts_and_it_is_said_how_to_build_it(
+    footprint: Footprint, command: tuple[str, ...]
+) -> None:
     done = run_toolcrew(footprint, *command, environment={"TOOLCREW_SANDBOX_IMAGE": "no-such-image:ever"})
 
     assert_says(done, "the engine has no image no-such-image:ever", "scripts/build-image")
@@ -265,19 +281,24 @@ def test_a_wrong_password_of_redis_is_said(footprint: Footprint, redis_server: R
     url = f"redis://:wrong@127.0.0.1:{redis_server.port}/0"
 
     assert_says(
-        run_toolcrew(footprint, "call", "bash_tool", "command=true", environment={"TOOLCREW_REDIS_URL": url}), "refuses user or password"
+        run_toolcrew(footprint, "call", "bash_tool", "command=true", environment={"TOOLCREW_REDIS_URL": url}),
+        "refuses user or password",
     )
     assert_says(run_toolcrew(footprint, "up", environment={"TOOLCREW_REDIS_URL": url}), "refuses user or password")
     footprint.assert_nothing_left(within_s=2)
 
 
 def test_a_pool_without_a_worker_is_said_with_how_to_start_one(footprint: Footprint, redis_server: RedisServer) -> None:
-    done = run_toolcrew(footprint, "call", "bash_tool", "command=true", environment={"TOOLCREW_REDIS_URL": redis_server.url})
+    done = run_toolcrew(
+        footprint, "call", "bash_tool", "command=true", environment={"TOOLCREW_REDIS_URL": redis_server.url}
+    )
 
     assert_says(done, "no worker has published its tools", "toolcrew worker start")
 
 
-def test_a_client_with_another_secret_is_refused_in_words_that_name_the_secret(stack: Stack, footprint: Footprint) -> None:
+def test_a_client_with_another_secret_is_refused_in_words_that_name_the_secret(
+    stack: Stack, footprint: Footprint
+) -> None:
     environment = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_SECRET": "another"}
 
     done = run_toolcrew(footprint, "call", "bash_tool", "command=true", environment=environment)
@@ -296,7 +317,9 @@ def test_a_redis_without_a_password_needs_a_secret(footprint: Footprint) -> None
         footprint.assert_nothing_left(within_s=2)
 
 
-@pytest.mark.parametrize("command", [("up",), ("doctor",), ("call", "bash_tool", "command=true")], ids=["up", "doctor", "call"])
+@pytest.mark.parametrize(
+    "command", [("up",), ("doctor",), ("call", "bash_tool", "command=true")], ids=["up", "doctor", "call"]
+)
 def test_a_setting_that_cannot_be_read_is_named(footprint: Footprint, command: tuple[str, ...]) -> None:
     done = run_toolcrew(footprint, *command, environment={"TOOLCREW_QUEUE_WAIT_S": "soon"})
 
@@ -304,7 +327,10 @@ def test_a_setting_that_cannot_be_read_is_named(footprint: Footprint, command: t
 
 
 def test_a_second_sandboxd_on_a_socket_gives_way_to_the_first(stack: Stack, footprint: Footprint) -> None:
-    environment = {"TOOLCREW_SANDBOXD_SOCKET": stack.info.sandboxd_socket, "TOOLCREW_SANDBOXD_NAME": f"second-{os.getpid()}"}
+    environment = {
+        "TOOLCREW_SANDBOXD_SOCKET": stack.info.sandboxd_socket,
+        "TOOLCREW_SANDBOXD_NAME": f"second-{os.getpid()}",
+    }
 
     second = subprocess.run(
         [sys.executable, "-m", "workers.sandboxd"],

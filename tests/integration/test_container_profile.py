@@ -1,4 +1,6 @@
-"""The profile on a real engine: the engine reports it, the kernel enforces it, and a probe asks the kernel call by call."""
+"""The profile on a real engine: the engine reports it, the kernel enforces it, and a probe asks the kernel call by
+call.
+"""
 
 import base64
 import gzip
@@ -92,7 +94,9 @@ def test_an_image_that_smuggles_in_a_volume_and_a_variable_is_found_out(engine: 
     name = "toolcrew-test-smuggler"
     empty = io.BytesIO()
     tarfile.open(fileobj=empty, mode="w").close()
-    engine.import_image_from_data(empty.getvalue(), repository=name, changes=["VOLUME /data", "ENV LD_PRELOAD=/data/x.so"])
+    engine.import_image_from_data(
+        empty.getvalue(), repository=name, changes=["VOLUME /data", "ENV LD_PRELOAD=/data/x.so"]
+    )
     try:
         config = build_config(engine, image=name)
         with open_container(engine, config) as container:
@@ -148,7 +152,11 @@ def test_the_kernel_limits_the_processor(box: Box) -> None:
     ("place", "options", "size"),
     [
         ("/", {"ro"}, None),
-        ("/workspace", {"rw", "nosuid", "nodev", "size=262144k", "nr_inodes=65536", "uid=1000", "gid=1000"}, "mode=755"),
+        (
+            "/workspace",
+            {"rw", "nosuid", "nodev", "size=262144k", "nr_inodes=65536", "uid=1000", "gid=1000"},
+            "mode=755",
+        ),
         ("/tmp", {"rw", "nosuid", "nodev", "noexec", "size=65536k", "nr_inodes=16384"}, None),
         ("/dev/shm", {"rw", "nosuid", "nodev", "noexec", "size=16384k", "nr_inodes=1024"}, None),
     ],
@@ -196,7 +204,10 @@ def test_without_the_profile_the_same_probe_gets_through(engine: APIClient, prob
 @pytest.mark.parametrize(
     "script",
     [
-        "cd /workspace && git init -q r && cd r && git -c user.name=a -c user.email=a@b commit -q --allow-empty -m x && git log --oneline",
+        (
+            "cd /workspace && git init -q r && cd r && git -c user.name=a -c user.email=a@b commit -q --allow-empty -m "
+            "x && git log --oneline"
+        ),
         "rg -q root /etc/passwd",
         "timeout 5 bash -c 'true | true; coproc true; wait'",
         "getent passwd sandbox",

@@ -1,4 +1,6 @@
-"""The example package of docs/custom-tools.md, installed and served by a real worker beside the stack: state, configuration, model, limits."""
+"""The example package of docs/custom-tools.md, installed and served by a real worker beside the stack: state,
+configuration, model, limits.
+"""
 
 import asyncio
 import contextlib
@@ -111,7 +113,9 @@ def desk(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Des
     }
     log, key = place / "worker.log", catalog_key("default", "tools")
     with log.open("wb") as out, stack.open_redis() as store:
-        worker = subprocess.Popen([sys.executable, "-m", "workers"], env=stack.footprint.environment(settings), stdout=out, stderr=out)
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "workers"], env=stack.footprint.environment(settings), stdout=out, stderr=out
+        )
         try:
             wait_until(lambda: store.exists(key) or worker.poll() is not None, 60, "the worker is ready")
             assert worker.poll() is None, log.read_text()
@@ -144,7 +148,9 @@ async def call(session: Session, name: str, timeout_s: float | None = None, **ar
     return json.loads(result.output or "null")
 
 
-async def test_an_installed_package_serves_its_tools_and_a_session_remembers(fresh_client: ToolClient, shop: Session) -> None:
+async def test_an_installed_package_serves_its_tools_and_a_session_remembers(
+    fresh_client: ToolClient, shop: Session
+) -> None:
     specs = {spec.name: spec for spec in await fresh_client.tools()}
     assert {"add_to_basket", "quote_basket", "place_order", "word_thanks", "where_am_i", "bash_tool"} <= specs.keys()
     assert (specs["place_order"].requires_permission, specs["quote_basket"].timeout_s) == (True, 5)
@@ -159,7 +165,10 @@ async def test_arguments_are_checked_as_the_function_declares_them(shop: Session
     wrong = await shop.call("place_order", {"address": {"street": "Hauptstr. 1", "city": "Bonn", "country": "XX"}})
     blank = await shop.call("place_order", {"address": {"street": " ", "city": "Bonn"}})
     assert (wrong.error_code, "address.country" in str(wrong.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
-    assert (blank.error_code, blank.error) == (ErrorCode.INVALID_ARGUMENTS, "place_order: give the street, with a number")
+    assert (blank.error_code, blank.error) == (
+        ErrorCode.INVALID_ARGUMENTS,
+        "place_order: give the street, with a number",
+    )
 
 
 async def test_the_callers_configuration_arrives_under_the_operators(shop: Session) -> None:
@@ -186,7 +195,9 @@ async def test_a_tool_asks_the_model_of_the_run_and_the_run_pays(fresh_client: T
             return Raw([{"choices": [{"delta": {"content": f"<{words}>"}}]}, counted])
         return words if messages[-1]["role"] == "tool" else Calls([("word_thanks", {"customer": "Ada"})])
 
-    result = await fresh_client.run("Say thanks to Ada.", model=ScriptedModel(reply), dialect="native", tools=["word_thanks"])
+    result = await fresh_client.run(
+        "Say thanks to Ada.", model=ScriptedModel(reply), dialect="native", tools=["word_thanks"]
+    )
     assert result.answer == "<Thank Ada for an order, in one friendly sentence.>"
     assert 7000 < result.usage.prompt_tokens < 8000
     assert 3000 < result.usage.completion_tokens < 4000

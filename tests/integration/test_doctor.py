@@ -15,7 +15,13 @@ from tests.stack import Stack, run_toolcrew
 
 def test_a_whole_deployment_is_examined_and_its_hosts_answer_signed_calls(stack: Stack) -> None:
     done = run_toolcrew(
-        stack.footprint, "doctor", "--only", "deployment", "--deep", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+        stack.footprint,
+        "doctor",
+        "--only",
+        "deployment",
+        "--deep",
+        "--json",
+        environment={"TOOLCREW_REDIS_URL": stack.redis_url},
     )
     report = json.loads(done.stdout)
 
@@ -40,7 +46,9 @@ def test_a_whole_deployment_is_examined_and_its_hosts_answer_signed_calls(stack:
     assert "python" not in found
 
 
-async def test_another_secret_on_this_side_is_found_by_a_call_and_named(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_secret_on_this_side_is_found_by_a_call_and_named(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor_deep, "QUEUE_WAIT_S", 3.0)
     monkeypatch.setattr(doctor_deep, "HOST_S", 30.0)
     broker = broker_for(stack.redis_url)
@@ -51,4 +59,6 @@ async def test_another_secret_on_this_side_is_found_by_a_call_and_named(stack: S
     finally:
         await client.aclose()
 
-    assert [(found.is_good, found.needed, "TOOLCREW_SECRET" in found.remedy) for found in report.findings] == [(False, True, True)]
+    assert [(found.is_good, found.needed, "TOOLCREW_SECRET" in found.remedy) for found in report.findings] == [
+        (False, True, True)
+    ]

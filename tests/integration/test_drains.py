@@ -49,7 +49,12 @@ def reports(ground: Ground) -> list[HostReport]:
 def toolcrew(ground: Ground, *arguments: str) -> Any:
     """The object that a command prints."""
     done = subprocess.run(
-        [TOOLCREW, *arguments, "--json"], env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False
+        [TOOLCREW, *arguments, "--json"],
+        env=ground.environment(),
+        capture_output=True,
+        text=True,
+        timeout=UP_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
@@ -106,7 +111,11 @@ async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(groun
         drained = await asyncio.to_thread(toolcrew, ground, "worker", "drain", "a", "--wait")
 
         reached = [len(writer.written) for writer in writers]
-        await eventually(lambda: all(len(one.written) > was + 2 for one, was in zip(writers, reached, strict=True)), UP_S, "all go on")
+        await eventually(
+            lambda: all(len(one.written) > was + 2 for one, was in zip(writers, reached, strict=True)),
+            UP_S,
+            "all go on",
+        )
         for writer in writers:
             writer.stop()
         await asyncio.gather(*writing)

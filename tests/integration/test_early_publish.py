@@ -26,7 +26,9 @@ class Orchestrator:
         self.publisher = Publisher(self.scripts, DEPLOYMENT, SharedClock())
 
     async def publish(self, call_id: str, slot: str) -> None:
-        await self.publisher.publish(CallMessage("acme", call_id, 1, "bash_tool", QUEUE, "task", "{}", time.time() + 60, slot=slot))
+        await self.publisher.publish(
+            CallMessage("acme", call_id, 1, "bash_tool", QUEUE, "task", "{}", time.time() + 60, slot=slot)
+        )
 
     async def aclose(self) -> None:
         await self.admission.aclose()
@@ -54,7 +56,9 @@ async def other(client: "redis.asyncio.Redis") -> AsyncIterator[Orchestrator]:
     await opened.aclose()
 
 
-async def test_a_call_with_a_free_slot_is_published_before_the_slot_is_known(ours: Orchestrator, client: "redis.asyncio.Redis") -> None:
+async def test_a_call_with_a_free_slot_is_published_before_the_slot_is_known(
+    ours: Orchestrator, client: "redis.asyncio.Redis"
+) -> None:
     # A Redis that does not know the script of admission yet would run the publish before it.
     async with ours.admission.slot(build_request()):
         pass
@@ -92,7 +96,9 @@ async def test_a_slot_that_never_came_is_given_back(ours: Orchestrator, client: 
         pass
 
 
-async def test_without_redis_it_is_certain_that_the_call_was_not_sent(ours: Orchestrator, redis_server: RedisProcess) -> None:
+async def test_without_redis_it_is_certain_that_the_call_was_not_sent(
+    ours: Orchestrator, redis_server: RedisProcess
+) -> None:
     async with ours.admission.slot(build_request()):
         pass
     await asyncio.to_thread(redis_server.stop)

@@ -1,4 +1,6 @@
-"""Programs of a sandbox that reach the world: through the tunnel of the real sandboxd and the real proxy, and by no other way."""
+"""Programs of a sandbox that reach the world: through the tunnel of the real sandboxd and the real proxy, and by no
+other way.
+"""
 
 import contextlib
 import ensurepip
@@ -30,7 +32,10 @@ from workers.sandbox_client import GuestResponse, SandboxClient
 
 SOON_S = 20.0
 _FETCH = "import sys, urllib.request as u; sys.stdout.buffer.write(u.urlopen(sys.argv[1], timeout=20).read())"
-_DIGEST = "import hashlib, sys, urllib.request as u; print(hashlib.sha256(u.urlopen(sys.argv[1], timeout=20).read()).hexdigest())"
+_DIGEST = (
+    "import hashlib, sys, urllib.request as u; print(hashlib.sha256(u.urlopen(sys.argv[1], "
+    "timeout=20).read()).hexdigest())"
+)
 _READ_ERROR = """
 import urllib.error, urllib.request
 try:
@@ -69,13 +74,27 @@ class Place:
     site: Path
     _names: dict[str, str] = field(default_factory=dict)
 
-    def run(self, script: str, tenant: str = "acme", session: str = "s1", call_id: str = "", timeout_s: float = 30.0) -> GuestResponse:
+    def run(
+        self, script: str, tenant: str = "acme", session: str = "s1", call_id: str = "", timeout_s: float = 30.0
+    ) -> GuestResponse:
         raw = script.encode()
-        request = {"op": "exec", "argv": None, "script_bytes": len(raw), "cwd": "/workspace", "env": {}, "timeout_s": timeout_s}
+        request = {
+            "op": "exec",
+            "argv": None,
+            "script_bytes": len(raw),
+            "cwd": "/workspace",
+            "env": {},
+            "timeout_s": timeout_s,
+        }
         with SandboxClient(self.client_socket) as client:
             if tenant not in self._names:
                 self._names[tenant] = client.open(tenant, session, terms=TERMS.get(tenant))
-            return client.call(self._names[tenant], {**request, "capture": {"stdout": 1 << 20, "stderr": 1 << 16}}, raw, call_id=call_id)
+            return client.call(
+                self._names[tenant],
+                {**request, "capture": {"stdout": 1 << 20, "stderr": 1 << 16}},
+                raw,
+                call_id=call_id,
+            )
 
     def write(self, name: str, data: bytes) -> None:
         with SandboxClient(self.client_socket) as client:
@@ -121,7 +140,11 @@ class Stall:
 def running(footprint: Footprint, module: str, environment: dict[str, str]) -> "Iterator[subprocess.Popen[bytes]]":
     with open(footprint.folder / f"{module}.log", "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", module], env=footprint.environment(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            [sys.executable, "-m", module],
+            env=footprint.environment(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
     try:
         yield process
@@ -186,7 +209,10 @@ def test_a_python_program_downloads(place: Place, url: str) -> None:
 
 
 def test_git_clones(place: Place, url: str) -> None:
-    script = f"rm -rf code; GIT_SSL_CAINFO=$PWD/authority.pem git clone -q {url}/code.git code && git -C code log --format=%s"
+    script = (
+        f"rm -rf code; GIT_SSL_CAINFO=$PWD/authority.pem git clone -q {url}/code.git code && git -C code log "
+        "--format=%s"
+    )
     ran = place.run(script, timeout_s=90.0)
     assert text_of(ran) == "first\n", ran.done
 
@@ -196,7 +222,9 @@ def test_pip_downloads_a_package(place: Place) -> None:
     place.write("pip.whl", wheel.read_bytes())
     url = f"https://site.example:{place.https}/simple/"
     options = "-q --no-deps --disable-pip-version-check --no-cache-dir --retries 0 --cert authority.pem"
-    ran = place.run(f"python3 pip.whl/pip download {options} --index-url {url} -d packages tiny && ls packages", timeout_s=90)
+    ran = place.run(
+        f"python3 pip.whl/pip download {options} --index-url {url} -d packages tiny && ls packages", timeout_s=90
+    )
     assert text_of(ran) == "tiny-1.0-py3-none-any.whl\n"
 
 
@@ -218,7 +246,10 @@ def _call_fetcher(place: Place, network: str, tenant: str) -> str:
             return client.call(place.name(tenant), request, body)
 
     server = SandboxServer("fetcher", entry, stands_alone=True)
-    said = [server.call_tool(run, "fetch", {"url": f"http://site.example:{place.http}/big"}, "/workspace", 30) for _ in range(2)]
+    said = [
+        server.call_tool(run, "fetch", {"url": f"http://site.example:{place.http}/big"}, "/workspace", 30)
+        for _ in range(2)
+    ]
     assert said[0] == said[1]
     return str(said[0]["content"][0]["text"])
 
@@ -263,7 +294,10 @@ def test_no_address_but_the_proxys_port_can_be_reached(place: Place, tenant: str
     tries = "\n".join(
         [
             "import socket",
-            f"for where in (('127.0.0.1', {place.http}), ('172.17.0.1', 22), ('192.0.2.1', 80), ('::1', {place.http}), ('2001:db8::1', 80)):",
+            (
+                f"for where in (('127.0.0.1', {place.http}), ('172.17.0.1', 22), ('192.0.2.1', 80), ('::1', "
+                f"{place.http}), ('2001:db8::1', 80)):"
+            ),
             "    try: socket.create_connection(where, timeout=5); print('reached', where)",
             "    except OSError as error: pass",
             "try: socket.getaddrinfo('site.example', 80); print('resolved')",
@@ -276,7 +310,9 @@ def test_no_address_but_the_proxys_port_can_be_reached(place: Place, tenant: str
 
 def test_a_sandbox_without_network_has_no_proxy(place: Place) -> None:
     ran = place.run(
-        "env | grep -ci proxy; python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 3128))' 2>&1 | tail -1", "nobody"
+        "env | grep -ci proxy; python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 3128))' 2>&1 | tail "
+        "-1",
+        "nobody",
     )
     assert "ConnectionRefusedError" in text_of(ran)
     assert text_of(ran).startswith("0\n")
@@ -329,7 +365,10 @@ def test_a_proxy_that_dies_amid_an_answer_is_no_end_of_the_answer(place: Place, 
     with running(place.footprint, "workers.egress", {"TOOLCREW_EGRESS_SOCKET": str(own)}) as proxy:
         wait_until(own.exists, 20, "the proxy listens")
         place.point_at(own)
-        fetch = f"no_proxy= NO_PROXY= python3 -c '{_FETCH}' http://localhost:{place.stall.port}/ 2>&1 | tail -1 | tail -c 300"
+        fetch = (
+            f"no_proxy= NO_PROXY= python3 -c '{_FETCH}' http://localhost:{place.stall.port}/ 2>&1 | tail -1 | tail -c "
+            "300"
+        )
         with in_thread(lambda: got.append(place.run(fetch))):
             assert place.stall.asked.wait(SOON_S)
             os.kill(proxy.pid, stop)

@@ -1,4 +1,6 @@
-"""Real clients through the egress proxy: curl, pip and git against loopback servers over HTTP and TLS, and what each is told when refused."""
+"""Real clients through the egress proxy: curl, pip and git against loopback servers over HTTP and TLS, and what each is
+told when refused.
+"""
 
 import os
 import subprocess
@@ -39,7 +41,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*argv: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    clean = {name: value for name, value in os.environ.items() if "proxy" not in name.lower() and not name.startswith("PIP_")}
+    clean = {
+        name: value for name, value in os.environ.items() if "proxy" not in name.lower() and not name.startswith("PIP_")
+    }
     return subprocess.run(argv, env=clean | environment, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
@@ -54,7 +58,19 @@ def test_curl_downloads(ground: Ground, place: tuple[str, int], authority: str, 
 def test_curl_uploads_and_is_answered(ground: Ground, place: tuple[str, int], authority: str) -> None:
     url, port = place
     with open_front(ground, build_rules(port)) as proxy:
-        ran = run("curl", "-sS", "-x", proxy, "--cacert", authority, "--data-binary", "x" * 100_000, "-w", "%{http_code}", f"{url}/big")
+        ran = run(
+            "curl",
+            "-sS",
+            "-x",
+            proxy,
+            "--cacert",
+            authority,
+            "--data-binary",
+            "x" * 100_000,
+            "-w",
+            "%{http_code}",
+            f"{url}/big",
+        )
     assert ran.stdout.endswith("501"), ran
 
 
@@ -71,7 +87,15 @@ def test_curl_is_told_why_it_is_refused(ground: Ground, place: tuple[str, int]) 
 def test_pip_downloads_a_package(ground: Ground, place: tuple[str, int], authority: str, tmp_path: Path) -> None:
     url, port = place
     with open_front(ground, build_rules(port)) as proxy:
-        options = ["--no-deps", "--disable-pip-version-check", "--no-cache-dir", "--retries", "0", "--trusted-host", "site.example"]
+        options = [
+            "--no-deps",
+            "--disable-pip-version-check",
+            "--no-cache-dir",
+            "--retries",
+            "0",
+            "--trusted-host",
+            "site.example",
+        ]
         where = ["--proxy", proxy, "--cert", authority, "--index-url", f"{url}/simple/", "-d", str(tmp_path)]
         ran = run(sys.executable, "-m", "pip", "download", "-q", *options, *where, "tiny")
     assert ran.returncode == 0, ran.stderr
@@ -81,7 +105,12 @@ def test_pip_downloads_a_package(ground: Ground, place: tuple[str, int], authori
 def test_git_clones_a_repository(ground: Ground, place: tuple[str, int], authority: str, tmp_path: Path) -> None:
     url, port = place
     with open_front(ground, build_rules(port)) as proxy:
-        environment = {"http_proxy": proxy, "https_proxy": proxy, "GIT_SSL_CAINFO": authority, "GIT_TERMINAL_PROMPT": "0"}
+        environment = {
+            "http_proxy": proxy,
+            "https_proxy": proxy,
+            "GIT_SSL_CAINFO": authority,
+            "GIT_TERMINAL_PROMPT": "0",
+        }
         ran = run("git", "clone", "-q", f"{url}/code.git", str(tmp_path / "code"), **environment)
     assert ran.returncode == 0, ran.stderr
     assert run("git", "-C", str(tmp_path / "code"), "log", "--format=%s").stdout == "first\n"

@@ -1,4 +1,6 @@
-"""The engine under pressure and gone wrong: stubs that never answer properly, and the real one behind a relay that stalls."""
+"""The engine under pressure and gone wrong: stubs that never answer properly, and the real one behind a relay that
+stalls.
+"""
 
 import asyncio
 import secrets
@@ -89,10 +91,18 @@ def config(api: APIClient) -> Iterator[dict[str, Any]]:
     ids=["silent", "stalling", "dripping", "garbage", "another server"],
 )
 async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, behaviour: Behaviour, deadline_s: float, words: str, later_words: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    behaviour: Behaviour,
+    deadline_s: float,
+    words: str,
+    later_words: str,
 ) -> None:
     before = threading.active_count()
-    async with stub_engine(tmp_path / "engine", behaviour), opened(monkeypatch, tmp_path / "engine", deadline_s) as engine:
+    async with (
+        stub_engine(tmp_path / "engine", behaviour),
+        opened(monkeypatch, tmp_path / "engine", deadline_s) as engine,
+    ):
         looks = await asyncio.gather(*(engine.facts() for _ in range(20)), return_exceptions=True)
         later = await asyncio.gather(engine.facts(), return_exceptions=True)
 
@@ -103,16 +113,22 @@ async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer
     await until(lambda: threading.active_count() <= before)
 
 
-async def test_an_engine_that_is_gone_is_said_with_what_to_look_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_an_engine_that_is_gone_is_said_with_what_to_look_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async with opened(monkeypatch, tmp_path / "nobody") as engine:
         for call in (engine.facts(), engine.image_id(IMAGE), engine.remove("x")):
-            with pytest.raises(EngineSilent, match=r"does not answer .*: start it, or check DOCKER_HOST and your rights"):
+            with pytest.raises(
+                EngineSilent, match=r"does not answer .*: start it, or check DOCKER_HOST and your rights"
+            ):
                 await call
         with pytest.raises(SandboxUnavailable, match=r"has not answered since .* \(3 times in a row"):
             await engine.pause("x")
 
 
-async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async with stub_engine(tmp_path / "engine", answers_something_else):
         asked: tuple[Callable[[Engine], Awaitable[object]], ...] = (
             Engine.facts,
@@ -128,7 +144,9 @@ async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(monkeypatch:
                     await ask(engine)
 
 
-async def test_an_engine_that_refuses_is_quoted_and_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_an_engine_that_refuses_is_quoted_and_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async with (
         stub_engine(tmp_path / "engine", refuses(b"no space left on device")),
         opened(monkeypatch, tmp_path / "engine") as engine,
@@ -140,7 +158,9 @@ async def test_an_engine_that_refuses_is_quoted_and_asked_again(monkeypatch: pyt
         assert engine.describe()["breaker"] == "closed"
 
 
-async def test_an_engine_that_times_out_on_itself_counts_as_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_an_engine_that_times_out_on_itself_counts_as_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     words = b"containerd: context deadline exceeded"
     async with stub_engine(tmp_path / "engine", refuses(words)), opened(monkeypatch, tmp_path / "engine") as engine:
         for _ in range(3):
@@ -153,7 +173,10 @@ async def test_an_engine_that_times_out_on_itself_counts_as_silent(monkeypatch: 
 async def test_a_start_that_was_given_up_leaves_nothing_though_the_engine_makes_it_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine", starts_s=0.5) as engine:
+    async with (
+        relayed_engine(tmp_path / "engine") as relay,
+        opened(monkeypatch, tmp_path / "engine", starts_s=0.5) as engine,
+    ):
         await engine.facts()  # so that the next thing said is the creation
         relay.stall()
         with capture_logs() as logs:
@@ -165,7 +188,9 @@ async def test_a_start_that_was_given_up_leaves_nothing_though_the_engine_makes_
         assert "late_container_removed" in [entry["event"] for entry in logs]
 
 
-async def test_a_start_whose_caller_left_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]) -> None:
+async def test_a_start_whose_caller_left_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
+) -> None:
     async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine") as engine:
         await engine.facts()
         relay.stall()
@@ -210,7 +235,9 @@ async def test_an_engine_that_hung_is_used_again_when_it_is_back(
         await engine.remove(attached.id)
 
 
-async def test_connections_that_broke_while_idle_cost_no_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, api: APIClient) -> None:
+async def test_connections_that_broke_while_idle_cost_no_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, api: APIClient
+) -> None:
     async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine") as engine:
         first = await engine.facts()
         relay.cut()
@@ -233,7 +260,9 @@ async def test_a_frozen_sandbox_is_listed_thawed_and_removed(config: dict[str, A
         await engine.pause(attached.id)
         await engine.remove(attached.id)
 
-        assert [(one.id, one.state, one.labels[LABEL_DEPLOYMENT]) for one in listed] == [(attached.id, "paused", DEPLOYMENT)]
+        assert [(one.id, one.state, one.labels[LABEL_DEPLOYMENT]) for one in listed] == [
+            (attached.id, "paused", DEPLOYMENT)
+        ]
         assert running
         assert await engine.list_sandboxes(DEPLOYMENT) == []
         with pytest.raises(SandboxUnavailable, match="is gone"):
@@ -258,7 +287,9 @@ async def test_a_refused_start_is_quoted_and_leaves_nothing(config: dict[str, An
     engine = Engine()
     try:
         with pytest.raises(SandboxUnavailable, match=r"the Docker engine refused: .*no-such-python"):
-            await engine.start({**config, "Entrypoint": ["/no-such-python"]}, f"toolcrew-refused-{secrets.token_hex(8)}")
+            await engine.start(
+                {**config, "Entrypoint": ["/no-such-python"]}, f"toolcrew-refused-{secrets.token_hex(8)}"
+            )
         with pytest.raises(SandboxUnavailable, match=r"the engine has no image no-such-image:ever: build it"):
             await engine.start({**config, "Image": "no-such-image:ever"}, f"toolcrew-refused-{secrets.token_hex(8)}")
 
@@ -273,7 +304,12 @@ def own_image(api: APIClient) -> Iterator[str]:
     name = f"toolcrew-test-{secrets.token_hex(6)}:latest"
     container = api.create_container(IMAGE, entrypoint=["true"])["Id"]
     try:
-        api.commit(container, repository=name.partition(":")[0], tag="latest", changes=f"LABEL toolcrew.test={name.partition(':')[0]}")
+        api.commit(
+            container,
+            repository=name.partition(":")[0],
+            tag="latest",
+            changes=f"LABEL toolcrew.test={name.partition(':')[0]}",
+        )
         volume = f"toolcrew-guest-{api.inspect_image(name)['Id'].partition(':')[2][:12]}"  # type: ignore[no-untyped-call]
         yield name
         try:
@@ -286,7 +322,9 @@ def own_image(api: APIClient) -> Iterator[str]:
         api.remove_container(container, force=True)
 
 
-async def test_two_sandboxd_fill_a_guest_volume_at_once_and_a_half_filled_one_is_filled_anew(api: APIClient, own_image: str) -> None:
+async def test_two_sandboxd_fill_a_guest_volume_at_once_and_a_half_filled_one_is_filled_anew(
+    api: APIClient, own_image: str
+) -> None:
     identity = api.inspect_image(own_image)["Id"]  # type: ignore[no-untyped-call]
     volume = f"toolcrew-guest-{identity.partition(':')[2][:12]}"
     api.create_volume(volume)
@@ -313,7 +351,9 @@ def add_guest_volume(api: APIClient, image: str) -> str:
     return name
 
 
-async def test_with_a_new_guest_volume_those_go_whose_images_are_gone_and_that_nobody_has(api: APIClient, own_image: str) -> None:
+async def test_with_a_new_guest_volume_those_go_whose_images_are_gone_and_that_nobody_has(
+    api: APIClient, own_image: str
+) -> None:
     gone, used = (add_guest_volume(api, secrets.token_hex(32)) for _ in range(2))
     kept = add_guest_volume(api, api.inspect_image(IMAGE)["Id"])  # type: ignore[no-untyped-call]
     host = api.create_host_config(mounts=[docker.types.Mount("/opt/toolcrew", used)], network_mode="none")

@@ -1,4 +1,6 @@
-"""What is packed, and what cannot be: a session given up is, to who works in it, the same one, and one whose files no store takes goes on."""
+"""What is packed, and what cannot be: a session given up is, to who works in it, the same one, and one whose files no
+store takes goes on.
+"""
 
 import os
 import re

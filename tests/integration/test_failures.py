@@ -1,4 +1,6 @@
-"""Any process may be killed at any time: every call still gets one result, and nothing that was said to be over goes on."""
+"""Any process may be killed at any time: every call still gets one result, and nothing that was said to be over goes
+on.
+"""
 
 import asyncio
 import contextlib
@@ -19,7 +21,18 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.operations.supervision import MOST_ENDS
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from tests.stack import RedisServer, Stack, all_of, children_of, commands_in, eventually, is_alive, missing, open_redis_server, open_stack
+from tests.stack import (
+    RedisServer,
+    Stack,
+    all_of,
+    children_of,
+    commands_in,
+    eventually,
+    is_alive,
+    missing,
+    open_redis_server,
+    open_stack,
+)
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
@@ -35,7 +48,9 @@ async def container_of(stack: Stack, session: Session) -> str:
     return stack.full_id(sandbox.id)
 
 
-async def start_call(stack: Stack, session: Session, command: str, call_id: str | None = None) -> "asyncio.Task[ToolResult]":
+async def start_call(
+    stack: Stack, session: Session, command: str, call_id: str | None = None
+) -> "asyncio.Task[ToolResult]":
     """A call whose command is seen to run."""
     container = await container_of(stack, session)
     task = asyncio.create_task(session.call("bash_tool", {"command": command}, call_id=call_id))
@@ -65,7 +80,9 @@ async def test_a_pool_process_killed_during_a_call_costs_only_that_call(engine: 
 
             os.kill(child, signal.SIGKILL)
             started = time.monotonic()
-            gone = asyncio.create_task(eventually(lambda: len(commands_in(container)) == 1, 10, "the command is killed with its worker"))
+            gone = asyncio.create_task(
+                eventually(lambda: len(commands_in(container)) == 1, 10, "the command is killed with its worker")
+            )
             result = (await all_of([call], 30))[0]
 
             assert (result.success, result.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
@@ -102,7 +119,9 @@ async def test_a_killed_sandboxd_is_started_again_and_its_sessions_keep_their_fi
 
 
 async def test_a_sandboxd_told_to_end_by_somebody_else_gives_its_sessions_to_the_next(own_stack: Stack) -> None:
-    """Only the end of the stack is the end of its sessions; a sandboxd that ends in order packs what its containers alone have."""
+    """Only the end of the stack is the end of its sessions; a sandboxd that ends in order packs what its containers
+    alone have.
+    """
     async with ToolClient.connect(own_stack.redis_url) as client:
         session = await client.open_session()
         assert (await session.call("bash_tool", {"command": "echo content > file; export word=kept"})).success
@@ -168,7 +187,9 @@ async def test_everything_killed_at_once_but_the_keeper_comes_back(own_stack: St
     own_stack.footprint.assert_nothing_left()
 
 
-async def test_a_redis_that_does_not_stay_ends_the_call_soon_and_the_stack_with_its_last_words(own_stack: Stack) -> None:
+async def test_a_redis_that_does_not_stay_ends_the_call_soon_and_the_stack_with_its_last_words(
+    own_stack: Stack,
+) -> None:
     """Long before the call would have waited for a slot."""
     async with ToolClient.connect(own_stack.redis_url) as client:
         call = await start_call(own_stack, await client.open_session(), "sleep 66")
@@ -214,8 +235,12 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-async def test_every_call_in_flight_gets_its_result_once_over_an_outage_of_redis(engine: APIClient, redis_server: RedisServer) -> None:
-    """Redis is killed outright for five seconds: calls end during the outage, after it, and one is sent while there is no Redis."""
+async def test_every_call_in_flight_gets_its_result_once_over_an_outage_of_redis(
+    engine: APIClient, redis_server: RedisServer
+) -> None:
+    """Redis is killed outright for five seconds: calls end during the outage, after it, and one is sent while there is
+    no Redis.
+    """
     with open_stack(engine, {"TOOLCREW_REDIS_URL": redis_server.url}) as stack:
         async with ToolClient.connect(redis_server.url) as client:
             sessions = [await client.open_session() for _ in range(2)]
@@ -227,7 +252,9 @@ async def test_every_call_in_flight_gets_its_result_once_over_an_outage_of_redis
             for session in sessions:
                 container = await container_of(stack, session)
                 await eventually(
-                    lambda container=container: sum("sleep" in line for line in commands_in(container).values()) >= 2, 15, "both calls run"
+                    lambda container=container: sum("sleep" in line for line in commands_in(container).values()) >= 2,
+                    15,
+                    "both calls run",
                 )
             await asyncio.sleep(1.2)  # appendfsync everysec: what is younger than a second may go with a killed Redis
 
@@ -270,7 +297,9 @@ async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_b
         store.execute_command("ACL", "SETUSER", "stack", "on", ">its-password", "~*", "&*", "+@all")
         workers_url = redis_server.url.replace("redis://:a-test-password", "redis://stack:its-password")
         with open_stack(engine, {"TOOLCREW_REDIS_URL": workers_url, "TOOLCREW_SECRET": "shared"}) as stack:
-            settings = OrchestratorSettings.model_validate({"redis_url": redis_server.url, "secret": "shared", "queue_wait_s": 4})
+            settings = OrchestratorSettings.model_validate(
+                {"redis_url": redis_server.url, "secret": "shared", "queue_wait_s": 4}
+            )
             async with ToolClient.connect(settings=settings) as client, await client.open_session() as session:
                 # What the worker marks calls with, and nothing else that a call needs.
                 store.execute_command("ACL", "SETUSER", "stack", "-hset")

@@ -1,5 +1,5 @@
-"""What the people who watch Flower see: every tool by its name, what became of its calls, and never what went in or came out; and that they can
-change nothing."""
+"""What the people who watch Flower see: every tool by its name, what became of its calls, and never what went in or
+came out; and that they can change nothing."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,9 @@ def tasks_of(stack: Stack) -> dict[str, dict[str, Any]]:
 
 def tasks_of_calls(stack: Stack, call_ids: list[str], state: str = "SUCCESS") -> dict[str, dict[str, Any]] | None:
     """By the call's id, once all are in that state."""
-    found = {call_id: task for task in tasks_of(stack).values() for call_id in call_ids if f"-{call_id}." in task["uuid"]}
+    found = {
+        call_id: task for task in tasks_of(stack).values() for call_id in call_ids if f"-{call_id}." in task["uuid"]
+    }
     return found if len(found) == len(call_ids) and all(task["state"] == state for task in found.values()) else None
 
 
@@ -88,7 +90,9 @@ async def until_it_hears(stack: Stack, session: Session) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output(stack: Stack, session: Session) -> None:
+async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output(
+    stack: Stack, session: Session
+) -> None:
     await until_it_hears(stack, session)
     # The output differs from the argument, so that a find says which of the two got out.
     word = f"canary-{secrets.token_hex(6)}"
@@ -103,7 +107,15 @@ async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output
     assert [tasks[call_id]["name"] for call_id in call_ids] == ["tool.bash_tool", "tool.write_tool", "tool.read_tool"]
     task, worker = tasks[call_ids[0]]["uuid"], tasks[call_ids[0]]["worker"]
     table = "/tasks/datatable?draw=1&start=0&length=50&order[0][column]=0&columns[0][data]=name"
-    places = ("/api/tasks", f"/api/task/info/{task}", f"/task/{task}", table, "/metrics", f"/worker/{worker}", "/api/workers?refresh=1")
+    places = (
+        "/api/tasks",
+        f"/api/task/info/{task}",
+        f"/task/{task}",
+        table,
+        "/metrics",
+        f"/worker/{worker}",
+        "/api/workers?refresh=1",
+    )
     shown = {place: (await asyncio.to_thread(ask, stack, place)).text for place in places}
     password = stack.redis_url.partition("://:")[2].partition("@")[0]
     assert len(shown[table]) > 200
@@ -121,7 +133,9 @@ async def test_each_tool_has_its_own_times_states_and_counts(stack: Stack, sessi
 
     # What a model is told as a tool's error is a call that went as it should.
     assert (tasks[call_ids[0]]["runtime"] >= 0.6, tasks[call_ids[1]]["state"]) == (True, "SUCCESS")
-    assert {"tool.bash_tool", "tool.read_tool", "tool.glob_tool"} <= set(ask(stack, "/api/task/types").json()["task-types"])
+    assert {"tool.bash_tool", "tool.read_tool", "tool.glob_tool"} <= set(
+        ask(stack, "/api/task/types").json()["task-types"]
+    )
     worker = tasks[call_ids[0]]["worker"]
     bash = {"task": "tool.bash_tool", "worker": worker}
     below = {labels["le"]: value for labels, value in samples(stack, "flower_task_runtime_seconds_bucket", **bash)}
@@ -147,7 +161,9 @@ async def test_both_workers_and_their_queues_are_there(stack: Stack, session: Se
 
 async def test_what_a_worker_refuses_is_a_failure(stack: Stack, session: Session) -> None:
     await until_it_hears(stack, session)
-    before = sum(value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool"))
+    before = sum(
+        value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool")
+    )
 
     task = publish(stack.broker, "tool.webfetch_tool", "pool.web", "nobody signed this")
 
@@ -156,7 +172,9 @@ async def test_what_a_worker_refuses_is_a_failure(stack: Stack, session: Session
         return answer.status_code == 200 and answer.json()["state"] == "FAILURE"
 
     await eventually(has_failed, 30, "Flower shows the forged task as failed")
-    after = sum(value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool"))
+    after = sum(
+        value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool")
+    )
     assert after == before + 1
 
 
@@ -175,15 +193,22 @@ async def test_a_tasks_page_names_its_call_and_leads_to_its_page(stack: Stack, s
 HOSTILE = ("call x' onclick=alert(1)", "call ../../v1/tenants", 'call x"><script>alert(1)</script>', "call a\nb")
 
 
-async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_page(stack: Stack, session: Session) -> None:
+async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_page(
+    stack: Stack, session: Session
+) -> None:
     await until_it_hears(stack, session)
     told = {f"forged-{secrets.token_hex(4)}": shown for shown in HOSTILE}
     app = Celery("forger", broker=stack.redis_url, set_as_current=False)
-    with app.connection_for_write() as connection, app.events.Dispatcher(connection, hostname="<b>forger</b>") as events:
+    with (
+        app.connection_for_write() as connection,
+        app.events.Dispatcher(connection, hostname="<b>forger</b>") as events,
+    ):
         for task, shown in told.items():
             events.send("task-received", uuid=task, name="<script>alert(2)</script>", args="()", kwargs=shown)
     app.close()
-    await eventually(lambda: all(ask(stack, f"/task/{task}").status_code == 200 for task in told), 30, "Flower has heard of them")
+    await eventually(
+        lambda: all(ask(stack, f"/task/{task}").status_code == 200 for task in told), 30, "Flower has heard of them"
+    )
 
     pages = {shown: ask(stack, f"/task/{task}").text for task, shown in told.items()}
 
@@ -212,7 +237,9 @@ def test_without_the_password_there_is_nothing_to_see(stack: Stack) -> None:
         open_to_all = [browser.get(path) for path in NOBODYS]
 
     assert {place: answer.status_code for place, answer in answers.items() if answer.status_code != 401} == {}
-    assert not [answer for answer in open_to_all if "tool." in answer.text or "access-control-allow-origin" in answer.headers]
+    assert not [
+        answer for answer in open_to_all if "tool." in answer.text or "access-control-allow-origin" in answer.headers
+    ]
 
 
 def paths() -> dict[str, type]:
@@ -237,7 +264,15 @@ async def test_with_the_password_nobody_can_start_stop_or_change_anything(stack:
     acting = [path for path, handler in paths().items() if "post" in vars(handler) and path != "/tasks/datatable"]
     assert len(acting) >= 14
 
-    body = {"terminate": "true", "signal": "SIGKILL", "queue": "mine", "n": "1", "workername": worker, "hard": "1", "ratelimit": "1/h"}
+    body = {
+        "terminate": "true",
+        "signal": "SIGKILL",
+        "queue": "mine",
+        "n": "1",
+        "workername": worker,
+        "hard": "1",
+        "ratelimit": "1/h",
+    }
     async with httpx.AsyncClient(base_url=str(stack.info.flower_url), timeout=30) as browser:
         for path in acting:
             target = worker if "/worker/" in path else "tool.bash_tool" if "apply" in path or "send" in path else task
@@ -286,7 +321,9 @@ async def test_a_flower_that_was_killed_still_knows_what_it_knew(stack: Stack, s
     os.kill(killed, signal.SIGKILL)
     await asyncio.to_thread(stack.wait_for_another, "flower", killed)
 
-    await eventually(lambda: answered(stack, call_id), UP_S, lambda: f"the new Flower knows the call: {stack.log('flower')[-2000:]}")
+    await eventually(
+        lambda: answered(stack, call_id), UP_S, lambda: f"the new Flower knows the call: {stack.log('flower')[-2000:]}"
+    )
 
 
 async def test_a_flower_whose_file_is_torn_begins_anew_and_says_so(stack: Stack, session: Session) -> None:
@@ -343,7 +380,9 @@ def test_without_a_password_it_does_not_start() -> None:
             timeout=UP_S,
             check=False,
         )
-        assert (ended.returncode, sentence in ended.stderr, len(ended.stderr.splitlines())) == (1, True, 1), ended.stderr
+        assert (ended.returncode, sentence in ended.stderr, len(ended.stderr.splitlines())) == (1, True, 1), (
+            ended.stderr
+        )
 
 
 def files_of_state(stack: Stack) -> list[Path]:

@@ -53,7 +53,9 @@ async def open_tasks(stack: Stack) -> AsyncIterator[Page]:
 
 
 async def find_rows(page: Page, state: str, call_id: str) -> None:
-    """Wait until the tab of that state lists the call. Flower's list does not refresh itself, so each round loads the tab again."""
+    """Wait until the tab of that state lists the call. Flower's list does not refresh itself, so each round loads the
+    tab again.
+    """
 
     async with asyncio.timeout(SHOWN_S):
         while not await count_rows(page, state, call_id):
@@ -78,9 +80,13 @@ def count_host_queues(stack: Stack) -> int:
 
 
 def is_dead(pid: int) -> bool:
-    """Return whether the process has ended with all its threads, even if its parent has not waited for it. Its sockets are closed by the last thread."""
+    """Return whether the process has ended with all its threads, even if its parent has not waited for it. Its sockets
+    are closed by the last thread.
+    """
     process = Path(f"/proc/{pid}")
-    return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z" and len(list((process / "task").iterdir())) == 1
+    return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z" and len(
+        list((process / "task").iterdir())
+    ) == 1
 
 
 async def until_flower_listens(page: Page, session: Session) -> None:
@@ -104,7 +110,9 @@ async def until_sessions_open(client: ToolClient) -> None:
                 await asyncio.sleep(0.2)
 
 
-async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(stack: Stack, client: ToolClient, session: Session) -> None:
+async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(
+    stack: Stack, client: ToolClient, session: Session
+) -> None:
     async with open_tasks(stack) as page:
         await until_flower_listens(page, session)
         green, red = make_id(), make_id()

@@ -14,16 +14,26 @@ NAMES = ("json", "redis", "celery", "structlog", "workers", "orchestrator", "con
 @pytest.mark.stack
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "command", [("doctor", "--json"), ("call", "bash_tool", "command=echo hi", "--json"), ("config", "show")], ids=lambda words: words[0]
+    "command",
+    [("doctor", "--json"), ("call", "bash_tool", "command=echo hi", "--json"), ("config", "show")],
+    ids=lambda words: words[0],
 )
-def test_nothing_of_the_folder_in_which_a_command_is_called_is_run(engine: APIClient, tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_nothing_of_the_folder_in_which_a_command_is_called_is_run(
+    engine: APIClient, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     for name in NAMES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + ' ')")
     with open_footprint(engine) as footprint:
         # An embedded stack: all kinds of processes are started.
         done = subprocess.run(
-            [TOOLCREW, *command], cwd=tmp_path, env=footprint.environment({}), capture_output=True, text=True, timeout=150, check=False
+            [TOOLCREW, *command],
+            cwd=tmp_path,
+            env=footprint.environment({}),
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
         )
     assert "Traceback" not in done.stderr
     assert done.stdout

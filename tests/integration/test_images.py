@@ -55,7 +55,9 @@ class Host:
     def __init__(self, folder: Path, engine: Engine, cgroup_version: int, life_s: float) -> None:
         profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=cgroup_version, life_s=life_s)
         owner = {LABEL_DEPLOYMENT: "images-test", LABEL_SANDBOXD: f"images-{secrets.token_hex(4)}", LABEL_LEASE: "none"}
-        self.factory = SandboxFactory(engine, profile, TmpfsWorkspaces(), Records(folder), SandboxSlots(10), owner, IMAGE)
+        self.factory = SandboxFactory(
+            engine, profile, TmpfsWorkspaces(), Records(folder), SandboxSlots(10), owner, IMAGE
+        )
         self.factory.check_start = StartCheck(is_hard=True).check
         self.made: list[Sandbox] = []
 
@@ -116,12 +118,18 @@ async def shell(sandbox: Sandbox, script: str) -> str:
     return output
 
 
-# --- our images -----------------------------------------------------------------------------------------------------------
+# --- our images -------------------------------------------------------------------------------------------------------
 
 
 def look_into(api: APIClient, image: str, script: str) -> str:
     """What root sees in a container of the image as it is."""
-    config = {"Image": image, "Entrypoint": ["/bin/sh", "-c", script], "User": "0:0", "NetworkDisabled": True, "Labels": LABELS}
+    config = {
+        "Image": image,
+        "Entrypoint": ["/bin/sh", "-c", script],
+        "User": "0:0",
+        "NetworkDisabled": True,
+        "Labels": LABELS,
+    }
     with open_container(api, {**config, "HostConfig": {"NetworkMode": "none"}}) as container:
         api.start(container)
         api.wait(container, timeout=60)
@@ -135,7 +143,9 @@ def image(request: pytest.FixtureRequest, api: APIClient) -> str:
 
 
 def require_image(api: APIClient, name: str, is_optional: bool = False) -> str:
-    """The image's name. The node image is large and nothing but its own tests needs it: it is looked at where somebody has built it."""
+    """The image's name. The node image is large and nothing but its own tests needs it: it is looked at where somebody
+    has built it.
+    """
     if not api.images(name):
         (pytest.skip if is_optional else missing)(f"no image {name}: scripts/build-image all")
     return name
@@ -177,12 +187,16 @@ async def test_what_a_session_leaves_anywhere_is_attested(host: Host) -> None:
     assert len(find_dirt(await attest(sandbox))) == 4
 
 
-async def test_a_sandbox_ends_itself_at_its_maximum_life_and_is_gone(api: APIClient, engine: Engine, tmp_path: Path) -> None:
+async def test_a_sandbox_ends_itself_at_its_maximum_life_and_is_gone(
+    api: APIClient, engine: Engine, tmp_path: Path
+) -> None:
     async with open_host(engine, tmp_path, life_s=1.0) as host:
         sandbox = await host.make(IMAGE)
         await eventually(lambda: sandbox.lost, 10, "the sandbox lives on")
         assert "maximum life of 1 s" in str(sandbox.lost)
-        await eventually(lambda: not api.containers(all=True, filters={"name": sandbox.name}), 10, "the container is still there")
+        await eventually(
+            lambda: not api.containers(all=True, filters={"name": sandbox.name}), 10, "the container is still there"
+        )
 
 
 async def test_the_python_image_installs_packages_into_the_workspace(api: APIClient, host: Host) -> None:
@@ -191,16 +205,18 @@ async def test_the_python_image_installs_packages_into_the_workspace(api: APICli
     await shell(sandbox, "mkdir p && cd p && printf 'x = 42\\n' > tiny.py && zip -q ../tiny-1-py3-none-any.whl tiny.py")
     await shell(
         sandbox,
-        "mkdir p/tiny-1.dist-info && cd p/tiny-1.dist-info && printf 'Metadata-Version: 2.1\\nName: tiny\\nVersion: 1\\n' > METADATA"
-        " && printf 'Wheel-Version: 1.0\\nGenerator: x\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n' > WHEEL"
-        " && printf 'tiny.py,,\\ntiny-1.dist-info/METADATA,,\\ntiny-1.dist-info/WHEEL,,\\ntiny-1.dist-info/RECORD,,\\n' > RECORD"
-        " && cd .. && zip -q -r ../tiny-1-py3-none-any.whl tiny-1.dist-info",
+        "mkdir p/tiny-1.dist-info && cd p/tiny-1.dist-info && printf 'Metadata-Version: 2.1\\nName: tiny\\nVersion: "
+        "1\\n' > METADATA && printf 'Wheel-Version: 1.0\\nGenerator: x\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n' "
+        "> WHEEL && printf "
+        "'tiny.py,,\\ntiny-1.dist-info/METADATA,,\\ntiny-1.dist-info/WHEEL,,\\ntiny-1.dist-info/RECORD,,\\n' > RECORD "
+        "&& cd .. && zip -q -r ../tiny-1-py3-none-any.whl tiny-1.dist-info",
     )
     await shell(sandbox, "pip install -q --no-index ./tiny-1-py3-none-any.whl")
     assert await shell(sandbox, "cd /tmp && python -c 'import tiny; print(tiny.x, tiny.__file__)'") == (
         "42 /workspace/.local/lib/python3.11/site-packages/tiny.py\n"
     )
-    # With a pip of its own a venv takes 5 s of a processor to make: that it can be is seen from what it would be made of.
+    # With a pip of its own a venv takes 5 s of a processor to make: that it can be is seen from what it would be made
+    # of.
     await shell(sandbox, "python3 -m ensurepip --version && python3 -m venv --without-pip v")
     await shell(sandbox, "pip --python v/bin/python install -q --no-index ./tiny-1-py3-none-any.whl")
     assert (await shell(sandbox, "v/bin/python -c 'import tiny; print(tiny.__file__)'")).startswith("/workspace/v/")
@@ -212,7 +228,7 @@ async def test_the_node_image_runs_javascript(api: APIClient, host: Host) -> Non
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", await shell(sandbox, "npm --version"))
 
 
-# --- images of others -----------------------------------------------------------------------------------------------------
+# --- images of others -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +272,9 @@ def build_tree(files: Iterable[tuple[str, int, bytes]]) -> bytes:
     return tree.getvalue()
 
 
-async def test_an_image_with_nothing_but_python_is_a_sandbox_and_says_what_it_lacks(host: Host, only_python: str) -> None:
+async def test_an_image_with_nothing_but_python_is_a_sandbox_and_says_what_it_lacks(
+    host: Host, only_python: str
+) -> None:
     sandbox = await host.make(only_python)
     found = await attest(sandbox)
     assert find_dirt(found) == []
@@ -303,7 +321,9 @@ async def test_the_mounted_guest_cannot_be_written(host: Host, only_python: str)
 
 async def test_the_environment_of_an_image_does_not_reach_programs(host: Host, only_python: str) -> None:
     sandbox = await host.make(only_python)
-    _, output = await run(sandbox, "python3", "-I", "-S", "-c", "import os; print(os.environ.get('OF_THE_IMAGE'), os.environ['HOME'])")
+    _, output = await run(
+        sandbox, "python3", "-I", "-S", "-c", "import os; print(os.environ.get('OF_THE_IMAGE'), os.environ['HOME'])"
+    )
     assert output == "None /workspace\n"
 
 

@@ -1,4 +1,6 @@
-"""Evaluations with the real Inspect on a real pool: the example, limits seen from outside, clean-up, and a pool that is away."""
+"""Evaluations with the real Inspect on a real pool: the example, limits seen from outside, clean-up, and a pool that is
+away.
+"""
 
 import asyncio
 import os
@@ -53,13 +55,16 @@ async def test_the_example_is_right_and_leaves_no_session(stack: Stack, tmp_path
             timeout=100,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert [f"sum-{last} {total} {{'sum_is_written': {value}}}" in done.stdout for last, total, value in RIGHT] == [True, True], (
-            done.stdout
-        )
+        assert [f"sum-{last} {total} {{'sum_is_written': {value}}}" in done.stdout for last, total, value in RIGHT] == [
+            True,
+            True,
+        ], done.stdout
         assert {session.session for session in (await client.sessions()).sessions} <= before
 
 
-async def test_at_the_limit_everything_is_killed_and_what_was_printed_is_told(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> None:
+async def test_at_the_limit_everything_is_killed_and_what_was_printed_is_told(
+    stack: Stack, sandbox: ToolcrewSandboxEnvironment
+) -> None:
     container = await container_of(stack, sandbox)
     with pytest.raises(TimeoutError) as raised:
         await sandbox.exec(["bash", "-c", "echo x >>runs; echo begun; setsid sleep 300 & sleep 300"], timeout=1)
@@ -79,7 +84,9 @@ async def test_more_output_than_is_kept_is_an_error_with_a_part_of_it(sandbox: T
     assert raised.value.truncated_output
 
 
-async def test_a_program_that_is_not_there_is_a_failed_result_and_another_user_is_refused(sandbox: ToolcrewSandboxEnvironment) -> None:
+async def test_a_program_that_is_not_there_is_a_failed_result_and_another_user_is_refused(
+    sandbox: ToolcrewSandboxEnvironment,
+) -> None:
     missing = await sandbox.exec(["no-such-program"])
     assert (missing.success, missing.returncode) == (False, 127)
     assert "no-such-program" in missing.stderr
@@ -99,7 +106,9 @@ async def test_files_of_the_image_are_read_and_none_is_written_there(sandbox: To
         await sandbox.read_file("bytes")
 
 
-async def test_its_connection_is_a_command_and_ends_with_the_session(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> None:
+async def test_its_connection_is_a_command_and_ends_with_the_session(
+    stack: Stack, sandbox: ToolcrewSandboxEnvironment
+) -> None:
     await sandbox.write_file("seen-here", "")
     connection = await sandbox.connection()
     ran = await asyncio.to_thread(
@@ -118,19 +127,25 @@ async def test_its_connection_is_a_command_and_ends_with_the_session(stack: Stac
         await sandbox.exec(["true"])
 
 
-async def test_an_interrupted_sample_and_the_end_of_a_task_remove_sandboxes(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_interrupted_sample_and_the_end_of_a_task_remove_sandboxes(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)
     kept = ToolcrewSandboxConfig(ttl_s=600)
     await ToolcrewSandboxEnvironment.task_init("test", kept)
     samples = [await ToolcrewSandboxEnvironment.sample_init("test", kept, {}) for _ in range(2)]
-    containers = [await container_of(stack, sample["default"].as_type(ToolcrewSandboxEnvironment)) for sample in samples]
+    containers = [
+        await container_of(stack, sample["default"].as_type(ToolcrewSandboxEnvironment)) for sample in samples
+    ]
     await ToolcrewSandboxEnvironment.sample_cleanup("test", kept, samples[0], True)
     assert [stack.has_container(container) for container in containers] == [False, True]
     await ToolcrewSandboxEnvironment.task_cleanup("test", kept, True)
     assert not stack.has_container(containers[1])
 
 
-async def test_a_sandbox_that_was_left_is_removed_from_the_command_line(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> None:
+async def test_a_sandbox_that_was_left_is_removed_from_the_command_line(
+    stack: Stack, sandbox: ToolcrewSandboxEnvironment
+) -> None:
     container = await container_of(stack, sandbox)
     with pytest.raises(PrerequisiteError):
         await ToolcrewSandboxEnvironment.cli_cleanup(None)

@@ -1,4 +1,6 @@
-"""A secret is changed while calls go on: old and new senders and workers side by side, each restarted once a step, in either order."""
+"""A secret is changed while calls go on: old and new senders and workers side by side, each restarted once a step, in
+either order.
+"""
 
 import secrets
 from collections.abc import Iterator

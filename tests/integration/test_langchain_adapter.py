@@ -1,4 +1,6 @@
-"""A session's tools as LangChain's, with the real library on a real stack: schemas, results, failures, approvals, cancelling, other threads."""
+"""A session's tools as LangChain's, with the real library on a real stack: schemas, results, failures, approvals,
+cancelling, other threads.
+"""
 
 import asyncio
 import contextlib
@@ -40,7 +42,9 @@ def asked(name: str, **arguments: Any) -> dict[str, Any]:
     return {"type": "tool_call", "id": "call_1", "name": name, "args": arguments}
 
 
-async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(client: ToolClient, tools: dict[str, PoolTool]) -> None:
+async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(
+    client: ToolClient, tools: dict[str, PoolTool]
+) -> None:
     specs = {spec.name: spec for spec in await client.tools()}
     assert tools.keys() == specs.keys()
     assert all(isinstance(tool, BaseTool) for tool in tools.values())
@@ -137,7 +141,9 @@ async def test_a_catastrophic_command_is_refused_whoever_approves(tools: dict[st
     assert message.artifact["error_code"] == "SECURITY_REFUSED"
 
 
-async def test_cancelling_the_task_stops_the_call_in_the_sandbox(stack: Stack, session: Session, tools: dict[str, PoolTool]) -> None:
+async def test_cancelling_the_task_stops_the_call_in_the_sandbox(
+    stack: Stack, session: Session, tools: dict[str, PoolTool]
+) -> None:
     where = await find_container(stack, session)
     task = asyncio.create_task(tools["bash_tool"].ainvoke(asked("bash_tool", command="sleep 654")))
     await eventually(lambda: is_running(where, "sleep 654"), 20, "the command runs")
@@ -153,11 +159,15 @@ async def test_invoke_from_another_thread_gives_the_same(tools: dict[str, PoolTo
 
 
 async def test_ainvoke_from_another_loop_gives_the_same(tools: dict[str, PoolTool]) -> None:
-    message = await asyncio.to_thread(lambda: asyncio.run(tools["bash_tool"].ainvoke(asked("bash_tool", command="echo there"))))
+    message = await asyncio.to_thread(
+        lambda: asyncio.run(tools["bash_tool"].ainvoke(asked("bash_tool", command="echo there")))
+    )
     assert message.content == "there\n"
 
 
-async def test_cancelling_in_another_loop_stops_the_call_in_the_sandbox(stack: Stack, session: Session, tools: dict[str, PoolTool]) -> None:
+async def test_cancelling_in_another_loop_stops_the_call_in_the_sandbox(
+    stack: Stack, session: Session, tools: dict[str, PoolTool]
+) -> None:
     where = await find_container(stack, session)
 
     async def give_up() -> None:
@@ -176,13 +186,18 @@ async def test_invoke_in_the_clients_own_loop_is_refused_instead_of_hanging(tool
 
 
 async def test_names_choose_tools_and_one_that_is_none_is_said(client: ToolClient, session: Session) -> None:
-    assert [tool.name for tool in await as_langchain_tools(client, session, ["read_tool", "bash_tool"])] == ["bash_tool", "read_tool"]
+    assert [tool.name for tool in await as_langchain_tools(client, session, ["read_tool", "bash_tool"])] == [
+        "bash_tool",
+        "read_tool",
+    ]
     with pytest.raises(ToolFailure, match="there is no tool 'bash'") as raised:
         await as_langchain_tools(client, session, ["bash"])
     assert "bash_tool" in raised.value.metadata["nearest"]
 
 
-async def test_a_tool_that_is_turned_off_later_says_so(client: ToolClient, session: Session, switched_back: None) -> None:
+async def test_a_tool_that_is_turned_off_later_says_so(
+    client: ToolClient, session: Session, switched_back: None
+) -> None:
     (glob,) = await as_langchain_tools(client, session, ["glob_tool"])
     await client.disable("glob_tool", reason="the disk is slow")
     message = await glob.ainvoke(asked("glob_tool", pattern="*"))

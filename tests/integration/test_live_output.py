@@ -1,4 +1,6 @@
-"""Output of a real command while it runs: from the sandbox through the worker and Redis to the program, and to a terminal."""
+"""Output of a real command while it runs: from the sandbox through the worker and Redis to the program, and to a
+terminal.
+"""
 
 import asyncio
 
@@ -38,7 +40,9 @@ async def test_a_line_arrives_long_before_its_command_ends(session: Session) -> 
 async def test_a_search_shows_its_lines_as_it_finds_them(session: Session) -> None:
     await session.call("bash_tool", {"command": "mkdir found; for n in {1..30}; do echo hit >found/$n.txt; done"})
     pieces = list[str]()
-    result = await session.call("grep_tool", {"pattern": "hit", "path": "found"}, on_output=lambda _, text: pieces.append(text))
+    result = await session.call(
+        "grep_tool", {"pattern": "hit", "path": "found"}, on_output=lambda _, text: pieces.append(text)
+    )
     lines, _, footer = str(result.output).rpartition("\n")
     assert ("".join(pieces), footer) == (f"{lines}\n", "[30 matches in 30 files]")
     assert len(pieces) > 1
@@ -74,10 +78,14 @@ async def test_a_run_tells_the_output_of_its_calls(client: ToolClient, session: 
     await client.run("go", session=session, model=model, on_event=seen.append)
     pieces = [event for event in seen if isinstance(event, OutputArrived)]
     assert "".join(piece.text for piece in pieces) == "one\ntwo\n"
-    assert max(seen.index(piece) for piece in pieces) < next(at for at, event in enumerate(seen) if isinstance(event, CallFinished))
+    assert max(seen.index(piece) for piece in pieces) < next(
+        at for at, event in enumerate(seen) if isinstance(event, CallFinished)
+    )
 
 
-def test_the_command_shows_output_on_stderr_and_the_result_once_on_stdout(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_shows_output_on_stderr_and_the_result_once_on_stdout(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)
     command = r"command=echo one; printf '\007two\n'"
     live = CliRunner().invoke(app, ["call", "bash_tool", command, "--live"])

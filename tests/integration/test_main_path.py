@@ -89,7 +89,9 @@ async def test_a_session_verb_is_no_tool_of_a_model(session: Session) -> None:
 
 
 async def test_session_verbs_are_not_listed_among_the_tools(client: ToolClient) -> None:
-    names = [f"{name}_tool" for name in ("bash", "edit", "glob", "grep", "read", "skill", "webfetch", "websearch", "write")]
+    names = [
+        f"{name}_tool" for name in ("bash", "edit", "glob", "grep", "read", "skill", "webfetch", "websearch", "write")
+    ]
     shipped = ["table-profile", "vector-search", "word-count"]
     assert sorted(spec.name for spec in await client.tools()) == sorted(names + shipped)
 
@@ -132,7 +134,11 @@ async def test_a_call_that_makes_no_sense_is_a_result_too_never_an_exception(ses
         except Exception as error:  # noqa: BLE001  # that there is none is what is tested
             raised.append((name, arguments, options, repr(error)[:120]))
         else:
-            assert result.error_code in (ErrorCode.INVALID_ARGUMENTS, ErrorCode.TOOL_NOT_FOUND), (name, arguments, options)
+            assert result.error_code in (ErrorCode.INVALID_ARGUMENTS, ErrorCode.TOOL_NOT_FOUND), (
+                name,
+                arguments,
+                options,
+            )
 
     assert raised == []
 
@@ -272,7 +278,9 @@ def describe(folder: Path) -> dict[str, object]:
     return entries
 
 
-async def test_a_link_to_an_absolute_path_does_not_make_the_workspace_impossible_to_save(session: Session, tmp_path: Path) -> None:
+async def test_a_link_to_an_absolute_path_does_not_make_the_workspace_impossible_to_save(
+    session: Session, tmp_path: Path
+) -> None:
     await session.call("bash_tool", {"command": "echo result > answer.txt; ln -s /usr/bin/python3 python"})
 
     await session.export(tmp_path / "out")
@@ -280,7 +288,9 @@ async def test_a_link_to_an_absolute_path_does_not_make_the_workspace_impossible
     assert (tmp_path / "out" / "answer.txt").read_text() == "result\n"
 
 
-async def test_a_link_that_leads_out_does_not_let_a_saved_workspace_write_outside(session: Session, tmp_path: Path) -> None:
+async def test_a_link_that_leads_out_does_not_let_a_saved_workspace_write_outside(
+    session: Session, tmp_path: Path
+) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     await session.call("bash_tool", {"command": f"ln -s {outside} escape; ln -s ../outside escape2"})
@@ -295,7 +305,9 @@ async def test_a_link_that_leads_out_does_not_let_a_saved_workspace_write_outsid
 async def test_several_processes_use_one_stack_at_once(stack: Stack, footprint: Footprint, session: Session) -> None:
     environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
     others = [
-        asyncio.to_thread(run_toolcrew, footprint, "call", "bash_tool", f"command=echo other {n}", "--json", environment=environment)
+        asyncio.to_thread(
+            run_toolcrew, footprint, "call", "bash_tool", f"command=echo other {n}", "--json", environment=environment
+        )
         for n in range(2)
     ]
     ours = session.call("bash_tool", {"command": "echo ours"})
@@ -357,7 +369,9 @@ async def test_a_session_that_nobody_uses_expires(stack: Stack, client: ToolClie
     await session.close()
 
 
-async def test_a_missing_workspace_folder_is_said_before_anything_is_started(stack: Stack, client: ToolClient, tmp_path: Path) -> None:
+async def test_a_missing_workspace_folder_is_said_before_anything_is_started(
+    stack: Stack, client: ToolClient, tmp_path: Path
+) -> None:
     before = stack.footprint.containers()
 
     with pytest.raises(Exception, match="does not exist: give a folder"):

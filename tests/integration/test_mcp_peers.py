@@ -1,4 +1,6 @@
-"""Tools of other MCP servers on a real stack: over HTTP by the worker with network, over stdio inside the session's sandbox, for their tenants only."""
+"""Tools of other MCP servers on a real stack: over HTTP by the worker with network, over stdio inside the session's
+sandbox, for their tenants only.
+"""
 
 import asyncio
 import contextlib
@@ -39,7 +41,9 @@ def _left(stack: Stack) -> list[str]:
     return _commands(stack, "^sleep 4321|(hangs|dies|forges|leaves)$")
 
 
-async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_only_themselves(engine: APIClient, tmp_path: Path) -> None:
+async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_only_themselves(
+    engine: APIClient, tmp_path: Path
+) -> None:
     file = tmp_path / "servers.json"
     with open_raw_peer(modern) as web:
         servers = {
@@ -73,10 +77,20 @@ async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_o
                 assert "bolts" not in str(unseen.value.metadata)
                 other = await session.call("mcp__bolts__echo", {"text": "x"})
                 nobodys = await session.call("mcp__nuts__echo", {"text": "x"})
-                assert (other.error_code, str(other.error).replace("bolts", "nuts")) == (nobodys.error_code, nobodys.error)
+                assert (other.error_code, str(other.error).replace("bolts", "nuts")) == (
+                    nobodys.error_code,
+                    nobodys.error,
+                )
 
-                ends = {name: (await session.call(f"mcp__{name}__echo", {"text": "x"})).error_code for name in ("hangs", "dies", "forges")}
-                assert ends == {"hangs": ErrorCode.TIMEOUT, "dies": ErrorCode.HTTP_ERROR, "forges": ErrorCode.HTTP_ERROR}
+                ends = {
+                    name: (await session.call(f"mcp__{name}__echo", {"text": "x"})).error_code
+                    for name in ("hangs", "dies", "forges")
+                }
+                assert ends == {
+                    "hangs": ErrorCode.TIMEOUT,
+                    "dies": ErrorCode.HTTP_ERROR,
+                    "forges": ErrorCode.HTTP_ERROR,
+                }
                 assert (await session.call("mcp__leaves__echo", {"text": "x"})).success
                 assert (await session.call("mcp__idles__echo", {"text": "x"})).success
                 await eventually(lambda: not _left(stack), 30, lambda: str(_left(stack)))
@@ -86,7 +100,9 @@ async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_o
                 assert "\nmine\n" in (await session.call("mcp__bolts__echo", {"text": "mine"})).text()
 
 
-async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_began(engine: APIClient, tmp_path: Path) -> None:
+async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_began(
+    engine: APIClient, tmp_path: Path
+) -> None:
     file, began, closed = tmp_path / "servers.json", threading.Event(), threading.Event()
     with open_raw_peer(modern) as web:
         servers = {
@@ -153,12 +169,16 @@ def _build_waiter(began: threading.Event, closed: threading.Event) -> Callable[[
     return wait
 
 
-async def test_servers_that_come_later_and_change_are_taken_over_while_everything_runs(engine: APIClient, tmp_path: Path) -> None:
+async def test_servers_that_come_later_and_change_are_taken_over_while_everything_runs(
+    engine: APIClient, tmp_path: Path
+) -> None:
     file, source = tmp_path / "servers.json", {"tools": [TOOL]}
     with open_raw_peer(lambda request: modern(request, tools=source["tools"])) as web:
         down = web.replies.pop("*")
         late = {"command": "/workspace/../tmp/late", "network": "none"}
-        file.write_text(json.dumps({"mcpServers": {"web": {"url": web.url(host="127.0.0.1"), "private": True}, "late": late}}))
+        file.write_text(
+            json.dumps({"mcpServers": {"web": {"url": web.url(host="127.0.0.1"), "private": True}, "late": late}})
+        )
         with open_stack(engine, {"TOOLCREW_MCP_SERVERS": str(file), "TOOLCREW_MCP_REFRESH_S": "2"}) as stack:
             async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
                 assert "mcp__web__echo" not in {spec.name for spec in await client.tools()}

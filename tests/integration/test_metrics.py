@@ -1,4 +1,6 @@
-"""Metrics of a real stack: exact numbers of calls that went well, failed, were killed and refused, also over restarts of what counts."""
+"""Metrics of a real stack: exact numbers of calls that went well, failed, were killed and refused, also over restarts
+of what counts.
+"""
 
 import asyncio
 import os
@@ -128,19 +130,27 @@ async def test_a_worker_that_is_started_again_counts_nothing_of_its_sandboxd_twi
         await asyncio.to_thread(sandboxd.close, name)
     stack.wait_for_another("worker", pid)
     told = starts(stack)
-    page = await scrape_until(stack, lambda page: page[STARTS] >= told, "what was started meanwhile is counted by the next worker")
+    page = await scrape_until(
+        stack, lambda page: page[STARTS] >= told, "what was started meanwhile is counted by the next worker"
+    )
     assert page[STARTS] == told
 
 
 async def test_a_sandboxd_that_is_started_again_adds_to_what_was_counted(stack: Stack) -> None:
-    before = await scrape_until(stack, lambda page: page[STARTS] == starts(stack), "what sandboxd counted is taken over")
+    before = await scrape_until(
+        stack, lambda page: page[STARTS] == starts(stack), "what sandboxd counted is taken over"
+    )
     pid = stack.pid("sandboxd")
     os.kill(pid, signal.SIGKILL)
     stack.wait_for_another("sandboxd", pid)
     # A new sandboxd proves the profile on a sandbox.
     page = await scrape_until(stack, lambda page: page[STARTS] > before[STARTS], "the next sandboxd's proof is counted")
     assert page[STARTS] == before[STARTS] + starts(stack)
-    went_back = {what: number for what, number in before.items() if what[0].endswith(("_total", "_count")) and page.get(what, 0) < number}
+    went_back = {
+        what: number
+        for what, number in before.items()
+        if what[0].endswith(("_total", "_count")) and page.get(what, 0) < number
+    }
     assert went_back == {}
 
 

@@ -1,4 +1,6 @@
-"""Two sandboxds of one deployment with one store: a session whose host dies goes on at the other from its last checkpoint."""
+"""Two sandboxds of one deployment with one store: a session whose host dies goes on at the other from its last
+checkpoint.
+"""
 
 from collections.abc import Iterator
 
@@ -21,7 +23,10 @@ def daemons(engine: APIClient) -> Iterator[Daemons]:
 
 def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_told_what_it_lost(daemons: Daemons) -> None:
     store = str(daemons.folder / "store")
-    one, two = (daemons.start(name, workspace_store=store, sandbox_workspace="tmpfs", pool_target="0") for name in ("one", "two"))
+    one, two = (
+        daemons.start(name, workspace_store=store, sandbox_workspace="tmpfs", pool_target="0")
+        for name in ("one", "two")
+    )
     with one.client() as client:
         name = client.open("acme", "s1")
         bash(client, name, "echo kept > file; cd /tmp; export COLOUR=blue")
@@ -55,7 +60,9 @@ def test_what_status_tells_of_a_host_is_what_placing_needs(daemons: Daemons) -> 
     classes = '{"apart": {"pids": 64, "images": ["other:1"]}}'
     daemon = daemons.start(tenant_classes=classes, max_sandboxes="7", max_sessions="9", pool_target="0")
     status = daemon.status()
-    figures = {name: status[name] for name in ("classes", "max_sandboxes", "max_sessions", "sandboxes", "sessions", "store")}
+    figures = {
+        name: status[name] for name in ("classes", "max_sandboxes", "max_sessions", "sandboxes", "sessions", "store")
+    }
     assert figures == {
         "classes": ["apart", "default"],
         "max_sandboxes": 7,

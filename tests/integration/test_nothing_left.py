@@ -1,4 +1,6 @@
-"""Sandboxes that are ended in every way leave nothing on the host, in sandboxd or in the engine; scripts/bench kill_rounds plays a thousand."""
+"""Sandboxes that are ended in every way leave nothing on the host, in sandboxd or in the engine; scripts/bench
+kill_rounds plays a thousand.
+"""
 
 from collections.abc import Iterator
 
@@ -21,7 +23,9 @@ def daemons(engine: APIClient) -> Iterator[Daemons]:
         yield opened
 
 
-def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(daemons: Daemons, engine: APIClient) -> None:
+def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(
+    daemons: Daemons, engine: APIClient
+) -> None:
     daemon = daemons.start(sandbox_workspace="auto")
     played = Rounds(daemon.running, engine)
     played.play(range(len(WAYS)))
@@ -41,7 +45,9 @@ def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(daem
     assert after.rss - before.rss < 16 * 2**20, (before, after)
 
 
-def test_a_sandboxd_killed_among_starts_and_calls_leaves_nothing_once_the_next_has_ended(daemons: Daemons, engine: APIClient) -> None:
+def test_a_sandboxd_killed_among_starts_and_calls_leaves_nothing_once_the_next_has_ended(
+    daemons: Daemons, engine: APIClient
+) -> None:
     daemon = daemons.start(sandbox_workspace="auto", pool_target="2", pool_refill_per_s="20", idle_pause_s="0.3")
     played = Rounds(daemon.running, engine)
     _fill(daemon, played, engine)

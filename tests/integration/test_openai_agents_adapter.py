@@ -46,28 +46,42 @@ def read_by_model(agent: "Agent[None]") -> list[str]:
     assert model.last_call is not None
     sent = model.last_call.input
     assert not isinstance(sent, str)
-    return [str(item["output"]) for item in sent if isinstance(item, dict) and item.get("type") == "function_call_output"]
+    return [
+        str(item["output"]) for item in sent if isinstance(item, dict) and item.get("type") == "function_call_output"
+    ]
 
 
-async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(client: ToolClient, session: Session) -> None:
+async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(
+    client: ToolClient, session: Session
+) -> None:
     specs = {spec.name: spec for spec in await client.tools()}
     tools = await as_agents_tools(client, session)
     assert [tool.name for tool in tools] == sorted(specs)
     for tool in tools:
-        assert (tool.params_json_schema, tool.description) == (specs[tool.name].parameters, specs[tool.name].description)
+        assert (tool.params_json_schema, tool.description) == (
+            specs[tool.name].parameters,
+            specs[tool.name].description,
+        )
         # Ours have optional parameters, which the strict form knows not.
         assert tool.strict_json_schema is False
 
 
 def test_a_schema_counts_as_strict_only_as_it_stands() -> None:
-    strict = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+    strict = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     assert is_strict(strict)
     assert not is_strict({**strict, "required": []})
     assert not is_strict({key: value for key, value in strict.items() if key != "additionalProperties"})
     assert not is_strict({**strict, "additionalProperties": True})
 
 
-async def test_a_run_of_the_sdk_calls_tools_in_the_sandbox_and_keeps_their_metadata(client: ToolClient, session: Session) -> None:
+async def test_a_run_of_the_sdk_calls_tools_in_the_sandbox_and_keeps_their_metadata(
+    client: ToolClient, session: Session
+) -> None:
     agent = play(await as_agents_tools(client, session), ("bash_tool", {"command": "echo hello; exit 3"}))
     result = await run(agent)
     assert (result.final_output, read_by_model(agent)) == ("done", ["hello\n[exit code 3]"])
@@ -76,8 +90,14 @@ async def test_a_run_of_the_sdk_calls_tools_in_the_sandbox_and_keeps_their_metad
     json.dumps(item.custom_data)
 
 
-async def test_failures_are_told_in_the_words_of_a_run_and_the_agent_goes_on(client: ToolClient, session: Session) -> None:
-    calls = [("read_tool", {"file_path": "/workspace/none"}), ("bash_tool", {"comand": "ls"}), ("bash_tool", '{"command": ')]
+async def test_failures_are_told_in_the_words_of_a_run_and_the_agent_goes_on(
+    client: ToolClient, session: Session
+) -> None:
+    calls = [
+        ("read_tool", {"file_path": "/workspace/none"}),
+        ("bash_tool", {"comand": "ls"}),
+        ("bash_tool", '{"command": '),
+    ]
     agent = play(await as_agents_tools(client, session), *calls)
     result = await run(agent)
     missing, misspelt, broken = read_by_model(agent)
@@ -105,8 +125,14 @@ async def test_without_anybody_to_ask_what_needs_approval_is_refused(client: Too
     assert read_by_model(agent)[0].startswith("Error [PERMISSION_DENIED]: write_tool was not run")
 
 
-async def test_a_run_that_is_asked_by_the_sdk_stops_and_goes_on_with_a_yes(client: ToolClient, session: Session) -> None:
-    agent = play(await as_agents_tools(client, session, asks_by_run=True), ("write_tool", WRITE), ("bash_tool", {"command": "echo free"}))
+async def test_a_run_that_is_asked_by_the_sdk_stops_and_goes_on_with_a_yes(
+    client: ToolClient, session: Session
+) -> None:
+    agent = play(
+        await as_agents_tools(client, session, asks_by_run=True),
+        ("write_tool", WRITE),
+        ("bash_tool", {"command": "echo free"}),
+    )
     stopped = await run(agent)
     assert [item.name for item in stopped.interruptions] == ["write_tool"]
     with pytest.raises(ToolFailure):
@@ -130,11 +156,16 @@ async def test_a_run_that_is_asked_by_the_sdk_goes_on_with_a_no(client: ToolClie
 
 async def test_nobody_is_asked_about_what_is_refused_in_any_case(client: ToolClient, session: Session) -> None:
     agent = play(
-        await as_agents_tools(client, session, asks_by_run=True), ("bash_tool", {"command": "rm -rf /"}), ("write_tool", {"path": 1})
+        await as_agents_tools(client, session, asks_by_run=True),
+        ("bash_tool", {"command": "rm -rf /"}),
+        ("write_tool", {"path": 1}),
     )
     result = await run(agent)
     assert result.interruptions == []
-    assert [item.custom_data["error_code"] for item in outputs(result)] == [ErrorCode.SECURITY_REFUSED, ErrorCode.INVALID_ARGUMENTS]
+    assert [item.custom_data["error_code"] for item in outputs(result)] == [
+        ErrorCode.SECURITY_REFUSED,
+        ErrorCode.INVALID_ARGUMENTS,
+    ]
 
 
 async def test_a_call_that_the_run_has_no_yes_for_is_refused(client: ToolClient, session: Session) -> None:
@@ -146,9 +177,13 @@ async def test_a_call_that_the_run_has_no_yes_for_is_refused(client: ToolClient,
     assert read_by_model(agent)[0].startswith("Error [PERMISSION_DENIED]: write_tool was not run")
 
 
-async def test_cancelling_the_run_stops_the_call_in_the_sandbox(stack: Stack, client: ToolClient, session: Session) -> None:
+async def test_cancelling_the_run_stops_the_call_in_the_sandbox(
+    stack: Stack, client: ToolClient, session: Session
+) -> None:
     where = await find_container(stack, session)
-    task = asyncio.create_task(run(play(await as_agents_tools(client, session), ("bash_tool", {"command": "sleep 656"}))))
+    task = asyncio.create_task(
+        run(play(await as_agents_tools(client, session), ("bash_tool", {"command": "sleep 656"})))
+    )
     await eventually(lambda: is_running(where, "sleep 656"), 20, "the command runs")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,6 @@
-"""Sessions and calls from anywhere: taken over by other processes, paused, and ended, with what is left looked at from outside."""
+"""Sessions and calls from anywhere: taken over by other processes, paused, and ended, with what is left looked at from
+outside.
+"""
 
 import asyncio
 import json
@@ -33,7 +35,9 @@ async def other(stack: Stack) -> AsyncIterator[ToolClient]:
 
 
 async def toolcrew(stack: Stack, *arguments: str) -> Any:
-    return await asyncio.to_thread(run_toolcrew, stack.footprint, *arguments, environment={"TOOLCREW_REDIS_URL": stack.redis_url})
+    return await asyncio.to_thread(
+        run_toolcrew, stack.footprint, *arguments, environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+    )
 
 
 def state_of(stack: Stack, tenant: str, call_id: str) -> str:
@@ -71,7 +75,9 @@ def test_a_session_is_used_by_one_command_after_the_other_and_outlives_each(stac
 
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("from here")
-    made = run_toolcrew(stack.footprint, "session", "new", "--ttl", "600", environment={"TOOLCREW_REDIS_URL": stack.redis_url})
+    made = run_toolcrew(
+        stack.footprint, "session", "new", "--ttl", "600", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+    )
     session = made.stdout.strip()
     assert (made.returncode, len(session) >= 20) == (0, True), made
 
@@ -83,17 +89,26 @@ def test_a_session_is_used_by_one_command_after_the_other_and_outlives_each(stac
     assert json.loads(called.stdout)["metadata"]["stdout"] == "from here!\x1b\n"
     assert run("session", "cp", f"{session}:/workspace/b.txt", str(tmp_path)).exit_code == 0
     assert run("session", "cp", f"{session}:/workspace/in", str(tmp_path / "out")).exit_code == 0
-    assert ((tmp_path / "b.txt").read_text(), (tmp_path / "out" / "a.txt").read_text()) == ("from here!\x1b\n", "from here")
+    assert ((tmp_path / "b.txt").read_text(), (tmp_path / "out" / "a.txt").read_text()) == (
+        "from here!\x1b\n",
+        "from here",
+    )
 
     rows = json.loads(run("session", "ls", "--json").stdout)["sessions"]
     assert next(row for row in rows if row["id"] == session)["ttl_s"] == 600.0
     removed = run("session", "rm", session, "never-was")
-    assert (removed.exit_code, removed.stdout.split(), "never-was: there is no such session" in removed.stderr) == (1, [session], True)
+    assert (removed.exit_code, removed.stdout.split(), "never-was: there is no such session" in removed.stderr) == (
+        1,
+        [session],
+        True,
+    )
     gone = run("session", "exec", session, "true")
     assert (gone.exit_code, "there is no such session" in gone.stderr) == (125, True)
 
 
-async def test_output_of_a_program_is_shown_while_it_runs_in_a_session_of_another_process(client: ToolClient, other: ToolClient) -> None:
+async def test_output_of_a_program_is_shown_while_it_runs_in_a_session_of_another_process(
+    client: ToolClient, other: ToolClient
+) -> None:
     async with await client.open_session() as session:
         attached, shown, first = await other.session(session.id), list[tuple[str, str]](), asyncio.Event()
 
@@ -102,7 +117,10 @@ async def test_output_of_a_program_is_shown_while_it_runs_in_a_session_of_anothe
             first.set()
 
         running = asyncio.create_task(
-            attached.exec(["sh", "-c", "echo one; echo two >&2; while [ ! -e go ]; do sleep 0.05; done; echo three"], on_output=show)
+            attached.exec(
+                ["sh", "-c", "echo one; echo two >&2; while [ ! -e go ]; do sleep 0.05; done; echo three"],
+                on_output=show,
+            )
         )
         await asyncio.wait_for(first.wait(), 30)
         assert not running.done()
@@ -130,7 +148,11 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
 ) -> None:
     container, call_id = await container_of(stack, session), f"kill-{secrets.token_hex(4)}"
     call = start(session, "echo begun; setsid sleep 300 & (setsid sh -c 'sleep 301 & wait' &) ; sleep 302", call_id)
-    await eventually(lambda: sum("sleep 30" in one for one in commands_in(container).values()) >= 3, 20, "all of the call's processes run")
+    await eventually(
+        lambda: sum("sleep 30" in one for one in commands_in(container).values()) >= 3,
+        20,
+        "all of the call's processes run",
+    )
 
     killed = await toolcrew(stack, "kill", call_id, "--reason", "it runs away", "--json")
 
@@ -141,7 +163,12 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
     assert "was killed by" in str(result.error)
     assert "it runs away" in str(result.error)
     told = (await other.call_life(call_id)).to_json()
-    assert (told["state"], told["error_code"], told["session"], told["place"]["state"]) == ("done", "CANCELLED", session.id, "open")
+    assert (told["state"], told["error_code"], told["session"], told["place"]["state"]) == (
+        "done",
+        "CANCELLED",
+        session.id,
+        "open",
+    )
     assert "it runs away" in told["killed"]
     assert (await session.call("bash_tool", {"command": "echo still here"})).metadata["stdout"] == "still here\n"
 
@@ -152,7 +179,9 @@ async def test_a_program_of_a_session_is_killed_as_a_call_is(stack: Stack, sessi
     await eventually(lambda: any("sleep 303" in one for one in commands_in(container).values()), 20, "the program runs")
     with stack.open_redis() as client:
         keys: Any = client.keys("toolcrew:default:t:default:call.*")
-        running_ids = [key.decode().rpartition(":call.")[2] for key in keys if client.hget(key, "session") == session.id.encode()]
+        running_ids = [
+            key.decode().rpartition(":call.")[2] for key in keys if client.hget(key, "session") == session.id.encode()
+        ]
         [call_id] = [one for one in running_ids if state_of(stack, "default", one) == "running"]
     assert (await other.kill_call(call_id)).record.code in ("", "CANCELLED")
     with pytest.raises(ToolFailure, match="was killed by") as ended:
@@ -160,7 +189,9 @@ async def test_a_program_of_a_session_is_killed_as_a_call_is(stack: Stack, sessi
     assert ended.value.code is ErrorCode.CANCELLED
 
 
-async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_can_be_killed(stack: Stack, other: ToolClient) -> None:
+async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_can_be_killed(
+    stack: Stack, other: ToolClient
+) -> None:
     tenant = f"t{secrets.token_hex(4)}"
     tenants = other._pool.tenants
     async with ToolClient.connect(stack.redis_url, tenant=tenant) as client, await client.open_session() as session:
@@ -184,14 +215,18 @@ async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_ca
         assert (await session.call("bash_tool", {"command": "ls"})).output in ("", None, "(no output)")
 
 
-async def test_a_call_that_its_host_has_not_begun_never_begins(stack: Stack, session: Session, other: ToolClient) -> None:
+async def test_a_call_that_its_host_has_not_begun_never_begins(
+    stack: Stack, session: Session, other: ToolClient
+) -> None:
     """The host's slots are taken: it lies in the queue, or waits for a slot, and is ended all the same."""
     queue = (await session.info()).queue
     with stack.open_redis() as store:
         slots = int(store.get(slots_key("default", queue)))  # type: ignore[arg-type]
     terms = Terms(timeout_s=120)
     busy = [
-        asyncio.create_task(session.call("bash_tool", {"command": "sleep 60"}, call_id=f"busy-{n}-{session.id[:8]}", terms=terms))
+        asyncio.create_task(
+            session.call("bash_tool", {"command": "sleep 60"}, call_id=f"busy-{n}-{session.id[:8]}", terms=terms)
+        )
         for n in range(2 * slots + 4)
     ]
     names = [f"busy-{number}-{session.id[:8]}" for number in range(len(busy))]

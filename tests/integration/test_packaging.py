@@ -1,4 +1,6 @@
-"""The wheel as it is installed: complete, enough with each extra alone, and with a sentence where an extra is missing."""
+"""The wheel as it is installed: complete, enough with each extra alone, and with a sentence where an extra is
+missing.
+"""
 
 import json
 import sys
@@ -14,7 +16,9 @@ from tests.conftest import RedisProcess
 from tests.installed import ROOT, Installed, build_wheel, make_environment, unpack_wheel
 from tests.log_lines import read_last_words
 
-PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
+    "packages"
+]
 # Printed as JSON: module -> the package that it lacks.
 IMPORT = """
 import importlib, json, sys
@@ -67,7 +71,9 @@ def source_files() -> Iterator[str]:
 
 
 def find_lacks(installed: Installed, modules: list[str]) -> dict[str, str]:
-    """Module -> the extra that it says it needs. Fails for a package of no extra: the distribution does not ask for it."""
+    """Module -> the extra that it says it needs. Fails for a package of no extra: the distribution does not ask for
+    it.
+    """
     done = installed.run(installed.python, "-c", IMPORT, json.dumps(modules))
     assert done.returncode == 0, done.stderr[-3000:]
     lacks = json.loads(done.stdout.splitlines()[-1])
@@ -86,13 +92,21 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
     assert {"contract/py.typed", "workers/sandboxd/runtime/seccomp.json", "store/runs.lua"} <= held
 
 
-def test_every_module_is_content_with_the_extra_that_it_asks_for(unpacked: Path, bare: Installed, tmp_path: Path) -> None:
+def test_every_module_is_content_with_the_extra_that_it_asks_for(
+    unpacked: Path, bare: Installed, tmp_path: Path
+) -> None:
     modules = sorted(
-        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in source_files() if name.endswith(".py")
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in source_files()
+        if name.endswith(".py")
     )
     lacking = find_lacks(bare, modules)
     assert "contract.envelope" not in lacking
-    assert (lacking["orchestrator.cli.main"], lacking["workers.sandboxd.runtime.engine"], lacking["workers.web.exchange"]) == (
+    assert (
+        lacking["orchestrator.cli.main"],
+        lacking["workers.sandboxd.runtime.engine"],
+        lacking["workers.web.exchange"],
+    ) == (
         "orchestrator",
         "worker",
         "web",
@@ -115,7 +129,9 @@ def test_all_extras_are_installed_together_from_the_wheel_alone(wheel: Path, unp
     extras = tuple(read_extras())
     installed = make_environment(tmp_path / "venv", unpacked, extras, is_installed=False)
     pip = (sys.executable, "-m", "pip", "--python", installed.python, "--disable-pip-version-check")
-    done = installed.run(*pip, "install", "--no-index", "--no-compile", f"toolcrew[{','.join(extras)}] @ {wheel.as_uri()}")
+    done = installed.run(
+        *pip, "install", "--no-index", "--no-compile", f"toolcrew[{','.join(extras)}] @ {wheel.as_uri()}"
+    )
     assert done.returncode == 0, done.stderr
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     told = installed.run("toolcrew", "--version")
@@ -127,7 +143,9 @@ def test_all_extras_are_installed_together_from_the_wheel_alone(wheel: Path, unp
     [("toolcrew", "orchestrator"), ("workers.sandboxd", "worker"), ("workers", "web")],
     ids=["toolcrew", "sandboxd", "web"],
 )
-def test_a_program_without_its_extra_says_which_one_it_needs(bare: Installed, redis_server: RedisProcess, program: str, extra: str) -> None:
+def test_a_program_without_its_extra_says_which_one_it_needs(
+    bare: Installed, redis_server: RedisProcess, program: str, extra: str
+) -> None:
     start = ("-c", "from orchestrator.cli.entry import main; main()") if program == "toolcrew" else ("-m", program)
     done = bare.run(bare.python, *start, TOOLCREW_WORKER_KIND="web", TOOLCREW_REDIS_URL=redis_server.url)
     told = done.stderr.removeprefix("toolcrew: ") if program == "toolcrew" else read_last_words(done.stderr)

@@ -1,4 +1,6 @@
-"""The worker without sandboxes, for real: its calls run, are limited by Celery, and can be cancelled; nothing of one reaches the next."""
+"""The worker without sandboxes, for real: its calls run, are limited by Celery, and can be cancelled; nothing of one
+reaches the next.
+"""
 
 import asyncio
 import os
@@ -64,16 +66,26 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with open_redis_server() as server, open_footprint() as footprint, open(footprint.folder / "worker.log", "wb") as log:
+    with (
+        open_redis_server() as server,
+        open_footprint() as footprint,
+        open(footprint.folder / "worker.log", "wb") as log,
+    ):
         settings = {"TOOLCREW_REDIS_URL": server.url, "TOOLCREW_CONCURRENCY": "2", "TOOLCREW_WORKER_KIND": "web"}
         worker = subprocess.Popen(
-            [sys.executable, "-m", "tests.pool_worker"], cwd=ROOT, env=footprint.environment(settings), stdout=log, stderr=log
+            [sys.executable, "-m", "tests.pool_worker"],
+            cwd=ROOT,
+            env=footprint.environment(settings),
+            stdout=log,
+            stderr=log,
         )
         try:
             opened = Pool(BrokerSettings.model_validate({"redis_url": server.url}), worker, footprint)
             with opened.open_redis() as store:
                 words = footprint.folder / "worker.log"
-                wait_until(lambda: store.exists(catalog_key("default", "web")), 60, lambda: words.read_text(errors="replace"))
+                wait_until(
+                    lambda: store.exists(catalog_key("default", "web")), 60, lambda: words.read_text(errors="replace")
+                )
             yield opened
         finally:
             end_process(worker)
@@ -120,21 +132,29 @@ async def test_a_session_need_not_exist(door: Dispatcher) -> None:
 async def test_a_tool_that_asks_for_a_sandbox_is_told_that_there_is_none(door: Dispatcher) -> None:
     result = await door.dispatch(call("grasping_tool"), ROUTE)
 
-    assert (result.error_code, "pool without sandboxes" in (result.error or "")) == (ErrorCode.SANDBOX_UNAVAILABLE, True)
+    assert (result.error_code, "pool without sandboxes" in (result.error or "")) == (
+        ErrorCode.SANDBOX_UNAVAILABLE,
+        True,
+    )
 
 
 async def test_a_call_at_its_limit_may_clean_up_and_its_process_goes_on(pool: Pool, door: Dispatcher) -> None:
     mark, started = pool.mark("limited"), time.monotonic()
     result = await door.dispatch(call("wait_tool", path=str(mark)), ROUTE, Terms(timeout_s=0.5))
 
-    assert (result.error_code, result.error) == (ErrorCode.TIMEOUT, "wait_tool did not end within its limit of 0.5 s and was stopped")
+    assert (result.error_code, result.error) == (
+        ErrorCode.TIMEOUT,
+        "wait_tool did not end within its limit of 0.5 s and was stopped",
+    )
     assert 0.4 < time.monotonic() - started < POOL_GRACE_S
     assert result.clocks.run_s > 0.4
     assert mark.with_suffix(".cleaned").exists()
     assert is_alive(int(mark.with_suffix(".began").read_text()))
 
 
-async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fresh_processes_go_on(pool: Pool, door: Dispatcher) -> None:
+async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fresh_processes_go_on(
+    pool: Pool, door: Dispatcher
+) -> None:
     limited, dropped = pool.mark("stubborn-limited"), pool.mark("stubborn-dropped")
     first = asyncio.create_task(door.dispatch(call("stubborn_tool", path=str(limited)), ROUTE, Terms(timeout_s=0.3)))
     second = asyncio.create_task(door.dispatch(call("stubborn_tool", path=str(dropped)), ROUTE))
@@ -213,7 +233,9 @@ async def test_a_call_that_is_cancelled_in_the_queue_never_starts(pool: Pool, do
 async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Pool, door: Dispatcher) -> None:
     """The attacker's aim: end other people's calls."""
     mark, victim = pool.mark("victim"), "victims-call"
-    running = asyncio.create_task(door.dispatch(ToolCall(id=victim, name="wait_tool", arguments={"path": str(mark)}), ROUTE))
+    running = asyncio.create_task(
+        door.dispatch(ToolCall(id=victim, name="wait_tool", arguments={"path": str(mark)}), ROUTE)
+    )
     await has(mark.with_suffix(".began"))
     order = call("session.cancel", call_id=victim)
 
@@ -251,7 +273,9 @@ async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:
     transport = CeleryTransport(pool.broker, hub)
     try:
         with pytest.raises(DeliveryFailed) as failed:
-            await transport.deliver(Delivery("tool.bash_tool", POOL_WEB, "acme", misled.id, envelope, time.time() + 20, 20))
+            await transport.deliver(
+                Delivery("tool.bash_tool", POOL_WEB, "acme", misled.id, envelope, time.time() + 20, 20)
+            )
     finally:
         await transport.aclose()
         await hub.close()

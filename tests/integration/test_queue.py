@@ -1,4 +1,6 @@
-"""The queue is not trusted: what is not a call of ours never runs, what has run never runs again, what came too late never starts."""
+"""The queue is not trusted: what is not a call of ours never runs, what has run never runs again, what came too late
+never starts.
+"""
 
 import asyncio
 import base64
@@ -51,11 +53,15 @@ async def files_of(session: Session) -> str:
 
 
 async def ended(store: "redis.Redis", task_id: str) -> dict[str, Any]:
-    state: dict[str, Any] = await eventually(lambda: stored_state(store, task_id), 20, f"the worker has ended {task_id}")
+    state: dict[str, Any] = await eventually(
+        lambda: stored_state(store, task_id), 20, f"the worker has ended {task_id}"
+    )
     return state
 
 
-async def test_a_forged_envelope_never_runs_and_is_counted(stack: Stack, session: Session, store: "redis.Redis") -> None:
+async def test_a_forged_envelope_never_runs_and_is_counted(
+    stack: Stack, session: Session, store: "redis.Redis"
+) -> None:
     queue = (await session.info()).queue
     where = {"tenant": session.tenant, "session": session.id}
     before = refusals(store)
@@ -83,7 +89,9 @@ async def test_a_forged_envelope_never_runs_and_is_counted(stack: Stack, session
     assert refusals(store) - before == Counter({"signature": 4, "version": 1, "wrong_task": 2, "malformed": 2})
 
 
-async def test_a_task_that_no_worker_knows_is_refused_and_the_worker_goes_on(stack: Stack, session: Session, store: "redis.Redis") -> None:
+async def test_a_task_that_no_worker_knows_is_refused_and_the_worker_goes_on(
+    stack: Stack, session: Session, store: "redis.Redis"
+) -> None:
     """As from an orchestrator of another release: told, counted, and noted as a call that will not start."""
     queue, before = (await session.info()).queue, refusals(store)
     call = ToolCall(id=os.urandom(8).hex(), name="future_tool", arguments={})
@@ -92,7 +100,9 @@ async def test_a_task_that_no_worker_knows_is_refused_and_the_worker_goes_on(sta
     state = await ended(store, publish(stack.broker, "tool.future_tool", queue, envelope))
 
     assert (state["status"], state["result"]["exc_type"]) == ("FAILURE", "NotRegistered")
-    record = await eventually(lambda: parse_record(store.hgetall(call_key("default", session.tenant, call.id))), 10, "it is noted")
+    record = await eventually(
+        lambda: parse_record(store.hgetall(call_key("default", session.tenant, call.id))), 10, "it is noted"
+    )
     assert record.state is CallState.FORBIDDEN
     assert refusals(store) - before == Counter({"wrong_task": 1})
     assert (await session.call("bash_tool", {"command": "echo on"})).success
@@ -123,7 +133,9 @@ async def test_a_pickled_task_is_never_unpickled(stack: Stack, session: Session)
     with stack.open_redis() as store:
         before = refusals(store)
         store.lpush(queue, json.dumps(message))
-        await eventually(lambda: refusals(store) - before == Counter({"malformed": 1}), 10, "the worker has refused the message")
+        await eventually(
+            lambda: refusals(store) - before == Counter({"malformed": 1}), 10, "the worker has refused the message"
+        )
 
     assert (await session.call("bash_tool", {"command": "echo on"})).success
     assert not proof.exists()
@@ -132,7 +144,12 @@ async def test_a_pickled_task_is_never_unpickled(stack: Stack, session: Session)
 def wrapped(headers: dict[str, Any], body: str = "W10=") -> bytes:
     """A message as kombu wraps it, around what Celery cannot use."""
     properties = {"delivery_tag": "g", "delivery_info": {"exchange": "", "routing_key": "g"}, "body_encoding": "base64"}
-    plain = {"content-type": "application/json", "content-encoding": "utf-8", "headers": headers, "properties": properties}
+    plain = {
+        "content-type": "application/json",
+        "content-encoding": "utf-8",
+        "headers": headers,
+        "properties": properties,
+    }
     return json.dumps({**plain, "body": body}).encode()
 
 
@@ -156,7 +173,11 @@ async def test_garbage_in_the_queue_does_not_stop_the_worker(own_stack: Stack) -
                 store.lpush(queue, garbage)
                 await eventually(lambda store=store: store.llen(queue) == 0, 10, "the worker has taken the garbage")
             ran = asyncio.create_task(session.call("bash_tool", {"command": "echo on"}))
-            await eventually(lambda ran=ran: ran.done() or not is_alive(own_stack.pid("worker")), 20, "the worker serves again, or is dead")
+            await eventually(
+                lambda ran=ran: ran.done() or not is_alive(own_stack.pid("worker")),
+                20,
+                "the worker serves again, or is dead",
+            )
             assert is_alive(own_stack.pid("worker")), f"{garbage!r} has ended the worker"
             assert (await ran).success
         await session.close()
@@ -172,7 +193,9 @@ async def test_a_call_whose_id_has_run_does_not_run_again(stack: Stack, session:
     assert await files_of(session) == "log\nran\n"
 
 
-async def test_a_call_whose_id_has_run_for_another_client_is_told_that_nobody_knows(stack: Stack, session: Session) -> None:
+async def test_a_call_whose_id_has_run_for_another_client_is_told_that_nobody_knows(
+    stack: Stack, session: Session
+) -> None:
     route = Route(session.tenant, session.id, (await session.info()).queue)
     first = await session.call("bash_tool", {"command": "echo ran >> log"}, call_id="twice-2")
 
@@ -189,7 +212,10 @@ async def test_two_calls_with_one_id_at_the_same_time_both_end_and_act_once(stac
 
     results = await all_of((session.call("bash_tool", command, call_id="twice-3", timeout_s=5) for _ in range(2)), 15)
 
-    assert all(result.success or result.error_code in (ErrorCode.OUTCOME_UNKNOWN, ErrorCode.INVALID_ARGUMENTS) for result in results)
+    assert all(
+        result.success or result.error_code in (ErrorCode.OUTCOME_UNKNOWN, ErrorCode.INVALID_ARGUMENTS)
+        for result in results
+    )
     assert await files_of(session) == "log\nran\n"
 
 
@@ -209,13 +235,19 @@ async def test_an_envelope_that_is_published_again_acts_once_and_is_answered_onc
     assert await files_of(session) == "log\nran\n"
 
 
-async def test_a_message_that_redis_gives_out_again_acts_once(stack: Stack, session: Session, store: "redis.Redis") -> None:
-    """As by a Redis that came back without its last second: neither the queue nor the ledger remember that the call runs."""
+async def test_a_message_that_redis_gives_out_again_acts_once(
+    stack: Stack, session: Session, store: "redis.Redis"
+) -> None:
+    """As by a Redis that came back without its last second: neither the queue nor the ledger remember that the call
+    runs.
+    """
     queue, before = (await session.info()).queue, refusals(store)
     call = bash("echo ran >> log")
     envelope = make_envelope(stack.broker, call, tenant=session.tenant, session=session.id)
     message = build_message(
-        Delivery("tool.bash_tool", queue, session.tenant, call.id, envelope, time.time() + 60, 60.0), "forged-again", "none"
+        Delivery("tool.bash_tool", queue, session.tenant, call.id, envelope, time.time() + 60, 60.0),
+        "forged-again",
+        "none",
     )
 
     for _ in range(2):
@@ -229,7 +261,9 @@ async def test_a_message_that_redis_gives_out_again_acts_once(stack: Stack, sess
 
 async def test_a_call_past_its_deadline_is_not_started(stack: Stack, session: Session, store: "redis.Redis") -> None:
     queue = (await session.info()).queue
-    late = make_envelope(stack.broker, bash("touch late"), tenant=session.tenant, session=session.id, deadline_at=time.time() - 1)
+    late = make_envelope(
+        stack.broker, bash("touch late"), tenant=session.tenant, session=session.id, deadline_at=time.time() - 1
+    )
 
     task_id = publish(stack.broker, "tool.bash_tool", queue, late)
     await ended(store, task_id)
@@ -240,7 +274,9 @@ async def test_a_call_past_its_deadline_is_not_started(stack: Stack, session: Se
     assert await files_of(session) == ""
 
 
-async def test_a_call_that_waited_too_long_in_the_queue_is_a_timeout_and_did_not_run(stack: Stack, session: Session) -> None:
+async def test_a_call_that_waited_too_long_in_the_queue_is_a_timeout_and_did_not_run(
+    stack: Stack, session: Session
+) -> None:
     route = Route(session.tenant, session.id, (await session.info()).queue)
     worker = stack.pid("worker")
     async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:
@@ -263,7 +299,9 @@ async def _continue_later(pid: int, after_s: float) -> None:
 
 
 async def test_a_call_that_no_worker_takes_is_soon_a_timeout_that_says_so(stack: Stack) -> None:
-    """Its record says that nobody took it and its deadline has passed, so it is known that it did not run and never will."""
+    """Its record says that nobody took it and its deadline has passed, so it is known that it did not run and never
+    will.
+    """
     started = time.monotonic()
     async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:
         result = await impatient.dispatch(bash("true"), Route("default", "none", "host.nobody.0"))

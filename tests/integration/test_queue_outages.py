@@ -1,4 +1,6 @@
-"""A Redis that goes under calls in flight and comes back: every call is answered once, has acted once, and no slot is lost, on either pool."""
+"""A Redis that goes under calls in flight and comes back: every call is answered once, has acted once, and no slot is
+lost, on either pool.
+"""
 
 import asyncio
 import contextlib
@@ -80,7 +82,9 @@ def delivery(ground: Ground, pool: str, tool: str, **arguments: Any) -> Delivery
     return Delivery(f"tool.{tool}", f"q.{pool}", "acme", call.id, envelope, time.time() + 60, 90.0)
 
 
-async def test_flower_hears_of_every_call_though_events_come_in_batches(ground: Ground, transport: CeleryTransport) -> None:
+async def test_flower_hears_of_every_call_though_events_come_in_batches(
+    ground: Ground, transport: CeleryTransport
+) -> None:
     app = Celery("ear", broker=ground.server.url, set_as_current=False)
     heard: Counter[str] = Counter()
     noted = str(ground.path("heard"))
@@ -101,9 +105,14 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(ground: 
     assert (heard["task-received"], heard["task-started"]) == (len(calls), len(calls))
 
 
-async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(ground: Ground, transport: CeleryTransport) -> None:
+async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(
+    ground: Ground, transport: CeleryTransport
+) -> None:
     noted = {pool: str(ground.path(pool)) for pool in POOLS}
-    sent = {pool: [delivery(ground, pool, "note_tool", path=noted[pool], seconds=1.0) for _ in range(CALLS)] for pool in POOLS}
+    sent = {
+        pool: [delivery(ground, pool, "note_tool", path=noted[pool], seconds=1.0) for _ in range(CALLS)]
+        for pool in POOLS
+    }
     awaited = {pool: [asyncio.create_task(transport.deliver(each)) for each in sent[pool]] for pool in POOLS}
     await eventually(lambda: all(ground.acted(pool).total() >= SLOTS for pool in POOLS), 60, "both workers run calls")
 
@@ -119,5 +128,7 @@ async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(ground: 
         meeting = ground.path(f"{pool}-meeting")
         meeting.mkdir()
         together = [delivery(ground, pool, "meet_tool", path=str(meeting), count=SLOTS) for _ in range(SLOTS)]
-        assert [result["success"] for result in await all_of([transport.deliver(each) for each in together], 60)] == [True] * SLOTS
+        assert [result["success"] for result in await all_of([transport.deliver(each) for each in together], 60)] == [
+            True
+        ] * SLOTS
         assert {path.name for path in meeting.iterdir()} == {each.call_id for each in together}

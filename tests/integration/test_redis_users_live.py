@@ -1,4 +1,6 @@
-"""Everything that a deployment does, done as the users of `toolcrew redis users`: Redis notes what a user may not do, and has nothing to note."""
+"""Everything that a deployment does, done as the users of `toolcrew redis users`: Redis notes what a user may not do,
+and has nothing to note.
+"""
 
 import asyncio
 import base64
@@ -92,7 +94,9 @@ class House:
         return ToolClient.connect(settings=self.settings, tenant=tenant, approver=AutoApprover())
 
     def toolcrew(self, *arguments: str, user: str = "orchestrator") -> Any:
-        """What a command prints as JSON. Commands run in this process, which is quicker, and have it for themselves: no loop may run."""
+        """What a command prints as JSON. Commands run in this process, which is quicker, and have it for themselves: no
+        loop may run.
+        """
         settings = {"TOOLCREW_REDIS_URL": self.server.url(user), "TOOLCREW_SECRET": SECRET}
         done = CliRunner().invoke(app, [*arguments, "--json"], env=settings)
         assert done.exit_code == 0, done.output
@@ -159,7 +163,10 @@ def _open_house(ground: Ground, server: Server, site: WebServer) -> House:
         "FLOWER_BASIC_AUTH": "me:word",
     }
     flower = GroundProcess(
-        "flower", [sys.executable, "-m", "orchestrator.operations.flower"], ground.environment(told), ground.folder / "flower.log"
+        "flower",
+        [sys.executable, "-m", "orchestrator.operations.flower"],
+        ground.environment(told),
+        ground.folder / "flower.log",
     )
     flower.start()
     return House(ground, server, site, flower, port)
@@ -195,7 +202,9 @@ async def test_a_session_s_calls_files_checkpoints_output_and_cancels(house: Hou
     (tmp_path / "given").write_text("given\n")
     async with house.client() as client:
         async with await client.open_session(tmp_path) as session:
-            shown = await session.call("bash_tool", {"command": "cat given; echo live"}, on_output=lambda _, text: pieces.append(text))
+            shown = await session.call(
+                "bash_tool", {"command": "cat given; echo live"}, on_output=lambda _, text: pieces.append(text)
+            )
             assert (shown.output, "".join(pieces)) == ("given\nlive\n", "given\nlive\n")
             await session.write_file("/workspace/file", os.urandom(100_000))
             assert len(await session.read_file("/workspace/file")) == 100_000
@@ -223,7 +232,9 @@ async def test_web_tools_and_operators_tools(house: House) -> None:
         # Each character is six of the result's record.
         assert str((await session.call("flood", {})).output).count("\1") * 6 > INLINE_BYTES
         await cancel_once_it_runs(house, session, "sleep", {"seconds": 60})
-        assert (await client.run("Ask.", model=ScriptedModel(reply), dialect="native", tools=["ask"])).answer == "an answer"
+        assert (
+            await client.run("Ask.", model=ScriptedModel(reply), dialect="native", tools=["ask"])
+        ).answer == "an answer"
 
 
 def test_switches_tenants_and_keys_that_an_operator_sets(house: House) -> None:
@@ -253,9 +264,16 @@ async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(house: H
     tenants = RedisTenants(redis, "default", house.settings.broker().signing_keys())
     await tenants.replace("default", TenantPolicy(in_flight=1))
     try:
-        async with house.client() as one, house.client() as two, await one.open_session() as session, await two.open_session() as other:
+        async with (
+            house.client() as one,
+            house.client() as two,
+            await one.open_session() as session,
+            await two.open_session() as other,
+        ):
             command = {"command": "sleep 0.2"}
-            results = await asyncio.gather(*(at.call("bash_tool", command) for at in (session, other) for _ in range(2)))
+            results = await asyncio.gather(
+                *(at.call("bash_tool", command) for at in (session, other) for _ in range(2))
+            )
             assert [result.error for result in results] == [None] * 4
     finally:
         await tenants.replace("default", TenantPolicy())
@@ -265,9 +283,15 @@ async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(house: H
 def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(house: House, tmp_path: Path) -> None:
     file, slow, out = tmp_path / "in.jsonl", tmp_path / "slow.jsonl", tmp_path / "out.jsonl"
     file.write_text(
-        "".join(f'{{"id": "{number}", "tool": "bash_tool", "arguments": {{"command": "echo {number}"}}}}\n' for number in range(3))
+        "".join(
+            f'{{"id": "{number}", "tool": "bash_tool", "arguments": {{"command": "echo {number}"}}}}\n'
+            for number in range(3)
+        )
     )
-    slow.write_text('{"id": "s", "tool": "bash_tool", "arguments": {"command": "sleep 60"}}\n{"id": "t", "instruction": "never begun"}\n')
+    slow.write_text(
+        '{"id": "s", "tool": "bash_tool", "arguments": {"command": "sleep 60"}}\n{"id": "t", "instruction": "never '
+        'begun"}\n'
+    )
     house.toolcrew("batch", "submit", str(file), "--detach", "--id", "given")
     asyncio.run(serve(house, until("given", BatchState.COMPLETED)))
     assert house.toolcrew("batch", "status", "given")["request_counts"]["completed"] == 3
@@ -280,7 +304,11 @@ def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(house: H
     house.toolcrew_lines("batch", "submit", str(file), "--output", str(own), "--id", "own")
     house.toolcrew_lines("batch", "resume", "own")
     assert len(own.read_text().splitlines()) == 3
-    assert {line["type"] for line in house.toolcrew_lines("batch", "logs", "own")} >= {"item_started", "call_done", "item_done"}
+    assert {line["type"] for line in house.toolcrew_lines("batch", "logs", "own")} >= {
+        "item_started",
+        "call_done",
+        "item_done",
+    }
     house.toolcrew("batch", "report", "own", "--html", str(tmp_path / "page.html"))
 
 
@@ -305,7 +333,9 @@ def until(batch: str, state: BatchState) -> Callable[[House], Awaitable[None]]:
 def cancel_once_it_is_worked(batch: str) -> Callable[[House], Awaitable[None]]:
     async def watch(house: House) -> None:
         with house.server.client() as admin:
-            await eventually(lambda: admin.scard(f"toolcrew:default:t:default:batch.{batch}:running"), UP_S, house.last_words)
+            await eventually(
+                lambda: admin.scard(f"toolcrew:default:t:default:batch.{batch}:running"), UP_S, house.last_words
+            )
         async with house.client() as client:
             await client.batch_runs().batches.cancel(batch)
         await until(batch, BatchState.CANCELLED)(house)
@@ -362,11 +392,17 @@ async def lose_worker(house: House, host: str, queue: str) -> None:
 
 def house_queues(admin: "redis.Redis") -> list[bytes]:
     """Of the workers that live."""
-    return [queue for queue in admin.zrange(hosts_key("default"), 0, -1) if admin.exists(host_key("default", queue.decode()))]
+    return [
+        queue
+        for queue in admin.zrange(hosts_key("default"), 0, -1)
+        if admin.exists(host_key("default", queue.decode()))
+    ]
 
 
 async def until_it_reads(session: Session, word: str) -> None:
-    """Until the session has its file where it lives now; a call that went to where it was may fail, and none may lie."""
+    """Until the session has its file where it lives now; a call that went to where it was may fail, and none may
+    lie.
+    """
     async with asyncio.timeout(UP_S):
         while not (found := await session.call("bash_tool", {"command": "cat file"})).success:
             pass

@@ -1,4 +1,6 @@
-"""Results over what befalls the way to Redis: restarts with calls in flight, a reader too slow, a connection that dies without a word."""
+"""Results over what befalls the way to Redis: restarts with calls in flight, a reader too slow, a connection that dies
+without a word.
+"""
 
 import asyncio
 import base64
@@ -92,7 +94,8 @@ async def test_five_thousand_in_flight_get_each_its_own(redis_server: RedisProce
 
 
 class Pool:
-    """Workers that read what is queued and store results as Celery does: over an outage, again until Redis has taken them.
+    """Workers that read what is queued and store results as Celery does: over an outage, again until Redis has taken
+    them.
 
     Nothing is popped: what was on its way to a worker when Redis ended would be lost, which is not what is tested here.
     """
@@ -144,7 +147,9 @@ async def test_an_outage_of_redis_with_calls_in_flight_loses_none_and_runs_none_
     transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), hub)
     pool = Pool(redis_server)
     serving = asyncio.create_task(pool.serve(calls))
-    deliveries = [Delivery("tool.x", QUEUE, "acme", f"c{number}", f"e{number}", time.time() + 60, 60.0) for number in range(calls)]
+    deliveries = [
+        Delivery("tool.x", QUEUE, "acme", f"c{number}", f"e{number}", time.time() + 60, 60.0) for number in range(calls)
+    ]
     waiting = [asyncio.create_task(transport.deliver(delivery)) for delivery in deliveries]
     async with asyncio.timeout(SOON_S):
         while len(pool.started) < calls:  # noqa: ASYNC110

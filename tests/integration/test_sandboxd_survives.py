@@ -1,4 +1,6 @@
-"""Sessions outlive their sandboxd and their engine: killed or stopped, the next one of the name serves them on, and nobody else's are touched."""
+"""Sessions outlive their sandboxd and their engine: killed or stopped, the next one of the name serves them on, and
+nobody else's are touched.
+"""
 
 import asyncio
 import os
@@ -30,7 +32,9 @@ def daemons(engine: APIClient) -> Iterator[Daemons]:
 def pooled(engine: APIClient) -> Iterator[Daemon]:
     """Shared by tests that leave it as it was."""
     with open_daemons(engine) as opened:
-        yield opened.start(sandbox_workspace="auto", pool_target="2", pool_refill_per_s="20", sandboxd_keep_sessions="false")
+        yield opened.start(
+            sandbox_workspace="auto", pool_target="2", pool_refill_per_s="20", sandboxd_keep_sessions="false"
+        )
 
 
 def need_images() -> None:
@@ -61,7 +65,11 @@ def test_sessions_of_a_killed_sandboxd_go_on_with_their_files(daemons: Daemons) 
 
     with pytest.raises(SandboxUnavailable, match="sandboxd does not answer"):
         in_flight.result(SOON_S)
-    wait_until(lambda: its_container not in daemon.containers(), SOON_S, "the guest sees the end and its container goes by itself")
+    wait_until(
+        lambda: its_container not in daemon.containers(),
+        SOON_S,
+        "the guest sees the end and its container goes by itself",
+    )
     assert daemon.containers() == {other: "paused"}
     daemon.start()
     assert daemon.containers() == {}
@@ -81,7 +89,11 @@ def test_sessions_of_a_sandboxd_that_was_stopped_go_on_with_files_and_shell(daem
     daemon = daemons.start(sandbox_workspace=kind)
     with daemon.client() as client:
         name = client.open("acme", "s")
-        bash(client, name, "mkdir folder; echo content > folder/file; echo scratch > /tmp/file; export word=kept; cd folder")
+        bash(
+            client,
+            name,
+            "mkdir folder; echo content > folder/file; echo scratch > /tmp/file; export word=kept; cd folder",
+        )
 
     assert daemon.stop() == 0
 
@@ -106,7 +118,9 @@ def test_a_frozen_container_of_a_killed_sandboxd_goes_by_another_of_the_deployme
 
     killed.kill()
 
-    daemons.start("foreign", deployment="another-deployment", sandboxd_keep_sessions="false")  # it has swept when it answers
+    daemons.start(
+        "foreign", deployment="another-deployment", sandboxd_keep_sessions="false"
+    )  # it has swept when it answers
     assert is_frozen(killed, container)
     neighbour.signal(signal.SIGCONT)
     wait_until(lambda: container not in killed.containers(), SOON_S, "the neighbour removes it")
@@ -119,7 +133,10 @@ def test_two_deployments_with_one_name_on_one_engine_leave_each_other_alone(daem
         name = client.open("acme", "s")
         container = full_id(ours, bash(client, name, "true"))
         theirs = daemons.describe("theirs", deployment="theirs", sandboxd_keep_sessions="false")
-        theirs.environment |= {"TOOLCREW_SANDBOXD_NAME": ours.name, "TOOLCREW_SANDBOXD_LEASES": str(daemons.folder / "other-leases")}
+        theirs.environment |= {
+            "TOOLCREW_SANDBOXD_NAME": ours.name,
+            "TOOLCREW_SANDBOXD_LEASES": str(daemons.folder / "other-leases"),
+        }
         theirs.name = ours.name
         theirs.start()
         with theirs.client() as other:
@@ -187,7 +204,9 @@ def test_two_hundred_calls_at_once_over_twenty_sessions_are_all_answered_right(p
 
 
 def test_a_warm_sandbox_is_handed_over_clean_and_to_one_session_only(pooled: Daemon) -> None:
-    look = "ls -A /workspace /tmp /dev/shm; find /output -mindepth 1 -not -path '*/.state*'; set -- /proc/[0-9]*; echo $#"
+    look = (
+        "ls -A /workspace /tmp /dev/shm; find /output -mindepth 1 -not -path '*/.state*'; set -- /proc/[0-9]*; echo $#"
+    )
     seen, looks = [], set()
     with pooled.client() as client:
         for number in range(3):

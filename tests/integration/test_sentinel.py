@@ -33,7 +33,11 @@ class Ground:
 def ground() -> Iterator[Ground]:
     with open_server(f"masterauth {PASSWORD}", password=PASSWORD) as master:
         follow = (f"replicaof 127.0.0.1 {master.port}", f"masterauth {PASSWORD}", "repl-diskless-load on-empty-db")
-        with open_server(*follow, password=PASSWORD) as replica, open_sentinel(master, NAME) as port, master.client() as watch:
+        with (
+            open_server(*follow, password=PASSWORD) as replica,
+            open_sentinel(master, NAME) as port,
+            master.client() as watch,
+        ):
             wait_until(lambda: watch.info("replication")["connected_slaves"] == 1, 30, "the replica follows")
             url = f"sentinel://:{PASSWORD}@127.0.0.1:{port}/0;sentinel://127.0.0.1:1"
             broker = BrokerSettings.model_validate({"redis_url": url, "secret": SECRET, "redis_sentinel_master": NAME})

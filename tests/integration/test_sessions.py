@@ -41,11 +41,16 @@ async def test_at_the_limit_everything_that_a_call_started_is_killed(stack: Stac
     """New sessions, double forks and nohup included; what was printed until then is kept."""
     container = await container_of(stack, session)
     command = (
-        "echo before; setsid sleep 300 & (setsid sh -c 'sleep 301 & sleep 302 & wait' &) ; nohup sleep 303 >/dev/null 2>&1 & sleep 304"
+        "echo before; setsid sleep 300 & (setsid sh -c 'sleep 301 & sleep 302 & wait' &) ; nohup sleep 303 >/dev/null "
+        "2>&1 & sleep 304"
     )
     started = time.monotonic()
     call = asyncio.create_task(session.call("bash_tool", {"command": command}, timeout_s=1.5))
-    await eventually(lambda: sum("sleep 30" in c for c in commands_in(container).values()) >= 5, 10, "all of the call's processes run")
+    await eventually(
+        lambda: sum("sleep 30" in c for c in commands_in(container).values()) >= 5,
+        10,
+        "all of the call's processes run",
+    )
 
     result = await call
 
@@ -157,14 +162,19 @@ async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: S
 
     async with open_dispatcher(stack.broker) as unbounded:
         argv, terms = ["sleep", "42"], Terms(audience="session")
-        verbs = [ToolCall(id=f"busy-{number}", name="session.exec", arguments={"argv": argv, "env": {}}) for number in range(slots - 1)]
+        verbs = [
+            ToolCall(id=f"busy-{number}", name="session.exec", arguments={"argv": argv, "env": {}})
+            for number in range(slots - 1)
+        ]
         neighbours = [asyncio.create_task(unbounded.dispatch(verb, route, terms)) for verb in verbs]
         call = asyncio.create_task(session.exec(argv))
         try:
             await eventually(lambda: len(sleepers()) == slots > 1, 20, "a command runs in every slot")
             call.cancel()
             # Far sooner than any of the others would end by itself and free a slot.
-            await eventually(lambda: len(sleepers()) == slots - 1, 10, "the cancelled command is gone, its neighbours run")
+            await eventually(
+                lambda: len(sleepers()) == slots - 1, 10, "the cancelled command is gone, its neighbours run"
+            )
         finally:
             for pid in sleepers():
                 os.kill(pid, signal.SIGKILL)
@@ -182,7 +192,9 @@ async def says_what_is_left(session: Session, result: ToolResult) -> bool:
     return words in (result.error or "")
 
 
-async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(stack: Stack, client: ToolClient) -> None:
+async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(
+    stack: Stack, client: ToolClient
+) -> None:
     """The second ring: the guest cannot answer, so sandboxd ends it all and tells whose doing that was."""
     async with await client.open_session() as session:
         container = await container_of(stack, session)
@@ -207,7 +219,9 @@ async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(s
         assert not container.startswith(after.sandbox.id)
 
 
-async def test_a_stopped_guest_is_gone_soon_and_the_session_gets_a_second_generation(stack: Stack, client: ToolClient) -> None:
+async def test_a_stopped_guest_is_gone_soon_and_the_session_gets_a_second_generation(
+    stack: Stack, client: ToolClient
+) -> None:
     async with await client.open_session() as session:
         container = await container_of(stack, session)
         guest = int(stack.api.inspect_container(container)["State"]["Pid"])
@@ -265,7 +279,9 @@ async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, cl
     os.kill(stack.pid("sandboxd"), signal.SIGSTOP)
     try:
         opening = asyncio.create_task(client.open_session())
-        await asyncio.sleep(0.5)  # long enough for a worker to have asked the stopped sandboxd; nothing outside shows it
+        await asyncio.sleep(
+            0.5
+        )  # long enough for a worker to have asked the stopped sandboxd; nothing outside shows it
         opening.cancel()
         await asyncio.gather(asyncio.wait_for(opening, 5), return_exceptions=True)
     finally:

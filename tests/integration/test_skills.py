@@ -1,4 +1,6 @@
-"""Skills of an operator's folder on a real stack: listed everywhere, loaded, read, and their scripts run in the session's sandbox."""
+"""Skills of an operator's folder on a real stack: listed everywhere, loaded, read, and their scripts run in the
+session's sandbox.
+"""
 
 import json
 import os
@@ -48,23 +50,44 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
     write_skill(tmp_path, "broken", front="description: of nothing")
     with open_stack(engine, {"TOOLCREW_SKILLS": os.pathsep.join(map(str, (tmp_path, SHIPPED)))}) as stack:
         assert "skill_not_loaded" in stack.log("worker")
-        listed = run_toolcrew(stack.footprint, "skills", "ls", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url})
-        assert [row["name"] for row in json.loads(listed.stdout)] == ["echo", "late", "table-profile", "vector-search", "word-count"]
+        listed = run_toolcrew(
+            stack.footprint, "skills", "ls", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+        )
+        assert [row["name"] for row in json.loads(listed.stdout)] == [
+            "echo",
+            "late",
+            "table-profile",
+            "vector-search",
+            "word-count",
+        ]
         async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
-            assert [skill.name for skill in await client.skills()] == ["echo", "late", "table-profile", "vector-search", "word-count"]
-            assert "- echo: Does echo." in next(spec for spec in await client.tools() if spec.name == "skill_tool").description
+            assert [skill.name for skill in await client.skills()] == [
+                "echo",
+                "late",
+                "table-profile",
+                "vector-search",
+                "word-count",
+            ]
+            assert (
+                "- echo: Does echo."
+                in next(spec for spec in await client.tools() if spec.name == "skill_tool").description
+            )
 
             assert "- word-count: Counts" in (await use(session, action="list")).text()
             loaded = (await use(session, name="echo")).text()
             assert "Do it." in loaded
             assert "- data/word.txt (5 bytes)" in loaded
-            assert (await use(session, name="echo", action="read", path="data/word.txt")).text().startswith("1\tfound\n")
+            assert (
+                (await use(session, name="echo", action="read", path="data/word.txt")).text().startswith("1\tfound\n")
+            )
 
             ran = await use(session, name="echo", action="run", script="echo.py", args={"a": ["ü", 1]})
             told = json.loads(ran.text())
             assert (told["args"], told["cwd"], told["beside"]) == ({"a": ["ü", 1]}, "/workspace", "found")
             await session.write_file("a.txt", b"one two two\n")
-            counted = await use(session, name="word-count", action="run", script="scripts/count.py", args={"files": ["a.txt"]})
+            counted = await use(
+                session, name="word-count", action="run", script="scripts/count.py", args={"files": ["a.txt"]}
+            )
             assert json.loads(counted.text())["a.txt"]["top"] == [["two", 2], ["one", 1]]
             await session.write_file("notes/roses.md", b"Roses are cut in spring.\n")
             search = await session.call("vector-search", {"query": "when do I cut a rose"})
@@ -73,7 +96,8 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             # Where it lies the session cannot change it.
             folder = json.loads(ran.text())["folder"]
             tried = await session.call(
-                "bash_tool", {"command": f"echo changed > {folder}/data/word.txt; rm -rf {folder}; cat {folder}/data/word.txt"}
+                "bash_tool",
+                {"command": f"echo changed > {folder}/data/word.txt; rm -rf {folder}; cat {folder}/data/word.txt"},
             )
             assert tried.text().endswith("found")
             assert "Read-only file system" in tried.text()
@@ -89,7 +113,10 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             failed = await use(session, name="echo", action="run", script="fails.sh")
             assert failed.text() == "no\n[exit code 3]"
             no_program = await use(session, name="echo", action="run", script="ruby.sh")
-            assert (no_program.error_code, "ruby could not be started" in no_program.text()) == (ErrorCode.FILE_NOT_FOUND, True)
+            assert (no_program.error_code, "ruby could not be started" in no_program.text()) == (
+                ErrorCode.FILE_NOT_FOUND,
+                True,
+            )
             plain = await use(session, name="echo", action="run", script="plain")
             assert (plain.error_code, "run bit" in plain.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
 
@@ -106,13 +133,22 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
 async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(engine: APIClient, tmp_path: Path) -> None:
     tool = {
         "entrypoint": "scripts/echo.py",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"], "additionalProperties": False},
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string"}},
+            "required": ["word"],
+            "additionalProperties": False,
+        },
         "timeout": 2,
     }
-    write_skill(tmp_path, "echo", files={"scripts/echo.py": ECHO, "data/word.txt": "found", SIDECAR_FILE: json.dumps(tool)})
+    write_skill(
+        tmp_path, "echo", files={"scripts/echo.py": ECHO, "data/word.txt": "found", SIDECAR_FILE: json.dumps(tool)}
+    )
     words = {**tool, "args": "argv", "interpreter": "bash", "entrypoint": "scripts/say.sh"}
     write_skill(
-        tmp_path, "say", files={"scripts/say.sh": 'echo "$@"; [ "$1" != --word=wait ] || sleep 300', SIDECAR_FILE: json.dumps(words)}
+        tmp_path,
+        "say",
+        files={"scripts/say.sh": 'echo "$@"; [ "$1" != --word=wait ] || sleep 300', SIDECAR_FILE: json.dumps(words)},
     )
     write_skill(
         tmp_path,
@@ -135,7 +171,9 @@ async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(engine: APIClient, tm
             assert (late.error_code, late.output) == (ErrorCode.TIMEOUT, "--word=wait\n")
 
 
-async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_loaded_it(engine: APIClient, tmp_path: Path) -> None:
+async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_loaded_it(
+    engine: APIClient, tmp_path: Path
+) -> None:
     front = "name: keep-house\ndescription: Tidies up.\nallowed-tools: Bash(git clean:*)"
     digest = load_skill(write_skill(tmp_path, "keep-house", front)).summary.digest
     clean, asked = ("bash_tool", {"command": "git clean -fd"}), list[str]()
@@ -148,8 +186,15 @@ async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_l
         environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
         run_toolcrew(stack.footprint, "tenants", "set", "default", "--trust-skill", digest, environment=environment)
         async with ToolClient.connect(stack.redis_url, approver=CallbackApprover(refuse)) as client:
-            steps = [Calls([clean]), Calls([("keep-house", {})]), Calls([clean]), Calls([("bash_tool", {"command": "git reset --hard"})])]
-            result = await client.run("tidy up", model=ScriptedModel([*steps, "done"]), tools=["bash_tool", "skill_tool"])
+            steps = [
+                Calls([clean]),
+                Calls([("keep-house", {})]),
+                Calls([clean]),
+                Calls([("bash_tool", {"command": "git reset --hard"})]),
+            ]
+            result = await client.run(
+                "tidy up", model=ScriptedModel([*steps, "done"]), tools=["bash_tool", "skill_tool"]
+            )
             told = next(spec for spec in await client.tools() if spec.name == "skill_tool").description
     assert result.answer == "done"
     assert asked == ["git clean -fd", "git reset --hard"]
@@ -165,7 +210,9 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(engine: A
     with open_stack(engine, {"TOOLCREW_SKILLS": str(system)}) as stack:
         environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
         for name in ("echo", "late"):
-            run_toolcrew(stack.footprint, "skills", "install", str(own / name), "--tenant", "acme", environment=environment)
+            run_toolcrew(
+                stack.footprint, "skills", "install", str(own / name), "--tenant", "acme", environment=environment
+            )
         async with (
             ToolClient.connect(stack.redis_url, tenant="acme") as acme,
             ToolClient.connect(stack.redis_url, tenant="rival") as rival,
@@ -174,7 +221,10 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(engine: A
         ):
             assert [skill.name for skill in await acme.skills()] == ["echo", "late"]
             assert [skill.name for skill in await rival.skills()] == ["late"]
-            assert "- echo: Does echo." in next(spec for spec in await acme.tools() if spec.name == "skill_tool").description
+            assert (
+                "- echo: Does echo."
+                in next(spec for spec in await acme.tools() if spec.name == "skill_tool").description
+            )
             told = json.loads((await use(mine, name="echo", **run)).text())
             assert told["beside"] == "secret of acme"
             assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
@@ -203,7 +253,11 @@ print(json.load(sys.stdin)["text"].upper(), "{0}")
 """
 SIDECAR = {
     "entrypoint": "scripts/run.py",
-    "parameters": {"type": "object", "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}}, "required": ["text"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}},
+        "required": ["text"],
+    },
 }
 
 
@@ -217,9 +271,19 @@ async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(engi
     with open_stack(engine, {"TOOLCREW_SKILLS": str(system)}) as stack:
         environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
         for name in ("shout", "late", "read_tool"):
-            run_toolcrew(stack.footprint, "skills", "install", str(shout(own, name, "ours")), "--tenant", "acme", environment=environment)
+            run_toolcrew(
+                stack.footprint,
+                "skills",
+                "install",
+                str(shout(own, name, "ours")),
+                "--tenant",
+                "acme",
+                environment=environment,
+            )
         listed = run_toolcrew(stack.footprint, "skills", "ls", "--tenant", "acme", "--json", environment=environment)
-        assert [(row["name"], row["source"], row["tool"], row["hides_system"]) for row in json.loads(listed.stdout)] == [
+        assert [
+            (row["name"], row["source"], row["tool"], row["hides_system"]) for row in json.loads(listed.stdout)
+        ] == [
             ("late", "tenant", "yes", True),
             ("read_tool", "tenant", "name taken", False),
             ("shout", "tenant", "yes", False),
@@ -270,11 +334,16 @@ async def test_a_session_has_skills_of_its_own_before_all_others(engine: APIClie
     write_skill(tmp_path, "late", files={"scripts/run.sh": "echo everybodys"})
     front = "---\nname: {0}\ndescription: Does {0} here.\n---\nDo it.\n"
     with open_stack(engine, {"TOOLCREW_SKILLS": str(tmp_path)}) as stack:
-        async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as mine, await client.open_session() as other:
+        async with (
+            ToolClient.connect(stack.redis_url) as client,
+            await client.open_session() as mine,
+            await client.open_session() as other,
+        ):
             for name in ("late", "own"):
                 await mine.write_file(f".skills/{name}/SKILL.md", front.format(name).encode())
             await mine.write_file(
-                ".skills/own/scripts/run.py", b"#!/usr/bin/env python3\nimport os, sys\nprint(os.environ['SKILL_DIR'], sys.stdin.read())\n"
+                ".skills/own/scripts/run.py",
+                b"#!/usr/bin/env python3\nimport os, sys\nprint(os.environ['SKILL_DIR'], sys.stdin.read())\n",
             )
             await mine.write_file(".skills/late/scripts/run.sh", b"echo ours\n")
             assert (await use(mine, action="list")).text() == "- late: Does late here.\n- own: Does own here."
@@ -289,7 +358,10 @@ async def test_a_session_has_skills_of_its_own_before_all_others(engine: APIClie
             assert (await use(other, name="own")).error_code is ErrorCode.FILE_NOT_FOUND
 
             # Nothing but plain files of the folder is the skill's.
-            await mine.call("bash_tool", {"command": "ln -s /etc/passwd .skills/own/link; mkfifo .skills/own/pipe; ln -s /etc .skills/etc"})
+            await mine.call(
+                "bash_tool",
+                {"command": "ln -s /etc/passwd .skills/own/link; mkfifo .skills/own/pipe; ln -s /etc .skills/etc"},
+            )
             assert "link" not in (await use(mine, name="own")).text()
             assert (await use(mine, name="own", action="read", path="link")).error_code is ErrorCode.FILE_NOT_FOUND
             for name in ("../../etc", "etc", ".", "own/scripts"):

@@ -1,4 +1,6 @@
-"""Tenants on a real pool: a policy and a key take effect everywhere within two seconds, without a restart, on both sides of the queue."""
+"""Tenants on a real pool: a policy and a key take effect everywhere within two seconds, without a restart, on both
+sides of the queue.
+"""
 
 import contextlib
 import time
@@ -66,7 +68,9 @@ async def past_all_checks(door: Dispatcher, session: Session, command: str) -> T
     return await door.dispatch(call, Route(session.tenant, session.id, (await session.info()).queue))
 
 
-async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds(stack: Stack, session: Session, office: Office) -> None:
+async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds(
+    stack: Stack, session: Session, office: Office
+) -> None:
     async with open_dispatcher(stack.broker) as door:
 
         async def sent() -> ToolResult:
@@ -109,7 +113,10 @@ async def test_a_key_opens_for_its_tenant_until_it_is_revoked(stack: Stack, offi
     await office.tenants.add("acme", TenantPolicy())
     try:
         made = await office.keys.add("acme")
-        async with ToolClient.connect(stack.redis_url, api_key=made.text) as client, await client.open_session() as session:
+        async with (
+            ToolClient.connect(stack.redis_url, api_key=made.text) as client,
+            await client.open_session() as session,
+        ):
             assert session.tenant == "acme"
 
             async def call() -> ToolResult:

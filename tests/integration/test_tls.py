@@ -1,4 +1,6 @@
-"""Redis behind TLS: a call goes through every client of both sides, and what is not the right server, or the right client, is refused."""
+"""Redis behind TLS: a call goes through every client of both sides, and what is not the right server, or the right
+client, is refused.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +41,9 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 
 def broker_at(ground: Ground, port: int, **fields: Any) -> BrokerSettings:
     files = {"redis_ca": str(ground.ours.ca), **fields}
-    return broker_for(f"rediss://:{ground.server.password}@localhost:{port}/0", **{name: path for name, path in files.items() if path})
+    return broker_for(
+        f"rediss://:{ground.server.password}@localhost:{port}/0", **{name: path for name, path in files.items() if path}
+    )
 
 
 async def refusals(broker: BrokerSettings) -> list[str]:
@@ -73,7 +77,9 @@ async def test_a_call_goes_through_a_worker_when_both_show_their_certificate(gro
     [("DNS:other.example", 30, "Hostname mismatch"), ("DNS:localhost", -1, "certificate has expired")],
     ids=["another host", "expired"],
 )
-async def test_a_certificate_that_is_not_the_hosts_or_has_expired_is_refused(ground: Ground, names: str, days: int, word: str) -> None:
+async def test_a_certificate_that_is_not_the_hosts_or_has_expired_is_refused(
+    ground: Ground, names: str, days: int, word: str
+) -> None:
     pair = ground.ours.issue(f"wrong{days}", names, days)
     with open_relay(pair, ground.server.port) as relay:
         for said in await refusals(broker_at(ground, relay.port)):
@@ -82,7 +88,9 @@ async def test_a_certificate_that_is_not_the_hosts_or_has_expired_is_refused(gro
 
 
 @pytest.mark.parametrize("authority", ["stranger", None])
-async def test_a_certificate_of_an_authority_that_is_not_trusted_is_refused(ground: Ground, authority: str | None) -> None:
+async def test_a_certificate_of_an_authority_that_is_not_trusted_is_refused(
+    ground: Ground, authority: str | None
+) -> None:
     with open_relay(ground.right, ground.server.port) as relay:
         ca = str(ground.stranger.ca) if authority else ""
         for said in await refusals(broker_at(ground, relay.port, redis_ca=ca)):

@@ -1,4 +1,6 @@
-"""A package as `toolcrew tools new` writes it: installed, tested by itself, loaded, and called through a real worker beside the stack."""
+"""A package as `toolcrew tools new` writes it: installed, tested by itself, loaded, and called through a real worker
+beside the stack.
+"""
 
 import json
 import os
@@ -34,7 +36,9 @@ def installed(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("environment")
     # Its build backend and toolcrew are here: nothing has to be fetched.
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(place)]
-    done = subprocess.run([sys.executable, "-m", "pip", "install", *options, str(package)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, str(package)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return place
 
@@ -52,7 +56,9 @@ def served(stack: Stack, installed: Path, tmp_path_factory: pytest.TempPathFacto
     }
     log, key = tmp_path_factory.mktemp("log") / "worker.log", catalog_key("default", "tools")
     with log.open("wb") as out, stack.open_redis() as store:
-        worker = subprocess.Popen([sys.executable, "-m", "workers"], env=stack.footprint.environment(settings), stdout=out, stderr=out)
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "workers"], env=stack.footprint.environment(settings), stdout=out, stderr=out
+        )
         try:
             wait_until(lambda: store.exists(key) or worker.poll() is not None, 60, "the worker is ready")
             assert worker.poll() is None, log.read_text()
@@ -89,16 +95,32 @@ def test_its_code_is_clean_by_linter_and_type_checker(package: Path) -> None:
         "160",
         ".",
     ]
-    mypy = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--config-file", os.devnull, str(package / "sum_column.py")]
+    mypy = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--no-incremental",
+        "--config-file",
+        os.devnull,
+        str(package / "sum_column.py"),
+    ]
     for command, folder in ((ruff, package), (mypy, ROOT)):
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
         assert done.returncode == 0, done.stdout
 
 
 def test_the_loader_of_workers_finds_it_by_its_entry_point(installed: Path) -> None:
-    code = "from workers.custom.loading import load_custom_tools as load; print([(one.name, one.spec.pool, one.spec.timeout_s) for one in load()])"
+    code = (
+        "from workers.custom.loading import load_custom_tools as load; print([(one.name, one.spec.pool, "
+        "one.spec.timeout_s) for one in load()])"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": f"{installed}:{ROOT}"}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": f"{installed}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "[('sum_column', 'tools', 10.0)]"
 
@@ -110,5 +132,11 @@ async def test_a_real_worker_serves_it_as_its_tests_say(stack: Stack, served: No
         missing = await session.call("sum_column", {"table": TABLE, "column": "price"})
         blank = await session.call("sum_column", {"table": " ", "column": "pieces"})
     assert json.loads(summed.output or "") == {"numbers": 2, "sum": 7.0}
-    assert (missing.error_code, missing.error) == (ErrorCode.NO_MATCH, "there is no column 'price': the columns are fruit, pieces")
-    assert (blank.error_code, blank.error) == (ErrorCode.INVALID_ARGUMENTS, "sum_column: give a table with at least one line")
+    assert (missing.error_code, missing.error) == (
+        ErrorCode.NO_MATCH,
+        "there is no column 'price': the columns are fruit, pieces",
+    )
+    assert (blank.error_code, blank.error) == (
+        ErrorCode.INVALID_ARGUMENTS,
+        "sum_column: give a table with at least one line",
+    )

@@ -32,7 +32,9 @@ async def turned_off(client: ToolClient, name: str) -> AsyncIterator[None]:
 
 
 async def seconds_until(session: Session, door: Dispatcher | None, code: ErrorCode | None) -> float:
-    """How long it takes until a call of bash_tool ends with this code; sent by the session, or past all its checks by `door`."""
+    """How long it takes until a call of bash_tool ends with this code; sent by the session, or past all its checks by
+    `door`.
+    """
     info, started = await session.info(), time.monotonic()
     while True:
         if door is None:
@@ -53,7 +55,9 @@ async def seconds_until_untold(client: ToolClient) -> float:
     return time.monotonic() - started
 
 
-async def test_every_worker_and_every_client_knows_within_two_seconds(stack: Stack, client: ToolClient, session: Session) -> None:
+async def test_every_worker_and_every_client_knows_within_two_seconds(
+    stack: Stack, client: ToolClient, session: Session
+) -> None:
     async with ToolClient.connect(stack.redis_url) as administrator, open_dispatcher(stack.broker) as door:
         # All know that it is on, as late as can be.
         assert await seconds_until(session, None, None) < SOON_S

@@ -40,7 +40,9 @@ def shared_collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def traced_stack(engine: APIClient, shared_collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def traced_stack(
+    engine: APIClient, shared_collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
     place = tmp_path_factory.mktemp("tools")
     (place / "loud_tools.py").write_text(TOOLS)
     more = {"PYTHONPATH": str(place), "TOOLCREW_TOOL_MODULES": '["loud_tools"]'}
@@ -100,7 +102,11 @@ async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace_with_eve
         assert below(spans, collector.one(f"process {tool}")) == inside
     guest = collector.one("guest exec")
     assert guest.end - guest.start >= 50_000_000
-    assert {span.service for span in spans} == {"toolcrew-orchestrator", "toolcrew-sandbox-worker", "toolcrew-web-worker"}
+    assert {span.service for span in spans} == {
+        "toolcrew-orchestrator",
+        "toolcrew-sandbox-worker",
+        "toolcrew-web-worker",
+    }
     assert {span.kind for span in spans if span.name.startswith("send ")} == {"producer"}
     assert {span.kind for span in spans if span.name.startswith("process ")} == {"consumer"}
     assert {span.kind for span in spans if span.name.startswith("chat ")} == {"client"}
@@ -117,11 +123,19 @@ async def test_attributes_follow_the_conventions_and_hold_no_content(traced_stac
     assert call["gen_ai.tool.description"]
     assert call["gen_ai.conversation.id"] == call["toolcrew.run"] == result.run
     chat = collector.named("chat scripted")[0].attributes
-    assert (chat["gen_ai.operation.name"], chat["gen_ai.provider.name"], chat["gen_ai.request.model"]) == ("chat", "openai", "scripted")
+    assert (chat["gen_ai.operation.name"], chat["gen_ai.provider.name"], chat["gen_ai.request.model"]) == (
+        "chat",
+        "openai",
+        "scripted",
+    )
     assert chat["gen_ai.usage.output_tokens"] == len("needle")
     assert chat["gen_ai.response.finish_reasons"] == ["tool_calls"]
     run = collector.one("invoke_agent toolcrew").attributes
-    assert (run["gen_ai.agent.name"], run["toolcrew.tenant"], run["toolcrew.stop_reason"]) == ("toolcrew", "default", "answered")
+    assert (run["gen_ai.agent.name"], run["toolcrew.tenant"], run["toolcrew.stop_reason"]) == (
+        "toolcrew",
+        "default",
+        "answered",
+    )
     assert collector.one("process bash_tool").attributes["toolcrew.queued_s"] >= 0
     everything = json.dumps([span.attributes for span in collector.spans])
     assert "needle" not in everything
@@ -155,7 +169,9 @@ async def test_a_call_by_itself_is_a_trace_and_so_is_each_thing_that_is_done_wit
         await session.call("bash_tool", {"command": "true"})
     async with await client.open_session(restore=kept):
         pass
-    collector.wait_for("execute_tool bash_tool", "sandboxd checkpoint", "sandboxd restore", "sandboxd close", "process bash_tool")
+    collector.wait_for(
+        "execute_tool bash_tool", "sandboxd checkpoint", "sandboxd restore", "sandboxd close", "process bash_tool"
+    )
     root = collector.one("execute_tool bash_tool")
     assert root.attributes["toolcrew.session"] == session.id
     assert assert_one_tree(of_trace(collector, root.trace)) == root
@@ -190,7 +206,9 @@ async def test_a_tool_that_a_model_makes_up_harms_no_span(client: ToolClient, co
     assert collector.one("execute_tool bash_tool").attributes["error.type"] == "INVALID_ARGUMENTS"
 
 
-async def test_a_call_whose_process_dies_leaves_a_trace_without_orphans(client: ToolClient, collector: Collector) -> None:
+async def test_a_call_whose_process_dies_leaves_a_trace_without_orphans(
+    client: ToolClient, collector: Collector
+) -> None:
     async with await client.open_session() as session:
         result = await session.call("leave", {}, timeout_s=20)
     assert not result.success
@@ -205,7 +223,9 @@ async def test_a_trace_that_is_not_recorded_costs_workers_nothing(
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     async with ToolClient.connect(traced_stack.redis_url, approver=AutoApprover()) as client:
-        await client.run("go", model=ScriptedModel([Calls([("bash_tool", {"command": "true"})]), "done"]), tools=["bash_tool"])
+        await client.run(
+            "go", model=ScriptedModel([Calls([("bash_tool", {"command": "true"})]), "done"]), tools=["bash_tool"]
+        )
     monkeypatch.delenv("OTEL_TRACES_SAMPLER")
     # Spans of one worker come in their order: those of the second call would come behind the first one's.
     async with ToolClient.connect(traced_stack.redis_url) as client, await client.open_session() as session:

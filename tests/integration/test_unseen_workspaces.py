@@ -1,4 +1,6 @@
-"""A sandboxd whose mounts the engine does not see, as one in a mount namespace of its own: it finds out before it serves."""
+"""A sandboxd whose mounts the engine does not see, as one in a mount namespace of its own: it finds out before it
+serves.
+"""
 
 import os
 from pathlib import Path
@@ -27,7 +29,12 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def open_on(folder: Path, **fields: object) -> str:
     """The kind of workspace that it serves with, and why."""
-    own = {"sandboxd_state": folder / "state", "sandboxd_leases": folder / "leases", "deployment": DEPLOYMENT, "sandbox_image": IMAGE}
+    own = {
+        "sandboxd_state": folder / "state",
+        "sandboxd_leases": folder / "leases",
+        "deployment": DEPLOYMENT,
+        "sandbox_image": IMAGE,
+    }
     engine = Engine()
     try:
         async with open_daemon(SandboxdSettings.model_validate({**own, **fields}), engine) as daemon:

@@ -1,4 +1,6 @@
-"""A deployment that is upgraded: hosts and orchestrators of the release before and of this one serve the same pool side by side."""
+"""A deployment that is upgraded: hosts and orchestrators of the release before and of this one serve the same pool side
+by side.
+"""
 
 import asyncio
 import json
@@ -83,7 +85,13 @@ async def open_on_both(client: ToolClient) -> dict[str, list[Session]]:
 
 def run_earlier(ground: Ground, earlier: Path, *argv: str) -> Any:
     done = subprocess.run(
-        [sys.executable, *argv], cwd=earlier, env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False
+        [sys.executable, *argv],
+        cwd=earlier,
+        env=ground.environment(),
+        capture_output=True,
+        text=True,
+        timeout=UP_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -99,7 +107,13 @@ def test_an_earlier_orchestrator_calls_on_hosts_of_both_releases(ground: Ground,
 def batch_in(ground: Ground, tree: Path, *arguments: str) -> str:
     """What a command about batches prints, of that tree's release."""
     done = subprocess.run(
-        [*COMMAND, "batch", *arguments], cwd=tree, env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False
+        [*COMMAND, "batch", *arguments],
+        cwd=tree,
+        env=ground.environment(),
+        capture_output=True,
+        text=True,
+        timeout=UP_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -111,12 +125,17 @@ def test_a_batch_that_one_release_has_submitted_is_worked_by_the_other(
 ) -> None:
     submits, works = (earlier, ROOT) if submits_earlier else (ROOT, earlier)
     work = {"name": "bash_tool", "arguments": {"command": "echo done"}}
-    lines = [{"custom_id": f"i{number}", "method": "POST", "url": "/v1/tools/execute", "body": work} for number in range(ITEMS)]
+    lines = [
+        {"custom_id": f"i{number}", "method": "POST", "url": "/v1/tools/execute", "body": work}
+        for number in range(ITEMS)
+    ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     environment = ground.environment({"TOOLCREW_APPROVALS": "auto"})
     batch = f"upgrade-{int(submits_earlier)}"
     with (tmp_path / "service.log").open("wb") as log:
-        serving = subprocess.Popen([*COMMAND, "batch", "work", "--no-traces"], cwd=works, env=environment, stdout=log, stderr=log)
+        serving = subprocess.Popen(
+            [*COMMAND, "batch", "work", "--no-traces"], cwd=works, env=environment, stdout=log, stderr=log
+        )
     try:
         batch_in(ground, submits, "submit", str(tmp_path / "in.jsonl"), "--id", batch, "--detach")
         with ground.open_redis() as store:
@@ -150,11 +169,19 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
             await eventually(lambda: all(len(numbers) > 2 for numbers in written.values()), UP_S, ground.last_words)
             drain = [TOOLCREW, "worker", "drain", "old", "--wait", "--json"]
             done = await asyncio.to_thread(
-                subprocess.run, drain, env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False
+                subprocess.run,
+                drain,
+                env=ground.environment(),
+                capture_output=True,
+                text=True,
+                timeout=UP_S,
+                check=False,
             )
             assert done.returncode == 0, done.stdout + done.stderr
             reached = {name: len(numbers) for name, numbers in written.items()}
-            await eventually(lambda: all(len(written[name]) > was + 2 for name, was in reached.items()), UP_S, ground.last_words)
+            await eventually(
+                lambda: all(len(written[name]) > was + 2 for name, was in reached.items()), UP_S, ground.last_words
+            )
         finally:
             is_over.set()
             ends = await asyncio.gather(*writing, return_exceptions=True)

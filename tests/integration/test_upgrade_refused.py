@@ -1,4 +1,6 @@
-"""A deployment with processes of a release that is too old to serve together with this one: each side refuses the other's, and says so."""
+"""A deployment with processes of a release that is too old to serve together with this one: each side refuses the
+other's, and says so.
+"""
 
 import json
 import subprocess
@@ -70,7 +72,9 @@ def old_host(engine: APIClient, earlier: Path) -> Iterator[Ground]:
 
 
 def run_in(tree: Path, ground: Ground, *argv: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(argv, cwd=tree, env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False)
+    return subprocess.run(
+        argv, cwd=tree, env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False
+    )
 
 
 def assert_nothing_ran(ground: Ground) -> None:
@@ -114,18 +118,26 @@ def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
     line = {"custom_id": "one", "method": "POST", "url": "/v1/tools/execute"}
     body = {"name": "bash_tool", "arguments": {"command": "touch $TALLY/ran"}}
     (tmp_path / "in.jsonl").write_text(json.dumps({**line, "body": body}) + "\n")
-    submitted = run_in(submits, ground, *COMMAND, "batch", "submit", str(tmp_path / "in.jsonl"), "--id", "upgrade", "--detach")
+    submitted = run_in(
+        submits, ground, *COMMAND, "batch", "submit", str(tmp_path / "in.jsonl"), "--id", "upgrade", "--detach"
+    )
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     said = tmp_path / "service.log"
     with said.open("wb") as log:
         argv = [*COMMAND, "batch", "work", "--no-traces"]
-        serving = subprocess.Popen(argv, cwd=works, env=ground.environment({"TOOLCREW_APPROVALS": "auto"}), stdout=log, stderr=log)
+        serving = subprocess.Popen(
+            argv, cwd=works, env=ground.environment({"TOOLCREW_APPROVALS": "auto"}), stdout=log, stderr=log
+        )
     try:
         # It waits for hosts of its own release, or finds no batch that it can read.
         wait_until(lambda: "pool_not_there" in said.read_text() or "serving" in said.read_text(), UP_S, said.read_text)
     finally:
         end_process(serving, UP_S)
-    key = f"toolcrew:{ground.deployment}:default:batch:upgrade" if submits_earlier else batch_key(ground.deployment, "default", "upgrade")
+    key = (
+        f"toolcrew:{ground.deployment}:default:batch:upgrade"
+        if submits_earlier
+        else batch_key(ground.deployment, "default", "upgrade")
+    )
     with ground.open_redis() as store:
         assert store.hget(key, "state") == b"in_progress"
     assert_nothing_ran(ground)

@@ -16,7 +16,9 @@ from workers.sandboxd.runtime.hardening import SandboxLimits
 
 SIZE = WorkspaceSize(8 * MIB, 300)
 pytestmark = pytest.mark.stack
-LIMITS = SandboxLimits(workspace_bytes=64 * MIB)  # ends one file; above the image's size, so that it is the image that refuses
+LIMITS = SandboxLimits(
+    workspace_bytes=64 * MIB
+)  # ends one file; above the image's size, so that it is the image that refuses
 
 
 @pytest.fixture
@@ -29,7 +31,12 @@ def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
 def box_with(api: APIClient, bind: str) -> Iterator[Box]:
     """A container of the profile with the path as its workspace."""
     host = build_config(api, limits=LIMITS)["HostConfig"]
-    mount = {"Type": "bind", "Source": bind, "Target": "/workspace", "BindOptions": {"Propagation": "rprivate", "NonRecursive": True}}
+    mount = {
+        "Type": "bind",
+        "Source": bind,
+        "Target": "/workspace",
+        "BindOptions": {"Propagation": "rprivate", "NonRecursive": True},
+    }
     tmpfs = {place: options for place, options in host["Tmpfs"].items() if place != "/workspace"}
     with open_box(api, limits=LIMITS, changes={"Mounts": [mount], "Tmpfs": tmpfs}) as box:
         yield box
@@ -67,7 +74,9 @@ async def test_the_sandbox_meets_both_limits_as_a_full_disk_and_its_files_go_on_
         options = box.run("grep ' /workspace ' /proc/self/mountinfo").output
         assert "nosuid,nodev" in options
 
-    async with started(engine, workspace) as box:  # at once: the mount waits for what the removal of the first has not finished
+    async with started(
+        engine, workspace
+    ) as box:  # at once: the mount waits for what the removal of the first has not finished
         assert box.run("cat /workspace/kept; id -u; ls -A /workspace").output.split() == ["kept", "1000", "kept"]
 
     await workspace.remove()
@@ -97,7 +106,9 @@ async def test_a_workspace_swept_under_a_running_container_is_gone_with_it(
         assert box.run("echo still > /workspace/file && cat /workspace/file").output.strip() == "still"
 
 
-async def test_a_container_whose_start_missed_the_mount_cannot_write(engine: APIClient, images: ImageWorkspaces) -> None:
+async def test_a_container_whose_start_missed_the_mount_cannot_write(
+    engine: APIClient, images: ImageWorkspaces
+) -> None:
     """Aim: fill the host's disk from a sandbox whose workspace is not mounted."""
     workspace = await images.make("one", SIZE)
     async with workspace.mounted() as mount:

@@ -1,4 +1,6 @@
-"""Sessions that begin with an archive or a git bundle: unpacked inside; a hostile one is one clear error and hurts nobody."""
+"""Sessions that begin with an archive or a git bundle: unpacked inside; a hostile one is one clear error and hurts
+nobody.
+"""
 
 import bz2
 import gzip
@@ -80,7 +82,8 @@ async def test_a_bundle_is_cloned_with_its_branches_and_without_a_remote(client:
     git(repository, "bundle", "create", str(tmp_path / "it"), "HEAD", "--branches")
     async with await client.open_session(tmp_path / "it") as session:
         told = await output(
-            session, "git status -sb; git branch --format='%(refname)' | sort; git remote; git log --oneline | wc -l; cat a.txt"
+            session,
+            "git status -sb; git branch --format='%(refname)' | sort; git remote; git log --oneline | wc -l; cat a.txt",
         )
     assert told == "## trunk\nrefs/heads/side\nrefs/heads/trunk\n1\nx"
 

@@ -1,4 +1,6 @@
-"""MCP over HTTP, asked by those who mean no good: without a key, from a page, with what is too large or no message at all."""
+"""MCP over HTTP, asked by those who mean no good: without a key, from a page, with what is too large or no message at
+all.
+"""
 
 import asyncio
 import json
@@ -58,7 +60,9 @@ async def test_nobody_comes_in_without_a_key_that_holds(mcp_stack: McpStack, lin
         assert answer.json()["code"] == "UNAUTHENTICATED"
 
 
-async def test_a_page_of_somebody_else_may_not_call_with_a_key_it_has_got_hold_of(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
+async def test_a_page_of_somebody_else_may_not_call_with_a_key_it_has_got_hold_of(
+    mcp_stack: McpStack, line: httpx.AsyncClient
+) -> None:
     for origin in (
         "https://evil.example",
         "null",
@@ -90,12 +94,26 @@ async def test_a_huge_body_is_refused_and_not_held(mcp_stack: McpStack, line: ht
 
 
 @pytest.mark.parametrize("revision", [REVISION, "2025-11-25", "nonsense", None])
-async def test_what_is_no_message_is_refused_as_the_client_s_fault(line: httpx.AsyncClient, revision: str | None) -> None:
+async def test_what_is_no_message_is_refused_as_the_client_s_fault(
+    line: httpx.AsyncClient, revision: str | None
+) -> None:
     headers = {"Content-Type": "application/json", **({"MCP-Protocol-Version": revision} if revision else {})}
-    for body in (b"", b"{", b"null", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"jsonrpc":"2.0","id":1}', b'{"id":' + b"9" * 5000 + b"}"):
+    for body in (
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"jsonrpc":"2.0","id":1}',
+        b'{"id":' + b"9" * 5000 + b"}",
+    ):
         answer = await line.post("/mcp", content=body, headers=headers)
         assert 400 <= answer.status_code < 500, (body[:40], answer.status_code, answer.text)
-    assert (await line.post("/mcp", content=b"x=1", headers={**headers, "Content-Type": "text/plain"})).status_code == 400
+    assert (
+        await line.post("/mcp", content=b"x=1", headers={**headers, "Content-Type": "text/plain"})
+    ).status_code == 400
     for method in ("GET", "DELETE", "PUT"):
         assert (await line.request(method, "/mcp", headers=headers)).status_code == 405
 
@@ -104,9 +122,19 @@ async def test_arguments_that_cannot_be_are_told_so(line: httpx.AsyncClient) -> 
     deep: Any = "x"
     for _ in range(300):
         deep = [deep]
-    for hostile in ([], "x", {"command": deep}, {"command": 3}, {"command": "x", "timeout": -1}, {"command": "\ud800"}, {"\ud800": 1}):
+    for hostile in (
+        [],
+        "x",
+        {"command": deep},
+        {"command": 3},
+        {"command": "x", "timeout": -1},
+        {"command": "\ud800"},
+        {"\ud800": 1},
+    ):
         told = message("tools/call", name="bash_tool", arguments=hostile)
-        answer = await line.post("/mcp", content=json.dumps(told), headers={**headers_of(told), "Content-Type": "application/json"})
+        answer = await line.post(
+            "/mcp", content=json.dumps(told), headers={**headers_of(told), "Content-Type": "application/json"}
+        )
         said = answer.json()
         assert said.get("error", {}).get("code") != -32603, said
         assert "error" in said or said["result"]["isError"], said
@@ -136,7 +164,9 @@ async def test_a_client_that_only_hangs_up_has_its_command_ended(mcp_stack: McpS
         told = message("tools/call", name="bash_tool", arguments={"command": command})
         if revision != REVISION:
             del told["params"]["_meta"]
-        calling = asyncio.ensure_future(line.post("/mcp", json=told, headers={**headers_of(told), "MCP-Protocol-Version": revision}))
+        calling = asyncio.ensure_future(
+            line.post("/mcp", json=told, headers={**headers_of(told), "MCP-Protocol-Version": revision})
+        )
         await eventually(lambda: mcp_stack.runs(command), SOON_S, "the command runs")  # noqa: B023  # of this turn
         calling.cancel()
         await eventually(lambda: not mcp_stack.runs(command), 20, "the command ends")  # noqa: B023
@@ -171,10 +201,19 @@ async def test_pages_of_an_origin_that_was_named_may_call(mcp_stack: McpStack) -
     with open_mcp_process(mcp_stack.stack, "--origin", "https://chat.example") as server:
         headers = {"Authorization": f"Bearer {mcp_stack.keys['acme']}", "Accept": ACCEPT}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=SOON_S) as line:
-            for origin, status in (("https://chat.example", 200), ("https://chat.example:8443", 403), ("http://chat.example", 403)):
+            for origin, status in (
+                ("https://chat.example", 200),
+                ("https://chat.example:8443", 403),
+                ("http://chat.example", 403),
+            ):
                 assert (await ask(line, "tools/list", headers={"Origin": origin})).status_code == status, origin
-            asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, mcp-method, content-type"}
-            before = await line.options("/mcp", headers={"Authorization": "", "Origin": "https://chat.example", **asked})
+            asked = {
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization, mcp-method, content-type",
+            }
+            before = await line.options(
+                "/mcp", headers={"Authorization": "", "Origin": "https://chat.example", **asked}
+            )
             assert (before.status_code, before.headers["Access-Control-Allow-Origin"]) == (200, "https://chat.example")
             answer = await ask(line, "tools/list", headers={"Origin": "https://chat.example"})
             assert answer.headers["Access-Control-Allow-Origin"] == "https://chat.example"

@@ -1,4 +1,6 @@
-"""MCP over HTTP, by the SDK's own client: what tools say, how calls end, whose sessions they reach, whichever replica is asked."""
+"""MCP over HTTP, by the SDK's own client: what tools say, how calls end, whose sessions they reach, whichever replica
+is asked.
+"""
 
 import asyncio
 from typing import Any
@@ -53,7 +55,9 @@ async def test_tools_that_are_off_or_not_the_tenants_are_not_listed_and_say_why(
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_a_call_answers_with_text_for_models_and_the_whole_result_for_programs(mcp_stack: McpStack, revision: str) -> None:
+async def test_a_call_answers_with_text_for_models_and_the_whole_result_for_programs(
+    mcp_stack: McpStack, revision: str
+) -> None:
     async with mcp_stack.client(mode=revision) as client:
         done = await bash(client, "echo hello; exit 3")
         assert not done.is_error
@@ -89,7 +93,10 @@ async def test_output_comes_as_progress_while_the_call_runs(mcp_stack: McpStack,
         assert progress == sum(map(len, pieces))
         has_begun.set()
 
-    async with mcp_stack.client(mode=revision) as client, ToolClient.connect(mcp_stack.stack.redis_url, tenant="acme") as other:
+    async with (
+        mcp_stack.client(mode=revision) as client,
+        ToolClient.connect(mcp_stack.stack.redis_url, tenant="acme") as other,
+    ):
         session = await new_session(client)
         # The command goes on only when its first output was seen.
         waits = "echo first; until test -e go; do sleep 0.1; done; echo second"
@@ -166,7 +173,9 @@ async def test_a_no_or_a_client_that_cannot_ask_refuses(mcp_stack: McpStack) -> 
             assert "TOOLCREW_APPROVALS=queue" in text_of(await bash(client, DELETE))
 
 
-async def ask(mcp_stack: McpStack, replica: int, command: str = DELETE, **more: Any) -> CallToolResult | InputRequiredResult | MCPError:
+async def ask(
+    mcp_stack: McpStack, replica: int, command: str = DELETE, **more: Any
+) -> CallToolResult | InputRequiredResult | MCPError:
     """One round of a call that a person is asked about."""
     async with mcp_stack.client(replica=replica, elicitation_callback=Person()) as client:
         try:

@@ -32,7 +32,15 @@ async def test_a_connection_has_one_session_that_ends_with_it(mcp_stack: McpStac
 
 def open_sessions(mcp_stack: McpStack) -> list[dict[str, Any]]:
     stack = mcp_stack.stack
-    done = run_toolcrew(stack.footprint, "session", "ls", "--tenant", "acme", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url})
+    done = run_toolcrew(
+        stack.footprint,
+        "session",
+        "ls",
+        "--tenant",
+        "acme",
+        "--json",
+        environment={"TOOLCREW_REDIS_URL": stack.redis_url},
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     return list(told["sessions"] if isinstance(told, dict) else told)
@@ -72,7 +80,7 @@ async def test_a_person_at_the_client_is_asked_in_either_revision(mcp_stack: Mcp
             assert len(person.asked) == 1
 
 
-# --- by hand ----------------------------------------------------------------------------------------------------------------
+# --- by hand ----------------------------------------------------------------------------------------------------------
 
 HELLO = {
     "jsonrpc": "2.0",
@@ -134,7 +142,15 @@ def open_by_hand(mcp_stack: McpStack, *arguments: str) -> Iterator[ByHand]:
 def test_what_is_no_message_is_told_so_and_harms_nothing(by_hand: ByHand) -> None:
     by_hand.greet()
     by_hand.say(b"")
-    for line in (b"{", b"[]", b"null", b"\xff\xfe", b'{"jsonrpc":"2.0"}', b"[" * 100_000, b'"' + b"x" * (5 * 1024 * 1024) + b'"'):
+    for line in (
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"jsonrpc":"2.0"}',
+        b"[" * 100_000,
+        b'"' + b"x" * (5 * 1024 * 1024) + b'"',
+    ):
         by_hand.say(line)
         told = by_hand.answer()
         assert (told.get("id"), told["error"]["code"]) == (None, -32700), told

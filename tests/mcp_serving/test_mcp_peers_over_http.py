@@ -1,4 +1,6 @@
-"""Tools of other MCP servers over HTTP: found and called at real servers, and limits that hold whatever a bad one does."""
+"""Tools of other MCP servers over HTTP: found and called at real servers, and limits that hold whatever a bad one
+does.
+"""
 
 import contextlib
 import json
@@ -59,7 +61,13 @@ def test_tools_of_a_server_are_found_and_called(peer: str) -> None:
     tools = _load(peer, tenants=("acme",))
     assert sorted(tools) == ["mcp__peer__add", "mcp__peer__refuse", "mcp__peer__show"]
     spec = tools["mcp__peer__add"].spec
-    assert (spec.pool, spec.tenants, spec.requires_permission, spec.dangerous, spec.read_only) == ("tools", ("acme",), True, True, False)
+    assert (spec.pool, spec.tenants, spec.requires_permission, spec.dangerous, spec.read_only) == (
+        "tools",
+        ("acme",),
+        True,
+        True,
+        False,
+    )
     result = run_tool(tools["mcp__peer__add"], a=2, b=40)
     assert result.success
     assert "\n42\n" in str(result.output)
@@ -89,7 +97,9 @@ def test_a_server_of_an_earlier_revision_is_greeted_and_its_session_ended() -> N
         assert way.list_tools(_soon()) == [TOOL]
         assert way.call_tool("echo", {"text": "hi"}, _soon())["content"][0]["text"] == "hi"
         methods = [request.split(" ")[0] for request in server.requests]
-        assert methods == ["POST"] * 4 + ["DELETE"] + ["POST"] * 3 + ["DELETE"], "asked once which revision, greeted for each use"
+        assert methods == ["POST"] * 4 + ["DELETE"] + ["POST"] * 3 + ["DELETE"], (
+            "asked once which revision, greeted for each use"
+        )
         assert (server.header("mcp-session-id"), server.header("mcp-protocol-version")) == ("s-1", "2025-06-18")
 
 
@@ -109,7 +119,9 @@ def test_the_sdks_server_is_used_over_stdio_in_either_revision(alone: bool | Non
         assert [tool["name"] for tool in way.list_tools(box.run, 60)] == ["add", "refuse", "show"]
         assert way.stands_alone is (alone is not False)
         for number in range(2):
-            assert way.call_tool(box.run, "add", {"a": 2, "b": number}, "/workspace", 60)["content"][0]["text"] == str(2 + number)
+            assert way.call_tool(box.run, "add", {"a": 2, "b": number}, "/workspace", 60)["content"][0]["text"] == str(
+                2 + number
+            )
         assert box.ops.count("job_start") == 1
 
 
@@ -153,7 +165,9 @@ def test_a_silent_server_is_left_at_the_limit(as_stream: bool) -> None:
     assert failure.code is ErrorCode.TIMEOUT
 
 
-@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 X\r\nx-", b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\n\r\n"])
+@pytest.mark.parametrize(
+    "head", [b"", b"HTTP/1.1 200 X\r\nx-", b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\n\r\n"]
+)
 def test_a_server_that_sends_byte_by_byte_is_left_at_the_limit(head: bytes) -> None:
     with open_web_server() as server:
 
@@ -181,7 +195,9 @@ def test_a_stream_that_goes_on_after_the_answer_is_not_waited_for() -> None:
         assert reach(server.url(host="127.0.0.1")).list_tools(Deadline(30)) == [TOOL]
 
 
-@pytest.mark.parametrize("line", [b"data: x\n\n", b"x" * 65536, b'data: {"jsonrpc":"2.0","method":"notifications/message"}\n\n'])
+@pytest.mark.parametrize(
+    "line", [b"data: x\n\n", b"x" * 65536, b'data: {"jsonrpc":"2.0","method":"notifications/message"}\n\n']
+)
 def test_a_flood_ends_at_a_bound(line: bytes) -> None:
     with open_web_server() as server:
 
@@ -231,7 +247,11 @@ def test_a_lie_is_a_failure_that_says_so(lie: Any) -> None:
 
 def test_a_tool_that_is_gone_is_told_in_the_servers_words() -> None:
     def gone(request: dict[str, Any]) -> Any:
-        return {"jsonrpc": "2.0", "id": request["id"], "error": {"code": -32602, "message": "Unknown tool\x1b[2J: echo"}}
+        return {
+            "jsonrpc": "2.0",
+            "id": request["id"],
+            "error": {"code": -32602, "message": "Unknown tool\x1b[2J: echo"},
+        }
 
     with open_raw_peer(lambda request: modern(request, gone)) as server:
         result = run_tool(_load(server.url(host="127.0.0.1"))["mcp__peer__echo"])
@@ -244,7 +264,11 @@ def test_many_tools_and_endless_pages_are_bounded() -> None:
         assert len(_load(server.url(host="127.0.0.1"))) == 200
 
     def endless(request: dict[str, Any]) -> Any:
-        return reply_to(request, {"tools": [TOOL], "nextCursor": "on"}) if request["method"] == "tools/list" else modern(request)
+        return (
+            reply_to(request, {"tools": [TOOL], "nextCursor": "on"})
+            if request["method"] == "tools/list"
+            else modern(request)
+        )
 
     with open_raw_peer(endless) as server:
         assert _load(server.url(host="127.0.0.1")) == {}
@@ -253,7 +277,10 @@ def test_many_tools_and_endless_pages_are_bounded() -> None:
 
 def test_much_text_is_cut_and_said_so() -> None:
     def much(request: dict[str, Any]) -> Any:
-        return reply_to(request, {"content": [{"type": "text", "text": "line\n" * 100_000}], "structuredContent": {"x": "y" * 100_000}})
+        return reply_to(
+            request,
+            {"content": [{"type": "text", "text": "line\n" * 100_000}], "structuredContent": {"x": "y" * 100_000}},
+        )
 
     with open_raw_peer(lambda request: modern(request, much), as_stream=True) as server:
         result = run_tool(_load(server.url(host="127.0.0.1"))["mcp__peer__echo"])
@@ -297,7 +324,11 @@ def test_every_request_is_judged_anew_when_the_name_leads_elsewhere() -> None:
 
 def test_a_key_is_in_no_failure() -> None:
     with open_raw_peer(lambda request: 401) as server:
-        failure = _failure(lambda: reach(server.url(host="127.0.0.1"), headers={"Authorization": "Bearer s3cr3t-key"}).list_tools(_soon()))
+        failure = _failure(
+            lambda: reach(server.url(host="127.0.0.1"), headers={"Authorization": "Bearer s3cr3t-key"}).list_tools(
+                _soon()
+            )
+        )
     assert "s3cr3t" not in f"{failure.message} {failure.metadata}"
     assert "headers in TOOLCREW_MCP_SERVERS" in failure.message
 
@@ -314,5 +345,9 @@ def test_an_upgraded_server_is_asked_anew_by_the_next_call() -> None:
 
 def _only_modern(request: dict[str, Any]) -> Any:
     if request["method"] == "initialize":
-        return {"jsonrpc": "2.0", "id": request["id"], "error": {"code": -32022, "message": "no", "data": {"supported": ["2026-07-28"]}}}
+        return {
+            "jsonrpc": "2.0",
+            "id": request["id"],
+            "error": {"code": -32022, "message": "no", "data": {"supported": ["2026-07-28"]}},
+        }
     return modern(request)

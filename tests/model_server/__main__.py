@@ -1,4 +1,6 @@
-"""`python -m tests.model_server SCRIPT`: serves until SIGTERM or its parent's end; the first line it prints is its URL."""
+"""`python -m tests.model_server SCRIPT`: serves until SIGTERM or its parent's end; the first line it prints is its
+URL.
+"""
 
 import argparse
 import asyncio
@@ -21,16 +23,25 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.model_server", description="An OpenAI-compatible server that plays a script.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.model_server", description="An OpenAI-compatible server that plays a script."
+    )
     parser.add_argument(
-        "script", nargs="?", type=Path, help="JSON lines, as docs/model-server.md tells; with --replay only its faults count"
+        "script",
+        nargs="?",
+        type=Path,
+        help="JSON lines, as docs/model-server.md tells; with --replay only its faults count",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: one that is free")
-    parser.add_argument("--record", metavar="URL", help="pass requests on to this endpoint (its base, as in OPENAI_BASE_URL)")
+    parser.add_argument(
+        "--record", metavar="URL", help="pass requests on to this endpoint (its base, as in OPENAI_BASE_URL)"
+    )
     parser.add_argument("--to", metavar="FILE", type=Path, help="where --record appends its pairs")
     parser.add_argument("--replay", metavar="FILE", type=Path, help="play pairs that --record has written")
-    parser.add_argument("--ignore", metavar="PATTERN", action="append", default=[], help="what does not count when messages are matched")
+    parser.add_argument(
+        "--ignore", metavar="PATTERN", action="append", default=[], help="what does not count when messages are matched"
+    )
     parser.add_argument("--parent", metavar="PID", type=int, help="leave at once when this is not the parent any more")
     asked = parser.parse_args(arguments)
     if (asked.record is None) != (asked.to is None):
@@ -103,7 +114,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     except OSError as error:
         sys.stderr.write(
-            f"cannot listen on {asked.host} port {asked.port} ({error.strerror}): choose another --port, or 0 for a free one\n"
+            f"cannot listen on {asked.host} port {asked.port} ({error.strerror}): choose another --port, or 0 for a "
+            "free one\n"
         )
         return 1
     return 0

@@ -1,4 +1,6 @@
-"""What a request asks, as a script sees it: whose conversation it is, how far that has come, and what the last call's result says."""
+"""What a request asks, as a script sees it: whose conversation it is, how far that has come, and what the last call's
+result says.
+"""
 
 import hashlib
 import json
@@ -17,8 +19,8 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True)
 class Asked:
-    """`step`: how many replies it holds already. `observation`: of the last call; None right after a user's own message. `digest`: of its
-    bytes. `probe`: what the server is to show that it can do, else None."""
+    """`step`: how many replies it holds already. `observation`: of the last call; None right after a user's own
+    message. `digest`: of its bytes. `probe`: what the server is to show that it can do, else None."""
 
     conversation: str
     step: int
@@ -53,7 +55,9 @@ def read_asked(body: Mapping[str, Any], raw: bytes, key: "re.Pattern[str]") -> A
     found = key.search(user)
     options = body.get("stream_options")
     return Asked(
-        conversation=found.group(1) if found and found.group(1) else hashlib.sha256(user.encode(errors="replace")).hexdigest()[:16],
+        conversation=found.group(1)
+        if found and found.group(1)
+        else hashlib.sha256(user.encode(errors="replace")).hexdigest()[:16],
         step=sum(message.get("role") == "assistant" for message in messages),
         user=user,
         observation=_observation(messages[-1]),
@@ -98,7 +102,9 @@ def _dialect(body: Mapping[str, Any]) -> Dialect:
 
 
 def _probe(body: Mapping[str, Any]) -> Literal["tool", "schema"] | None:
-    """Whoever finds out what the server can do asks it to call a tool named echo, or to answer by a schema of that name."""
+    """Whoever finds out what the server can do asks it to call a tool named echo, or to answer by a schema of that
+    name.
+    """
     tools = body.get("tools")
     if isinstance(tools, list) and len(tools) == 1 and isinstance(tools[0], dict):
         function = tools[0].get("function")

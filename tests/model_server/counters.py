@@ -74,7 +74,10 @@ class Counters:
             "open": self.open,
             "most_open": self.most_open,
             "conversations": {
-                name: {"requests": conversation.requests, "replies": {str(step): n for step, n in sorted(conversation.replies.items())}}
+                name: {
+                    "requests": conversation.requests,
+                    "replies": {str(step): n for step, n in sorted(conversation.replies.items())},
+                }
                 for name, conversation in self._conversations.items()
             },
         }

@@ -19,7 +19,9 @@ def goes_for(when: When, asked: Asked) -> bool:
         return False
     if when.user is not None and re.search(when.user, asked.user) is None:
         return False
-    return when.observation is None or (asked.observation is not None and re.search(when.observation, asked.observation) is not None)
+    return when.observation is None or (
+        asked.observation is not None and re.search(when.observation, asked.observation) is not None
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,11 @@ class Faults:
         kinds: list[str] = []
         for number, line in enumerate(self._lines):
             is_delay = isinstance(line.fault, Delay)
-            if (fault is not None and not is_delay) or not goes_for(line.when, asked) or not self._strikes(number, line, asked, attempt):
+            if (
+                (fault is not None and not is_delay)
+                or not goes_for(line.when, asked)
+                or not self._strikes(number, line, asked, attempt)
+            ):
                 continue
             kinds.append(line.fault.kind)
             if isinstance(line.fault, Delay):
@@ -79,7 +85,9 @@ class Faults:
             return line.during_s[0] <= since < line.during_s[1]
         if line.first is None:
             return True
-        whose = {"conversation": asked.conversation, "step": f"{asked.conversation}\0{asked.step}", "server": ""}[line.per]
+        whose = {"conversation": asked.conversation, "step": f"{asked.conversation}\0{asked.step}", "server": ""}[
+            line.per
+        ]
         if self._played[number, whose] >= line.first:
             return False
         self._played[number, whose] += 1

@@ -1,4 +1,6 @@
-"""The model server in a test's own process and loop, with a client: for tests of what it plays, and of clients that it plays for."""
+"""The model server in a test's own process and loop, with a client: for tests of what it plays, and of clients that it
+plays for.
+"""
 
 import asyncio
 import json
@@ -20,7 +22,9 @@ from tests.model_server.wire import Connection
 Lines = Sequence[dict[str, Any]]
 OK = {"kind": "rule", "reply": {"text": "ok"}}
 TRUST_NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For clients of loopback, which speak no TLS: to load the authorities of the world takes more than all else that such a test does."""
+"""For clients of loopback, which speak no TLS: to load the authorities of the world takes more than all else that such
+a test does.
+"""
 
 
 class WatchedChat(Chat):
@@ -55,7 +59,9 @@ class Playing:
         return str(reply.json()["choices"][0]["message"]["content"])
 
     def model(self, attempts: int = 1, *, timeout_s: float = 60, streaming: bool = True) -> OpenAIModel:
-        return OpenAIModel("m", self.url, timeout_s=timeout_s, retries=RetryPolicy(attempts=attempts, base_s=0.0), streaming=streaming)
+        return OpenAIModel(
+            "m", self.url, timeout_s=timeout_s, retries=RetryPolicy(attempts=attempts, base_s=0.0), streaming=streaming
+        )
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -67,7 +73,12 @@ async def playing(*lines: dict[str, Any]) -> AsyncIterator[Playing]:
     chat = WatchedChat(*lines)
     server = await asyncio.get_running_loop().create_server(lambda: Connection(chat), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=TRUST_NOBODY, trust_env=False, timeout=60) as client:
+    async with (
+        server,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", verify=TRUST_NOBODY, trust_env=False, timeout=60
+        ) as client,
+    ):
         yield Playing(chat, port, client)
 
 

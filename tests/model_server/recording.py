@@ -1,4 +1,6 @@
-"""Replies of a real endpoint, kept as they came and played again: matched by what the messages say, not by their ids."""
+"""Replies of a real endpoint, kept as they came and played again: matched by what the messages say, not by their
+ids.
+"""
 
 import asyncio
 import base64
@@ -44,14 +46,19 @@ class Pair(Record):
 
 
 def digest_messages(messages: Sequence[Mapping[str, Any]], ignored: Sequence["re.Pattern[str]"] = ()) -> str:
-    """Of roles, texts and calls: ids of calls, the order of arguments and blanks around texts do not count. What `ignored` finds neither."""
+    """Of roles, texts and calls: ids of calls, the order of arguments and blanks around texts do not count. What
+    `ignored` finds neither.
+    """
 
     def plain(text: str) -> str:
         for pattern in ignored:
             text = pattern.sub("", text)
         return text.strip().encode(errors="replace").decode()
 
-    said = [[message.get("role"), plain(text_of(message)), [_call(call, plain) for call in _calls(message)]] for message in messages]
+    said = [
+        [message.get("role"), plain(text_of(message)), [_call(call, plain) for call in _calls(message)]]
+        for message in messages
+    ]
     return hashlib.sha256(json.dumps(said, ensure_ascii=True, sort_keys=True).encode()).hexdigest()
 
 
@@ -80,11 +87,16 @@ def _call(function: Mapping[str, Any], plain: Any) -> list[Any]:
 
 
 class Recorder:
-    """Passes requests on to `url` (its base, as in OPENAI_BASE_URL) and appends each pair to `file` once its reply has come whole. The client's
-    key goes on to the endpoint and is written nowhere: headers are not, and it is struck out where request or reply repeat it."""
+    """Passes requests on to `url` (its base, as in OPENAI_BASE_URL) and appends each pair to `file` once its reply has
+    come whole. The client's key goes on to the endpoint and is written nowhere: headers are not, and it is struck out
+    where request or reply repeat it."""
 
     def __init__(
-        self, url: str, file: Path, ignored: Sequence["re.Pattern[str]"] = (), transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        file: Path,
+        ignored: Sequence["re.Pattern[str]"] = (),
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._url = url.rstrip("/") + "/chat/completions"
         self._ignored = ignored
@@ -92,7 +104,9 @@ class Recorder:
         try:
             self._file = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise BadScript(f"{file} cannot be written ({error.strerror}): give --to a file in a folder that is there and yours") from None
+            raise BadScript(
+                f"{file} cannot be written ({error.strerror}): give --to a file in a folder that is there and yours"
+            ) from None
 
     def reset(self) -> None:
         """What is written stays."""
@@ -106,14 +120,19 @@ class Recorder:
 
     async def _pass_on(self, request: Request, asked: Asked) -> Plan:
         headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
-        sent = self._client.build_request("POST", self._url, content=request.body, headers={**headers, "content-type": "application/json"})
+        sent = self._client.build_request(
+            "POST", self._url, content=request.body, headers={**headers, "content-type": "application/json"}
+        )
         try:
             response = await self._client.send(sent, stream=True)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             return Plan(
                 502,
                 pieces=[
-                    build_error(f"the endpoint that is recorded does not answer ({type(error).__name__}): check --record", "bad_gateway")
+                    build_error(
+                        f"the endpoint that is recorded does not answer ({type(error).__name__}): check --record",
+                        "bad_gateway",
+                    )
                 ],
             )
         after = response.headers.get("retry-after")
@@ -126,7 +145,9 @@ class Recorder:
         )
 
     async def _copy(self, request: Request, asked: Asked, response: httpx.Response) -> AsyncIterator[bytes]:
-        """The body as it comes; the pair is written before its end is told, so that whoever has the reply finds it in the file."""
+        """The body as it comes; the pair is written before its end is told, so that whoever has the reply finds it in
+        the file.
+        """
         parts: list[bytes] = []
         try:
             async for piece in response.aiter_bytes():
@@ -161,7 +182,9 @@ class Recorder:
 
 
 def _secrets(headers: Mapping[str, str]) -> list[str]:
-    """Of a header both the value and, without its scheme, the token; also as JSON would write them. Long ones first: one may be in another."""
+    """Of a header both the value and, without its scheme, the token; also as JSON would write them. Long ones first:
+    one may be in another.
+    """
     values = [headers[name] for name in _SECRET_HEADERS if name in headers]
     found = {part for value in values for part in (value, value.split(" ", 1)[-1].strip())}
     found |= {json.dumps(part)[1:-1] for part in found}
@@ -175,7 +198,9 @@ def _strike(text: str, secrets: Sequence[str]) -> str:
 
 
 def _strike_pieces(body: str, secrets: Sequence[str]) -> str:
-    """Of a stream, where a secret may lie over several pieces of one text: then the first piece gets all of the text without it. Else it stays."""
+    """Of a stream, where a secret may lie over several pieces of one text: then the first piece gets all of the text
+    without it. Else it stays.
+    """
     events = [_Event(part) for part in re.split(r"(?<=\n\n)", body)]
     places: dict[tuple[Any, ...], list[tuple[dict[str, Any], str]]] = {}
     for event in events:
@@ -208,7 +233,11 @@ class _Event:
             delta = choice.get("delta") if isinstance(choice, dict) else None
             if not isinstance(delta, dict):
                 continue
-            yield from ((("text", choice.get("index"), key), delta, key) for key, value in delta.items() if isinstance(value, str))
+            yield from (
+                (("text", choice.get("index"), key), delta, key)
+                for key, value in delta.items()
+                if isinstance(value, str)
+            )
             calls = delta.get("tool_calls")
             for call in calls if isinstance(calls, list) else []:
                 function = call.get("function") if isinstance(call, dict) else None
@@ -220,7 +249,9 @@ class _Event:
 
 
 class Replay:
-    """Plays pairs again. Several of the same messages come in the order of their recording, and the last of them from then on."""
+    """Plays pairs again. Several of the same messages come in the order of their recording, and the last of them from
+    then on.
+    """
 
     def __init__(self, pairs: Sequence[Pair], ignored: Sequence["re.Pattern[str]"] = ()) -> None:
         self._ignored = ignored
@@ -240,7 +271,10 @@ class Replay:
         if pairs is None:
             other = "streamed" if asked.is_stream else "whole"
             what = f"only not {other}" if (digest, not asked.is_stream) in self._pairs else "not at all"
-            sentence = f"these messages (hash {digest[:12]}) were recorded {what}: record them, or give --ignore a pattern of what differs each time"
+            sentence = (
+                f"these messages (hash {digest[:12]}) were recorded {what}: record them, or give --ignore a pattern of "
+                "what differs each time"
+            )
             return Plan(404, pieces=[build_error(sentence, "not_recorded")])
         pair = pairs[min(self._played[key], len(pairs) - 1)]
         self._played[key] += 1
@@ -257,15 +291,21 @@ class Replay:
 
 def _pair_digest(pair: Pair, ignored: Sequence["re.Pattern[str]"]) -> str:
     messages = pair.request.get("messages")
-    return digest_messages([entry for entry in messages if isinstance(entry, dict)] if isinstance(messages, list) else [], ignored)
+    return digest_messages(
+        [entry for entry in messages if isinstance(entry, dict)] if isinstance(messages, list) else [], ignored
+    )
 
 
 def load_pairs(path: Path) -> list[Pair]:
-    """Raises BadScript. A last line without its end is left out: the recorder was killed while it wrote it, and nobody had that reply whole."""
+    """Raises BadScript. A last line without its end is left out: the recorder was killed while it wrote it, and nobody
+    had that reply whole.
+    """
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise BadScript(f"{path} cannot be read ({error.strerror}): give --replay a file that --record has written") from None
+        raise BadScript(
+            f"{path} cannot be read ({error.strerror}): give --replay a file that --record has written"
+        ) from None
     lines = raw.split(b"\n")[:-1]
     pairs: list[Pair] = []
     for number, line in enumerate(lines, 1):
@@ -276,7 +316,9 @@ def load_pairs(path: Path) -> list[Pair]:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(str(part) for part in first["loc"]) or "line"
-            raise BadScript(f"{path.name}:{number}: {place}: {first['msg']}: take the line out, or record again") from None
+            raise BadScript(
+                f"{path.name}:{number}: {place}: {first['msg']}: take the line out, or record again"
+            ) from None
     if not pairs:
         raise BadScript(f"{path} holds no pair: record some first, with --record URL --to {path.name}")
     return pairs

@@ -35,7 +35,9 @@ def build_error(message: str, code: str) -> bytes:
 
 
 class Written:
-    """A reply with every place filled, spelled for the request that it answers. Raises TemplateError when that cannot be done."""
+    """A reply with every place filled, spelled for the request that it answers. Raises TemplateError when that cannot
+    be done.
+    """
 
     def __init__(self, reply: Reply, asked: Asked, known: Mapping[str, str]) -> None:
         self._asked = asked
@@ -47,14 +49,19 @@ class Written:
         spelling = asked.dialect if reply.spelling == "auto" else reply.spelling
         if reply.chunks is None and spelling != "native":
             self._spell(spelling)
-        digest = hashlib.blake2b(f"{asked.conversation}\0{asked.step}".encode(errors="replace"), digest_size=6).hexdigest()
+        digest = hashlib.blake2b(
+            f"{asked.conversation}\0{asked.step}".encode(errors="replace"), digest_size=6
+        ).hexdigest()
         self._head = {"id": f"chatcmpl-{digest}", "created": CREATED, "model": asked.model}
         self._call_id = f"call_{digest}"
 
     def _spell(self, spelling: str) -> None:
         """Calls become text."""
         if spelling == "tags":
-            tags = [build_tag_call(name, {key: _as_text(value) for key, value in _as_record(given).items()}) for name, given in self._calls]
+            tags = [
+                build_tag_call(name, {key: _as_text(value) for key, value in _as_record(given).items()})
+                for name, given in self._calls
+            ]
             self._text = "\n".join(part for part in [self._text, *tags] if part)
         elif len(self._calls) > 1:
             raise TemplateError("the request's dialect has room for one call a reply: give the others in later steps")
@@ -66,15 +73,25 @@ class Written:
         self._calls = []
 
     def events(self, chunk_chars: int, *, has_end: bool = True) -> list[bytes]:
-        """Of its stream. `has_end` False: without all that says that it is over; chunks of the script's own stay as they are."""
+        """Of its stream. `has_end` False: without all that says that it is over; chunks of the script's own stay as
+        they are.
+        """
         if self._chunks is not None:
             return [event(chunk) for chunk in self._chunks]
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": None if self._calls and not self._text else ""}]
+        deltas: list[dict[str, Any]] = [
+            {"role": "assistant", "content": None if self._calls and not self._text else ""}
+        ]
         deltas += [{"content": self._text[at : at + chunk_chars]} for at in range(0, len(self._text), chunk_chars)]
         for place, (name, given) in enumerate(self._calls):
             raw = _as_text(given)
             function = {"name": name, "arguments": ""}
-            deltas.append({"tool_calls": [{"index": place, "id": f"{self._call_id}_{place}", "type": "function", "function": function}]})
+            deltas.append(
+                {
+                    "tool_calls": [
+                        {"index": place, "id": f"{self._call_id}_{place}", "type": "function", "function": function}
+                    ]
+                }
+            )
             pieces = [raw[at : at + chunk_chars] for at in range(0, len(raw), chunk_chars)]
             deltas += [{"tool_calls": [{"index": place, "function": {"arguments": piece}}]} for piece in pieces]
         events = [self._event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}) for delta in deltas]
@@ -89,12 +106,18 @@ class Written:
         """As one chat completion. Raises TemplateError for chunks without a `whole`."""
         if self._chunks is not None:
             if self._whole is None:
-                raise TemplateError("the request wants no stream and the script has only chunks: add whole to the reply")
+                raise TemplateError(
+                    "the request wants no stream and the script has only chunks: add whole to the reply"
+                )
             return self._whole.encode() if isinstance(self._whole, str) else dump(self._whole)
         message: dict[str, Any] = {"role": "assistant", "content": self._text or (None if self._calls else "")}
         if self._calls:
             message["tool_calls"] = [
-                {"id": f"{self._call_id}_{place}", "type": "function", "function": {"name": name, "arguments": _as_text(given)}}
+                {
+                    "id": f"{self._call_id}_{place}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": _as_text(given)},
+                }
                 for place, (name, given) in enumerate(self._calls)
             ]
         choice = {"index": 0, "message": message, "finish_reason": self._finish_reason()}
@@ -137,4 +160,6 @@ def _as_text(value: Any) -> str:
 def _as_record(given: Any) -> dict[str, Any]:
     if isinstance(given, dict):
         return given
-    raise TemplateError("arguments given as a text can only be spelled natively: give them as an object, or spelling native")
+    raise TemplateError(
+        "arguments given as a text can only be spelled natively: give them as an object, or spelling native"
+    )

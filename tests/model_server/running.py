@@ -52,13 +52,25 @@ class ModelServer:
 def running_model_server(
     script: Path | Iterable[Mapping[str, Any]] | None = None, *, options: Sequence[str] = (), port: int = 0
 ) -> Iterator[ModelServer]:
-    """A server on loopback that plays `script`: a file, or its lines as records. `options`: further ones of the command line (--replay, ...).
+    """A server on loopback that plays `script`: a file, or its lines as records. `options`: further ones of the command
+    line (--replay, ...).
 
-    Enter it in a thread that outlives the block: the kernel ends the server with the thread that started it. Raises DidNotStart.
+    Enter it in a thread that outlives the block: the kernel ends the server with the thread that started it. Raises
+    DidNotStart.
     """
     with tempfile.TemporaryDirectory(prefix="toolcrew-model-") as folder:
         given = [str(_write(script, Path(folder)))] if script is not None else []
-        argv = [sys.executable, "-m", "tests.model_server", *given, "--port", str(port), "--parent", str(os.getpid()), *options]
+        argv = [
+            sys.executable,
+            "-m",
+            "tests.model_server",
+            *given,
+            "--port",
+            str(port),
+            "--parent",
+            str(os.getpid()),
+            *options,
+        ]
         with (Path(folder) / "errors").open("w+b") as errors:
             child = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
             try:
@@ -70,7 +82,8 @@ def running_model_server(
                         child.wait(STOP_S)
                         errors.seek(0)
                         raise DidNotStart(
-                            errors.read().decode(errors="replace").strip() or "the model server ended without a word: run it by hand"
+                            errors.read().decode(errors="replace").strip()
+                            or "the model server ended without a word: run it by hand"
                         )
                     yield ModelServer(url, child.pid)
             finally:

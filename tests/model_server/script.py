@@ -1,4 +1,6 @@
-"""Scripts of the model server: what their lines may say, read from JSONL and checked whole before anything is served."""
+"""Scripts of the model server: what their lines may say, read from JSONL and checked whole before anything is
+served.
+"""
 
 import json
 import re
@@ -15,7 +17,10 @@ DEFAULT_KEY = r"\[item ([^\]\s]+)\]"
 MAX_SHOWN = 20
 _GUIDE = "docs/model-server.md"
 
-Span = Annotated[float, Field(ge=0, le=3600)] | tuple[Annotated[float, Field(ge=0, le=3600)], Annotated[float, Field(ge=0, le=3600)]]
+Span = (
+    Annotated[float, Field(ge=0, le=3600)]
+    | tuple[Annotated[float, Field(ge=0, le=3600)], Annotated[float, Field(ge=0, le=3600)]]
+)
 """Seconds; of two, something between them is drawn by the seed."""
 
 
@@ -35,8 +40,8 @@ def _check_pattern(pattern: str | None) -> str | None:
 
 
 class Server(Record):
-    """What goes for the whole script; at most one such line. `key`: the pattern whose first group, found in a conversation's first user
-    message, names it; without it, a hash of that message does."""
+    """What goes for the whole script; at most one such line. `key`: the pattern whose first group, found in a
+    conversation's first user message, names it; without it, a hash of that message does."""
 
     kind: Literal["server"]
     seed: int = 0
@@ -58,8 +63,8 @@ class Server(Record):
 
 
 class When(Record):
-    """What a line goes for; what is left out goes for all. `observation` and `user` are searched for as regular expressions in the result
-    of the last call and in the first user message."""
+    """What a line goes for; what is left out goes for all. `observation` and `user` are searched for as regular
+    expressions in the result of the last call and in the first user message."""
 
     conversation: str | tuple[str, ...] | None = None
     step: int | tuple[int, ...] | None = None
@@ -90,8 +95,9 @@ class Tokens(Record):
 
 
 class Reply(Record):
-    """A text, calls, both; or chunks as they stand, of which a text is sent without being made JSON. `spelling`: how calls are written; auto:
-    as the request's dialect wants them. `whole`: what a request that wants no stream gets instead of `chunks`."""
+    """A text, calls, both; or chunks as they stand, of which a text is sent without being made JSON. `spelling`: how
+    calls are written; auto: as the request's dialect wants them. `whole`: what a request that wants no stream gets
+    instead of `chunks`."""
 
     text: str = ""
     calls: tuple[Call, ...] = ()
@@ -109,7 +115,9 @@ class Reply(Record):
         if self.chunks is not None and (self.text or self.calls or self.finish_reason or self.usage):
             raise ValueError("chunks stand alone: take text, calls, finish_reason and usage out, or the chunks")
         if self.whole is not None and self.chunks is None:
-            raise ValueError("whole goes with chunks: add them, or take it out, then whole replies are made of text and calls")
+            raise ValueError(
+                "whole goes with chunks: add them, or take it out, then whole replies are made of text and calls"
+            )
         if self.spelling == "json" and len(self.calls) > 1:
             raise ValueError("the json spelling has room for one call a reply: give the others in later steps")
         return self
@@ -124,7 +132,11 @@ class Rule(Record):
 
     @model_validator(mode="after")
     def _can_be_filled(self) -> "Rule":
-        groups = frozenset(re.compile(self.when.observation).groupindex) if self.when.observation is not None else frozenset()
+        groups = (
+            frozenset(re.compile(self.when.observation).groupindex)
+            if self.when.observation is not None
+            else frozenset()
+        )
         calls = [call.arguments for call in self.reply.calls] + [call.name for call in self.reply.calls]
         texts: list[Any] = [self.reply.text, *calls, *(self.reply.chunks or ()), self.reply.whole]
         unknown = [told for text in texts for told in find_unknown_places(text, groups)]
@@ -158,7 +170,9 @@ class Cut(Record):
 
 
 class NoEnd(Record):
-    """A stream without its end: closed in order, held open in silence, or going on with text for ever. A whole reply is held."""
+    """A stream without its end: closed in order, held open in silence, or going on with text for ever. A whole reply is
+    held.
+    """
 
     kind: Literal["no_end"]
     then: Literal["close", "hold", "go_on"] = "close"
@@ -175,9 +189,9 @@ Fault = Annotated[Status | Delay | Cut | NoEnd | Shape, Field(discriminator="kin
 
 
 class FaultLine(Record):
-    """What goes wrong, and how often: with a `probability` (by the seed), the `first` so many requests of each conversation (or `per` step, or
-    of the server), or `during_s` a span since the server's first request. Without any of them: always. Of several that hit, delays add up,
-    and the first of the others counts."""
+    """What goes wrong, and how often: with a `probability` (by the seed), the `first` so many requests of each
+    conversation (or `per` step, or of the server), or `during_s` a span since the server's first request. Without any
+    of them: always. Of several that hit, delays add up, and the first of the others counts."""
 
     kind: Literal["fault"]
     when: When = When()
@@ -190,7 +204,9 @@ class FaultLine(Record):
     @model_validator(mode="after")
     def _has_one_measure(self) -> "FaultLine":
         if sum(measure is not None for measure in (self.probability, self.first, self.during_s)) > 1:
-            raise ValueError("probability, first and during_s exclude each other: keep one of them, write a second line for another")
+            raise ValueError(
+                "probability, first and during_s exclude each other: keep one of them, write a second line for another"
+            )
         if self.per != "conversation" and self.first is None:
             raise ValueError("per goes with first: add first, or take it out")
         return self
@@ -218,7 +234,9 @@ def load_script(path: Path, *, needs_rules: bool = True) -> Script:
 
 
 def parse_script(text: str, name: str = "script", *, needs_rules: bool = True) -> Script:
-    """Blank lines and lines that begin with # are passed over. `needs_rules` False: the replies come from elsewhere. Raises BadScript."""
+    """Blank lines and lines that begin with # are passed over. `needs_rules` False: the replies come from elsewhere.
+    Raises BadScript.
+    """
     lines: list[Server | Rule | FaultLine] = []
     wrong: list[str] = []
     # Not splitlines: it also divides at characters that JSON allows within a text.
@@ -237,7 +255,8 @@ def parse_script(text: str, name: str = "script", *, needs_rules: bool = True) -
         wrong.append(f"{name}: {len(servers)} lines of kind server: make one of them")
     if needs_rules and not wrong and not any(isinstance(line, Rule) for line in lines):
         wrong.append(
-            f'{name}: no line of kind rule, so no request has a reply: add one, the least is {{"kind": "rule", "reply": {{"text": "ok"}}}}'
+            f'{name}: no line of kind rule, so no request has a reply: add one, the least is {{"kind": "rule", '
+            '"reply": {"text": "ok"}}'
         )
     if wrong:
         more = f"\nand {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""

@@ -1,4 +1,6 @@
-"""Requests to answers: the chat endpoint that plays a script, a recording or a real endpoint; the list of models; the counters."""
+"""Requests to answers: the chat endpoint that plays a script, a recording or a real endpoint; the list of models; the
+counters.
+"""
 
 import re
 import time
@@ -60,7 +62,9 @@ class Chat:
         if path == "/reset" and method == "POST":
             self._reset()
             return Plan(pieces=[b"{}"])
-        return Plan(404, pieces=[build_error(f"there is no {method} {path or '/'}: this server has {_PLACES}", "not_found")])
+        return Plan(
+            404, pieces=[build_error(f"there is no {method} {path or '/'}: this server has {_PLACES}", "not_found")]
+        )
 
     def _reset(self) -> None:
         self.counters.reset()
@@ -89,10 +93,14 @@ class Chat:
         if early is not None:
             return early
         try:
-            answer = self._scripted(asked, attempt, hit) if self._source is None else self._source.answer(request, asked)
+            answer = (
+                self._scripted(asked, attempt, hit) if self._source is None else self._source.answer(request, asked)
+            )
         except TemplateError as error:
             return self._refuse(f"conversation {asked.conversation!r}, step {asked.step}: {error}", "script_error")
-        return self._counted(answer, asked, hit) if isinstance(answer, Plan) else self._counted_later(answer, asked, hit)
+        return (
+            self._counted(answer, asked, hit) if isinstance(answer, Plan) else self._counted_later(answer, asked, hit)
+        )
 
     def _counted(self, plan: Plan, asked: Asked, hit: Hit) -> Plan:
         """The plan, broken as `hit` says, that counts itself once it has left whole."""
@@ -114,7 +122,11 @@ class Chat:
     def _scripted(self, asked: Asked, attempt: int, hit: Hit) -> Plan:
         rule = self._find(asked)
         if rule is None:
-            told = f"the result begins {asked.observation[:200]!r}" if asked.observation is not None else "no call has a result yet"
+            told = (
+                f"the result begins {asked.observation[:200]!r}"
+                if asked.observation is not None
+                else "no call has a result yet"
+            )
             raise TemplateError(f"no rule goes for this request ({told}): add a line of kind rule that does")
         known = {
             "item": asked.conversation,
@@ -150,7 +162,9 @@ class Chat:
 def _plan(written: Written, asked: Asked, chunk_chars: int, *, has_end: bool = True) -> Plan:
     if not asked.is_stream:
         return Plan(pieces=[written.whole()])
-    return Plan(content_type=STREAM, pieces=written.events(chunk_chars, has_end=has_end), is_stream=True, more=written.more())
+    return Plan(
+        content_type=STREAM, pieces=written.events(chunk_chars, has_end=has_end), is_stream=True, more=written.more()
+    )
 
 
 def _afflict(plan: Plan, hit: Hit) -> Plan:
@@ -194,7 +208,10 @@ _SHAPES: Mapping[str, tuple[str, bytes]] = {
     "no_choices": ("application/json", dump({"id": "chatcmpl-0", "object": "chat.completion", "created": 0})),
     "empty_choices": ("application/json", dump({"id": "chatcmpl-0", "object": "chat.completion", "choices": []})),
     "html": ("text/html; charset=utf-8", _HTML),
-    "truncated_json": ("application/json", b'{"id":"chatcmpl-0","object":"chat.completion","choices":[{"index":0,"mess'),
+    "truncated_json": (
+        "application/json",
+        b'{"id":"chatcmpl-0","object":"chat.completion","choices":[{"index":0,"mess',
+    ),
     "not_json": (STREAM, event("this is not JSON")),
     "empty": ("application/json", b""),
     "told_error": (STREAM, event({"error": {"message": "the server had an error", "type": "server_error"}})),

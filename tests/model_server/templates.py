@@ -56,7 +56,11 @@ def _judge(place: re.Match[str], groups: frozenset[str]) -> str | None:
     head, _, group = name.partition(".")
     if head == "match" and group:
         named = f"(?P<{group}>...)"
-        return None if group in groups else f"{place.group()}: name the group in when.observation of the same rule: {named}"
+        return (
+            None
+            if group in groups
+            else f"{place.group()}: name the group in when.observation of the same rule: {named}"
+        )
     return None if name in NAMES else f"{place.group()}: there is no {name!r}, take one of {', '.join(NAMES)}"
 
 

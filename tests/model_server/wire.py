@@ -23,9 +23,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """An answer. `pieces`: of its body. `is_stream`: sent in chunks, as they come; otherwise with its length. `cut_after`: the connection is
-    broken off after so many bytes of the body. `then`: what follows the last piece; `go_on` sends `more` for ever. `on_whole`: called once
-    all of it has left. Waits are in seconds."""
+    """An answer. `pieces`: of its body. `is_stream`: sent in chunks, as they come; otherwise with its length.
+    `cut_after`: the connection is broken off after so many bytes of the body. `then`: what follows the last piece;
+    `go_on` sends `more` for ever. `on_whole`: called once all of it has left. Waits are in seconds."""
 
     status: int = 200
     content_type: str = "application/json"
@@ -41,7 +41,9 @@ class Plan:
 
 
 class BrokenOff(Exception):
-    """Raised by a plan's pieces: there are no more, though the body is not whole. The client's connection breaks, too."""
+    """Raised by a plan's pieces: there are no more, though the body is not whole. The client's connection breaks,
+    too.
+    """
 
 
 class Service(Protocol):
@@ -242,7 +244,9 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         if error is not None:
-            asyncio.get_running_loop().call_exception_handler({"message": "an answer could not be played", "exception": error})
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "an answer could not be played", "exception": error}
+            )
             self._transport.abort()
             return
         self._work()
@@ -278,7 +282,10 @@ def _chunked(piece: bytes) -> bytes:
 
 def _refusal(error: _Refused) -> bytes:
     body = f"{error}\n".encode()
-    head = f"HTTP/1.1 {error.status} Refused\r\ncontent-type: text/plain\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    head = (
+        f"HTTP/1.1 {error.status} Refused\r\ncontent-type: text/plain\r\ncontent-length: {len(body)}\r\nconnection: "
+        "close\r\n\r\n"
+    )
     return head.encode() + body
 
 

@@ -1,4 +1,6 @@
-"""One service on a Redis of its own, one browser, and a deployment that has something on every page: for all tests of pages."""
+"""One service on a Redis of its own, one browser, and a deployment that has something on every page: for all tests of
+pages.
+"""
 
 import shutil
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,6 @@
-"""What holds for every page: it is whole, nothing in it runs, it can be read on a phone and in the dark, and by who does not see it."""
+"""What holds for every page: it is whole, nothing in it runs, it can be read on a phone and in the dark, and by who
+does not see it.
+"""
 
 import pytest
 
@@ -116,7 +118,9 @@ async def test_without_script_the_pages_say_the_same(world: World, visitors: Vis
         await visit.page.get_by_role("button", name="Drain").first.wait_for()
 
 
-async def test_people_of_a_tenant_see_their_own_pages_and_not_those_of_operators(world: World, visitors: Visitors) -> None:
+async def test_people_of_a_tenant_see_their_own_pages_and_not_those_of_operators(
+    world: World, visitors: Visitors
+) -> None:
     async with visitors.visit("acme") as visit:
         request = visit.page.context.request
         for path in PATHS:
@@ -133,7 +137,9 @@ async def test_the_checks_of_pages_find_what_they_look_for(world: World, visitor
         await visit.page.goto("/hosts")
         await visit.page.evaluate("document.documentElement.style.setProperty('--soft', '#aaa')")
         assert await visit.page.evaluate(CONTRASTS)
-        await visit.page.evaluate("document.querySelector('h1').remove(), document.querySelector('button').textContent = ''")
+        await visit.page.evaluate(
+            "document.querySelector('h1').remove(), document.querySelector('button').textContent = ''"
+        )
         assert len(await visit.page.evaluate(FAULTS)) >= 2
         await visit.page.evaluate("document.querySelector('#hosts').style.width = '3000px'")
         assert await visit.page.evaluate(WIDER)

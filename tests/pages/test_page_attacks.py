@@ -1,4 +1,6 @@
-"""What others try on the pages: forms of other sites, stolen and guessed words, foreign ids, addresses that lead away, frames, pages as keys."""
+"""What others try on the pages: forms of other sites, stolen and guessed words, foreign ids, addresses that lead away,
+frames, pages as keys.
+"""
 
 import re
 from collections.abc import AsyncIterator
@@ -68,14 +70,22 @@ async def test_what_says_of_no_site_that_it_comes_from_there_is_refused(world: W
 async def test_a_form_needs_the_token_of_its_own_login(world: World, visitors: Visitors) -> None:
     keys = visitors.api.keys
     async with someone(visitors.api.url, keys["operator"]) as client, someone(visitors.api.url, keys["admin"]) as other:
-        for token in ("", "0" * 64, await token_of(other), "\udcff".encode("utf-8", "surrogateescape").decode("latin-1")):
+        for token in (
+            "",
+            "0" * 64,
+            await token_of(other),
+            "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
+        ):
             response = await client.post("/tools/read_tool", data={"form_token": token, "enabled": "no"})
             assert (token, response.status_code) == (token, 403)
 
 
 async def test_a_page_elsewhere_that_sends_a_form_by_itself_is_nobody_here(world: World, visitors: Visitors) -> None:
     async def evil(route: Route) -> None:
-        form = f'<form method="post" action="{visitors.api.url}/tools/read_tool"><input name="enabled" value="no"></form><script>document.forms[0].submit()</script>'
+        form = (
+            f'<form method="post" action="{visitors.api.url}/tools/read_tool"><input name="enabled" '
+            'value="no"></form><script>document.forms[0].submit()</script>'
+        )
         await route.fulfill(content_type="text/html", body=form)
 
     async with visitors.visit("operator") as visit:
@@ -144,12 +154,17 @@ async def test_wrong_revoked_and_malformed_keys_are_told_alike(world: World, vis
     assert next(iter(answers))[0] == 401
 
 
-@pytest.mark.parametrize("path", ["/runs/{}", "/runs/{}/transcript", "/runs/{}/stream", "/approvals/{}", "/batches/{}", "/calls/{}"])
+@pytest.mark.parametrize(
+    "path", ["/runs/{}", "/runs/{}/transcript", "/runs/{}/stream", "/approvals/{}", "/batches/{}", "/calls/{}"]
+)
 async def test_what_is_a_rivals_is_told_as_what_there_is_not(world: World, visitors: Visitors, path: str) -> None:
     assert world.rivals is not None
-    theirs = {"runs": world.rival_run, "approvals": world.rivals.id, "batches": "rival-batch", "calls": f"{world.rival_run}-1-1"}[
-        path.split("/")[1]
-    ]
+    theirs = {
+        "runs": world.rival_run,
+        "approvals": world.rivals.id,
+        "batches": "rival-batch",
+        "calls": f"{world.rival_run}-1-1",
+    }[path.split("/")[1]]
     nothing = "0" * len(theirs)
     async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
         answers = [await client.get(path.format(name)) for name in (theirs, nothing)]
@@ -186,12 +201,25 @@ async def test_an_answer_to_another_call_than_the_one_shown_is_refused(world: Wo
         assert (await client.post(f"/approvals/{question.id}", data=form)).status_code == 409
         for text in ("", "[]", "{", '{"a": 1, "a": 2}', "[" * 100_000, '{"a": NaN}'):
             sent = {**form, "decision": "change", "digest": question.digest, "arguments": text}
-            assert (text[:20], (await client.post(f"/approvals/{question.id}", data=sent)).status_code) == (text[:20], 422)
+            assert (text[:20], (await client.post(f"/approvals/{question.id}", data=sent)).status_code) == (
+                text[:20],
+                422,
+            )
     assert (await world.approvals.pending(world.actor("acme"), "acme", None, 100)).questions
 
 
 @pytest.mark.parametrize(
-    "next_", ["//evil.test", "https://evil.test", "/\\evil.test", "\\\\evil.test", "/\t/evil.test", "javascript:alert(1)", "/\r\nX: y", ""]
+    "next_",
+    [
+        "//evil.test",
+        "https://evil.test",
+        "/\\evil.test",
+        "\\\\evil.test",
+        "/\t/evil.test",
+        "javascript:alert(1)",
+        "/\r\nX: y",
+        "",
+    ],
 )
 async def test_logging_in_leads_nowhere_else(world: World, visitors: Visitors, next_: str) -> None:
     async with someone(visitors.api.url) as client:
@@ -201,7 +229,16 @@ async def test_logging_in_leads_nowhere_else(world: World, visitors: Visitors, n
 
 async def test_every_answer_keeps_others_out(world: World, visitors: Visitors) -> None:
     async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
-        for path in ("/", "/login", "/runs", "/runs/none", "/hosts", f"/runs/{world.done}", "/static/page.css", "/static/none"):
+        for path in (
+            "/",
+            "/login",
+            "/runs",
+            "/runs/none",
+            "/hosts",
+            f"/runs/{world.done}",
+            "/static/page.css",
+            "/static/none",
+        ):
             headers = (await client.get(path)).headers
             kept = {name: headers.get(name) for name in HEADERS}
             if path == "/static/page.css":
@@ -227,7 +264,9 @@ async def test_words_in_an_address_are_not_said_by_the_page(world: World, visito
 async def test_behind_tls_the_cookie_is_for_tls_alone() -> None:
     with open_server() as server:
         async with open_api(server.url(), page_url="https://crew.test") as api, someone(api.url) as client:
-            response = await client.post("/login", data={"key": api.keys["acme"]}, headers={"Origin": "https://crew.test"})
+            response = await client.post(
+                "/login", data={"key": api.keys["acme"]}, headers={"Origin": "https://crew.test"}
+            )
             cookie = response.headers["set-cookie"]
             assert cookie.startswith(f"__Host-{COOKIE}=")
             assert all(word in cookie for word in ("; Secure", "; HttpOnly", "; Path=/", "; SameSite=strict"))

@@ -1,4 +1,6 @@
-"""What people do with the pages, in a real browser: log in, look at runs, approve, switch, pause, drain, cancel; by mouse and by keyboard."""
+"""What people do with the pages, in a real browser: log in, look at runs, approve, switch, pause, drain, cancel; by
+mouse and by keyboard.
+"""
 
 import asyncio
 import json
@@ -30,8 +32,8 @@ async def tab_to(page: Page, name: str, most: int = 60) -> None:
     for _ in range(most):
         await page.keyboard.press("Tab")
         here = await page.evaluate(
-            "() => { const one = document.activeElement; return [one.getAttribute('aria-label') || one.labels?.[0]?.textContent || one.textContent,"
-            " getComputedStyle(one).outlineStyle] }"
+            "() => { const one = document.activeElement; return [one.getAttribute('aria-label') || "
+            "one.labels?.[0]?.textContent || one.textContent, getComputedStyle(one).outlineStyle] }"
         )
         assert here[1] != "none", f"the focus is not seen on {here[0]}"
         if here[0].strip() == name:
@@ -79,7 +81,9 @@ async def test_a_run_is_cancelled(world: World, visitors: Visitors) -> None:
         await expect(visit.page.get_by_text("It is being cancelled")).to_be_visible()
         await expect(visit.page.get_by_role("heading", level=1)).to_contain_text("cancelled")
     entries = (await Audit(world.redis, DEPLOYMENT).read(actions=("run.cancel",))).entries
-    assert [(one.entry.target, one.entry.actor.name) for one in entries if one.entry.target == run.id] == [(run.id, "operator")]
+    assert [(one.entry.target, one.entry.actor.name) for one in entries if one.entry.target == run.id] == [
+        (run.id, "operator")
+    ]
 
 
 async def test_the_runs_are_paged_through(world: World, visitors: Visitors) -> None:
@@ -98,10 +102,13 @@ async def test_a_call_is_allowed_after_its_exact_bytes_were_seen(world: World, v
     async with visitors.visit("acme") as visit:
         await visit.page.goto(f"/approvals/{question.id}")
         shown = visit.page.get_by_label("command, every character")
-        await expect(shown).to_have_text("rm -rf /data\\u202e cu\u0430\\u0430l x\\u200b\u00b7\u21b5", use_inner_text=True)
+        await expect(shown).to_have_text(
+            "rm -rf /data\\u202e cu\u0430\\u0430l x\\u200b\u00b7\u21b5", use_inner_text=True
+        )
         await expect(visit.page.get_by_text("2 characters in it cannot be seen")).to_be_visible()
         below = await visit.page.evaluate(
-            "() => document.querySelector('.warning').compareDocumentPosition(document.querySelector('pre.exact')) === Node.DOCUMENT_POSITION_PRECEDING"
+            "() => document.querySelector('.warning').compareDocumentPosition(document.querySelector('pre.exact')) === "
+            "Node.DOCUMENT_POSITION_PRECEDING"
         )
         assert below, "the warning stands after what it warns of"
         await take_picture(visit.page, "approval")
@@ -121,7 +128,9 @@ async def test_a_call_is_denied_with_a_reason(world: World, visitors: Visitors) 
     assert (answer.is_allowed, answer.reason, answer.by.name) == (False, "not from here", "operator")
 
 
-async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_way(world: World, visitors: Visitors) -> None:
+async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_way(
+    world: World, visitors: Visitors
+) -> None:
     question = await world.ask("ls \u202e\x00\t\n", number=3)
     async with visitors.visit("acme") as visit:
         await visit.page.goto(f"/approvals/{question.id}")
@@ -203,7 +212,9 @@ async def test_a_tenant_is_paused_and_resumed(world: World, visitors: Visitors) 
         await expect(row).to_contain_text("active")
 
 
-async def test_a_host_is_drained_only_when_it_is_marked_that_files_may_be_lost(world: World, visitors: Visitors) -> None:
+async def test_a_host_is_drained_only_when_it_is_marked_that_files_may_be_lost(
+    world: World, visitors: Visitors
+) -> None:
     await world.report_host("h7", queue="host.h7.b00t")
     async with visitors.visit("operator") as visit:
         card = visit.page.get_by_role("region", name="h7")
@@ -228,7 +239,9 @@ async def test_a_batch_is_watched_and_cancelled(world: World, visitors: Visitors
     assert (await world.runs.batch("acme", "to-cancel")).state is BatchState.CANCELLED
 
 
-async def test_the_life_of_a_call_is_found_by_its_id_and_by_that_of_its_celery_task(world: World, visitors: Visitors) -> None:
+async def test_the_life_of_a_call_is_found_by_its_id_and_by_that_of_its_celery_task(
+    world: World, visitors: Visitors
+) -> None:
     task = await world.note_call("call-of-a-page")
     async with visitors.visit("operator") as visit:
         await visit.page.goto("/")
@@ -253,7 +266,8 @@ async def test_all_of_it_can_be_done_with_the_keyboard(world: World, visitors: V
     async with visitors.visit() as visit:
         page = visit.page
         await page.goto("/login")
-        # A browser gives the focus when it draws, which may be after the page has loaded: keys before that reach nobody.
+        # A browser gives the focus when it draws, which may be after the page has loaded: keys before that reach
+        # nobody.
         await expect(page.get_by_label("API key")).to_be_focused()
         await page.keyboard.type(visitors.api.keys["acme"])
         await page.keyboard.press("Enter")

@@ -1,4 +1,6 @@
-"""Rows S0-09 to S0-13 of the scenarios: one dispatcher, which executor a call reaches, and what it says when none does or one takes too long."""
+"""Rows S0-09 to S0-13 of the scenarios: one dispatcher, which executor a call reaches, and what it says when none does
+or one takes too long.
+"""
 
 import asyncio
 import json
@@ -65,7 +67,9 @@ async def test_s0_09_calls_of_every_way_in_go_through_one_dispatcher_to_the_exec
         build_spec("add"),
         build_spec("drop"),
     )
-    await door.work(ScriptedModel([build_tag_call("add", {"text": "a"}) + build_tag_call("drop", {"text": "b"}), "done"]))
+    await door.work(
+        ScriptedModel([build_tag_call("add", {"text": "a"}) + build_tag_call("drop", {"text": "b"}), "done"])
+    )
     await door.work(ScriptedModel([Calls([("drop", {"text": "c"})]), "done"]), NativeDialect())
     assert [result.output for result in door.results] == ["added a", "dropped b", "dropped c"]
 
@@ -75,7 +79,9 @@ async def test_s0_10_a_name_of_a_built_in_tool_goes_to_their_registry_and_its_re
     door = Door(workers.transport, *workers.specs)
     model = ScriptedModel([build_tag_call("bash_tool", {"command": "uname -s"}), "It is Linux."])
     result = await door.work(model)
-    assert [(answer.name, answer.success, answer.metadata["stdout"]) for answer in door.results] == [("bash_tool", True, "Linux\n")]
+    assert [(answer.name, answer.success, answer.metadata["stdout"]) for answer in door.results] == [
+        ("bash_tool", True, "Linux\n")
+    ]
     assert (workers.sandbox.requests[0]["op"], workers.sandbox.bodies) == ("exec", [b"uname -s"])
     assert "Linux" in model.requests[1].messages[-1]["content"]
     assert result.answer == "It is Linux."
@@ -107,7 +113,9 @@ async def test_s0_12_a_tool_that_does_not_exist_is_an_error_result_that_the_mode
     told = await dispatcher.dispatch(build_call("vector-search"), Route("acme", "s1", "q"))
     assert (told.success, told.error) == (False, "Tool not found: vector-search")
 
-    model = ScriptedModel(['<tool_action name="vector-search"><query value="x" /></tool_action>', "There is no such tool."])
+    model = ScriptedModel(
+        ['<tool_action name="vector-search"><query value="x" /></tool_action>', "There is no such tool."]
+    )
     result = await Door(InProcessTransport({}, KEY), build_spec("echo")).work(model)
     assert "Tool not found: vector-search" in model.requests[1].messages[-1]["content"]
     assert result.answer == "There is no such tool."

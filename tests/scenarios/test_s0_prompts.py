@@ -40,7 +40,9 @@ def test_s0_18_the_description_of_the_tools_is_part_of_the_system_prompt() -> No
 
 def test_s0_19_every_tool_is_there_with_name_description_and_parameters() -> None:
     prompt = generate_tool_prompt([vector_search, read_tool])
-    assert all(told in prompt for told in ("vector-search: Search the code base by meaning.", "read_tool: Read one file."))
+    assert all(
+        told in prompt for told in ("vector-search: Search the code base by meaning.", "read_tool: Read one file.")
+    )
     lines = [line.strip() for line in prompt.splitlines()]
     assert "query (string, required): what to look for" in lines
     assert "limit (integer, optional, default 10): how many hits" in lines
@@ -59,7 +61,11 @@ def test_s0_19_the_example_is_a_tag_that_calls_a_tool_of_the_list() -> None:
     [
         vector_search,
         vector_search.spec,
-        {"name": "vector-search", "description": "Search the code base by meaning.", "parameters": vector_search.spec.parameters},
+        {
+            "name": "vector-search",
+            "description": "Search the code base by meaning.",
+            "parameters": vector_search.spec.parameters,
+        },
     ],
     ids=["tool", "spec", "dict"],
 )

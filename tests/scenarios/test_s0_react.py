@@ -37,7 +37,11 @@ class Search:
 
 
 async def work(
-    model: ScriptedModel, dialect: Dialect, search: Search, options: ReActOptions | None = None, seen: list[RunEvent] | None = None
+    model: ScriptedModel,
+    dialect: Dialect,
+    search: Search,
+    options: ReActOptions | None = None,
+    seen: list[RunEvent] | None = None,
 ) -> RunResult:
     agent = Agent(
         model,
@@ -109,7 +113,12 @@ def delta(**fields: Any) -> dict[str, Any]:
 
 
 async def test_s0_17_it_does_not_matter_which_of_them_comes_first() -> None:
-    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "vector-search", "arguments": '{"query": "native"}'}}
+    call = {
+        "index": 0,
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "vector-search", "arguments": '{"query": "native"}'},
+    }
     search = Search()
     seen: list[RunEvent] = []
     model = ScriptedModel([Raw([delta(tool_calls=[call]), delta(content=TAG[:30]), delta(content=TAG[30:])]), "好了"])

@@ -1,4 +1,6 @@
-"""Rows S0-01 to S0-08 of the scenarios: calls as tags in the text, and when they and the text around them come out of a stream."""
+"""Rows S0-01 to S0-08 of the scenarios: calls as tags in the text, and when they and the text around them come out of a
+stream.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,7 +24,11 @@ SEARCH = """<tool_action name="vector-search">
   <query value="读取文件" />
   <limit value="5" />
 </tool_action>"""
-THREE_CHUNKS = ('思考: 我需要搜索...<tool_action name="', 'vector-search"><query value="test"', '" /></tool_action>接下来...')
+THREE_CHUNKS = (
+    '思考: 我需要搜索...<tool_action name="',
+    'vector-search"><query value="test"',
+    '" /></tool_action>接下来...',
+)
 
 
 class Seen:
@@ -164,7 +170,11 @@ async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_mod
     assert "unclosed" in model.requests[1].messages[-1]["content"]
     [_, malformed] = parse(unclosed)
     assert isinstance(malformed, Malformed)
-    assert (malformed.reason, malformed.name, malformed.raw) == ("unclosed", "vector-search", unclosed.removeprefix("好。"))
+    assert (malformed.reason, malformed.name, malformed.raw) == (
+        "unclosed",
+        "vector-search",
+        unclosed.removeprefix("好。"),
+    )
 
 
 # S0-05 to S0-08: streams
@@ -239,7 +249,9 @@ async def test_s0_07_the_text_before_the_tag_is_out_at_once_and_the_text_behind_
     assert result.answer == "完成"
 
 
-@pytest.mark.parametrize("plain", ["普通文本", "a < b and c > d", "<div>text</div>", "tool_action", "line\n", "<tool_box name="])
+@pytest.mark.parametrize(
+    "plain", ["普通文本", "a < b and c > d", "<div>text</div>", "tool_action", "line\n", "<tool_box name="]
+)
 def test_s0_08_a_chunk_without_the_marker_goes_out_as_it_is(plain: str) -> None:
     parser = TagStreamParser()
     assert [parser.feed("开头 "), parser.feed(plain)] == [[Text("开头 ")], [Text(plain)]]

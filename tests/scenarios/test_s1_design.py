@@ -1,4 +1,6 @@
-"""Rows S1-01 to S1-21 of the scenarios: tools, the registry, how the model decides, how results come back, and who hands what to whom."""
+"""Rows S1-01 to S1-21 of the scenarios: tools, the registry, how the model decides, how results come back, and who
+hands what to whom.
+"""
 
 import json
 from collections.abc import Callable
@@ -81,7 +83,12 @@ async def test_s1_01_the_model_decides_on_a_tool_and_its_result_comes_back_to_th
 
 
 async def test_s1_02_the_loop_is_made_of_a_gateway_a_context_engine_an_output_controller_and_a_registry() -> None:
-    assert {part.name for part in fields(ToolLoopDeps)} == {"chat", "context_engine", "output_controller", "tool_registry"}
+    assert {part.name for part in fields(ToolLoopDeps)} == {
+        "chat",
+        "context_engine",
+        "output_controller",
+        "tool_registry",
+    }
     parsed: list[str] = []
 
     class Controller:
@@ -106,7 +113,12 @@ async def test_s1_03_a_tool_is_a_name_a_description_parameters_and_what_executes
 
 @pytest.mark.parametrize("missing", ["name", "execute"])
 def test_s1_03_what_lacks_a_name_or_cannot_be_executed_is_no_tool(missing: str) -> None:
-    parts: dict[str, Any] = {"name": "t", "description": "d", "parameters": {"type": "object"}, "execute": lambda args: args}
+    parts: dict[str, Any] = {
+        "name": "t",
+        "description": "d",
+        "parameters": {"type": "object"},
+        "execute": lambda args: args,
+    }
     del parts[missing]
     with pytest.raises(TypeError, match=missing):
         create_tool_registry([parts])
@@ -167,7 +179,9 @@ async def test_s1_07_the_system_prompt_describes_the_tools_and_wants_json_only()
 
 
 def test_s1_08_a_decision_that_names_a_tool_is_a_call() -> None:
-    assert parse_tool_decision('{ "tool": "name", "arguments": {"a": [1, null]} }') == ToolDecisionOutput("name", {"a": [1, None]})
+    assert parse_tool_decision('{ "tool": "name", "arguments": {"a": [1, null]} }') == ToolDecisionOutput(
+        "name", {"a": [1, None]}
+    )
 
 
 def test_s1_09_a_decision_without_a_tool_is_a_reply() -> None:
@@ -270,7 +284,14 @@ async def test_s1_15_the_context_engine_adds_what_the_session_has_said_before() 
     await ask(gateway, weather, context_engine=engine)
     await run_tool_loop(ToolLoopDeps(gateway.chat, weather.registry, engine), "s1", "And now?")
     await run_tool_loop(ToolLoopDeps(gateway.chat, weather.registry, engine), "s2", "Who am I?")
-    assert [message["role"] for message in gateway.requests[2]] == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert [message["role"] for message in gateway.requests[2]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert [message["content"] for message in gateway.requests[3][1:]] == ["Who am I?"]
 
 
@@ -294,7 +315,9 @@ async def test_s1_17_the_controller_gets_the_raw_content_and_its_decision_is_wha
 
         def parse(self, raw: str) -> ToolDecisionOutput:
             name, _, city = raw.partition(" ")
-            return ToolDecisionOutput(name, {"city": city}) if name == "get_weather" else ToolDecisionOutput(None, {}, raw)
+            return (
+                ToolDecisionOutput(name, {"city": city}) if name == "get_weather" else ToolDecisionOutput(None, {}, raw)
+            )
 
     weather = Weather()
     result = await ask(Gateway("get_weather Oslo", "Cold."), weather, output_controller=Own())
@@ -304,7 +327,12 @@ async def test_s1_17_the_controller_gets_the_raw_content_and_its_decision_is_wha
 async def test_s1_18_without_a_tool_the_loop_is_done_and_the_user_gets_the_reply() -> None:
     weather, gateway = Weather(), Gateway(REPLY)
     result = await ask(gateway, weather)
-    assert (result.reply, result.rounds, len(gateway.requests), weather.cities) == ("It is 22 degrees in Beijing.", 1, 1, [])
+    assert (result.reply, result.rounds, len(gateway.requests), weather.cities) == (
+        "It is 22 degrees in Beijing.",
+        1,
+        1,
+        [],
+    )
 
 
 async def test_s1_18_a_reply_is_text_whatever_it_holds() -> None:
@@ -333,7 +361,10 @@ async def test_s1_19_a_named_tool_that_is_not_there_is_told_to_the_model() -> No
     [
         (CALL, '[Tool result for get_weather]\n{"temp": 22, "city": "Beijing"}'),
         ('{"tool": "get_time", "arguments": {}}', "[Tool result for get_time]\nnoon"),
-        ('{"tool": "get_weather", "arguments": {"city": 5}}', "[Tool result for get_weather]\nError [INVALID_ARGUMENTS]: "),
+        (
+            '{"tool": "get_weather", "arguments": {"city": 5}}',
+            "[Tool result for get_weather]\nError [INVALID_ARGUMENTS]: ",
+        ),
     ],
     ids=["object", "text", "error"],
 )

@@ -1,7 +1,8 @@
 """Rows S1-22 to S1-35 of the scenarios: every name that the document lists, where it lives here, and what it is.
 
-The document's three TypeScript files are these modules: types.ts is contract.registry, contract.calls and orchestrator.dialects.decisions,
-registry.ts and runner.ts are orchestrator.sdk.tool_loop. Functions are written in snake_case.
+The document's three TypeScript files are these modules: types.ts is contract.registry, contract.calls and
+orchestrator.dialects.decisions, registry.ts and runner.ts are orchestrator.sdk.tool_loop. Functions are written in
+snake_case.
 """
 
 import contextlib
@@ -48,7 +49,12 @@ FORMS = [{"tool": "get_weather", "arguments": {"city": "Beijing"}}, {"tool": Non
 
 
 def echo() -> dict[str, Any]:
-    return {"name": "echo", "description": "Say it again", "parameters": build_spec().parameters, "execute": lambda args: args["text"]}
+    return {
+        "name": "echo",
+        "description": "Say it again",
+        "parameters": build_spec().parameters,
+        "execute": lambda args: args["text"],
+    }
 
 
 @pytest.mark.parametrize(("row", "name", "home"), HOMES, ids=[f"{row} {name}" for row, name, _ in HOMES])
@@ -69,7 +75,11 @@ def test_s1_23_a_tool_has_a_spec_that_describes_it_and_a_handler_that_runs_it() 
 
 
 def test_s1_24_a_tool_call_is_an_id_a_name_and_arguments() -> None:
-    assert ToolCall(id="c1", name="echo", arguments={"text": "a"}).model_dump() == {"id": "c1", "name": "echo", "arguments": {"text": "a"}}
+    assert ToolCall(id="c1", name="echo", arguments={"text": "a"}).model_dump() == {
+        "id": "c1",
+        "name": "echo",
+        "arguments": {"text": "a"},
+    }
 
 
 def test_s1_25_a_tool_result_says_which_call_whether_it_worked_and_what_came_out() -> None:
@@ -95,7 +105,9 @@ def test_s1_28_the_schema_takes_both_forms(decision: dict[str, Any]) -> None:
     assert Draft202012Validator(TOOL_DECISION_SCHEMA).is_valid(decision)
 
 
-@pytest.mark.parametrize("other", [{}, {"tool": 5}, {"tool": ""}, {"tool": None}, {"reply": "x"}, {"tool": "a", "arguments": "b"}, "text"])
+@pytest.mark.parametrize(
+    "other", [{}, {"tool": 5}, {"tool": ""}, {"tool": None}, {"reply": "x"}, {"tool": "a", "arguments": "b"}, "text"]
+)
 def test_s1_28_the_schema_takes_nothing_else(other: Any) -> None:
     assert not Draft202012Validator(TOOL_DECISION_SCHEMA).is_valid(other)
 
@@ -131,7 +143,8 @@ def test_s1_32_the_system_prompt_of_the_loop_is_built_from_the_list_of_tools() -
 
 
 @pytest.mark.parametrize(
-    "text", ['{"tool": "echo", "arguments": {}}', ' \n{"tool": "echo", "arguments": {}} ', '```json\n{"tool": "echo"}\n```']
+    "text",
+    ['{"tool": "echo", "arguments": {}}', ' \n{"tool": "echo", "arguments": {}} ', '```json\n{"tool": "echo"}\n```'],
 )
 def test_s1_33_a_decision_is_parsed_from_the_whole_reply(text: str) -> None:
     assert parse_tool_decision(text) == ToolDecisionOutput("echo", {})
@@ -139,7 +152,15 @@ def test_s1_33_a_decision_is_parsed_from_the_whole_reply(text: str) -> None:
 
 @pytest.mark.parametrize(
     "decision",
-    [*FORMS, {}, {"tool": 5}, {"tool": None}, {"reply": "x"}, {"tool": "a", "arguments": "b"}, {"tool": None, "reply": "x", "a": 1}],
+    [
+        *FORMS,
+        {},
+        {"tool": 5},
+        {"tool": None},
+        {"reply": "x"},
+        {"tool": "a", "arguments": "b"},
+        {"tool": None, "reply": "x", "a": 1},
+    ],
 )
 def test_s1_17_and_33_the_parser_validates_by_the_schema(decision: dict[str, Any]) -> None:
     is_valid = Draft202012Validator(TOOL_DECISION_SCHEMA).is_valid(decision)
@@ -156,7 +177,9 @@ async def test_s1_34_a_parsed_call_is_executed_and_a_failure_is_a_result() -> No
 
 async def test_s1_35_the_loop_chains_gateway_context_engine_and_output_controller() -> None:
     engine = ContextEngine()
-    deps = ToolLoopDeps(lambda messages: '{"tool": null, "reply": "Warm."}', create_tool_registry(), engine, create_output_controller())
+    deps = ToolLoopDeps(
+        lambda messages: '{"tool": null, "reply": "Warm."}', create_tool_registry(), engine, create_output_controller()
+    )
     result = await run_tool_loop(deps, "s1", "How is it?")
     assert result.reply == "Warm."
     assert [message["role"] for message in engine.messages("s1")] == ["user", "assistant"]

@@ -1,7 +1,8 @@
-"""Rows S1-36 to S1-45 of the scenarios: the document's own program line by line, its example run, and what may replace the decision.
+"""Rows S1-36 to S1-45 of the scenarios: the document's own program line by line, its example run, and what may replace
+the decision.
 
-`npm run stage:3` is `python examples/weather_loop.py` here; `{ maxToolRounds: 5 }` is the argument `max_tool_rounds=5`; names of `deps`
-are written in snake_case.
+`npm run stage:3` is `python examples/weather_loop.py` here; `{ maxToolRounds: 5 }` is the argument `max_tool_rounds=5`;
+names of `deps` are written in snake_case.
 """
 
 import os
@@ -19,7 +20,13 @@ from orchestrator.loop.limits import StopReason
 from orchestrator.models.base import Message
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk import tool_loop
-from orchestrator.sdk.tool_loop import ContextEngine, ToolLoopRegistry, create_output_controller, create_tool_registry, run_tool_loop
+from orchestrator.sdk.tool_loop import (
+    ContextEngine,
+    ToolLoopRegistry,
+    create_output_controller,
+    create_tool_registry,
+    run_tool_loop,
+)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path("examples", "weather_loop.py")
@@ -86,11 +93,18 @@ async def test_s1_38_an_async_function_of_the_arguments_alone_gives_an_object() 
 async def test_s1_38_plain_functions_and_those_that_take_the_context_too_are_as_good() -> None:
     registry = create_tool_registry(
         [
-            {"name": "plain", "execute": lambda args: args["a"], "parameters": {"type": "object", "properties": {"a": {}}}},
+            {
+                "name": "plain",
+                "execute": lambda args: args["a"],
+                "parameters": {"type": "object", "properties": {"a": {}}},
+            },
             {"name": "told", "execute": lambda args, context: context.call_id != ""},
         ]
     )
-    assert [(await registry.execute("plain", {"a": 1})).output, (await registry.execute("told", {})).output] == ["1", "true"]
+    assert [(await registry.execute("plain", {"a": 1})).output, (await registry.execute("told", {})).output] == [
+        "1",
+        "true",
+    ]
 
 
 async def test_s1_39_deps_are_a_bound_method_a_context_engine_a_controller_and_a_registry_by_name() -> None:
@@ -106,9 +120,13 @@ async def test_s1_39_a_name_that_is_none_of_them_is_an_error() -> None:
 
 async def test_s1_40_one_question_is_run_with_a_limit_of_rounds() -> None:
     gateway = Gateway()
-    assert (await run_tool_loop(usage_deps(gateway), "s1", QUESTION, max_tool_rounds=5)).stop_reason is StopReason.ANSWERED
+    assert (
+        await run_tool_loop(usage_deps(gateway), "s1", QUESTION, max_tool_rounds=5)
+    ).stop_reason is StopReason.ANSWERED
     gateway = Gateway()
-    assert (await run_tool_loop(usage_deps(gateway), "s1", QUESTION, max_tool_rounds=1)).stop_reason is StopReason.MAX_ITERATIONS
+    assert (
+        await run_tool_loop(usage_deps(gateway), "s1", QUESTION, max_tool_rounds=1)
+    ).stop_reason is StopReason.MAX_ITERATIONS
     assert gateway.asked == 1
 
 
@@ -121,7 +139,13 @@ def run_example(*arguments: str) -> list[str]:
     """The lines that it prints. Nothing of the environment but where programs are: no endpoint may be asked."""
     environment = {"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(EXAMPLE), *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout.splitlines()
@@ -148,7 +172,8 @@ def test_s1_43_the_example_registers_several_tools() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["create_tool_registry", "build_tool_system_prompt", "parse_tool_decision", "execute_tool_call", "run_tool_loop"]
+    "part",
+    ["create_tool_registry", "build_tool_system_prompt", "parse_tool_decision", "execute_tool_call", "run_tool_loop"],
 )
 def test_s1_44_every_part_that_the_document_calls_implemented_is(part: str) -> None:
     assert callable(getattr(tool_loop, part))
@@ -160,5 +185,9 @@ async def test_s1_45_a_registry_of_the_loop_serves_native_calls_as_it_stands() -
     model = ScriptedModel([Calls([("get_weather", {"city": "Beijing"})]), "22 degrees."])
     result = await Agent(model, NativeDialect(), registry.list(), registry.run_call).run(QUESTION)
     assert [tool["function"]["name"] for tool in model.requests[0].tools] == ["get_weather"]
-    assert model.requests[1].messages[-1] == {"role": "tool", "tool_call_id": "call1n0", "content": '{"temp": 22, "city": "Beijing"}'}
+    assert model.requests[1].messages[-1] == {
+        "role": "tool",
+        "tool_call_id": "call1n0",
+        "content": '{"temp": 22, "city": "Beijing"}',
+    }
     assert result.answer == "22 degrees."

@@ -1,4 +1,6 @@
-"""Rows S2-13 to 16 and S4-21 to 23 of the scenarios: the command execution tool, by the real registry and the real guest."""
+"""Rows S2-13 to 16 and S4-21 to 23 of the scenarios: the command execution tool, by the real registry and the real
+guest.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -32,7 +34,9 @@ class GuestClient(SandboxClient):
         op = str(fields.pop("op"))
         done = self.guest.request(op, body, **fields)
         streams = {
-            stream: data for stream in ("stdout", "stderr", "merged", "file") if has_stream(op, stream) and (data := done.bytes_of(stream))
+            stream: data
+            for stream in ("stdout", "stderr", "merged", "file")
+            if has_stream(op, stream) and (data := done.bytes_of(stream))
         }
         told = {"sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 1000.0}
         return GuestResponse({**build_done(done.header), **told}, streams)
@@ -43,7 +47,9 @@ class Agent:
 
     def __init__(self, guest: Guest) -> None:
         self.guest = guest
-        self._executor = build_executor(build_registry(), GuestClient(guest), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
+        self._executor = build_executor(
+            build_registry(), GuestClient(guest), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"}
+        )
         self._count = 0
 
     def bash(self, command: str = "", timeout_s: float = 30, **arguments: Any) -> ToolResult:
@@ -96,7 +102,9 @@ def test_s2_15_a_command_that_runs_too_long_is_ended_with_a_timeout_error(agent:
     assert agent.guest.wait_alone(), agent.guest.others()
 
 
-@pytest.mark.parametrize("command", ["rm -rf /", "sudo rm -rf --no-preserve-root /", "mkfs.ext4 /dev/sda", ":(){ :|:& };:"])
+@pytest.mark.parametrize(
+    "command", ["rm -rf /", "sudo rm -rf --no-preserve-root /", "mkfs.ext4 /dev/sda", ":(){ :|:& };:"]
+)
 def test_s2_16_a_dangerous_command_is_refused_with_a_security_error(agent: Agent, command: str) -> None:
     """S2-16: and has not run."""
     result = agent.bash(f"touch ran; {command}")

@@ -45,7 +45,11 @@ def test_s2_02_a_complete_file_is_returned(tools: GuestTools) -> None:
 def test_s2_02_at_most_2000_lines_by_default_and_the_cut_is_said(tools: GuestTools) -> None:
     result = tools.run("read_tool", file_path="long.log")
     lines = str(result.output).split("\n")
-    assert (len(lines), lines[1999], lines[2000]) == (2001, "2000\t2000", "[lines 1-2000 of 2500; continue with offset=2001]")
+    assert (len(lines), lines[1999], lines[2000]) == (
+        2001,
+        "2000\t2000",
+        "[lines 1-2000 of 2500; continue with offset=2001]",
+    )
     assert result.truncated
     rest = tools.run("read_tool", file_path="long.log", offset=2001)
     assert str(rest.output).split("\n")[-1] == "[end of file: 2500 lines]"
@@ -62,7 +66,9 @@ def test_s2_03_lines_10_to_50_and_only_they(tools: GuestTools) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["src/ap.py", "app.py", "src/App.py", "scr/app.py", "src/app.ts"])
-def test_s2_04_a_file_that_does_not_exist_is_a_clear_error_with_paths_that_may_be_meant(tools: GuestTools, wrong: str) -> None:
+def test_s2_04_a_file_that_does_not_exist_is_a_clear_error_with_paths_that_may_be_meant(
+    tools: GuestTools, wrong: str
+) -> None:
     result = tools.run("read_tool", file_path=wrong)
     assert (result.success, result.error_code) == (False, ErrorCode.FILE_NOT_FOUND)
     assert f"/{wrong}: no such file or directory" in str(result.error)
@@ -84,13 +90,18 @@ def test_s4_16_there_are_tools_to_read_write_and_edit_files() -> None:
 
 def test_s4_17_content_by_path_a_range_by_line_numbers_and_the_error_of_a_missing_file(tools: GuestTools) -> None:
     assert "1\tline 1\n" in str(tools.run("read_tool", file_path="src/app.py").output)
-    assert tools.run("read_tool", file_path="src/app.py", offset=100).output == "100\tline 100\n[end of file: 100 lines]"
+    assert (
+        tools.run("read_tool", file_path="src/app.py", offset=100).output == "100\tline 100\n[end of file: 100 lines]"
+    )
     assert tools.run("read_tool", file_path="gone.py").error_code is ErrorCode.FILE_NOT_FOUND
 
 
 def test_s4_17_a_range_behind_the_end_is_an_error_that_tells_the_lines(tools: GuestTools) -> None:
     result = tools.run("read_tool", file_path="src/app.py", offset=101)
-    assert (result.error_code, "has 100 lines, none at 101" in str(result.error)) == (ErrorCode.OFFSET_OUT_OF_RANGE, True)
+    assert (result.error_code, "has 100 lines, none at 101" in str(result.error)) == (
+        ErrorCode.OFFSET_OUT_OF_RANGE,
+        True,
+    )
 
 
 def test_s4_17_a_long_line_is_read_to_its_end_by_following_the_footers(guest: Guest, tools: GuestTools) -> None:
@@ -102,5 +113,7 @@ def test_s4_17_a_long_line_is_read_to_its_end_by_following_the_footers(guest: Gu
         seen += shown.partition("\t")[2].partition("\n[note")[0]
         if "continue with" not in footer:
             break
-        arguments = {name: int(value) for name, value in (pair.split("=") for pair in footer[:-1].partition("with ")[2].split())}
+        arguments = {
+            name: int(value) for name, value in (pair.split("=") for pair in footer[:-1].partition("with ")[2].split())
+        }
     assert seen == line

@@ -1,4 +1,6 @@
-"""Rows S2-24 to S2-27 of the scenarios (and T18, T19): one registry, everything in it enabled at the start, turned off and on while it is used, listed."""
+"""Rows S2-24 to S2-27 of the scenarios (and T18, T19): one registry, everything in it enabled at the start, turned off
+and on while it is used, listed.
+"""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -56,7 +58,9 @@ def answering(text: str) -> Any:
 @pytest.fixture
 async def pool(redis_server: RedisProcess) -> SwitchedPool:
     verb = WorkerTool(build_spec("session.close", audience="session"), answering("closed"))
-    return SwitchedPool(redis_server, WorkerTool(ALPHA, answering("from alpha")), WorkerTool(BETA, answering("from beta")), verb)
+    return SwitchedPool(
+        redis_server, WorkerTool(ALPHA, answering("from alpha")), WorkerTool(BETA, answering("from beta")), verb
+    )
 
 
 @pytest.fixture
@@ -68,7 +72,9 @@ async def client(pool: SwitchedPool) -> AsyncIterator[ToolClient]:
 async def work(client: ToolClient, *replies: Any) -> list[str]:
     """A run of these replies; gives what each of its calls was told."""
     seen: list[RunEvent] = []
-    await client.run("go", session=await client.open_session(), model=ScriptedModel([*replies, "ok"]), on_event=seen.append)
+    await client.run(
+        "go", session=await client.open_session(), model=ScriptedModel([*replies, "ok"]), on_event=seen.append
+    )
     return [event.result.text() for event in seen if isinstance(event, CallFinished)]
 
 
@@ -76,7 +82,9 @@ def call(name: str) -> Calls:
     return Calls([(name, {})])
 
 
-def test_s2_24_built_in_web_skill_and_operator_tools_are_registered_in_one_registry_and_run_from_it(redis_server: RedisProcess) -> None:
+def test_s2_24_built_in_web_skill_and_operator_tools_are_registered_in_one_registry_and_run_from_it(
+    redis_server: RedisProcess,
+) -> None:
     @tool
     def own_tool() -> str:
         """An operator's tool."""
@@ -86,7 +94,10 @@ def test_s2_24_built_in_web_skill_and_operator_tools_are_registered_in_one_regis
     skills = load_skills([SHIPPED])
     registry.register(build_skill_tool(skills))
     register_skill_tools(registry, skills)
-    for made in (*build_web_tools(WebSettings(), MemoryStore()), *serve_values([own_tool], CustomCalls({}), "this test")):
+    for made in (
+        *build_web_tools(WebSettings(), MemoryStore()),
+        *serve_values([own_tool], CustomCalls({}), "this test"),
+    ):
         registry.register(made)
     names = {state.name for state in registry.describe() if state.spec.audience == "model"}
     assert names == BUILTIN_TOOLS | {skill.summary.name for skill in skills} | {"own_tool"}
@@ -130,7 +141,9 @@ def test_s2_25_the_web_tools_are_among_them_without_any_key_of_a_search_service(
     assert states == {"webfetch_tool": "enabled", "websearch_tool": "enabled"}
 
 
-async def test_s2_26_a_tool_that_an_administrator_turns_off_cannot_be_called_and_others_can(pool: SwitchedPool, client: ToolClient) -> None:
+async def test_s2_26_a_tool_that_an_administrator_turns_off_cannot_be_called_and_others_can(
+    pool: SwitchedPool, client: ToolClient
+) -> None:
     async with pool.client() as administrator:
         await administrator.disable("beta_tool", reason="it is being mended", by="ada")
     session = await client.open_session()
@@ -140,7 +153,9 @@ async def test_s2_26_a_tool_that_an_administrator_turns_off_cannot_be_called_and
     assert (await session.call("alpha_tool", {})).output == "from alpha"
 
 
-async def test_s2_26_a_tool_turned_off_in_the_middle_of_a_run_gives_an_error_result_and_the_loop_goes_on(pool: SwitchedPool) -> None:
+async def test_s2_26_a_tool_turned_off_in_the_middle_of_a_run_gives_an_error_result_and_the_loop_goes_on(
+    pool: SwitchedPool,
+) -> None:
     def turn_beta_off(*_: Any) -> Outcome:
         pool.redis.hset("toolcrew:default:switches", "beta_tool", '{"by": "ada"}')
         return Outcome("from alpha")
@@ -151,7 +166,9 @@ async def test_s2_26_a_tool_turned_off_in_the_middle_of_a_run_gives_an_error_res
     assert [text.split(":")[0] for text in told] == ["from beta", "from alpha", "Error [TOOL_DISABLED]", "from alpha"]
 
 
-async def test_s2_26_an_agent_is_not_told_of_a_tool_that_is_off_and_one_that_calls_it_nevertheless_reads_why(client: ToolClient) -> None:
+async def test_s2_26_an_agent_is_not_told_of_a_tool_that_is_off_and_one_that_calls_it_nevertheless_reads_why(
+    client: ToolClient,
+) -> None:
     """T18: not the words for a tool that is not there."""
     await client.disable("beta_tool", reason="no more")
     model = ScriptedModel([call("beta_tool"), call("gamma_tool"), "ok"])
@@ -188,7 +205,9 @@ async def test_s2_26_what_is_not_there_and_what_sessions_need_cannot_be_turned_o
     assert "beta_tool" in str(unknown.value.metadata["nearest"])
 
 
-async def test_s2_26_a_switch_of_a_tool_that_no_worker_serves_any_more_can_be_removed(pool: SwitchedPool, client: ToolClient) -> None:
+async def test_s2_26_a_switch_of_a_tool_that_no_worker_serves_any_more_can_be_removed(
+    pool: SwitchedPool, client: ToolClient
+) -> None:
     pool.redis.hset("toolcrew:default:switches", "gone_tool", "{}")
     assert await client.enable("gone_tool") is None
     assert pool.redis.hgetall("toolcrew:default:switches") == {}

@@ -1,4 +1,6 @@
-"""Rows S2-05 to S2-12 and S4-26 to S4-29 of the scenarios: finding files by name, and their contents by a regular expression."""
+"""Rows S2-05 to S2-12 and S4-26 to S4-29 of the scenarios: finding files by name, and their contents by a regular
+expression.
+"""
 
 import os
 import shutil
@@ -121,7 +123,9 @@ def test_s4_25_paths_and_patterns_are_never_part_of_a_command(guest: Guest, tool
     for name in names:
         assert tools.run("write_tool", file_path=f"odd/{name}", content="needle $(touch PWNED)\n").success
         assert "needle" in str(tools.run("read_tool", file_path=f"odd/{name}").output)
-        assert tools.run("edit_tool", file_path=f"odd/{name}", old_string="needle", new_string="'; touch PWNED #").success
+        assert tools.run(
+            "edit_tool", file_path=f"odd/{name}", old_string="needle", new_string="'; touch PWNED #"
+        ).success
         tools.run("glob_tool", pattern=name, path="odd")
         tools.run("grep_tool", pattern="; touch PWNED", include=name, path="odd")
     assert len(list(folder.iterdir())) == len(names)

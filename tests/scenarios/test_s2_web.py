@@ -48,7 +48,10 @@ def test_s2_17_the_web_is_searched_with_what_is_configured(web: WebServer) -> No
 def test_s2_18_a_search_for_documentation_gives_links_and_summaries(web: WebServer) -> None:
     web.replies["/search"] = answer(RESULTS, content_type="application/json")
     text = call(web, "websearch_tool", query="python asyncio documentation", include_domains=["docs.python.org"]).text()
-    assert "1. asyncio \u2014 Asynchronous I/O\n   https://docs.python.org/3/library/asyncio.html\n   asyncio is a library" in text
+    assert (
+        "1. asyncio \u2014 Asynchronous I/O\n   https://docs.python.org/3/library/asyncio.html\n   asyncio is a library"
+        in text
+    )
     assert "blog.example" not in text
 
 

@@ -1,4 +1,6 @@
-"""Rows S3-01 to S3-14 of the scenarios: native function calling for ToolAgent and CustomAgent, and the fallback without it."""
+"""Rows S3-01 to S3-14 of the scenarios: native function calling for ToolAgent and CustomAgent, and the fallback without
+it.
+"""
 
 import json
 import logging
@@ -41,7 +43,12 @@ SCHEMA = {
     "function": {
         "name": "get_weather",
         "description": "Get current weather for a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
     },
 }
 
@@ -71,7 +78,10 @@ async def test_s3_01_the_sdk_sends_the_schemas_in_the_field_tools_and_not_in_the
         await ToolAgent(model).bind_tools([WeatherTool()])._generate(ASKED)
         await model.aclose()
     assert server.bodies[0]["tools"] == [SCHEMA]
-    assert server.bodies[0]["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "北京天气?"}]
+    assert server.bodies[0]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "北京天气?"},
+    ]
 
 
 async def test_s3_02_bound_tools_are_kept_as_schemas_and_go_with_the_next_request() -> None:
@@ -104,7 +114,8 @@ async def test_s3_03_without_tools_the_field_is_not_sent_at_all_and_the_text_com
 
 
 @pytest.mark.parametrize(
-    "text", [CALL_TEXT, f"```json\n{CALL_TEXT}\n```", '<tool_action name="get_weather"><city value="北京" /></tool_action>']
+    "text",
+    [CALL_TEXT, f"```json\n{CALL_TEXT}\n```", '<tool_action name="get_weather"><city value="北京" /></tool_action>'],
 )
 async def test_s3_04_only_the_field_tool_calls_counts_whatever_the_text_looks_like(text: str) -> None:
     reply = await ToolAgent(ScriptedModel([text])).bind_tools([WeatherTool()])._generate(ASKED)
@@ -142,7 +153,9 @@ async def test_s3_07_arguments_that_are_no_json_raise_with_the_tools_name_and_th
 
 async def test_s3_07_the_conversation_raises_it_too_and_runs_nothing() -> None:
     tool = WeatherTool()
-    agent = CustomAgent(ToolAgent(ScriptedModel([Calls([("get_weather", {"city": "a"}), ("get_weather", "{")])])).bind_tools([tool]))
+    agent = CustomAgent(
+        ToolAgent(ScriptedModel([Calls([("get_weather", {"city": "a"}), ("get_weather", "{")])])).bind_tools([tool])
+    )
     with pytest.raises(ValueError, match="get_weather"):
         await agent.run("北京天气?")
     assert tool.cities == []
@@ -156,7 +169,14 @@ async def test_s3_08_results_are_tool_messages_of_the_history_until_there_is_a_t
     agent = CustomAgent(ToolAgent(model).bind_tools([tool]))
     reply = await agent.run("天气?")
     assert (reply.content, tool.cities) == ("都是 22 度。", ["北京", "上海"])
-    assert [type(message) for message in agent.history] == [HumanMessage, AIMessage, ToolMessage, AIMessage, ToolMessage, AIMessage]
+    assert [type(message) for message in agent.history] == [
+        HumanMessage,
+        AIMessage,
+        ToolMessage,
+        AIMessage,
+        ToolMessage,
+        AIMessage,
+    ]
 
 
 async def test_s3_09_the_result_is_under_the_id_of_its_call_and_the_model_gets_it_in_the_next_round() -> None:
@@ -166,7 +186,11 @@ async def test_s3_09_the_result_is_under_the_id_of_its_call_and_the_model_gets_i
     message = agent.history[2]
     assert isinstance(message, ToolMessage)
     assert (message.content, message.tool_call_id, message.status) == ("22 degrees in 北京", "call1n0", "success")
-    assert model.requests[1].messages[-1] == {"role": "tool", "tool_call_id": "call1n0", "content": "22 degrees in 北京"}
+    assert model.requests[1].messages[-1] == {
+        "role": "tool",
+        "tool_call_id": "call1n0",
+        "content": "22 degrees in 北京",
+    }
     assert json.loads(model.requests[1].messages[-2]["tool_calls"][0]["function"]["arguments"]) == {"city": "北京"}
     assert reply == agent.history[-1]
 
@@ -193,7 +217,11 @@ async def test_s3_10_what_a_tool_raises_is_the_content_of_its_message_and_the_lo
     reply = await agent.run("北京天气?")
     message = agent.history[2]
     assert isinstance(message, ToolMessage)
-    assert ("RuntimeError: the station is down" in message.content, message.tool_call_id, message.status) == (True, "call1n0", "error")
+    assert ("RuntimeError: the station is down" in message.content, message.tool_call_id, message.status) == (
+        True,
+        "call1n0",
+        "error",
+    )
     assert "the station is down" in model.requests[1].messages[-1]["content"]
     assert reply.content == "我不知道。"
 
@@ -210,14 +238,18 @@ async def test_s3_11_the_loop_stops_at_its_limit_with_the_last_response_and_a_wa
 
 
 async def test_s3_11_an_answer_within_the_limit_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    await CustomAgent(ToolAgent(ScriptedModel([BEIJING, "22 度。"])).bind_tools([WeatherTool()]), max_iterations=2).run("北京天气?")
+    await CustomAgent(ToolAgent(ScriptedModel([BEIJING, "22 度。"])).bind_tools([WeatherTool()]), max_iterations=2).run(
+        "北京天气?"
+    )
     assert warnings_of(caplog) == ""
 
 
 # S3-12 to S3-14: the fallback
 
 
-async def test_s3_12_without_function_calling_the_schema_is_in_the_system_prompt_and_calls_are_read_from_the_text() -> None:
+async def test_s3_12_without_function_calling_the_schema_is_in_the_system_prompt_and_calls_are_read_from_the_text() -> (
+    None
+):
     tool, model = WeatherTool(), ScriptedModel([f"我查一下: {CALL_TEXT}", "22 度。"])
     agent = CustomAgent(ToolAgent(LLMClient(model, function_calling=False)).bind_tools([tool]), instruction="Be brief.")
     reply = await agent.run("北京天气?")
@@ -229,7 +261,9 @@ async def test_s3_12_without_function_calling_the_schema_is_in_the_system_prompt
     assert "22 degrees in 北京" in model.requests[1].messages[-1]["content"]
 
 
-async def test_s3_13_the_switch_alone_turns_it_on_and_the_log_says_that_it_is_deprecated(caplog: pytest.LogCaptureFixture) -> None:
+async def test_s3_13_the_switch_alone_turns_it_on_and_the_log_says_that_it_is_deprecated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = ScriptedModel(["Warm."])
     await ToolAgent(LLMClient(model, function_calling=False)).bind_tools([WeatherTool()])._generate(ASKED)
     assert (model.requests[0].tools, "get_weather" in system_of(model)) == ([], True)
@@ -257,10 +291,14 @@ NO_CALLS = [
 @pytest.mark.parametrize("text", NO_CALLS)
 async def test_s3_14_a_text_without_a_legal_call_is_an_ordinary_response(text: str) -> None:
     tool = WeatherTool()
-    reply = await CustomAgent(ToolAgent(LLMClient(ScriptedModel([text]), function_calling=False)).bind_tools([tool])).run("北京天气?")
+    reply = await CustomAgent(
+        ToolAgent(LLMClient(ScriptedModel([text]), function_calling=False)).bind_tools([tool])
+    ).run("北京天气?")
     assert (reply.content, reply.tool_calls, tool.cities) == (text, [], [])
 
 
 async def test_s3_14_an_empty_reply_is_no_exception_either() -> None:
-    reply = await ToolAgent(LLMClient(ScriptedModel([Raw([chunk("stop", content="")])]), function_calling=False))._generate(ASKED)
+    reply = await ToolAgent(
+        LLMClient(ScriptedModel([Raw([chunk("stop", content="")])]), function_calling=False)
+    )._generate(ASKED)
     assert (reply.content, reply.tool_calls) == ("", [])

@@ -59,9 +59,14 @@ async def test_s4_02_a_tool_is_one_thing_however_a_program_writes_its_capability
             return n + 1
 
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    tools = [as_tool(plain), as_tool({"name": "execute", "description": "Adds one.", "parameters": parameters, "execute": execute})]
+    tools = [
+        as_tool(plain),
+        as_tool({"name": "execute", "description": "Adds one.", "parameters": parameters, "execute": execute}),
+    ]
     tools.append(as_tool(BaseTool()))
-    assert all(isinstance(made, Tool) and made.name and made.spec.description and made.spec.parameters for made in tools)
+    assert all(
+        isinstance(made, Tool) and made.name and made.spec.description and made.spec.parameters for made in tools
+    )
     assert [await call(LocalTools(tools), made.name, n=1) for made in tools] == [2, 2, 2]
 
 
@@ -158,14 +163,20 @@ async def test_s4_15_a_tool_reads_and_updates_the_state_of_its_session() -> None
 # --- the same for operators' tools, in workers ---
 
 
-def serve(*made: FunctionTool[..., Any], states: StateStore | None = None, events: Any = None, **config: Any) -> Executor:
+def serve(
+    *made: FunctionTool[..., Any], states: StateStore | None = None, events: Any = None, **config: Any
+) -> Executor:
     """A worker's executor with these tools."""
     calls = CustomCalls(config)
     registry = WorkerRegistry(WorkerTool(one.spec, calls.build_handler(one), one.validators) for one in made)
-    return build_executor(registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, open_events=events, states=states)
+    return build_executor(
+        registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, open_events=events, states=states
+    )
 
 
-def execute(worker: Executor, name: str, call_id: str = "call-1", context: ToolContext | None = None, **arguments: Any) -> Any:
+def execute(
+    worker: Executor, name: str, call_id: str = "call-1", context: ToolContext | None = None, **arguments: Any
+) -> Any:
     result = worker.execute(build_call(name, call_id=call_id, **arguments), context or build_context())
     assert result.success, result.error
     return json.loads(result.output or "")
@@ -178,7 +189,12 @@ def test_s4_12_every_execution_in_a_worker_gets_a_context_of_its_own() -> None:
 
     worker = serve(which)
     assert execute(worker, "which", "a") == ["a", "acme", "s1", None]
-    assert execute(worker, "which", "b", build_context(tenant="other", session=None, run="r2")) == ["b", "other", None, "r2"]
+    assert execute(worker, "which", "b", build_context(tenant="other", session=None, run="r2")) == [
+        "b",
+        "other",
+        None,
+        "r2",
+    ]
 
 
 def test_s4_13_in_a_worker_the_context_contains_the_configuration_and_the_working_directory() -> None:
@@ -234,7 +250,9 @@ def test_s4_15_in_workers_a_tool_reads_and_updates_the_state_of_its_session(redi
 
 
 @pytest.mark.parametrize("has_sandbox", [True, False], ids=["beside a sandbox", "without a sandbox"])
-async def test_s4_12_to_15_built_in_and_skill_tools_get_the_same_context(redis_server: RedisProcess, has_sandbox: bool) -> None:
+async def test_s4_12_to_15_built_in_and_skill_tools_get_the_same_context(
+    redis_server: RedisProcess, has_sandbox: bool
+) -> None:
     contexts: list[CallContext] = []
 
     def handler(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
@@ -249,7 +267,12 @@ async def test_s4_12_to_15_built_in_and_skill_tools_get_the_same_context(redis_s
         context = build_context(model="qwen", config={"region": "north"}, cwd="/workspace/orders")
         assert worker.execute(build_call("look"), context).success
         (seen,) = contexts
-        assert (seen.tenant, seen.session, seen.cwd, seen.config["region"]) == ("acme", "s1", "/workspace/orders", "north")
+        assert (seen.tenant, seen.session, seen.cwd, seen.config["region"]) == (
+            "acme",
+            "s1",
+            "/workspace/orders",
+            "north",
+        )
         assert isinstance(seen.model, ModelAdapter)
         assert seen.model.name == "qwen"
         await seen.state.set("step", 2)

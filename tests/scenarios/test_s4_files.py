@@ -39,7 +39,9 @@ def test_s4_18_a_file_is_created_with_its_folders_and_overwritten(guest: Guest, 
 
 
 @pytest.mark.parametrize(
-    ("tool", "arguments"), [(WRITE_TOOL, {"content": "x"}), (EDIT_TOOL, {"old_string": "x", "new_string": "y"})], ids=["write", "edit"]
+    ("tool", "arguments"),
+    [(WRITE_TOOL, {"content": "x"}), (EDIT_TOOL, {"old_string": "x", "new_string": "y"})],
+    ids=["write", "edit"],
 )
 async def test_s4_18_permission_is_asked_before_a_file_is_changed(tool: WorkerTool, arguments: dict[str, str]) -> None:
     spec = tool.spec
@@ -70,17 +72,25 @@ def test_s4_19_a_replacement_that_fails_is_an_error_and_changes_nothing(guest: G
     absent = tools.run("edit_tool", file_path="f.txt", old_string="One", new_string="x")
     assert (absent.success, absent.error_code) == (False, ErrorCode.NO_MATCH)
     assert absent.text().startswith("Error [NO_MATCH]: f.txt: old_string was not found")
-    assert tools.run("edit_tool", file_path="f.txt", old_string="one", new_string="x").error_code is ErrorCode.AMBIGUOUS_MATCH
-    assert tools.run("edit_tool", file_path="f.txt", old_string="one", new_string="one").error_code is ErrorCode.NO_CHANGE
-    assert tools.run("edit_tool", file_path="gone.txt", old_string="one", new_string="x").error_code is ErrorCode.FILE_NOT_FOUND
+    assert (
+        tools.run("edit_tool", file_path="f.txt", old_string="one", new_string="x").error_code
+        is ErrorCode.AMBIGUOUS_MATCH
+    )
+    assert (
+        tools.run("edit_tool", file_path="f.txt", old_string="one", new_string="one").error_code is ErrorCode.NO_CHANGE
+    )
+    assert (
+        tools.run("edit_tool", file_path="gone.txt", old_string="one", new_string="x").error_code
+        is ErrorCode.FILE_NOT_FOUND
+    )
     assert (guest.workspace / "f.txt").read_text() == "one\none\n"
 
 
 def test_s4_19_several_places_are_replaced_at_once_or_not_at_all(guest: Guest, tools: GuestTools) -> None:
     tools.run("write_tool", file_path="f.txt", content="one\none\ntwo\n")
-    assert str(tools.run("edit_tool", file_path="f.txt", old_string="one", new_string="1", replace_all=True).output).startswith(
-        "replaced 2 in f.txt\n"
-    )
+    assert str(
+        tools.run("edit_tool", file_path="f.txt", old_string="one", new_string="1", replace_all=True).output
+    ).startswith("replaced 2 in f.txt\n")
     edits = [{"old_string": "two", "new_string": "2"}, {"old_string": "three", "new_string": "3"}]
     assert tools.run("edit_tool", file_path="f.txt", edits=edits).error_code is ErrorCode.NO_MATCH
     assert (guest.workspace / "f.txt").read_text() == "1\n1\ntwo\n"
@@ -89,10 +99,16 @@ def test_s4_19_several_places_are_replaced_at_once_or_not_at_all(guest: Guest, t
     assert (guest.workspace / "f.txt").read_text() == "one\nuno\n2\n"
 
 
-@pytest.mark.parametrize("path", ["../f", "/etc/passwd", "d/../../f", "link/f", "out", "/workspace/../etc/passwd", "d/./../../../tmp/f"])
+@pytest.mark.parametrize(
+    "path", ["../f", "/etc/passwd", "d/../../f", "link/f", "out", "/workspace/../etc/passwd", "d/./../../../tmp/f"]
+)
 def test_s4_20_a_path_that_leads_out_is_refused_by_every_file_tool(guest: Guest, tools: GuestTools, path: str) -> None:
     guest.run("mkdir d; ln -s .. link; ln -s /etc/passwd out")
-    calls: dict[str, dict[str, str]] = {"read_tool": {}, "write_tool": {"content": "x"}, "edit_tool": {"old_string": "", "new_string": "x"}}
+    calls: dict[str, dict[str, str]] = {
+        "read_tool": {},
+        "write_tool": {"content": "x"},
+        "edit_tool": {"old_string": "", "new_string": "x"},
+    }
     for name, arguments in calls.items():
         assert tools.run(name, file_path=path, **arguments).error_code is ErrorCode.PATH_NOT_ALLOWED, name
     assert not (guest.workspace.parent / "f").exists()
@@ -105,10 +121,15 @@ def test_s4_20_a_path_that_ends_inside_is_allowed_and_outputs_are_only_read(gues
     kept = str(guest.output / "spilled.txt")
     assert tools.run("read_tool", file_path=kept).success
     assert tools.run("write_tool", file_path=kept, content="x").error_code is ErrorCode.PATH_NOT_ALLOWED
-    assert tools.run("edit_tool", file_path=kept, old_string="kept", new_string="x").error_code is ErrorCode.PATH_NOT_ALLOWED
+    assert (
+        tools.run("edit_tool", file_path=kept, old_string="kept", new_string="x").error_code
+        is ErrorCode.PATH_NOT_ALLOWED
+    )
 
 
-def test_a_file_that_was_read_and_then_changed_by_a_command_is_not_overwritten_at_once(guest: Guest, tools: GuestTools) -> None:
+def test_a_file_that_was_read_and_then_changed_by_a_command_is_not_overwritten_at_once(
+    guest: Guest, tools: GuestTools
+) -> None:
     guest.run("seq 1 5 > f")
     assert tools.run("read_tool", file_path="f").success
     guest.run("sed -i s/3/three/ f")

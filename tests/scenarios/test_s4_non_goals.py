@@ -35,8 +35,8 @@ SERVER = McpServer()
 
 
 def test_s4_34_the_tool_system_itself_loads_no_tools_of_mcp_servers() -> None:
-    """Neither a program's registry nor a worker's takes a server as a tool. Workers ask only the servers of the file that the operator names
-    (TOOLCREW_MCP_SERVERS), which is a part of its own (docs/mcp.md)."""
+    """Neither a program's registry nor a worker's takes a server as a tool. Workers ask only the servers of the file
+    that the operator names (TOOLCREW_MCP_SERVERS), which is a part of its own (docs/mcp.md)."""
     for value in (SERVER, {"type": "mcp", "server_url": "https://tools.example"}):
         with pytest.raises(TypeError):
             as_tool(value)
@@ -47,7 +47,9 @@ def test_s4_34_the_tool_system_itself_loads_no_tools_of_mcp_servers() -> None:
 
 
 async def test_s4_35_no_result_is_cached_the_same_call_runs_again() -> None:
-    """webfetch_tool is no exception: each call runs. It keeps pages as HTTP allows (docs/tools.md), not results of calls."""
+    """webfetch_tool is no exception: each call runs. It keeps pages as HTTP allows (docs/tools.md), not results of
+    calls.
+    """
     runs: list[str] = []
 
     @tool(read_only=True, idempotent=True)
@@ -64,7 +66,9 @@ async def test_s4_35_no_result_is_cached_the_same_call_runs_again() -> None:
         {"host": "h1"},
     )
     local = [await tools.run_call(build_call("look", call_id=call_id, place="here")) for call_id in ("a", "b")]
-    served = [worker.execute(build_call("look", call_id=call_id, place="here"), build_context()) for call_id in ("a", "b")]
+    served = [
+        worker.execute(build_call("look", call_id=call_id, place="here"), build_context()) for call_id in ("a", "b")
+    ]
     assert [result.output for result in [*local, *served]] == ["1", "2", "3", "4"]
     # Nor is a repetition of one call answered from memory: it is dropped.
     with pytest.raises(CallRepeated):

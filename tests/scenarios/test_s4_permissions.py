@@ -1,4 +1,6 @@
-"""Rows S4-05, 06, 24 and 25 of the scenarios: permission, danger, allowed and forbidden commands, and user input in a command string."""
+"""Rows S4-05, 06, 24 and 25 of the scenarios: permission, danger, allowed and forbidden commands, and user input in a
+command string.
+"""
 
 import io
 from typing import Any
@@ -6,7 +8,15 @@ from typing import Any
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.specs import ToolSpec
-from orchestrator.approvals import ApprovalRequest, Approver, AutoApprover, CallbackApprover, ConsoleApprover, RefusingApprover, review
+from orchestrator.approvals import (
+    ApprovalRequest,
+    Approver,
+    AutoApprover,
+    CallbackApprover,
+    ConsoleApprover,
+    RefusingApprover,
+    review,
+)
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.dispatch.dispatcher import Dispatcher, Route
@@ -17,7 +27,9 @@ from tests.builders import KEY, build_call, build_context, build_exec_response, 
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from workers.tools.builtin import build_registry
 
-BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, required=["command"], command_parameter="command")
+BASH = build_spec(
+    "bash_tool", properties={"command": {"type": "string"}}, required=["command"], command_parameter="command"
+)
 WRITE = build_spec("write_tool", requires_permission=True)
 
 
@@ -35,9 +47,15 @@ async def run_agent(
 
     async def run_call(call: ToolCall) -> ToolResult:
         reviewed = await review(call, spec, approver, policy=policy, tenant="acme", session="s1")
-        return reviewed if isinstance(reviewed, ToolResult) else await dispatcher.dispatch(reviewed, Route("acme", "s1", "q"))
+        return (
+            reviewed
+            if isinstance(reviewed, ToolResult)
+            else await dispatcher.dispatch(reviewed, Route("acme", "s1", "q"))
+        )
 
-    model = ScriptedModel([f'<tool_action name="{spec.name}"><{argument} value="{value}" /></tool_action>', "So be it."])
+    model = ScriptedModel(
+        [f'<tool_action name="{spec.name}"><{argument} value="{value}" /></tool_action>', "So be it."]
+    )
     await Agent(model, TagsDialect(), [spec], run_call).run("do it")
     return ran, model
 

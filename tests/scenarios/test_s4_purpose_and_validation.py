@@ -1,4 +1,6 @@
-"""Rows S4-01 and S4-30 of the scenarios: the tool system as a whole, and that arguments are validated whichever way a call comes."""
+"""Rows S4-01 and S4-30 of the scenarios: the tool system as a whole, and that arguments are validated whichever way a
+call comes.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +36,10 @@ async def remove(path: str) -> str:
 
 async def test_s4_01_tools_are_described_registered_looked_up_filtered_and_gated() -> None:
     refusing, allowing = LocalTools([find, remove]), LocalTools([find, remove], approver=AutoApprover())
-    assert [(spec.name, spec.description) for spec in refusing.specs()] == [("find", "Find something."), ("remove", "Remove a file.")]
+    assert [(spec.name, spec.description) for spec in refusing.specs()] == [
+        ("find", "Find something."),
+        ("remove", "Remove a file."),
+    ]
     assert refusing.registry.get("find") is find
     assert [spec.name for spec in refusing.specs(["find"])] == ["find"]
     assert (await refusing.run_call(build_call("remove", path="a"))).error_code is ErrorCode.PERMISSION_DENIED
@@ -85,7 +90,9 @@ async def test_s4_30_calls_of_a_tool_agent_are_validated_too() -> None:
 
 
 async def test_s4_30_a_check_of_the_tools_own_refuses_with_details() -> None:
-    @tool(validators=[lambda arguments: "give a path below /workspace" if arguments["path"].startswith("/etc") else None])
+    @tool(
+        validators=[lambda arguments: "give a path below /workspace" if arguments["path"].startswith("/etc") else None]
+    )
     async def show(path: str) -> str:
         """Show a file."""
         return path

@@ -1,4 +1,6 @@
-"""Rows S4-03, 04, 07 to 11 and 31 to 33 of the scenarios: what a tool says of itself, the registry, checking of arguments."""
+"""Rows S4-03, 04, 07 to 11 and 31 to 33 of the scenarios: what a tool says of itself, the registry, checking of
+arguments.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +18,9 @@ from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCata
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.builtin import build_registry
 
-SEARCH = build_spec("search", properties={"query": {"type": "string"}, "limit": {"type": "integer", "default": 10}}, required=["query"])
+SEARCH = build_spec(
+    "search", properties={"query": {"type": "string"}, "limit": {"type": "integer", "default": 10}}, required=["query"]
+)
 
 
 def refusal(arguments: dict[str, Any], checks: Any = ()) -> ToolFailure:
@@ -53,7 +57,9 @@ async def test_s4_04_a_tool_may_be_asynchronous() -> None:
         return f"{limit} of {query}"
 
     dispatcher = Dispatcher(InProcessTransport({"search": search}, KEY), StaticCatalog(SEARCH), KEY, queue_wait_s=1)
-    result = await dispatcher.dispatch(ToolCall(id="c", name="search", arguments={"query": "a"}), Route("acme", None, "q"))
+    result = await dispatcher.dispatch(
+        ToolCall(id="c", name="search", arguments={"query": "a"}), Route("acme", None, "q")
+    )
     assert result.output == "10 of a"
 
 
@@ -119,7 +125,9 @@ def test_s4_32_a_default_of_the_schema_is_used_when_the_parameter_is_not_given()
 
 
 def test_s4_33_a_custom_check_refuses_with_details() -> None:
-    failure = refusal({"query": "a", "limit": 99}, [lambda arguments: "limit 99 is above 50 for a fuzzy query; give 50 or less"])
+    failure = refusal(
+        {"query": "a", "limit": 99}, [lambda arguments: "limit 99 is above 50 for a fuzzy query; give 50 or less"]
+    )
     assert (failure.code, failure.message) == (
         ErrorCode.INVALID_ARGUMENTS,
         "search: limit 99 is above 50 for a fuzzy query; give 50 or less",

@@ -1,4 +1,6 @@
-"""Every name of the requirement documents can be imported and does what its row says (S0-10, S1-22 to S1-41, S4-04, S4-12 to S4-31)."""
+"""Every name of the requirement documents can be imported and does what its row says (S0-10, S1-22 to S1-41, S4-04,
+S4-12 to S4-31).
+"""
 
 from importlib import import_module
 from typing import Any
@@ -7,7 +9,13 @@ import pytest
 
 from contract.registry import Tool, ToolRegistry
 from orchestrator.models.scripted import ScriptedModel
-from orchestrator.sdk.seed_names import ModelGateway, createOutputController, createToolRegistry, runToolLoop, tool_schema
+from orchestrator.sdk.seed_names import (
+    ModelGateway,
+    createOutputController,
+    createToolRegistry,
+    runToolLoop,
+    tool_schema,
+)
 from orchestrator.sdk.tool_loop import ContextEngine
 from tests.builders import build_call, build_context, build_exec_response
 from tests.fakes import FakeSandboxClient
@@ -27,12 +35,25 @@ NAMES = [
     *(
         ("orchestrator.sdk.seed_names", name)
         for name in (
-            *("ToolContext", "tool_schema", "ModelGateway", "createToolRegistry", "createOutputController", "buildToolSystemPrompt"),
+            *(
+                "ToolContext",
+                "tool_schema",
+                "ModelGateway",
+                "createToolRegistry",
+                "createOutputController",
+                "buildToolSystemPrompt",
+            ),
             *("parseToolDecision", "executeToolCall", "runToolLoop", "generateToolPrompt"),
         )
     ),
-    *(("orchestrator", name) for name in ("ReActStrategy", "ReActOptions", "ToolRegistry", "ToolAgent", "CustomAgent", "LLMClient")),
-    *(("orchestrator", name) for name in ("AIMessage", "ToolMessage", "convert_to_openai_tool", "run_tool_loop", "generate_tool_prompt")),
+    *(
+        ("orchestrator", name)
+        for name in ("ReActStrategy", "ReActOptions", "ToolRegistry", "ToolAgent", "CustomAgent", "LLMClient")
+    ),
+    *(
+        ("orchestrator", name)
+        for name in ("AIMessage", "ToolMessage", "convert_to_openai_tool", "run_tool_loop", "generate_tool_prompt")
+    ),
     ("orchestrator.sdk.tool_loop", "TOOL_DECISION_SCHEMA"),
     ("orchestrator.sdk.tool_loop", "ToolDecisionOutput"),
     ("contract.calls", "ToolCall"),
@@ -76,7 +97,9 @@ async def test_s1_39_to_41_the_documents_program_runs_with_the_products_own_gate
         }
     )
     gateway = ModelGateway(
-        ScriptedModel(['{"tool": "get_weather", "arguments": {"city": "Beijing"}}', '{"tool": null, "reply": "22 degrees."}'])
+        ScriptedModel(
+            ['{"tool": "get_weather", "arguments": {"city": "Beijing"}}', '{"tool": null, "reply": "22 degrees."}']
+        )
     )
     deps = {
         "chat": gateway.chat,

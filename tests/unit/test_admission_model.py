@@ -1,4 +1,6 @@
-"""Whatever is asked and given back in whatever order, the script in Redis gives slots as the policy in plain Python does, and loses none."""
+"""Whatever is asked and given back in whatever order, the script in Redis gives slots as the policy in plain Python
+does, and loses none.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -49,7 +51,9 @@ class Pair:
         self.asked += 1
         call = f"o1.{self.asked}"
         policy = POLICIES[TENANTS.index(tenant)]
-        request = build_request(tenant, queue=queue, tool=tool, priority=priority, policy=policy, limit_s=0.5 if tool == "read" else 30.0)
+        request = build_request(
+            tenant, queue=queue, tool=tool, priority=priority, policy=policy, limit_s=0.5 if tool == "read" else 30.0
+        )
         self.model.begin(self.ground.now)
         may_wait = self.model.ask(call, request)
         answer = self.ground.step(enqueue(call, request))
@@ -86,10 +90,18 @@ class Pair:
         assert sorted(waiting) == sorted(call.id for queue in self.model.queues.values() for call in queue.waiting)
         for name, fields in numbers.items():
             kind, _, what = name.partition(":")
-            parts = dict(zip({"queue": ("queue",), "tenant": ("tenant",), "pair": ("queue", "tenant")}[kind], what.split("|"), strict=True))
+            parts = dict(
+                zip(
+                    {"queue": ("queue",), "tenant": ("tenant",), "pair": ("queue", "tenant")}[kind],
+                    what.split("|"),
+                    strict=True,
+                )
+            )
             mine = [call for call in held.values() if all(call[part] == value for part, value in parts.items())]
             assert fields.get("held", 0) == len(mine)
-            assert fields.get("waiting", 0) == sum(all(call[part] == value for part, value in parts.items()) for call in waiting.values())
+            assert fields.get("waiting", 0) == sum(
+                all(call[part] == value for part, value in parts.items()) for call in waiting.values()
+            )
             if kind != "tenant":
                 assert fields.get("long", 0) == sum(call["long"] for call in mine)
 

@@ -36,7 +36,9 @@ class Tenants:
 
 
 class Slots:
-    """Gives every request a slot once `free` is set; one of a paused tenant waits, and fails with `error` once that is set."""
+    """Gives every request a slot once `free` is set; one of a paused tenant waits, and fails with `error` once that is
+    set.
+    """
 
     def __init__(self) -> None:
         self.free = asyncio.Event()

@@ -1,4 +1,6 @@
-"""Who gets a slot next: shares, caps, rates, and what one tenant's long calls may hold. Steps of the script at given instants."""
+"""Who gets a slot next: shares, caps, rates, and what one tenant's long calls may hold. Steps of the script at given
+instants.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,14 +25,22 @@ def tenants(ground: Ground) -> Counter[str]:
 
 
 def play(
-    ground: Ground, policies: dict[str, TenantPolicy], durations: dict[str, float], *, for_s: float, callers: dict[str, int] | None = None
+    ground: Ground,
+    policies: dict[str, TenantPolicy],
+    durations: dict[str, float],
+    *,
+    for_s: float,
+    callers: dict[str, int] | None = None,
 ) -> Counter[str]:
-    """Seconds of four workers that each tenant got in that time; each has so many callers, who ask anew when their call has ended.
+    """Seconds of four workers that each tenant got in that time; each has so many callers, who ask anew when their call
+    has ended.
 
     Workers take calls in the order in which they were granted. Afterwards all is given back.
     """
     owner = {
-        ground.ask(tenant, policy=policy): tenant for tenant, policy in policies.items() for _ in range((callers or {}).get(tenant, 12))
+        ground.ask(tenant, policy=policy): tenant
+        for tenant, policy in policies.items()
+        for _ in range((callers or {}).get(tenant, 12))
     }
     used: Counter[str] = Counter()
     running: list[tuple[float, str]] = []
@@ -69,7 +79,13 @@ def test_a_queue_has_the_next_calls_ready_and_more_of_those_that_are_over_in_a_m
 
 
 def test_calls_that_are_over_in_a_moment_take_no_share_from_others_by_going_beyond_the_capacity(ground: Ground) -> None:
-    used = play(ground, {"quick": TenantPolicy(), "slow": TenantPolicy()}, {"quick": 0.02, "slow": 0.4}, for_s=15, callers={"quick": 40})
+    used = play(
+        ground,
+        {"quick": TenantPolicy(), "slow": TenantPolicy()},
+        {"quick": 0.02, "slow": 0.4},
+        for_s=15,
+        callers={"quick": 40},
+    )
     assert share(used, "slow") == pytest.approx(0.5, rel=0.1)
 
 
@@ -91,7 +107,9 @@ def test_more_slots_are_given_out_when_more_workers_tell_of_themselves(ground: G
 
 
 def test_seconds_are_shared_out_by_weight(ground: Ground) -> None:
-    used = play(ground, {"heavy": TenantPolicy(weight=3), "light": TenantPolicy()}, {"heavy": 0.5, "light": 0.5}, for_s=40)
+    used = play(
+        ground, {"heavy": TenantPolicy(weight=3), "light": TenantPolicy()}, {"heavy": 0.5, "light": 0.5}, for_s=40
+    )
     assert share(used, "heavy") == pytest.approx(0.75, rel=0.05)
 
 
@@ -235,7 +253,12 @@ def test_a_call_that_did_not_run_costs_nothing_and_teaches_nothing(ground: Groun
 def test_nothing_is_left_of_who_has_gone(ground: Ground) -> None:
     """What stays are sums that expire by themselves."""
     policy = TenantPolicy(in_flight=2, rate_per_s=5, burst=1)
-    calls = [ground.ask(tenant, queue=queue, policy=policy) for tenant in ("a", "b") for queue in (QUEUE, "host.b.1") for _ in range(5)]
+    calls = [
+        ground.ask(tenant, queue=queue, policy=policy)
+        for tenant in ("a", "b")
+        for queue in (QUEUE, "host.b.1")
+        for _ in range(5)
+    ]
     for call in calls:
         ground.now += 0.3
         ground.end(call, 0.2)

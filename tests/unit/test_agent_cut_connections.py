@@ -1,4 +1,6 @@
-"""A real connection that ends after any byte of a reply: the run comes to the same answer, no call runs twice, no text is shown twice."""
+"""A real connection that ends after any byte of a reply: the run comes to the same answer, no call runs twice, no text
+is shown twice.
+"""
 
 import asyncio
 import json
@@ -47,7 +49,9 @@ ANSWERS = {"json": [text('{"tool": null, "reply": "It is ä."}'), END]}
 def promised(reply: bytes) -> bytes:
     """The reply with its length in its head, so that a connection that ends before is one that broke."""
     head, _, body = reply.partition(b"\r\n\r\n")
-    return head.replace(b"connection: close", b"connection: close\r\ncontent-length: %d" % len(body)) + b"\r\n\r\n" + body
+    return (
+        head.replace(b"connection: close", b"connection: close\r\ncontent-length: %d" % len(body)) + b"\r\n\r\n" + body
+    )
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -69,7 +73,9 @@ async def test_a_connection_that_ends_after_any_byte_changes_nothing_of_the_run(
 
         async with serving(reply) as server, asyncio.timeout(SOON_S):
             model = OpenAIModel("m", server.url, "key", 5.0, retries=2, sleep=Waits())
-            agent = Agent(model, dialect, [build_spec("echo")], run_call, options=ReActOptions(), on_event=events.append)
+            agent = Agent(
+                model, dialect, [build_spec("echo")], run_call, options=ReActOptions(), on_event=events.append
+            )
             result = await agent.run("go")
             await model.aclose()
         assert (cut, result.answer, [call.arguments for call in calls]) == (cut, "It is ä.", [{"text": "ä"}])

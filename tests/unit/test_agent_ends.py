@@ -26,7 +26,9 @@ WALL_S = 0.2
 SPECS = [build_spec("echo"), build_spec("read", read_only=True)]
 
 
-def agent(model: Model, run_call: Callable[[ToolCall], Awaitable[ToolResult]], dialect: Dialect | None = None, **fields: Any) -> Agent:
+def agent(
+    model: Model, run_call: Callable[[ToolCall], Awaitable[ToolResult]], dialect: Dialect | None = None, **fields: Any
+) -> Agent:
     return Agent(model, dialect or NativeDialect(), SPECS, run_call, **fields)
 
 
@@ -39,7 +41,13 @@ async def run_or_hang(call: ToolCall) -> ToolResult:
     """Hangs where the text is `hang`."""
     if call.arguments.get("text") == "hang":
         await asyncio.Event().wait()
-    return ToolResult(call_id=call.id, name=call.name, success=True, output=f"did {call.arguments.get('text')}", clocks=Clocks(run_s=1))
+    return ToolResult(
+        call_id=call.id,
+        name=call.name,
+        success=True,
+        output=f"did {call.arguments.get('text')}",
+        clocks=Clocks(run_s=1),
+    )
 
 
 def chunk(text: str = "", finish: str | None = None, **delta: Any) -> Chunk:
@@ -49,7 +57,9 @@ def chunk(text: str = "", finish: str | None = None, **delta: Any) -> Chunk:
 def unanswered(messages: list[Message]) -> list[str]:
     """Ids of native calls that no tool message answers."""
     answered = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
-    return [entry["id"] for message in messages for entry in message.get("tool_calls", ()) if entry["id"] not in answered]
+    return [
+        entry["id"] for message in messages for entry in message.get("tool_calls", ()) if entry["id"] not in answered
+    ]
 
 
 # The wall limit in the middle of a step
@@ -58,7 +68,9 @@ def unanswered(messages: list[Message]) -> list[str]:
 @pytest.mark.parametrize("tool", ["echo", "read"], ids=["one after another", "side by side"])
 async def test_calls_that_ran_before_the_wall_limit_stay_in_the_transcript(tool: str) -> None:
     seen: list[RunEvent] = []
-    model = ScriptedModel([Calls([(tool, {"text": "a"}), (tool, {"text": "hang"}), ("echo", {"text": "c"})], "Working.")])
+    model = ScriptedModel(
+        [Calls([(tool, {"text": "a"}), (tool, {"text": "hang"}), ("echo", {"text": "c"})], "Working.")]
+    )
     result = await work(agent(model, run_or_hang, options=ReActOptions(max_wall_s=WALL_S), on_event=seen.append))
     assert result.stop_reason is StopReason.MAX_WALL
     told = [message["content"] for message in result.transcript if message["role"] == "tool"]
@@ -132,12 +144,19 @@ def uncounted(_: Any) -> Raw:
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"max_tokens": 1000}, StopReason.MAX_TOKENS), ({"max_cost": 0.001, "prices": Prices(1.0, 1.0)}, StopReason.MAX_COST)],
+    [
+        ({"max_tokens": 1000}, StopReason.MAX_TOKENS),
+        ({"max_cost": 0.001, "prices": Prices(1.0, 1.0)}, StopReason.MAX_COST),
+    ],
     ids=["tokens", "cost"],
 )
-async def test_a_server_that_does_not_count_makes_no_budget_endless(options: dict[str, Any], reason: StopReason) -> None:
+async def test_a_server_that_does_not_count_makes_no_budget_endless(
+    options: dict[str, Any], reason: StopReason
+) -> None:
     seen: list[RunEvent] = []
-    one = agent(ScriptedModel(uncounted), run_or_hang, options=ReActOptions(max_iterations=50, **options), on_event=seen.append)
+    one = agent(
+        ScriptedModel(uncounted), run_or_hang, options=ReActOptions(max_iterations=50, **options), on_event=seen.append
+    )
     result = await work(one)
     assert (result.stop_reason, result.usage) == (reason, Usage())
     assert result.steps < 5
@@ -202,7 +221,13 @@ async def test_history_as_programs_keep_it_is_taken() -> None:
     ]
     model = ScriptedModel(["ok"])
     assert (await work(agent(model, run_or_hang), history=history)).answer == "ok"
-    assert [message["role"] for message in model.requests[0].messages] == ["system", "user", "assistant", "user", "user"]
+    assert [message["role"] for message in model.requests[0].messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "user",
+    ]
     assert "an old result" in model.requests[0].messages[3]["content"]
 
 

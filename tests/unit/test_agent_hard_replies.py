@@ -1,4 +1,6 @@
-"""The loop and replies that are hard to take: broken off, too long, malformed, empty, huge, hostile. Each has a clear end, nothing is lost."""
+"""The loop and replies that are hard to take: broken off, too long, malformed, empty, huge, hostile. Each has a clear
+end, nothing is lost.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,7 +33,12 @@ class House:
         self.calls: list[ToolCall] = []
         self.events: list[RunEvent] = []
         self._agent = Agent(
-            model, dialect or NativeDialect(), [build_spec("echo")], self._run, options=ReActOptions(**options), on_event=self.events.append
+            model,
+            dialect or NativeDialect(),
+            [build_spec("echo")],
+            self._run,
+            options=ReActOptions(**options),
+            on_event=self.events.append,
         )
 
     async def _run(self, call: ToolCall) -> ToolResult:
@@ -96,7 +103,11 @@ async def test_another_reply_after_a_break_withdraws_what_was_shown() -> None:
 async def test_native_calls_of_a_broken_reply_are_not_run_twice_nor_half() -> None:
     opening = {"index": 0, "id": "c", "function": {"name": "echo", "arguments": '{"text": "a"}'}}
     house = House(
-        streams([chunk(tool_calls=[opening]), BROKE], [chunk(tool_calls=[opening]), chunk("", "tool_calls")], [chunk("ok", "stop")])
+        streams(
+            [chunk(tool_calls=[opening]), BROKE],
+            [chunk(tool_calls=[opening]), chunk("", "tool_calls")],
+            [chunk("ok", "stop")],
+        )
     )
     assert ((await house.work()).answer, len(house.calls)) == ("ok", 1)
 
@@ -134,7 +145,8 @@ async def test_a_stream_cut_at_any_byte_gives_the_same_answer_after_all(cut: int
     text = f"First {TAG} then "
     whole = [chunk(character) for character in text]
     house = House(
-        streams([*whole[:cut], BROKE], [*whole, chunk("", "stop")], [chunk("Done.", "stop")], [chunk("Done.", "stop")]), TagsDialect()
+        streams([*whole[:cut], BROKE], [*whole, chunk("", "stop")], [chunk("Done.", "stop")], [chunk("Done.", "stop")]),
+        TagsDialect(),
     )
     assert (await house.work()).answer == "Done."
     assert [call.arguments for call in house.calls][:1] == [{"text": "a"}]
@@ -202,7 +214,9 @@ async def test_a_second_unreadable_decision_is_taken_as_the_reply() -> None:
 
 
 @pytest.mark.parametrize("text", ["", " \n\t", "<think>hm", "<think>hm</think>", "<think>hm</think>\n \n"])
-@pytest.mark.parametrize("dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"])
+@pytest.mark.parametrize(
+    "dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"]
+)
 async def test_a_model_that_says_nothing_is_told_of_and_ends_the_run(text: str, dialect: Dialect) -> None:
     house = House(streams([chunk(text, "stop")], [chunk(text, "stop")]), dialect)
     result = await house.work()
@@ -219,14 +233,21 @@ async def test_a_reply_that_is_reasoning_only_is_empty() -> None:
 async def test_thinking_before_the_answer_is_no_part_of_it_and_stays_in_the_transcript() -> None:
     house = House(streams([chunk("<think>2+2</think>\n\nIt is 4.", "stop")]))
     result = await house.work()
-    assert (result.answer, result.transcript.messages()[-1]["content"]) == ("It is 4.", "<think>2+2</think>\n\nIt is 4.")
+    assert (result.answer, result.transcript.messages()[-1]["content"]) == (
+        "It is 4.",
+        "<think>2+2</think>\n\nIt is 4.",
+    )
 
 
 # Huge and hostile
 
 
-@pytest.mark.parametrize("dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"])
-@pytest.mark.parametrize("text", ["nul \0 here", "half \ud83d", "\ude00 half", "\ud83d\ude00", "\x1b[2J\u202e"], ids=range(5))
+@pytest.mark.parametrize(
+    "dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"]
+)
+@pytest.mark.parametrize(
+    "text", ["nul \0 here", "half \ud83d", "\ude00 half", "\ud83d\ude00", "\x1b[2J\u202e"], ids=range(5)
+)
 async def test_odd_characters_pass_through_to_a_transcript_that_can_be_written(text: str, dialect: Dialect) -> None:
     result = await House(streams([chunk(text, "stop")], [chunk(text, "stop")]), dialect).work()
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -242,7 +263,9 @@ async def test_a_hundred_megabytes_of_text_are_an_answer(dialect: Callable[[], D
 
 
 async def test_a_cut_reply_runs_its_complete_calls_but_not_the_last() -> None:
-    entries = [{"index": n, "id": f"c{n}", "function": {"name": "echo", "arguments": f'{{"text": "{n}"}}'}} for n in range(3)]
+    entries = [
+        {"index": n, "id": f"c{n}", "function": {"name": "echo", "arguments": f'{{"text": "{n}"}}'}} for n in range(3)
+    ]
     model = ScriptedModel([Raw([chunk(tool_calls=entries), chunk("", "length")]), "ok"])
     house = House(model)
     await house.work()

@@ -95,7 +95,9 @@ async def test_two_keys_share_nothing(house: House) -> None:
     assert await failure_of(house.keys.authenticate(swapped)) is ErrorCode.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize("change", ["", "x", "tc__", "TC", "cut", "long", "last", "space", "newline", "unknown", "huge", "nul", "half"])
+@pytest.mark.parametrize(
+    "change", ["", "x", "tc__", "TC", "cut", "long", "last", "space", "newline", "unknown", "huge", "nul", "half"]
+)
 async def test_a_key_that_is_not_exactly_right_opens_nothing(house: House, change: str) -> None:
     text = (await house.keys.add("acme")).text
     wrong = {
@@ -162,11 +164,15 @@ async def test_there_are_no_keys_for_tenants_that_are_not_registered(house: Hous
 
 
 @pytest.mark.parametrize("forgery", ["unsigned", "another secret", "copied", "changed"])
-async def test_a_record_that_cannot_be_verified_authenticates_no_key_and_can_be_removed(house: House, forgery: str) -> None:
+async def test_a_record_that_cannot_be_verified_authenticates_no_key_and_can_be_removed(
+    house: House, forgery: str
+) -> None:
     """The attacker writes to Redis, has no secret, and has a key of its own tenant."""
     mine = await house.keys.add("acme")
     own: Any = await house.client.hget(KEY, mine.id)  # type: ignore[misc]
-    record = own.decode().split(".", 2)[2].replace('"tenant"', '"admin"', 1).replace('"tenant":"acme"', '"tenant":"default"')
+    record = (
+        own.decode().split(".", 2)[2].replace('"tenant"', '"admin"', 1).replace('"tenant":"acme"', '"tenant":"default"')
+    )
     forged = {
         "unsigned": record,
         "another secret": SigningKeys.of("a guess").seal(f"api-key {'0' * 16}", record),

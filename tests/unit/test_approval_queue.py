@@ -16,7 +16,18 @@ from orchestrator.approvals.gate import review
 from orchestrator.settings import OrchestratorSettings
 from store import approvals as queue_file
 from store.approvals import AlreadyAnswered, ApprovalQueue, OtherCall, QuestionOver, UnknownQuestion, question_id
-from tests.approval_ground import ACME, ADMIN, OPERATOR, OTHER, SHELL, SOON_S, Desk, build_question, build_request, open_desk
+from tests.approval_ground import (
+    ACME,
+    ADMIN,
+    OPERATOR,
+    OTHER,
+    SHELL,
+    SOON_S,
+    Desk,
+    build_question,
+    build_request,
+    open_desk,
+)
 from tests.builders import build_call
 from tests.conftest import RedisProcess
 
@@ -43,7 +54,11 @@ async def test_a_question_is_shown_exactly_and_answered_from_another_process(des
     deciding = asyncio.create_task(QueueApprover(desk.queue()).decide(request := build_request()))
     (question,) = await desk.until_pending()
     assert (question.tenant, question.session, question.run, question.call) == ("acme", "s1", "run-1", request.call)
-    assert (question.command, question.reason, question.warning) == ("rm -rf /data", "it is dangerous", "it removes files")
+    assert (question.command, question.reason, question.warning) == (
+        "rm -rf /data",
+        "it is dangerous",
+        "it removes files",
+    )
     answer = await desk.queue().decide(question.id, YES, digest=question.digest, actor=ACME)
     async with asyncio.timeout(SOON_S):
         assert await deciding == Decision(True, digest=request.digest)
@@ -67,9 +82,13 @@ async def test_a_refusal_has_its_reason_and_other_arguments_come_as_they_were_gi
 async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(desk: Desk) -> None:
     async def outcome(command: str, number: int) -> ToolCall | ToolResult:
         call = build_call("bash_tool", call_id=f"c{number}", command="git push --force")
-        reviewing = asyncio.create_task(review(call, SHELL, QueueApprover(desk.queue()), tenant="acme", session="s1", run="run-1"))
+        reviewing = asyncio.create_task(
+            review(call, SHELL, QueueApprover(desk.queue()), tenant="acme", session="s1", run="run-1")
+        )
         (question,) = await desk.until_pending()
-        await desk.queue().decide(question.id, Decision(True, arguments={"command": command}), digest=question.digest, actor=ADMIN)
+        await desk.queue().decide(
+            question.id, Decision(True, arguments={"command": command}), digest=question.digest, actor=ADMIN
+        )
         async with asyncio.timeout(SOON_S):
             return await reviewing
 
@@ -87,7 +106,9 @@ async def test_whoever_goes_on_with_a_run_finds_its_question_and_the_answer_give
     (shown,) = await desk.until_pending()
     await desk.queue().decide(shown.id, NO, digest=shown.digest, actor=ADMIN)
     async with asyncio.timeout(SOON_S):
-        assert await QueueApprover(desk.queue()).decide(build_request()) == dataclasses.replace(NO, digest=question.digest)
+        assert await QueueApprover(desk.queue()).decide(build_request()) == dataclasses.replace(
+            NO, digest=question.digest
+        )
     assert (await desk.queue().pending(ADMIN)).questions == ()
 
 
@@ -152,7 +173,9 @@ async def test_many_wait_by_one_look_and_each_hears_its_own_answer(desk: Desk, m
     await desk.until_pending(40)
     for number in range(40):
         question = build_question(number=number)
-        await desk.queue().decide(question.id, Decision(number % 2 == 0, str(number)), digest=question.digest, actor=ADMIN)
+        await desk.queue().decide(
+            question.id, Decision(number % 2 == 0, str(number)), digest=question.digest, actor=ADMIN
+        )
     async with asyncio.timeout(SOON_S):
         told = await asyncio.gather(*deciding)
     assert [(one.is_allowed, one.reason) for one in told] == [(number % 2 == 0, str(number)) for number in range(40)]
@@ -271,7 +294,9 @@ async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(des
     }
 
 
-async def test_pages_are_whole_and_in_order_of_expiry_also_when_many_expire_at_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_are_whole_and_in_order_of_expiry_also_when_many_expire_at_once(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queue_file, "_AT_ONCE", 4)
     queue = desk.queue()
     asked = [build_question(number=number) for number in range(30)]
@@ -290,7 +315,9 @@ async def test_pages_are_whole_and_in_order_of_expiry_also_when_many_expire_at_o
     assert pages == 5
 
 
-@pytest.mark.parametrize("cursor", ["", "x", "1", "-", f"x-{'0' * 32}", f"{'9' * 40}-{'0' * 32}", "1-2", f"٣-{'0' * 32}"])
+@pytest.mark.parametrize(
+    "cursor", ["", "x", "1", "-", f"x-{'0' * 32}", f"{'9' * 40}-{'0' * 32}", "1-2", f"٣-{'0' * 32}"]
+)
 async def test_what_is_no_cursor_is_refused(desk: Desk, cursor: str) -> None:
     with pytest.raises(ToolFailure) as refused:
         await desk.queue().pending(ADMIN, cursor=cursor)
@@ -303,13 +330,18 @@ async def test_an_expired_question_vanishes_from_every_list(desk: Desk) -> None:
     await asyncio.sleep(0.05)
     assert (await queue.pending(ADMIN)).questions == ()
     await queue.ask(build_question(number=2), "x", 60)
-    assert await desk.client.zcard("toolcrew:d:approvals") == await desk.client.zcard("toolcrew:d:t:acme:approvals") == 1
+    assert (
+        await desk.client.zcard("toolcrew:d:approvals") == await desk.client.zcard("toolcrew:d:t:acme:approvals") == 1
+    )
 
 
 async def test_the_id_of_a_question_is_known_beforehand_and_another_for_any_other_run() -> None:
     request = build_request()
     assert build_question().id == question_id("acme", "run-1", request.digest)
-    ids = {build_question(**fields).id for fields in ({}, {"run": "run-2"}, {"tenant": "b"}, {"session": None}, {"number": 2})}  # type: ignore[arg-type]
+    ids = {
+        build_question(**fields).id
+        for fields in ({}, {"run": "run-2"}, {"tenant": "b"}, {"session": None}, {"number": 2})
+    }  # type: ignore[arg-type]
     assert len(ids) == 5
 
 
@@ -325,9 +357,12 @@ async def test_redis_away_is_told_and_nothing_is_assumed(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"), [("auto", AutoApprover), ("never", RefusingApprover), ("ask", QueueApprover), ("queue", QueueApprover)]
+    ("mode", "kind"),
+    [("auto", AutoApprover), ("never", RefusingApprover), ("ask", QueueApprover), ("queue", QueueApprover)],
 )
-async def test_runs_that_ask_people_ask_the_queue_unless_the_operator_has_the_last_word(desk: Desk, mode: str, kind: type) -> None:
+async def test_runs_that_ask_people_ask_the_queue_unless_the_operator_has_the_last_word(
+    desk: Desk, mode: str, kind: type
+) -> None:
     class Door:
         keys = None
 

@@ -1,4 +1,6 @@
-"""Parcels: files leave one place and come back as they were, streamed; a guest that lies or stops costs its own session only."""
+"""Parcels: files leave one place and come back as they were, streamed; a guest that lies or stops costs its own session
+only.
+"""
 
 import asyncio
 import contextlib
@@ -19,7 +21,9 @@ from workers.sandboxd.frames import Frame
 MIB = 1024 * 1024
 
 
-async def pack(guest: Guest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int) -> ArchiveFacts:
+async def pack(
+    guest: Guest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int
+) -> ArchiveFacts:
     """The roots as one archive, written by `write`."""
     packing = Packing(guest, roots, max_bytes)
     async with contextlib.aclosing(packing.chunks()) as chunks:
@@ -37,7 +41,9 @@ class ScriptedGuest(LocalGuest):
         self._answers = list(answers)
         self.cancelled = 0
 
-    async def ask(self, request: Mapping[str, Any], *, sink: Any = None, body: Any = None, body_bytes: int = 0) -> dict[str, Any]:
+    async def ask(
+        self, request: Mapping[str, Any], *, sink: Any = None, body: Any = None, body_bytes: int = 0
+    ) -> dict[str, Any]:
         try:
             return dict(await self._answers.pop(0)(request, sink))
         except asyncio.CancelledError:
@@ -177,7 +183,9 @@ async def test_a_guest_that_sends_without_end_is_stopped_at_the_limit() -> None:
 
 
 async def test_a_guest_whose_stream_nobody_takes_any_more_is_read_on_to_its_end() -> None:
-    """Unread, it could not say that it has ended: its container would be removed, and a store's failure cost a session its files."""
+    """Unread, it could not say that it has ended: its container would be removed, and a store's failure cost a session
+    its files.
+    """
 
     async def full_of_data(_: Any, sink: Callable[[Frame], None]) -> dict[str, Any]:
         try:
@@ -281,7 +289,9 @@ async def test_a_workspace_without_room_for_it_is_said() -> None:
 
 async def test_a_guest_that_takes_nothing_does_not_keep_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_module, "_LAST_WORDS_S", 0.05)
-    guest = ScriptedGuest(saying, never, lambda request, sink: saying(request, sink, stderr=b"cat: no room", exit_code=1))
+    guest = ScriptedGuest(
+        saying, never, lambda request, sink: saying(request, sink, stderr=b"cat: no room", exit_code=1)
+    )
     waiting = asyncio.ensure_future(unpack(guest, ("/workspace",), reading(bytes(MIB)), MIB))
     with pytest.raises(ToolFailure, match="could not be unpacked"):
         await asyncio.wait_for(waiting, 10)

@@ -1,4 +1,6 @@
-"""How sandboxd reads what a guest says of its sandbox: never more than the protocol has, and a clean one is told from any other."""
+"""How sandboxd reads what a guest says of its sandbox: never more than the protocol has, and a clean one is told from
+any other.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +14,14 @@ from structlog.testing import capture_logs
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import WorkspaceSize
-from workers.sandboxd.runtime.attestation import Attestation, ask_attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
+from workers.sandboxd.runtime.attestation import (
+    Attestation,
+    ask_attestation,
+    explain_lacks,
+    find_dirt,
+    find_misfits,
+    parse_attestation,
+)
 from workers.sandboxd.runtime.factory import StartCheck, WorkspaceMissed
 
 MIB = 1024 * 1024
@@ -46,7 +55,9 @@ def test_an_unused_sandbox_is_clean() -> None:
     assert find_dirt(parse_attestation(CLEAN)) == []
 
 
-@pytest.mark.parametrize("field", ["processes", "zombies", "jobs", "entries.workspace", "entries.tmp", "entries.output", "entries.shm"])
+@pytest.mark.parametrize(
+    "field", ["processes", "zombies", "jobs", "entries.workspace", "entries.tmp", "entries.output", "entries.shm"]
+)
 def test_one_of_anything_is_dirt_and_one_sentence(field: str) -> None:
     (sentence,) = find_dirt(parse_attestation(with_value(field, 1)))
     assert sentence.startswith("1 ")
@@ -59,7 +70,14 @@ def test_whatever_a_field_holds_the_answer_is_read_as_it_is_or_refused(field: st
         found = parse_attestation(with_value(field, value))
     except ValueError:
         return
-    counts = [found.processes, found.zombies, found.jobs, found.workspace_bytes, found.workspace_inodes, *found.entries.values()]
+    counts = [
+        found.processes,
+        found.zombies,
+        found.jobs,
+        found.workspace_bytes,
+        found.workspace_inodes,
+        *found.entries.values(),
+    ]
     assert all(type(count) is int and count >= 0 for count in counts)
     assert found.programs <= {"bash", "git", "ripgrep"}
     assert len(found.workspace_type) <= 40
@@ -100,14 +118,21 @@ PLAN = SandboxPlan("acme/tools:1", "runc", "none", SIZE.bytes, SIZE.inodes, 128 
 
 async def test_an_image_that_hides_its_workspace_is_refused_each_time() -> None:
     """As one whose /tmp is a link to /workspace: what is written there would be gone with the container."""
-    check, guest = StartCheck(is_hard=True), Telling(with_value("workspace", {"bytes": 64 * MIB, "inodes": 65_536, "type": "tmpfs"}))
+    check, guest = (
+        StartCheck(is_hard=True),
+        Telling(with_value("workspace", {"bytes": 64 * MIB, "inodes": 65_536, "type": "tmpfs"})),
+    )
     for _ in range(2):
-        with pytest.raises(WorkspaceMissed, match=r"image acme/tools:1 does not get its workspace: .*must be folders in an image"):
+        with pytest.raises(
+            WorkspaceMissed, match=r"image acme/tools:1 does not get its workspace: .*must be folders in an image"
+        ):
             await check.check(PLAN, SIZE, guest)
 
 
 async def test_only_a_hard_size_is_the_file_systems() -> None:
-    await StartCheck(is_hard=False).check(PLAN, SIZE, Telling(with_value("workspace", {"bytes": 1 << 40, "inodes": 0, "type": "ext4"})))
+    await StartCheck(is_hard=False).check(
+        PLAN, SIZE, Telling(with_value("workspace", {"bytes": 1 << 40, "inodes": 0, "type": "ext4"}))
+    )
 
 
 async def test_what_an_image_lacks_is_logged_once_a_runtime() -> None:

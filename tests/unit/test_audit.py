@@ -1,4 +1,6 @@
-"""The audit: an entry for every change and none without one, read newest first, by filters, from a cursor; bounded, and without secrets."""
+"""The audit: an entry for every change and none without one, read newest first, by filters, from a cursor; bounded, and
+without secrets.
+"""
 
 import json
 from collections.abc import AsyncIterator
@@ -12,7 +14,17 @@ from contract.registry import Switch
 from contract.tenancy import TenantPolicy
 from store import audit as audit_file
 from store.api_keys import ApiKeys
-from store.audit import LOCAL, MAX_DETAIL_CHARS, Actor, Audit, AuditAction, Audited, build_entry, entry_text, local_actor
+from store.audit import (
+    LOCAL,
+    MAX_DETAIL_CHARS,
+    Actor,
+    Audit,
+    AuditAction,
+    Audited,
+    build_entry,
+    entry_text,
+    local_actor,
+)
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
 from tests.builders import KEY
@@ -60,13 +72,20 @@ async def test_every_change_of_a_tenant_says_what_is_new(client: "redis.asyncio.
     tenants = RedisTenants(client, "d", KEY)
     await tenants.add("acme", TenantPolicy(weight=2))
     await tenants.change("acme", lambda policy: policy.model_copy(update={"in_flight": 7}))
-    await tenants.change("acme", lambda policy: policy.model_copy(update={"queued": 9}), action="tenant.pause", reason="unpaid")
+    await tenants.change(
+        "acme", lambda policy: policy.model_copy(update={"queued": 9}), action="tenant.pause", reason="unpaid"
+    )
     await tenants.remove("acme")
     found = await entries(client)
     assert [told(kept) for kept in found] == [
         (action, "acme", "acme") for action in ("tenant.add", "tenant.set", "tenant.pause", "tenant.remove")
     ]
-    assert [kept.entry.details for kept in found] == [{"weight": "2.0"}, {"in_flight": "7"}, {"queued": "9", "reason": "unpaid"}, {}]
+    assert [kept.entry.details for kept in found] == [
+        {"weight": "2.0"},
+        {"in_flight": "7"},
+        {"queued": "9", "reason": "unpaid"},
+        {},
+    ]
     assert {kept.entry.actor.key for kept in found} == {LOCAL}
 
 
@@ -75,7 +94,11 @@ async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "red
     await tenants.add("acme", TenantPolicy(weight=2))
     await tenants.change("acme", lambda policy: policy)
     await tenants.replace("acme", TenantPolicy(weight=2))
-    for work in (tenants.add("acme", TenantPolicy()), tenants.replace("nobody", TenantPolicy()), tenants.remove("nobody")):
+    for work in (
+        tenants.add("acme", TenantPolicy()),
+        tenants.replace("nobody", TenantPolicy()),
+        tenants.remove("nobody"),
+    ):
         with pytest.raises(ToolFailure):
             await work
     assert [told(kept) for kept in await entries(client)] == [("tenant.add", "acme", "acme")]
@@ -163,13 +186,17 @@ async def test_nothing_is_changed_when_it_cannot_be_written_down(client: "redis.
     assert [await client.hgetall(key) for key in (tenants_key("d"), "toolcrew:d:api-keys", switches_key("d"))] == before
 
 
-async def fill(client: "redis.asyncio.Redis", number: int, tenant: str | None = None, action: AuditAction = "call.kill") -> None:
+async def fill(
+    client: "redis.asyncio.Redis", number: int, tenant: str | None = None, action: AuditAction = "call.kill"
+) -> None:
     log = Audit(client, "d")
     for at in range(number):
         await log.add(build_entry(OPERATOR, action, f"c{at}", tenant=tenant))
 
 
-async def test_pages_go_from_the_newest_to_the_oldest_without_a_gap_while_entries_are_added(client: "redis.asyncio.Redis") -> None:
+async def test_pages_go_from_the_newest_to_the_oldest_without_a_gap_while_entries_are_added(
+    client: "redis.asyncio.Redis",
+) -> None:
     await fill(client, 25)
     log, found, cursor = Audit(client, "d"), list[str](), None
     for _ in range(3):
@@ -199,7 +226,9 @@ async def test_filters_find_what_is_far_back_by_as_many_looks_as_it_takes(
     assert [kept.entry.target for kept in (await log.read(limit=1, target="c29")).entries] == ["c29"]
 
 
-async def test_the_oldest_go_when_there_are_too_many(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_go_when_there_are_too_many(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit_file, "_ADD", audit_file._ADD.replace(str(audit_file.MAX_ENTRIES), "100"))
     await fill(client, 350)
     assert 100 <= await client.xlen(audit_key("d")) < 350
@@ -218,20 +247,27 @@ async def test_a_tenant_that_changes_much_pushes_out_only_its_own_entries(
     for at in range(500):
         await log.add(build_entry(build_tenant("acme"), "skill.install", f"s{at}", tenant="acme"))
     found = (await log.read(limit=1000)).entries
-    assert [one.entry.target for one in found if one.entry.action == "call.kill"] == [f"c{at}" for at in reversed(range(50))]
+    assert [one.entry.target for one in found if one.entry.action == "call.kill"] == [
+        f"c{at}" for at in reversed(range(50))
+    ]
     assert [one.entry.target for one in found if one.entry.target == "mine"] == ["mine"]
     assert 100 <= sum(one.entry.actor.tenant == "acme" for one in found) < 500
     assert [one.at for one in found] == sorted((one.at for one in found), reverse=True)
 
 
-async def test_pages_over_several_streams_have_every_entry_once(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_over_several_streams_have_every_entry_once(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit_file, "_AT_ONCE", 3)
     log = Audit(client, "d")
     for name in ("acme", "rival"):
         await RedisTenants(client, "d", KEY).add(name, TenantPolicy())
     owners = [*["acme"] * 7, *["rival"] * 2]
     # In one stream after the other; then at the same instants in all of them.
-    positions = [*enumerate(owners, 1), *((10 + at, owner) for at in range(5) for owner in ("", "acme", "default", "rival"))]
+    positions = [
+        *enumerate(owners, 1),
+        *((10 + at, owner) for at in range(5) for owner in ("", "acme", "default", "rival")),
+    ]
     await client.delete(audit_key("d"))
     for at, owner in positions:
         actor = build_tenant(owner) if owner else OPERATOR
@@ -254,13 +290,32 @@ def build_tenant(name: str) -> Actor:
 
 async def test_entries_of_a_later_release_and_junk_are_no_obstacle(client: "redis.asyncio.Redis") -> None:
     await fill(client, 1)
-    await client.xadd(audit_key("d"), {"entry": json.dumps({"actor": {"key": "x", "role": "admin"}, "action": "moon.land"})})
+    await client.xadd(
+        audit_key("d"), {"entry": json.dumps({"actor": {"key": "x", "role": "admin"}, "action": "moon.land"})}
+    )
     await client.xadd(audit_key("d"), {"other": "field"})
     assert [kept.entry.target for kept in await entries(client)] == ["c0"]
 
 
 @pytest.mark.parametrize(
-    "cursor", ["", "-", "x", "1", "1-", "-1", "(1-1", "1-1-", "1-1-a b", "+", "$", "٣-٣", f"{2**64}-0", "9" * 5000 + "-1", "1-1\n"]
+    "cursor",
+    [
+        "",
+        "-",
+        "x",
+        "1",
+        "1-",
+        "-1",
+        "(1-1",
+        "1-1-",
+        "1-1-a b",
+        "+",
+        "$",
+        "٣-٣",
+        f"{2**64}-0",
+        "9" * 5000 + "-1",
+        "1-1\n",
+    ],
 )
 async def test_what_is_no_cursor_is_refused_before_redis_sees_it(client: "redis.asyncio.Redis", cursor: str) -> None:
     with pytest.raises(ToolFailure) as refused:
@@ -275,7 +330,9 @@ async def test_what_is_no_limit_is_refused(client: "redis.asyncio.Redis", limit:
 
 
 def test_long_details_are_shortened_visibly_and_empty_ones_left_out() -> None:
-    entry = build_entry(OPERATOR, "tool.disable", "echo", details={"reason": "x" * 5000, "none": None, "empty": "", "odd": "\ud800"})
+    entry = build_entry(
+        OPERATOR, "tool.disable", "echo", details={"reason": "x" * 5000, "none": None, "empty": "", "odd": "\ud800"}
+    )
     assert set(entry.details) == {"reason", "odd"}
     assert len(entry.details["reason"]) <= MAX_DETAIL_CHARS
     assert entry.details["reason"].endswith("... (5000 characters)")

@@ -52,7 +52,9 @@ class Bench:
 
 def job_response(output: bytes = b"", kill: Any = None, **fields: Any) -> GuestResponse:
     counts = {"merged": {"total": len(output), "head": len(output), "tail": 0}}
-    return GuestResponse({"ev": "done", "job": {**JOB, **fields}, "streams": counts, "kill": kill, "sandbox_s": 0.1}, {"merged": output})
+    return GuestResponse(
+        {"ev": "done", "job": {**JOB, **fields}, "streams": counts, "kill": kill, "sandbox_s": 0.1}, {"merged": output}
+    )
 
 
 def output_of(**fields: Any) -> str:
@@ -77,7 +79,14 @@ def test_a_command_runs_in_the_sessions_state_and_its_whole_output_may_go_to_a_f
     bench = Bench(build_exec_response())
     bench.bash("echo é", stdin="in", cwd="sub")
     assert bench.client.bodies == ["echo éin".encode()]
-    wanted = {"script_bytes": 7, "cwd": "sub", "argv": None, "state": "keep", "env": {}, "spill": {"bytes": 32768, "lines": 2000}}
+    wanted = {
+        "script_bytes": 7,
+        "cwd": "sub",
+        "argv": None,
+        "state": "keep",
+        "env": {},
+        "spill": {"bytes": 32768, "lines": 2000},
+    }
     assert {name: bench.request[name] for name in wanted} == wanted
     assert "live" not in bench.request
 
@@ -126,14 +135,26 @@ def test_a_cancelled_command_says_so() -> None:
         ({"exit_code": None, "signal": 9, "oom": True}, "[killed by SIGKILL, likely out of memory]"),
         ({"exit_code": None, "signal": 40}, "[killed by signal 40]"),
         ({"oom": True}, "[a process was killed: out of memory]"),
-        ({"kill": KILL}, "[processes that the command had left running were ended with it: 3; start what is to stay with background=true]"),
+        (
+            {"kill": KILL},
+            (
+                "[processes that the command had left running were ended with it: 3; start what is to stay with "
+                "background=true]"
+            ),
+        ),
         ({"state": {**STATE, "folder": "/tmp/a", "moved": True}}, "[cwd is now /tmp/a]"),
         (
             {"state": {**STATE, "stray": "/etc"}},
             "[the shell ended in /etc, outside of /workspace and /tmp: the next command starts in /workspace]",
         ),
-        ({"state": {**STATE, "stray": ""}}, "[the folder in which the shell ended is gone: cwd was not kept, it is /workspace]"),
-        ({"state": {**STATE, "lost": "/tmp/b"}}, "[the session's folder /tmp/b is gone: the command was run in the workspace]"),
+        (
+            {"state": {**STATE, "stray": ""}},
+            "[the folder in which the shell ended is gone: cwd was not kept, it is /workspace]",
+        ),
+        (
+            {"state": {**STATE, "lost": "/tmp/b"}},
+            "[the session's folder /tmp/b is gone: the command was run in the workspace]",
+        ),
         (
             {"state": {**STATE, "outcome": "too_large"}},
             "[cwd, exported variables and functions of this command were not kept: they are more than 256 KiB]",
@@ -144,7 +165,9 @@ def test_how_it_ended_is_a_note_below_the_output(fields: dict[str, Any], note: s
     assert output_of(**fields) == f"x\n{note}"
 
 
-@pytest.mark.parametrize("fields", [{"pipe_status": [0, 0]}, {"pipe_status": [1]}, {"pipe_status": None}, {"state": STATE}])
+@pytest.mark.parametrize(
+    "fields", [{"pipe_status": [0, 0]}, {"pipe_status": [1]}, {"pipe_status": None}, {"state": STATE}]
+)
 def test_what_is_as_usual_is_not_told(fields: dict[str, Any]) -> None:
     assert output_of(**fields) == "x\n"
 
@@ -192,7 +215,10 @@ def test_an_output_that_was_cut_names_its_file_and_the_next_call() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"spill": {**SPILL, "whole": False}}, "its first 99000 bytes, for more there was no room, is in /output/command-ab.txt"),
+        (
+            {"spill": {**SPILL, "whole": False}},
+            "its first 99000 bytes, for more there was no room, is in /output/command-ab.txt",
+        ),
         ({"spill": None, "spill_failed": True}, "there was no room in /output to keep them"),
         ({"spill": None}, "narrow the command"),
     ],
@@ -200,7 +226,9 @@ def test_an_output_that_was_cut_names_its_file_and_the_next_call() -> None:
 def test_an_output_that_is_not_whole_anywhere_says_so(fields: dict[str, Any], words: str) -> None:
     counts = {name: {"total": 99_000, "head": 4, "tail": 4} for name in ("stdout", "stderr", "merged")}
     streams = dict.fromkeys(counts, b"one\nten\n")
-    assert words in str(Bench(GuestResponse({**build_exec_response().done, "streams": counts, **fields}, streams)).bash().output)
+    assert words in str(
+        Bench(GuestResponse({**build_exec_response().done, "streams": counts, **fields}, streams)).bash().output
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,7 +252,9 @@ def test_an_attackers_answer_does_not_crash_the_worker(fields: dict[str, Any]) -
 # Refusals
 
 
-@pytest.mark.parametrize("command", ["rm -rf /", "r''m -rf \"/\"", "sudo rm -rf /*", ":(){ :|:& };:", "cd / && rm -rf ."])
+@pytest.mark.parametrize(
+    "command", ["rm -rf /", "r''m -rf \"/\"", "sudo rm -rf /*", ":(){ :|:& };:", "cd / && rm -rf ."]
+)
 def test_a_catastrophic_command_is_refused_before_anything_runs(command: str) -> None:
     for background in (False, True):
         bench = Bench()
@@ -280,7 +310,9 @@ def test_the_schema_is_plain_enough_for_any_model_server() -> None:
 def test_a_job_tells_its_id_its_log_and_the_ways_on() -> None:
     bench = Bench(job_response(b"listening\n"))
     result = bench.bash("serve", background=True)
-    assert str(result.output).startswith("listening\n[job-1 is running]\n[log: /output/jobs/job-1.log; new output: bash_tool")
+    assert str(result.output).startswith(
+        "listening\n[job-1 is running]\n[log: /output/jobs/job-1.log; new output: bash_tool"
+    )
     assert (result.metadata["job_id"], result.metadata["state"]) == ("job-1", "running")
     assert (bench.request["op"], bench.request["label"], bench.request["wait_ms"]) == ("job_start", "serve", 1000)
 
@@ -312,8 +344,14 @@ def test_a_jobs_input_may_end_before_it_begins() -> None:
     [
         (job_response(), "(no new output)\n[job-1 is running]"),
         (job_response(b"a\r\n", state="exited", exit_code=3), "a\n[job-1 has ended, exit code 3]"),
-        (job_response(state="exited", signal=9, oom=True), "(no new output)\n[job-1 has ended, by SIGKILL, likely out of memory]"),
-        (job_response(exit_code=0), "(no new output)\n[job-1 is running: its shell has ended, what it started has not]"),
+        (
+            job_response(state="exited", signal=9, oom=True),
+            "(no new output)\n[job-1 has ended, by SIGKILL, likely out of memory]",
+        ),
+        (
+            job_response(exit_code=0),
+            "(no new output)\n[job-1 is running: its shell has ended, what it started has not]",
+        ),
         (
             job_response(state="lost"),
             "(no new output)\n[job-1 lost: a program killed the process that kept it, and all of it was ended]",
@@ -325,7 +363,10 @@ def test_a_jobs_input_may_end_before_it_begins() -> None:
         ),
         (
             job_response(dropped=9),
-            "(no new output)\n[job-1 is running]\n[9 bytes of its earlier output were dropped: the log keeps the last 4 MiB at most]",
+            (
+                "(no new output)\n[job-1 is running]\n[9 bytes of its earlier output were dropped: the log keeps the "
+                "last 4 MiB at most]"
+            ),
         ),
     ],
 )
@@ -337,7 +378,10 @@ def test_a_kill_tells_what_it_ended() -> None:
     killed = job_response(b"bye\n", kill=KILL, state="killed", signal=15)
     assert Bench(killed).act(action="kill", job_id="job-1").output == "bye\n[job-1 was killed: 3 processes]"
     over = job_response(state="exited", exit_code=0)
-    assert Bench(over).act(action="kill", job_id="job-1").output == "(no new output)\n[nothing was killed: job-1 has ended, exit code 0]"
+    assert (
+        Bench(over).act(action="kill", job_id="job-1").output
+        == "(no new output)\n[nothing was killed: job-1 has ended, exit code 0]"
+    )
 
 
 def test_input_tells_what_the_job_has_yet_to_read() -> None:
@@ -350,7 +394,9 @@ def test_input_tells_what_the_job_has_yet_to_read() -> None:
 
 def test_jobs_are_listed() -> None:
     assert Bench(GuestResponse({"jobs": []})).act(action="list").output == "(no jobs)"
-    result = Bench(GuestResponse({"jobs": [JOB, {**JOB, "job": "job-2", "state": "killed", "signal": 15}]})).act(action="list")
+    result = Bench(GuestResponse({"jobs": [JOB, {**JOB, "job": "job-2", "state": "killed", "signal": 15}]})).act(
+        action="list"
+    )
     assert str(result.output).split("\n")[1] == "job-2\twas killed, by SIGTERM\t2 s ago\tserve\t/output/jobs/job-1.log"
 
 

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.batches.artifacts import ArtifactsNotWritten, Pattern, artifact_folder, build_folder_name, choose_paths, copy_artifacts
+from orchestrator.batches.artifacts import (
+    ArtifactsNotWritten,
+    Pattern,
+    artifact_folder,
+    build_folder_name,
+    choose_paths,
+    copy_artifacts,
+)
 from store.batches import MAX_ID_CHARS
 
 calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -131,7 +138,11 @@ def test_files_are_copied_with_their_folders_and_links_to_files_become_files(tmp
     assert copied.paths == ("out/a.csv", "out/link", "out/run.sh")
     assert copied.skipped == ("out/broken", "out/folder", "out/leading-out")
     assert (copied.unmatched, copied.bytes) == (("*.md",), 15)
-    assert {path.name: path.read_text() for path in (target / "out").iterdir()} == {"a.csv": "1,2", "link": "1,2", "run.sh": "#!/bin/sh"}
+    assert {path.name: path.read_text() for path in (target / "out").iterdir()} == {
+        "a.csv": "1,2",
+        "link": "1,2",
+        "run.sh": "#!/bin/sh",
+    }
     assert not (target / "out" / "link").is_symlink()
     assert os.access(target / "out" / "run.sh", os.X_OK)
 

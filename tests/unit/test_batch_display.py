@@ -49,7 +49,14 @@ class Stage:
             return PlainLines(watched, self.out)
         if self.kind == "log":
             return LogLines(watched, self.out)
-        console = Console(file=self.out, width=self.width, height=self.height, force_terminal=True, color_system="standard", _environ={})
+        console = Console(
+            file=self.out,
+            width=self.width,
+            height=self.height,
+            force_terminal=True,
+            color_system="standard",
+            _environ={},
+        )
         return LiveDisplay(watched, console)
 
     def text(self) -> str:
@@ -168,7 +175,10 @@ def test_what_a_batch_waits_for_is_read_to_its_end_on_a_narrow_terminal() -> Non
     progress = Progress(1)
     progress.add(
         BatchNotice(
-            at=BEGAN, message="the batch waits for its model, and no item fails for it: the model at http://10.1.2.3/v1 answers 503"
+            at=BEGAN,
+            message=(
+                "the batch waits for its model, and no item fails for it: the model at http://10.1.2.3/v1 answers 503"
+            ),
         )
     )
     lines = [line.plain for line in build_screen(progress.snapshot(BEGAN), "b", 40, 20)]
@@ -177,12 +187,17 @@ def test_what_a_batch_waits_for_is_read_to_its_end_on_a_narrow_terminal() -> Non
 
 def test_a_ctrl_c_that_the_terminal_shows_has_room_behind_every_line() -> None:
     stage = Stage("live", width=80)
-    assert all(cell_len(line) <= 80 - len("^C") - 1 for line in play(stage, tell_batch((Attempt(is_cut=True),))).split("\n")[:6])
+    assert all(
+        cell_len(line) <= 80 - len("^C") - 1
+        for line in play(stage, tell_batch((Attempt(is_cut=True),))).split("\n")[:6]
+    )
 
 
 def test_a_log_has_a_line_with_its_time_for_each_begin_end_and_note_and_tells_none_twice() -> None:
     stage = Stage("log")
-    told = tell_batch((Attempt(is_retried=True, failure=FailureKind.INFRASTRUCTURE, code="HOST_LOST"), Attempt()), (failed(),))
+    told = tell_batch(
+        (Attempt(is_retried=True, failure=FailureKind.INFRASTRUCTURE, code="HOST_LOST"), Attempt()), (failed(),)
+    )
     lines = play(stage, [*told, *told]).partition("batch b-1:")[0].splitlines()
     assert len(lines) == len(set(lines))
     assert {line.partition("Z  ")[2].partition(";")[0] for line in lines} >= {
@@ -202,10 +217,16 @@ STORIES = tell_batch(
 
 
 @settings(max_examples=60, deadline=None)
-@given(width=st.integers(1, 250), height=st.integers(1, 80), word=st.text(max_size=60), count=st.integers(0, len(STORIES)))
+@given(
+    width=st.integers(1, 250), height=st.integers(1, 80), word=st.text(max_size=60), count=st.integers(0, len(STORIES))
+)
 def test_the_screen_fits_every_terminal(width: int, height: int, word: str, count: int) -> None:
     progress = Progress(1000)
-    for batch_event in [*STORIES[:count], *tell_item(word, Attempt(tool=word, is_cut=True)), BatchNotice(at=BEGAN, message=word)]:
+    for batch_event in [
+        *STORIES[:count],
+        *tell_item(word, Attempt(tool=word, is_cut=True)),
+        BatchNotice(at=BEGAN, message=word),
+    ]:
         progress.add(batch_event)
     lines = build_screen(progress.snapshot(BEGAN + 500), word, width, height)
     assert 1 <= len(lines) <= height
@@ -268,7 +289,11 @@ def test_failures_are_told_one_a_line_and_a_flood_of_them_is_counted() -> None:
     stage = Stage("plain")
     with stage.open() as display:
         for number in range(100):
-            display.show(ItemDone(at=BEGAN, item=f"i{number}", failure=FailureKind.MODEL, code="cut_reply", message="it broke off"))
+            display.show(
+                ItemDone(
+                    at=BEGAN, item=f"i{number}", failure=FailureKind.MODEL, code="cut_reply", message="it broke off"
+                )
+            )
         assert stage.text().count("failed i") == MAX_TOLD
         assert "failed i0 (model cut_reply): it broke off\n" in stage.text()
         stage.now += 5
@@ -298,7 +323,12 @@ def test_a_program_reads_every_happening_as_it_is_and_then_one_summary() -> None
     *lines, last = play(Stage("json"), [*told, told[0]]).splitlines()
     assert [parse_batch_event(line) for line in lines] == [*told, told[0]]
     summary = json.loads(last)
-    assert (summary["type"], summary["batch"], summary["done"], summary["failures"]) == ("summary", "b-1", 1, {"infrastructure": 1})
+    assert (summary["type"], summary["batch"], summary["done"], summary["failures"]) == (
+        "summary",
+        "b-1",
+        1,
+        {"infrastructure": 1},
+    )
 
 
 # --- which one, and what the end says
@@ -337,7 +367,10 @@ def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
     progress = Progress(1)
     progress.add(ItemDone(at=BEGAN, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
     told = build_summary(progress.snapshot(BEGAN), batch="b", rows=("out.jsonl", "my errors.jsonl"))
-    assert told.next == ("1 failed for a tool, as they would again: their rows say why", "read the rows in 'my errors.jsonl'")
+    assert told.next == (
+        "1 failed for a tool, as they would again: their rows say why",
+        "read the rows in 'my errors.jsonl'",
+    )
 
 
 def test_a_batch_that_went_well_has_nothing_to_be_tried_again() -> None:
@@ -358,5 +391,7 @@ def test_a_batch_that_went_well_has_nothing_to_be_tried_again() -> None:
         (format_time, 1e300, "1e+300 s (no date)"),
     ],
 )  # fmt: skip
-def test_figures_are_short_and_promise_no_more_than_they_know(make: Callable[[object], str], value: object, shown: str) -> None:
+def test_figures_are_short_and_promise_no_more_than_they_know(
+    make: Callable[[object], str], value: object, shown: str
+) -> None:
     assert make(value) == shown

@@ -1,4 +1,6 @@
-"""A batch's file is checked as a whole: what is right in it is read as it was meant, and all that is wrong is told with its place."""
+"""A batch's file is checked as a whole: what is right in it is read as it was meant, and all that is wrong is told with
+its place.
+"""
 
 import hashlib
 import io
@@ -68,14 +70,22 @@ def test_a_short_line_is_a_run(tmp_path: Path) -> None:
         priority=3,
     )
     assert item.work == RunBody(
-        instruction="Count", model="m", dialect="tags", tools=("bash_tool",), limits=RunLimits(max_iterations=9, max_cost=0.5)
+        instruction="Count",
+        model="m",
+        dialect="tags",
+        tools=("bash_tool",),
+        limits=RunLimits(max_iterations=9, max_cost=0.5),
     )
-    assert item.ground == Ground(workspace=str(tmp_path / "ws"), image="python:3.11", network="none", artifacts=("out/*.csv",))
+    assert item.ground == Ground(
+        workspace=str(tmp_path / "ws"), image="python:3.11", network="none", artifacts=("out/*.csv",)
+    )
     assert (item.custom_id, item.line, item.url, item.priority) == ("a", 1, RUNS_URL, 3)
 
 
 def test_short_lines_of_runs_and_of_calls_may_stand_in_one_file() -> None:
-    file = read('{"id":"a","instruction":"Count"}\n{"id":"b","tool":"bash_tool","arguments":{"command":"ls"},"timeout_s":5}\n')
+    file = read(
+        '{"id":"a","instruction":"Count"}\n{"id":"b","tool":"bash_tool","arguments":{"command":"ls"},"timeout_s":5}\n'
+    )
     assert [item.url for item in file.items] == [RUNS_URL, CALLS_URL]
     assert file.items[1].work == CallBody(name="bash_tool", arguments={"command": "ls"}, timeout_s=5)
     assert file.url is None
@@ -84,7 +94,15 @@ def test_short_lines_of_runs_and_of_calls_may_stand_in_one_file() -> None:
 def test_a_line_of_openais_shape_is_a_run_a_call_or_a_chat() -> None:
     run = read(openai_line(input="Count", restore="c1", history=[{"role": "user", "content": "Hi"}])).items[0]
     call = read(openai_line(url=CALLS_URL, name="bash_tool", arguments={"command": "ls"})).items[0]
-    chat = read(chat_line({"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello"}, max_tokens=5, n=1, stream=False))
+    chat = read(
+        chat_line(
+            {"role": "system", "content": "Be kind"},
+            {"role": "user", "content": "Hello"},
+            max_tokens=5,
+            n=1,
+            stream=False,
+        )
+    )
     assert run.work == RunBody(instruction="Count", history=({"role": "user", "content": "Hi"},))
     assert run.ground.restore == "c1"
     assert call.work == CallBody(name="bash_tool", arguments={"command": "ls"})
@@ -113,11 +131,19 @@ def test_a_byte_order_mark_windows_line_ends_and_blank_lines_are_no_errors() -> 
 
 
 @calmly
-@given(st.lists(st.tuples(TEXT, TEXT, st.dictionaries(TEXT, VALUE, max_size=3)), min_size=1, max_size=5, unique_by=lambda entry: entry[0]))
+@given(
+    st.lists(
+        st.tuples(TEXT, TEXT, st.dictionaries(TEXT, VALUE, max_size=3)),
+        min_size=1,
+        max_size=5,
+        unique_by=lambda entry: entry[0],
+    )
+)
 def test_what_was_written_is_what_is_read(entries: list[tuple[str, str, dict[str, Any]]]) -> None:
     for escapes in (True, False):
         text = "\n".join(
-            json.dumps({"id": name, "tool": tool, "arguments": arguments}, ensure_ascii=escapes) for name, tool, arguments in entries
+            json.dumps({"id": name, "tool": tool, "arguments": arguments}, ensure_ascii=escapes)
+            for name, tool, arguments in entries
         )
         items = read(text).items
         assert [(item.custom_id, item.work) for item in items] == [
@@ -138,8 +164,12 @@ def test_any_bytes_are_a_batch_or_refused_with_sentences(raw: bytes) -> None:
     assert is_taken_or_refused(raw)
 
 
-FIELDS = st.sampled_from(["id", "instruction", "workspace", "artifacts", "limits", "tool", "arguments", "custom_id", "body", "messages"])
-CHAT = st.fixed_dictionaries({"custom_id": VALUE, "method": st.just("POST"), "url": st.just(CHAT_URL) | VALUE, "body": VALUE})
+FIELDS = st.sampled_from(
+    ["id", "instruction", "workspace", "artifacts", "limits", "tool", "arguments", "custom_id", "body", "messages"]
+)
+CHAT = st.fixed_dictionaries(
+    {"custom_id": VALUE, "method": st.just("POST"), "url": st.just(CHAT_URL) | VALUE, "body": VALUE}
+)
 
 
 @calmly
@@ -155,12 +185,18 @@ GOOD = '{"id":"a","instruction":"x"}'
     ("text", "told"),
     [
         ('{"id":"a","instructoin":"x"}', "line 1, column 25: `instructoin` is not known: did you mean `instruction`?"),
-        ('{"id":"a","instruction":"x","prompt":"y"}', "line 1, column 38: `prompt` is not known: did you mean `instruction`?"),
+        (
+            '{"id":"a","instruction":"x","prompt":"y"}',
+            "line 1, column 38: `prompt` is not known: did you mean `instruction`?",
+        ),
         (
             '{"id":"a","instruction":"x","max_iterations":3}',
             "line 1, column 46: `max_iterations` is not known: write it as `limits.max_iterations`",
         ),
-        ('{"id":"a","instruction":"x","limits":{"maxTokens":3}}', "column 51: `limits.maxTokens` is not known: did you mean `max_tokens`?"),
+        (
+            '{"id":"a","instruction":"x","limits":{"maxTokens":3}}',
+            "column 51: `limits.maxTokens` is not known: did you mean `max_tokens`?",
+        ),
         ('{"custom_id":"a","id":"b","instruction":"x"}', "`custom_id` is not known: did you mean `id`?"),
         ('{"id":"a","instruction":"x","zzz":1}', "`zzz` is not known: there are artifacts, dialect,"),
         ('{"id":"a"}', "line 1, column 1: `instruction` is missing"),
@@ -178,7 +214,10 @@ GOOD = '{"id":"a","instruction":"x"}'
         ('{"id":"a","tool":"t","timeout_s":601}', "less than or equal to 600, not 601"),
         ('{"id":"a","tool":"t","instruction":"x"}', "`instruction` is not known"),
         ('{"id":"a","instruction":"x","workspace":".","restore":"c1"}', "leave one of `workspace` and `restore`"),
-        ('{"id":"a","instruction":"x","artifacts":["a","../b"]}', "column 46: '../b' cannot be copied out: it holds '..'"),
+        (
+            '{"id":"a","instruction":"x","artifacts":["a","../b"]}',
+            "column 46: '../b' cannot be copied out: it holds '..'",
+        ),
         ('{"id":"a","instruction":"x","artifacts":["/etc/passwd"]}', "it is not below /workspace"),
         ('{"id":"a","instruction":"x","workspace":"a\\u0000b"}', "embedded null byte"),
         ('{"id":"a","instruction":"x","id":"b"}', "line 1, column 29: the key 'id' is there twice in one object"),
@@ -187,7 +226,10 @@ GOOD = '{"id":"a","instruction":"x"}'
         ('{"id":"a","tool":"t","arguments":{"x":-Infinity}}', "line 1, column 39: -Infinity is no number of JSON"),
         ('{"id":"a","tool":"t","arguments":{"x":1e999}}', "line 1, column 39: 1e999 is no number of JSON"),
         ('{"id":"a","tool":"t","arguments":{"x":' + "9" * 5000 + "}}", "a number cannot be read"),
-        ('{"id":"a","tool":"t","arguments":{"x":' + "[" * 70 + "]" * 70 + "}}", "line 1, column 101: the JSON is nested deeper than 64"),
+        (
+            '{"id":"a","tool":"t","arguments":{"x":' + "[" * 70 + "]" * 70 + "}}",
+            "line 1, column 101: the JSON is nested deeper than 64",
+        ),
         ("[" * 100_000, "nested deeper than 64"),
         ('{"id":"a","instruction":"\\ud83d"}', "line 1, column 26: \\ud83d is half a character"),
         ('{"id":"a","instruction":"\\ude00\\ud83d"}', "column 26: \\ude00 is half a character"),
@@ -223,8 +265,14 @@ GOOD = '{"id":"a","instruction":"x"}'
         (chat_line({"role": "user", "content": " "}), "the last message is empty"),
         (chat_line({"role": "robot", "content": "x"}), "`role` of a message is one of system, developer"),
         (chat_line({"role": "user", "content": None}), "`content` of a message is text"),
-        (chat_line({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}), "the last message is not the user's"),
-        (chat_line({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}), "can only hold text"),
+        (
+            chat_line({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}),
+            "the last message is not the user's",
+        ),
+        (
+            chat_line({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+            "can only hold text",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_with_its_place_and_what_to_do(text: str | bytes, told: str) -> None:
@@ -233,7 +281,10 @@ def test_what_is_wrong_is_told_with_its_place_and_what_to_do(text: str | bytes, 
 
 def test_all_that_is_wrong_is_told_at_once_the_first_twenty_in_words() -> None:
     with pytest.raises(BadBatch) as caught:
-        read("\n".join(json.dumps({"id": str(number), "instruction": "x", "a": 1, "b": 2}) for number in range(15)) + "\nno JSON\n")
+        read(
+            "\n".join(json.dumps({"id": str(number), "instruction": "x", "a": 1, "b": 2}) for number in range(15))
+            + "\nno JSON\n"
+        )
     assert (len(caught.value.complaints), caught.value.more) == (20, 11)
     assert str(caught.value).startswith(
         "tasks.jsonl has 31 errors and nothing of it was started: mend the file and submit it again\n  line 1, "
@@ -275,7 +326,10 @@ def test_a_large_archive_is_known_by_its_beginning_and_one_that_is_too_large_is_
 
 def test_a_ground_that_many_lines_name_is_kept_once(tmp_path: Path) -> None:
     (tmp_path / "ws").mkdir()
-    items = read("\n".join(json.dumps({"id": str(number), "instruction": "x", "workspace": "ws"}) for number in range(3)), tmp_path).items
+    items = read(
+        "\n".join(json.dumps({"id": str(number), "instruction": "x", "workspace": "ws"}) for number in range(3)),
+        tmp_path,
+    ).items
     assert items[0].ground is items[2].ground
 
 

@@ -1,4 +1,6 @@
-"""Progress of a batch: the same set of batch_events gives the same totals, however it arrives, and every item stands somewhere."""
+"""Progress of a batch: the same set of batch_events gives the same totals, however it arrives, and every item stands
+somewhere.
+"""
 
 import tracemalloc
 
@@ -29,7 +31,14 @@ def without_examples(snapshot: Snapshot) -> Snapshot:
 
 def test_items_are_counted_where_they_stand() -> None:
     snapshot = stand(
-        tell_batch((Attempt(),), (failed(),), (failed(FailureKind.MODEL, "cut_reply"),), (Attempt(is_cut=True),), (RETRIED,), total=9)
+        tell_batch(
+            (Attempt(),),
+            (failed(),),
+            (failed(FailureKind.MODEL, "cut_reply"),),
+            (Attempt(is_cut=True),),
+            (RETRIED,),
+            total=9,
+        )
     )
     assert (snapshot.done, snapshot.failed, snapshot.running, snapshot.queued, snapshot.total) == (1, 2, 1, 5, 9)
     assert snapshot.failures == {FailureKind.INFRASTRUCTURE: 1, FailureKind.MODEL: 1}
@@ -75,28 +84,50 @@ def test_a_resumed_item_has_the_age_that_it_has_since_somebody_works_it() -> Non
 
 def test_ends_without_a_time_count_and_say_nothing_of_how_long_items_take() -> None:
     told = [ItemDone(at=BEGAN + 100, item=f"i{number}", run="r", steps=3) for number in range(40)]
-    worked = [ItemStarted(at=BEGAN, item="w", run="r"), ItemDone(at=BEGAN + 60, item="w", run="r", seconds=60.0, steps=3)]
+    worked = [
+        ItemStarted(at=BEGAN, item="w", run="r"),
+        ItemDone(at=BEGAN + 60, item="w", run="r", seconds=60.0, steps=3),
+    ]
     snapshot = stand(
-        [BatchNotice(at=BEGAN, message="m", total=100), *told, *worked, ItemStarted(at=BEGAN + 60, item="v", run="r")], BEGAN + 101
+        [BatchNotice(at=BEGAN, message="m", total=100), *told, *worked, ItemStarted(at=BEGAN + 60, item="v", run="r")],
+        BEGAN + 101,
     )
-    assert (snapshot.done, snapshot.steps, [one.item for one in snapshot.slowest], snapshot.eta_s) == (41, 123, ["w"], None)
+    assert (snapshot.done, snapshot.steps, [one.item for one in snapshot.slowest], snapshot.eta_s) == (
+        41,
+        123,
+        ["w"],
+        None,
+    )
 
 
 def test_which_ends_have_been_heard_of_is_known_by_attempt() -> None:
     progress = Progress()
     for batch_event in tell_batch(
-        (Attempt(),), (Attempt(is_retried=True, failure=FailureKind.TOOL), Attempt(is_cut=True)), (Attempt(is_cut=True),)
+        (Attempt(),),
+        (Attempt(is_retried=True, failure=FailureKind.TOOL), Attempt(is_cut=True)),
+        (Attempt(is_cut=True),),
     ):
         progress.add(batch_event)
-    known = [batch_event.item for batch_event in tell_batch((Attempt(),), (Attempt(),), (Attempt(),)) if isinstance(batch_event, ItemDone)]
-    assert [(progress.has_end(name, 1), progress.has_end(name, 2)) for name in known] == [(True, False), (True, False), (False, False)]
+    known = [
+        batch_event.item
+        for batch_event in tell_batch((Attempt(),), (Attempt(),), (Attempt(),))
+        if isinstance(batch_event, ItemDone)
+    ]
+    assert [(progress.has_end(name, 1), progress.has_end(name, 2)) for name in known] == [
+        (True, False),
+        (True, False),
+        (False, False),
+    ]
     assert not progress.has_end("nobody", 1)
 
 
 def test_the_items_that_run_longest_say_what_they_do() -> None:
     slow, fresh = list(tell_item("slow", Attempt(steps=3, is_cut=True))), [ItemStarted(at=BEGAN + 4, item="fresh")]
     rows = stand([*slow, *fresh], BEGAN + 5).slowest_running
-    assert [(row.item, row.age_s, row.does) for row in rows] == [("slow", 4.5, "3 steps, last bash_tool"), ("fresh", 1, "setting up")]
+    assert [(row.item, row.age_s, row.does) for row in rows] == [
+        ("slow", 4.5, "3 steps, last bash_tool"),
+        ("fresh", 1, "setting up"),
+    ]
 
 
 def test_a_clock_that_is_ahead_makes_no_age_and_no_time_negative() -> None:
@@ -105,7 +136,9 @@ def test_a_clock_that_is_ahead_makes_no_age_and_no_time_negative() -> None:
 
 
 def test_calls_a_second_are_those_of_the_last_ten_seconds() -> None:
-    calls: list[BatchEvent] = [CallDone(at=BEGAN + number / 2, item="a", call=str(number), tool="t", seconds=0.1) for number in range(200)]
+    calls: list[BatchEvent] = [
+        CallDone(at=BEGAN + number / 2, item="a", call=str(number), tool="t", seconds=0.1) for number in range(200)
+    ]
     for order in (calls, calls[::-1]):
         assert stand(order, BEGAN + 99.5).calls_per_s == 2
         assert stand(order, BEGAN + 200).calls_per_s == 0
@@ -122,14 +155,20 @@ def test_times_of_a_tool_are_told_with_its_errors_and_waits() -> None:
 
 
 def test_tools_that_a_model_makes_up_cost_no_more_than_a_table() -> None:
-    calls: list[BatchEvent] = [CallDone(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)]
+    calls: list[BatchEvent] = [
+        CallDone(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)
+    ]
     tools = stand(calls).tools
     assert (len(tools), sum(tool.calls for tool in tools)) == (MAX_TOOLS + 1, 1000)
     assert max(len(tool.tool) for tool in tools) == 128
 
 
 def test_codes_without_end_are_counted_and_told_together() -> None:
-    told = [failed_item for number in range(500) for failed_item in tell_item(f"i{number}", failed(code=f"c{number}", steps=0))]
+    told = [
+        failed_item
+        for number in range(500)
+        for failed_item in tell_item(f"i{number}", failed(code=f"c{number}", steps=0))
+    ]
     snapshot = stand(told)
     assert (snapshot.failed, sum(group.count for group in snapshot.groups)) == (500, 500)
     assert len(snapshot.groups) < 250
@@ -139,7 +178,10 @@ def test_an_example_is_never_an_item_that_has_been_tried_again() -> None:
     first, *others = (list(tell_item(name, failed())) for name in ("a", "b", "c", "d", "e"))
     told = [*first, *(batch_event for other in others for batch_event in other)]
     assert stand(told).groups[0].item == "a"
-    assert stand([*told, ItemRetried(at=NOW, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE)]).groups[0].item == "b"
+    assert (
+        stand([*told, ItemRetried(at=NOW, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE)]).groups[0].item
+        == "b"
+    )
 
 
 def test_notes_are_told_once_and_the_newest_are_kept() -> None:
@@ -147,11 +189,16 @@ def test_notes_are_told_once_and_the_newest_are_kept() -> None:
     notes = [BatchNotice(at=BEGAN + number, message=f"note {number}") for number in range(50)]
     assert [progress.add(note) for note in notes] == [True] * 50
     assert not progress.add(notes[-1])
-    assert [note.message for note in progress.snapshot(NOW).notes] == [f"note {number}" for number in range(50 - MAX_NOTES, 50)]
+    assert [note.message for note in progress.snapshot(NOW).notes] == [
+        f"note {number}" for number in range(50 - MAX_NOTES, 50)
+    ]
 
 
 def test_a_late_word_of_an_earlier_attempt_moves_nothing() -> None:
-    told: list[BatchEvent] = [ItemDone(at=BEGAN, item="a", attempt=2), ItemDone(at=BEGAN + 9, item="a", failure=FailureKind.MODEL)]
+    told: list[BatchEvent] = [
+        ItemDone(at=BEGAN, item="a", attempt=2),
+        ItemDone(at=BEGAN + 9, item="a", failure=FailureKind.MODEL),
+    ]
     assert (stand(told).done, stand(told).failed) == (1, 0)
 
 
@@ -168,7 +215,9 @@ attempts = st.builds(
     step_s=st.floats(0, 100),
     waited_s=st.floats(0, 100),
 )
-batches = st.lists(st.lists(attempts, min_size=1, max_size=3).map(tuple), max_size=5).map(lambda items: tell_batch(*items))
+batches = st.lists(st.lists(attempts, min_size=1, max_size=3).map(tuple), max_size=5).map(
+    lambda items: tell_batch(*items)
+)
 
 
 @settings(max_examples=80, deadline=None)

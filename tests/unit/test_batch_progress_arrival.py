@@ -124,7 +124,9 @@ times = st.floats(0, 1e7)
     lengths=st.lists(times),
     ends=st.lists(st.floats(-1e9, 1e9)),
 )
-def test_it_is_never_negative(now: float, queued: int, ages: list[float], lengths: list[float], ends: list[float]) -> None:
+def test_it_is_never_negative(
+    now: float, queued: int, ages: list[float], lengths: list[float], ends: list[float]
+) -> None:
     eta = estimate_arrival(now, queued + len(ages) + len(lengths), queued, ages, histogram(*lengths), ends)
     assert eta is None or 0 <= eta < float("inf")
 

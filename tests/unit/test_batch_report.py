@@ -1,4 +1,6 @@
-"""The report page: complete, small, the same for the same input, opens offline, and no stranger's text becomes markup."""
+"""The report page: complete, small, the same for the same input, opens offline, and no stranger's text becomes
+markup.
+"""
 
 import math
 import re
@@ -66,7 +68,11 @@ class Page(HTMLParser):
         return "\n".join(self.texts)
 
 
-KNOWN = Page(build_report(tell_batch((Attempt(),), (failed(),), (Attempt(is_retried=True), Attempt()), (Attempt(is_cut=True),)), title="t"))
+KNOWN = Page(
+    build_report(
+        tell_batch((Attempt(),), (failed(),), (Attempt(is_retried=True), Attempt()), (Attempt(is_cut=True),)), title="t"
+    )
+)
 
 
 def hostile_batch(word: str) -> Iterator[BatchEvent]:
@@ -82,9 +88,12 @@ def test_no_tag_and_no_attribute_comes_from_an_attacker_who_chooses_ids_tools_co
     page = Page(build_report(hostile_batch(word), title=word, batch=word))
     harmless = Page(build_report(hostile_batch("harmless"), title="harmless", batch="harmless"))
     assert page.tags == harmless.tags
-    assert Counter((tag, name) for tag, name, _ in page.attributes) == Counter((tag, name) for tag, name, _ in harmless.attributes)
+    assert Counter((tag, name) for tag, name, _ in page.attributes) == Counter(
+        (tag, name) for tag, name, _ in harmless.attributes
+    )
     assert not re.search(
-        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]", "".join(page.texts + page.values("aria-label"))
+        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]",
+        "".join(page.texts + page.values("aria-label")),
     )
 
 
@@ -138,7 +147,9 @@ def test_every_plot_and_every_table_is_there() -> None:
 
 def test_the_same_happenings_make_the_same_page() -> None:
     told = tell_batch((Attempt(),), (failed(),), (Attempt(is_cut=True),))
-    assert build_report(told, title="t") == build_report(iter(told), title="t") == build_report([*told, *told], title="t")
+    assert (
+        build_report(told, title="t") == build_report(iter(told), title="t") == build_report([*told, *told], title="t")
+    )
 
 
 def test_nothing_makes_a_page_too() -> None:
@@ -147,7 +158,11 @@ def test_nothing_makes_a_page_too() -> None:
 
 
 def test_failures_beyond_the_first_are_counted_and_the_page_says_so() -> None:
-    told = [batch_event for n in range(MAX_FAILED_ROWS + 20) for batch_event in tell_item(f"i{n}", failed(steps=0), at=BEGAN + n)]
+    told = [
+        batch_event
+        for n in range(MAX_FAILED_ROWS + 20)
+        for batch_event in tell_item(f"i{n}", failed(steps=0), at=BEGAN + n)
+    ]
     page = Page(build_report(told, title="t"))
     assert "20 more failed items are not listed here; the batch's error file has them all." in page.texts
     assert (f"i{MAX_FAILED_ROWS - 1}" in page.texts, f"i{MAX_FAILED_ROWS}" in page.texts) == (True, False)
@@ -171,7 +186,10 @@ def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_bel
         )
         for n in range(2000)
     ]
-    calls = [CallDone(at=BEGAN, item="a", call=str(n), tool=f"{n}" + "'" * 500, seconds=0.0001 * 1.1 ** (n % 180)) for n in range(20_000)]
+    calls = [
+        CallDone(at=BEGAN, item="a", call=str(n), tool=f"{n}" + "'" * 500, seconds=0.0001 * 1.1 ** (n % 180))
+        for n in range(20_000)
+    ]
     assert len(build_report([*told, *calls], title="&" * 500).encode()) < 2_000_000
 
 
@@ -179,7 +197,13 @@ def test_many_items_are_drawn_together_so_that_the_page_stays_small() -> None:
     def told() -> Iterator[BatchEvent]:
         for number in range(5000):
             at = BEGAN + number
-            yield ItemDone(at=at + 40, item=str(number), seconds=40, failure=FailureKind.TOOL if number % 9 == 0 else None, code="TIMEOUT")
+            yield ItemDone(
+                at=at + 40,
+                item=str(number),
+                seconds=40,
+                failure=FailureKind.TOOL if number % 9 == 0 else None,
+                code="TIMEOUT",
+            )
 
     page = build_report(told(), title="t")
     assert len(page.encode()) < 500_000
@@ -188,12 +212,18 @@ def test_many_items_are_drawn_together_so_that_the_page_stays_small() -> None:
 
 @pytest.mark.parametrize("at", [0.0, -1e9, 1e308, 1.7e308, -1.7e308])
 def test_a_clock_that_is_nonsense_breaks_no_page(at: float) -> None:
-    told = [*tell_batch((Attempt(),)), *tell_item("x", failed(), at=at), StepDone(at=at, item="y", step=1, prompt_tokens=5)]
+    told = [
+        *tell_batch((Attempt(),)),
+        *tell_item("x", failed(), at=at),
+        StepDone(at=at, item="y", step=1, prompt_tokens=5),
+    ]
     page = Page(build_report(told, title="t"))
     assert not re.search(r"\b(nan|inf)\b", " ".join(page.values("x") + page.values("points") + page.values("width")))
 
 
-@given(times=st.lists(st.floats(-1e17, 1e17) | st.floats(-1e3, 1e3), min_size=1), shuffle=st.randoms(use_true_random=False))
+@given(
+    times=st.lists(st.floats(-1e17, 1e17) | st.floats(-1e3, 1e3), min_size=1), shuffle=st.randoms(use_true_random=False)
+)
 def test_sums_by_time_lose_nothing_and_stay_few_in_any_order(times: list[float], shuffle: object) -> None:
     made = []
     for _ in range(2):

@@ -43,13 +43,17 @@ def test_rows_that_are_ready_together_share_one_wait_for_the_disk(path: Path, mo
         assert len(synced) == 1
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=60)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=60
+)
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=8), min_size=1, max_size=4),
     cut=st.integers(min_value=0),
     hole=st.sampled_from([b"", b"\0" * 40]),
 )
-def test_a_file_that_was_cut_anywhere_is_mended_to_its_whole_rows(path: Path, texts: list[str], cut: int, hole: bytes) -> None:
+def test_a_file_that_was_cut_anywhere_is_mended_to_its_whole_rows(
+    path: Path, texts: list[str], cut: int, hole: bytes
+) -> None:
     lines = [build_row_line(build_row(build_outcome(str(place), text=text))) for place, text in enumerate(texts)]
     whole = b"".join(lines)
     kept = whole[: cut % (len(whole) + 1)]
@@ -121,10 +125,13 @@ def test_of_two_processes_one_writes_and_when_it_is_killed_the_other_finds_whole
         "from orchestrator.batches.rows import build_row_line\n"
         "file = RowFile.open(Path(sys.argv[1]), lambda custom_id, run: True); print('open', flush=True)\n"
         "for number in range(10**9):\n"
-        "    file.append({str(number): build_row_line({'id': 'r', 'custom_id': str(number), 'response': None, 'error': None, 'x': 'y' * 50_000})})\n"
+        "    file.append({str(number): build_row_line({'id': 'r', 'custom_id': str(number), 'response': None, 'error': "
+        "None, 'x': 'y' * 50_000})})\n"
         "    print(number, flush=True)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "open\n"
         with pytest.raises(ConfigError, match="another process"):
@@ -155,7 +162,12 @@ def make_device(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "told"),
-    [(make_folder, "no plain file"), (make_pipe, "no plain file"), (make_device, "no plain file"), (make_loop, "cannot be")],
+    [
+        (make_folder, "no plain file"),
+        (make_pipe, "no plain file"),
+        (make_device, "no plain file"),
+        (make_loop, "cannot be"),
+    ],
 )
 def test_what_keeps_no_rows_is_refused_before_the_batch_begins(path: Path, make: Any, told: str) -> None:
     make(path)
@@ -165,7 +177,12 @@ def test_what_keeps_no_rows_is_refused_before_the_batch_begins(path: Path, make:
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("none/out.jsonl", "make its folder"), ("x" * 300, "too long"), ("a\0b", "null"), ("file/out.jsonl", "[Nn]ot a directory")],
+    [
+        ("none/out.jsonl", "make its folder"),
+        ("x" * 300, "too long"),
+        ("a\0b", "null"),
+        ("file/out.jsonl", "[Nn]ot a directory"),
+    ],
 )
 def test_a_path_that_cannot_be_written_is_told_before_the_batch_begins(tmp_path: Path, name: str, told: str) -> None:
     (tmp_path / "file").write_text("")
@@ -173,7 +190,9 @@ def test_a_path_that_cannot_be_written_is_told_before_the_batch_begins(tmp_path:
         RowFile.open(tmp_path / name, any_row)
 
 
-def test_a_folder_in_which_no_file_can_be_made_is_told_before_the_batch_begins(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_which_no_file_can_be_made_is_told_before_the_batch_begins(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match="mend the folder's rights"):
         RowFile.open(path, any_row)
@@ -248,7 +267,9 @@ def test_a_disk_that_is_really_full_costs_no_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
-def test_rows_that_the_disk_lost_are_taken_away_and_written_again(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_rows_that_the_disk_lost_are_taken_away_and_written_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     with RowFile.open(path, any_row) as file:
 
         def fail(_: int) -> None:

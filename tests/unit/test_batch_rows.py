@@ -63,9 +63,14 @@ def test_a_row_that_was_written_is_read_as_it_was(outcome: Outcome) -> None:
     line = build_row_line(build_row(outcome))
     row = parse_row(line)
     assert (row.id, row.custom_id, row.is_success) == (outcome.run, outcome.custom_id, outcome.failure is None)
-    assert (row.error.model_dump() if row.error else None) == (outcome.failure.model_dump() if outcome.failure else None)
+    assert (row.error.model_dump() if row.error else None) == (
+        outcome.failure.model_dump() if outcome.failure else None
+    )
     assert (row.response.body if row.response else None) == (outcome.body if outcome.failure else outcome.body or {})
-    assert row.response is None or (row.response.status_code, row.response.request_id) == (outcome.status_code, outcome.run)
+    assert row.response is None or (row.response.status_code, row.response.request_id) == (
+        outcome.status_code,
+        outcome.run,
+    )
 
 
 @calmly
@@ -95,13 +100,24 @@ def test_a_row_has_the_fields_of_openais_and_the_kind_of_its_failure() -> None:
 
 
 def test_a_row_of_another_program_is_read_as_far_as_it_says_something() -> None:
-    row = parse_row(b'{"id": "batch_req_1", "custom_id": "a", "response": null, "error": {"code": "x", "message": "y"}, "extra": 1}')
+    row = parse_row(
+        b'{"id": "batch_req_1", "custom_id": "a", "response": null, "error": {"code": "x", "message": "y"}, "extra": 1}'
+    )
     assert row.error is not None
     assert row.error.kind is None
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"{", b"[]", b"\xff", b'{"id": "a"}', b'{"id": "a", "custom_id": "", "response": null, "error": null}', b"[" * 5000]
+    "line",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"id": "a"}',
+        b'{"id": "a", "custom_id": "", "response": null, "error": null}',
+        b"[" * 5000,
+    ],
 )
 def test_what_is_no_row_is_refused_with_a_sentence(line: bytes) -> None:
     with pytest.raises(ValueError, match="this is no row of a batch"):
@@ -119,7 +135,9 @@ def test_a_row_that_is_printed_says_nothing_to_the_terminal() -> None:
 
 
 def test_half_a_character_in_a_body_costs_no_row() -> None:
-    row = parse_row(build_row_line(build_row(Outcome(custom_id="a", run="r", status_code=200, body={"name": "x\udcff\u2028"}))))
+    row = parse_row(
+        build_row_line(build_row(Outcome(custom_id="a", run="r", status_code=200, body={"name": "x\udcff\u2028"})))
+    )
     assert row.response is not None
     assert row.response.body == {"name": "x\udcff\u2028"}
 
@@ -148,19 +166,26 @@ def test_the_body_of_a_run_holds_what_was_asked_for() -> None:
         "cost": 0.25,
         "clocks": {"queued_s": 0.0, "sandbox_s": 0.0, "run_s": 1.5, "transfer_s": 0.0},
     }
-    more = build_answer_body(RUNS_URL, build_result(), model="m", created=1.0, has_transcript=True, artifacts=["out/a.csv"])
+    more = build_answer_body(
+        RUNS_URL, build_result(), model="m", created=1.0, has_transcript=True, artifacts=["out/a.csv"]
+    )
     assert more == {**body, "transcript": [{"role": "user", "content": "6 * 7?"}], "artifacts": ["out/a.csv"]}
 
 
 @pytest.mark.parametrize(
-    ("reason", "finish"), [(StopReason.ANSWERED, "stop"), (StopReason.CUT_REPLY, "length"), (StopReason.MAX_ITERATIONS, "length")]
+    ("reason", "finish"),
+    [(StopReason.ANSWERED, "stop"), (StopReason.CUT_REPLY, "length"), (StopReason.MAX_ITERATIONS, "length")],
 )
 def test_the_body_of_a_chat_is_read_by_openais_own_client(reason: StopReason, finish: str) -> None:
     body = build_answer_body(CHAT_URL, build_result(stop_reason=reason), model="m", created=1.9)
     assert body == build_chat_body(build_result(stop_reason=reason), model="m", created=1.9)
     completion = ChatCompletion.model_validate(body, strict=True)
     assert completion.model_extra == {}
-    assert (completion.choices[0].message.content, completion.choices[0].finish_reason, completion.created) == ("42", finish, 1)
+    assert (completion.choices[0].message.content, completion.choices[0].finish_reason, completion.created) == (
+        "42",
+        finish,
+        1,
+    )
     assert completion.usage is not None
     assert completion.usage.total_tokens == 15
 

@@ -98,7 +98,9 @@ async def test_runs_of_the_dead_that_nobody_may_take_do_not_hide_those_that_may_
     assert len(held) == 1100
     await ground.submit(1, batch="given")
     (dead,) = await ground.queue.claim(1)
-    await ground.client.zadd("toolcrew:d:runs:leases", {f"acme|{claim.run}": 1.0 for claim in held} | {"acme|given-1": 2.0})
+    await ground.client.zadd(
+        "toolcrew:d:runs:leases", {f"acme|{claim.run}": 1.0 for claim in held} | {"acme|given-1": 2.0}
+    )
     claimed = [claim.run for _ in range(2) for claim in await ground.other.claim(9)]
     assert claimed == [dead.run]
     # They wait for theirs, as they were.
@@ -135,7 +137,9 @@ class Tenants:
 
 
 class FakePool:
-    """A pool that knows its tenants and counts sessions that are taken away; whoever asks it for more gets an AttributeError."""
+    """A pool that knows its tenants and counts sessions that are taken away; whoever asks it for more gets an
+    AttributeError.
+    """
 
     def __init__(self, tenants: Tenants) -> None:
         self.tenants = tenants
@@ -163,14 +167,25 @@ def service_of(pool: FakePool, models: Any = None) -> ServiceWork:
 
 @pytest.mark.parametrize(
     ("fields", "folder"),
-    [(Ground(workspace="/etc"), None), (Ground(artifacts=("**",)), None), (Ground(), "/srv/out"), (Ground(artifacts=("x",)), "/srv/out")],
+    [
+        (Ground(workspace="/etc"), None),
+        (Ground(artifacts=("**",)), None),
+        (Ground(), "/srv/out"),
+        (Ground(artifacts=("x",)), "/srv/out"),
+    ],
 )
-async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(ground: RunGround, fields: Ground, folder: str | None) -> None:
+async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(
+    ground: RunGround, fields: Ground, folder: str | None
+) -> None:
     claim, journal = await take(ground, ground=fields)
     pool = FakePool(Tenants("acme"))
     outcome = await service_of(pool).work(claim, journal, BatchDefaults(artifacts=folder), lambda _: None)
     assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.code, outcome.status_code) == (FailureKind.INPUT, "PERMISSION_DENIED", 400)
+    assert (outcome.failure.kind, outcome.failure.code, outcome.status_code) == (
+        FailureKind.INPUT,
+        "PERMISSION_DENIED",
+        400,
+    )
 
 
 async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(ground: RunGround) -> None:
@@ -187,7 +202,15 @@ class Unserved(ItemWork):
     """A call of it is told that its tenant is none any more; by itself it never ends."""
 
     async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
-        told = {"at": 0.0, "item": "item-1", "run": claim.run, "attempt": 1, "call": "c1", "tool": "bash_tool", "seconds": 0.0}
+        told = {
+            "at": 0.0,
+            "item": "item-1",
+            "run": claim.run,
+            "attempt": 1,
+            "call": "c1",
+            "tool": "bash_tool",
+            "seconds": 0.0,
+        }
         tell(CallDone.model_validate({**told, "error_code": "UNKNOWN_TENANT"}))
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")
@@ -212,7 +235,9 @@ async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_n
 
 async def test_a_service_starts_no_model_of_its_own_for_a_batch(ground: RunGround) -> None:
     claim, journal = await take(ground)
-    outcome = await service_of(FakePool(Tenants("acme"))).work(claim, journal, BatchDefaults(model="local"), lambda _: None)
+    outcome = await service_of(FakePool(Tenants("acme"))).work(
+        claim, journal, BatchDefaults(model="local"), lambda _: None
+    )
     assert outcome.failure is not None
     assert (outcome.failure.kind, "name one of its endpoint" in outcome.failure.message) == (FailureKind.INPUT, True)
 
@@ -276,7 +301,11 @@ def test_a_service_says_why_it_does_not_start() -> None:
     key = OrchestratorSettings(redis_url=url, api_key=SecretStr("tc_x"))
     nowhere = OrchestratorSettings(redis_url=None)
     unsigned = OrchestratorSettings(redis_url=SecretStr("redis://127.0.0.1:1/0"), secret=None)
-    for settings, words in ((key, "TOOLCREW_API_KEY is set"), (nowhere, "TOOLCREW_REDIS_URL is not set"), (unsigned, "TOOLCREW_SECRET")):
+    for settings, words in (
+        (key, "TOOLCREW_API_KEY is set"),
+        (nowhere, "TOOLCREW_REDIS_URL is not set"),
+        (unsigned, "TOOLCREW_SECRET"),
+    ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             asyncio.run(BatchService(settings, 1).run())
 
@@ -308,7 +337,9 @@ class EndlessService(BatchService):
     """Has work that never ends, and no pool."""
 
     def __init__(self, ground: RunGround, grace_s: float) -> None:
-        super().__init__(OrchestratorSettings(redis_url=SecretStr("redis://:a-password@127.0.0.1:1/0")), 1, grace_s=grace_s)
+        super().__init__(
+            OrchestratorSettings(redis_url=SecretStr("redis://:a-password@127.0.0.1:1/0")), 1, grace_s=grace_s
+        )
         self.ground = ground
         self.work = Endless(cast(Any, FakePool(Tenants("acme"))), cast(Any, None), cast(Any, None), None)
         self.work.begun = asyncio.Event()
@@ -319,7 +350,9 @@ class EndlessService(BatchService):
     @asynccontextmanager
     async def _runner(self, pool: Any) -> AsyncIterator[Runner]:
         writer = BatchEventWriter(self.ground.client, "d")
-        yield Runner(self.ground.client, "d", self.ground.queue, self.work, writer, self.concurrency, None, self.tenants)
+        yield Runner(
+            self.ground.client, "d", self.ground.queue, self.work, writer, self.concurrency, None, self.tenants
+        )
 
 
 @pytest.mark.parametrize(("grace_s", "interrupts"), [(3600.0, 2), (0.0, 1)])

@@ -17,7 +17,9 @@ from orchestrator.cli.main import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 
-BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, required=["command"], aliases={"cmd": "command"})
+BASH = build_spec(
+    "bash_tool", properties={"command": {"type": "string"}}, required=["command"], aliases={"cmd": "command"}
+)
 VERB = build_spec("session.open", audience="session")
 
 
@@ -36,7 +38,9 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
     """Submit a file to a pool that publishes bash_tool, and knows a tool that no worker serves now."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(BASH, VERB))))
+        client.set(
+            catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(BASH, VERB)))
+        )
         client.set(catalog_names_key("default", "web"), json.dumps(["webfetch_tool"]))
     return lambda file: CliRunner().invoke(app, ["batch", "submit", str(file), "--detach"])
 
@@ -50,7 +54,10 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
         (call("bash_tool"), "line 1: `arguments` do not fit the tool: bash_tool: parameter 'command' is required"),
         (call("bash_tool", command=5), "parameter 'command' must be string, not integer 5"),
         (call("bash_tool", comand="ls"), "unknown parameter 'comand'; did you mean 'command'?"),
-        ({"instruction": "act", "tools": ["bash_tool", "bash_tol"]}, "line 1: there is no tool bash_tol: did you mean bash_tool?"),
+        (
+            {"instruction": "act", "tools": ["bash_tool", "bash_tol"]},
+            "line 1: there is no tool bash_tol: did you mean bash_tool?",
+        ),
     ],
 )
 def test_a_tool_that_does_not_exist_and_arguments_that_do_not_fit_stop_a_submission(
@@ -65,14 +72,29 @@ def test_a_tool_that_does_not_exist_and_arguments_that_do_not_fit_stop_a_submiss
         assert set(client.keys()) == before
 
 
-def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(submit: Callable[[Path], Result], tmp_path: Path) -> None:
-    done = submit(write(tmp_path, call("bash_tool", command="ls"), call("bash_tool", cmd="ls"), call("bash_tool", cmd="pwd")))
+def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(
+    submit: Callable[[Path], Result], tmp_path: Path
+) -> None:
+    done = submit(
+        write(tmp_path, call("bash_tool", command="ls"), call("bash_tool", cmd="ls"), call("bash_tool", cmd="pwd"))
+    )
     assert done.exit_code == 0, done.stderr
-    assert "warning: line 2 and 1 more: `cmd` is read as `command`, which is the name of the parameter of bash_tool" in done.stderr
+    assert (
+        "warning: line 2 and 1 more: `cmd` is read as `command`, which is the name of the parameter of bash_tool"
+        in done.stderr
+    )
 
 
-def test_a_tool_whose_workers_are_not_running_can_be_submitted(submit: Callable[[Path], Result], tmp_path: Path) -> None:
-    done = submit(write(tmp_path, call("webfetch_tool", url="https://example.org"), {"instruction": "act", "tools": ["webfetch_tool"]}))
+def test_a_tool_whose_workers_are_not_running_can_be_submitted(
+    submit: Callable[[Path], Result], tmp_path: Path
+) -> None:
+    done = submit(
+        write(
+            tmp_path,
+            call("webfetch_tool", url="https://example.org"),
+            {"instruction": "act", "tools": ["webfetch_tool"]},
+        )
+    )
     assert done.exit_code == 0, done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Batches as programs submit them: once, however often it is said; gone on with by their id; retried by kinds of failure."""
+"""Batches as programs submit them: once, however often it is said; gone on with by their id; retried by kinds of
+failure.
+"""
 
 from collections.abc import AsyncIterator, Iterable
 from itertools import islice
@@ -46,7 +48,12 @@ async def test_the_same_file_under_the_same_id_is_gone_on_with(ground: Ground) -
     await ground.end(*KINDS)
     await ground.batches.submit(build_file(3), batch="b", concurrency=2, defaults=BatchDefaults(model="m"))
     record = await ground.batches.status("b")
-    assert (record.state, record.total, record.concurrency, record.defaults.model) == (BatchState.IN_PROGRESS, 3, 2, "m")
+    assert (record.state, record.total, record.concurrency, record.defaults.model) == (
+        BatchState.IN_PROGRESS,
+        3,
+        2,
+        "m",
+    )
     assert await ground.end(None, None) == ["item-3"]
     assert (await ground.batches.status("b")).state is BatchState.COMPLETED
 
@@ -56,7 +63,9 @@ async def test_a_submission_that_is_sent_again_begins_nothing_anew_and_changes_n
     await ground.end(*KINDS)
     before = await ground.batches.status("b")
     assert before.state is BatchState.COMPLETED
-    await ground.batches.submit(build_file(3), batch="b", concurrency=2, defaults=BatchDefaults(model="n"), goes_on=False)
+    await ground.batches.submit(
+        build_file(3), batch="b", concurrency=2, defaults=BatchDefaults(model="n"), goes_on=False
+    )
     assert await ground.batches.status("b") == before
     assert await ground.end(None) == []
 
@@ -178,6 +187,9 @@ async def test_a_cancellation_that_broke_off_before_it_ended_anything_can_be_gon
 
 
 async def test_runs_of_tenants_batches_and_items_are_never_the_same() -> None:
-    names = {run_id(*names) for names in (("a", "b", "c"), ("a", "bc", ""), ("ab", "c", ""), ("a", "b", "d"), ("a", "", "b\0c"))}
+    names = {
+        run_id(*names)
+        for names in (("a", "b", "c"), ("a", "bc", ""), ("ab", "c", ""), ("a", "b", "d"), ("a", "", "b\0c"))
+    }
     assert len(names) == 5
     assert run_id("a", "b", "c") == run_id("a", "b", "c")

@@ -108,7 +108,9 @@ def test_an_unknown_benchmark_is_told_with_the_known_ones(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("arguments", [["batch", "--runs", "1"], ["warm_call", "--runs", "50"]])
-def test_a_number_of_runs_is_refused_where_it_says_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_runs_is_refused_where_it_says_nothing(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert "batch_runs and batch_memory" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""The bytes of calls and results that Redis holds for a tenant have a limit. What was read or has expired does not count."""
+"""The bytes of calls and results that Redis holds for a tenant have a limit. What was read or has expired does not
+count.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -59,7 +61,9 @@ async def test_both_sides_share_a_limit_for_each_tenant_and_pool(ground: Ground)
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-async def test_a_blob_beyond_the_limit_leaves_nothing(ground: Ground, is_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_blob_beyond_the_limit_leaves_nothing(
+    ground: Ground, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
     monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
     with pytest.raises(ToolFailure) as refused:
@@ -90,7 +94,9 @@ async def test_small_blobs_count_enough_that_there_are_few_of_them(ground: Groun
     check_refused(refused)
 
 
-async def test_a_call_waits_until_another_call_has_given_back_room(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_waits_until_another_call_has_given_back_room(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 30)
     refused, store = asyncio.Event(), ground.own._store
 

@@ -34,10 +34,14 @@ def file_of(**fields: object) -> tarfile.TarInfo:
 
 
 def test_the_content_of_an_image_has_no_times() -> None:
-    assert digests._describe_file(file_of(mtime=1), b"same") == digests._describe_file(file_of(mtime=2_000_000_000), b"same")
+    assert digests._describe_file(file_of(mtime=1), b"same") == digests._describe_file(
+        file_of(mtime=2_000_000_000), b"same"
+    )
 
 
-@pytest.mark.parametrize("fields", [{"mode": 0o4755}, {"uid": 1000}, {"gid": 1000}, {"name": "usr/bin/other"}, {"type": tarfile.SYMTYPE}])
+@pytest.mark.parametrize(
+    "fields", [{"mode": 0o4755}, {"uid": 1000}, {"gid": 1000}, {"name": "usr/bin/other"}, {"type": tarfile.SYMTYPE}]
+)
 def test_any_other_change_of_a_file_changes_the_content(fields: dict[str, object]) -> None:
     assert digests._describe_file(file_of(**fields), b"same") != digests._describe_file(file_of(), b"same")
     assert digests._describe_file(file_of(), b"more") != digests._describe_file(file_of(), b"same")
@@ -50,19 +54,24 @@ def test_no_name_of_a_file_looks_like_two() -> None:
 
 def test_installed_packages_are_read_with_their_versions() -> None:
     status = (
-        "Package: bash\nStatus: install ok installed\nArchitecture: amd64\nVersion: 5.2.15-2+b7\nDescription: shell\n Package: not this\n\n"
+        "Package: bash\nStatus: install ok installed\nArchitecture: amd64\nVersion: 5.2.15-2+b7\nDescription: shell\n "
+        "Package: not this\n\n"
         "Package: gone\nStatus: deinstall ok config-files\nArchitecture: amd64\nVersion: 1\n\n"
     )
     assert list(digests._parse_packages(status)) == ["bash 5.2.15-2+b7 amd64"]
 
 
 def test_the_tag_that_is_recorded_is_the_one_that_does_not_move() -> None:
-    assert digests._find_tag(["toolcrew-sandbox:dev", "toolcrew-sandbox:0123456789ab"]) == "toolcrew-sandbox:0123456789ab"
+    assert (
+        digests._find_tag(["toolcrew-sandbox:dev", "toolcrew-sandbox:0123456789ab"]) == "toolcrew-sandbox:0123456789ab"
+    )
     assert digests._find_tag([]) == ""
 
 
 def test_it_is_run_with_images() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "image_digests.py")], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "image_digests.py")], capture_output=True, text=True, timeout=30
+    )
     assert (done.returncode, done.stderr) == (1, "usage: python3 scripts/image_digests.py IMAGE...\n")
 
 
@@ -85,7 +94,9 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("options", "pulls", "asked"), [([], 0, False), (["--force"], 0, True), (["--force"], 1, True)], ids=["plain", "force", "no registry"]
+    ("options", "pulls", "asked"),
+    [([], 0, False), (["--force"], 0, True), (["--force"], 1, True)],
+    ids=["plain", "force", "no registry"],
 )
 def test_only_a_forced_build_asks_the_registry_for_a_debian_that_is_here(
     tmp_path: Path, options: list[str], pulls: int, asked: bool
@@ -93,7 +104,12 @@ def test_only_a_forced_build_asks_the_registry_for_a_debian_that_is_here(
     engine, calls = tmp_path / "docker", tmp_path / "calls"
     engine.write_text(ENGINE)
     engine.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), "PULLS": str(pulls), "TMPDIR": str(tmp_path)}
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "PULLS": str(pulls),
+        "TMPDIR": str(tmp_path),
+    }
     command = [str(ROOT / "scripts" / "build-image"), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 

@@ -97,7 +97,9 @@ async def test_one_listener_hears_many_calls_and_mixes_nothing_up(house: House) 
     screens = {f"call-{number}": Screen() for number in range(20)}
 
     async def one(call_id: str) -> None:
-        await house.hear(lambda writer: [writer.show("stdout", f"{call_id} {n};") for n in range(20)], screens[call_id].show, call_id)
+        await house.hear(
+            lambda writer: [writer.show("stdout", f"{call_id} {n};") for n in range(20)], screens[call_id].show, call_id
+        )
 
     await asyncio.gather(*(one(call_id) for call_id in screens))
     for call_id, screen in screens.items():
@@ -113,9 +115,13 @@ async def test_calls_that_end_together_are_read_together(house: House, monkeypat
         async with house.events.listen("acme", f"call-{number}", handlers, 30) as reader:
             assert reader is not None
             # No wake-up: what is still unread when the result comes.
-            house.plain.xadd(reader.keys.events, entry_fields(encode_event(OUTPUT, {"stream": "stdout", "text": str(number)})))  # type: ignore[arg-type]
+            house.plain.xadd(
+                reader.keys.events, entry_fields(encode_event(OUTPUT, {"stream": "stdout", "text": str(number)}))
+            )  # type: ignore[arg-type]
             if await ended.wait() == 0:
-                monkeypatch.setattr(house.redis, "pipeline", lambda **options: round_trips.append(1) or open_pipeline(**options))
+                monkeypatch.setattr(
+                    house.redis, "pipeline", lambda **options: round_trips.append(1) or open_pipeline(**options)
+                )
 
     await asyncio.gather(*map(one, range(100)))
     assert [screen.text() for screen in screens] == [str(number) for number in range(100)]
@@ -222,7 +228,8 @@ async def test_a_handler_that_raises_costs_neither_the_call_nor_the_others(house
         raise RuntimeError("a bug of the caller's")
 
     await asyncio.gather(
-        house.hear(lambda w: w.show("stdout", "a"), broken, "call-1"), house.hear(lambda w: w.show("stdout", "b"), screen.show, "call-2")
+        house.hear(lambda w: w.show("stdout", "a"), broken, "call-1"),
+        house.hear(lambda w: w.show("stdout", "b"), screen.show, "call-2"),
     )
     assert screen.text() == "b"
 
@@ -232,7 +239,13 @@ async def test_entries_that_are_none_of_ours_are_skipped(house: House) -> None:
 
     def work(writer: CallEventWriter) -> None:
         key = call_event_keys(DEPLOYMENT, "acme", "call-1").events
-        for fields in ({"event": "no JSON"}, {"other": "x"}, {"event": b"\xff"}, {"event": "[1]"}, {"event": '{"kind":"A B"}'}):
+        for fields in (
+            {"event": "no JSON"},
+            {"other": "x"},
+            {"event": b"\xff"},
+            {"event": "[1]"},
+            {"event": '{"kind":"A B"}'},
+        ):
             house.plain.xadd(key, fields)  # type: ignore[arg-type]
         writer.show("stdout", "after")
 
@@ -268,7 +281,10 @@ async def test_events_whose_wake_up_was_lost_come_before_the_result_after_howeve
 
 async def test_a_call_is_heard_once(house: House) -> None:
     handlers = {OUTPUT: output_handler(Screen().show)}
-    async with house.events.listen("acme", "call-1", handlers, 30) as first, house.events.listen("acme", "call-1", handlers, 30) as again:
+    async with (
+        house.events.listen("acme", "call-1", handlers, 30) as first,
+        house.events.listen("acme", "call-1", handlers, 30) as again,
+    ):
         assert first is not None
         assert again is None
     other = CallEventListener(house.redis, DEPLOYMENT)
@@ -287,7 +303,12 @@ async def test_without_handlers_nothing_is_written_and_nothing_is_read(house: Ho
     events = open_call_events(house.plain, DEPLOYMENT, build_call(), build_context())
     events.show("stdout", "x")
     assert isinstance(events, NoCallEvents)
-    assert (events.is_watched, events.send(MODEL, {}), events.await_answer(9), events.close()) == (False, False, None, 0)
+    assert (events.is_watched, events.send(MODEL, {}), events.await_answer(9), events.close()) == (
+        False,
+        False,
+        None,
+        0,
+    )
     assert house.names() == []
 
 
@@ -308,7 +329,9 @@ async def test_a_redis_that_is_away_costs_a_call_nothing_but_its_events() -> Non
     await plain.aclose()
 
 
-async def test_what_comes_too_late_to_be_shown_is_counted_in_the_result(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_comes_too_late_to_be_shown_is_counted_in_the_result(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("orchestrator.dispatch.call_events.STALL_S", 0.1)
 
     async def on_output(_: str, text: str) -> None:

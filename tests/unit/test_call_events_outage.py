@@ -13,7 +13,9 @@ from tests.conftest import RedisProcess
 from tests.event_house import House, Screen, run_call
 
 
-async def test_a_call_goes_on_without_its_events_and_later_calls_are_heard_again(house: House, redis_server: RedisProcess) -> None:
+async def test_a_call_goes_on_without_its_events_and_later_calls_are_heard_again(
+    house: House, redis_server: RedisProcess
+) -> None:
     before, after = Screen(), Screen()
     await house.hear(lambda writer: writer.show("stdout", "before"), before.show, "call-1")
 
@@ -31,7 +33,9 @@ async def test_a_call_goes_on_without_its_events_and_later_calls_are_heard_again
     assert after.text() == "after"
 
 
-async def test_what_was_woken_while_redis_failed_is_read_as_soon_as_it_works_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_woken_while_redis_failed_is_read_as_soon_as_it_works_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arrived, failures = asyncio.Event(), [BrokerUnavailable("away") for _ in range(3)]
     read = house.events._read
 

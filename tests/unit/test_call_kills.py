@@ -1,4 +1,6 @@
-"""Ending calls from anywhere: what waits never begins, what runs is told where it runs, and its caller hears who did it. Over a real Redis."""
+"""Ending calls from anywhere: what waits never begins, what runs is told where it runs, and its caller hears who did
+it. Over a real Redis.
+"""
 
 import asyncio
 import json
@@ -58,7 +60,9 @@ class Ground:
 
     async def note(self, call: str = "c1", tenant: str = "acme", **fields: Any) -> None:
         plain = {"state": "queued", "attempt": 1, "queue": "host.a.b1", "task": "t1", "session": "s1"}
-        await self.client.hset(call_key("d", tenant, call), mapping={name: str(value) for name, value in {**plain, **fields}.items()})
+        await self.client.hset(
+            call_key("d", tenant, call), mapping={name: str(value) for name, value in {**plain, **fields}.items()}
+        )
 
     async def state(self, call: str = "c1", tenant: str = "acme") -> str:
         told = await self.client.hget(call_key("d", tenant, call), "state")
@@ -86,7 +90,14 @@ async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def result_of(code: ErrorCode | None = None, **fields: Any) -> ToolResult:
-    return ToolResult(call_id="c1", name="bash_tool", success=code is None, error_code=code, error="killed" if code else None, **fields)
+    return ToolResult(
+        call_id="c1",
+        name="bash_tool",
+        success=code is None,
+        error_code=code,
+        error="killed" if code else None,
+        **fields,
+    )
 
 
 async def wait_for_ever() -> ToolResult:
@@ -134,7 +145,11 @@ async def test_a_call_that_runs_is_ended_where_it_runs(ground: Ground) -> None:
         "the call was killed by anne: enough",
     )
     [(order, route)] = ground.orders.told
-    assert (order.name, order.arguments, route) == ("session.cancel", {"call_id": "c1"}, Route("acme", "s1", "host.b.b2"))
+    assert (order.name, order.arguments, route) == (
+        "session.cancel",
+        {"call_id": "c1"},
+        Route("acme", "s1", "host.b.b2"),
+    )
 
 
 async def test_the_order_is_repeated_until_the_call_has_ended(ground: Ground) -> None:

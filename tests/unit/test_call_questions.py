@@ -76,7 +76,9 @@ async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_no
     assert len(begun) <= MAX_QUESTIONS
 
 
-async def test_who_waits_for_an_answer_of_a_caller_that_has_gone_is_told_soon(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waits_for_an_answer_of_a_caller_that_has_gone_is_told_soon(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stored_events, "WAIT_SLICE_S", 0.1)
     started = time.monotonic()
     assert await asyncio.to_thread(house.writer().await_answer, 30) is None

@@ -43,11 +43,21 @@ async def test_a_skill_that_is_called_as_a_tool_gives_its_instructions() -> None
 
     def of(*names: str) -> CallRunner:
         return CallRunner(
-            "r", [build_spec(name) for name in names], run_call, lambda _: None, 8, {"off": Switch()}, {"pdf-forms", "named", "off"}
+            "r",
+            [build_spec(name) for name in names],
+            run_call,
+            lambda _: None,
+            8,
+            {"off": Switch()},
+            {"pdf-forms", "named", "off"},
         )
 
     ((_, loaded),) = await of("skill_tool", "named").run([asked("pdf-forms", 1, page=3)])
-    assert (loaded.success, ran[0].name, ran[0].arguments) == (True, "skill_tool", {"name": "pdf-forms", "action": "load"})
+    assert (loaded.success, ran[0].name, ran[0].arguments) == (
+        True,
+        "skill_tool",
+        {"name": "pdf-forms", "action": "load"},
+    )
     # One that is a tool by itself is called, one that is off stays off, and without skill_tool there are no skills.
     await of("skill_tool", "named").run([asked("named", 2)])
     assert ran[1].name == "named"
@@ -59,7 +69,9 @@ async def test_a_skill_that_is_called_as_a_tool_gives_its_instructions() -> None
 
 
 class Gate:
-    """A tool whose calls wait until so many run at once, or until `free` is set; keeps how many did and in which order they began."""
+    """A tool whose calls wait until so many run at once, or until `free` is set; keeps how many did and in which order
+    they began.
+    """
 
     def __init__(self, free: bool = False) -> None:
         self.began: list[str] = []
@@ -88,7 +100,11 @@ async def test_read_only_calls_that_the_model_asked_for_at_once_run_side_by_side
     working = asyncio.create_task(runner(gate.run).run([asked("read", n) for n in range(3)]))
     await asyncio.wait_for(gate.three_run.wait(), SOON_S)
     gate.free.set()
-    assert [(name, result.output) for name, result in await working] == [("m0", "r-1-0"), ("m1", "r-1-1"), ("m2", "r-1-2")]
+    assert [(name, result.output) for name, result in await working] == [
+        ("m0", "r-1-0"),
+        ("m1", "r-1-1"),
+        ("m2", "r-1-2"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +169,9 @@ async def test_text_arguments_become_the_schemas_types_and_json_ones_stay() -> N
         seen.append(call)
         return done(call)
 
-    await runner(run_call).run([asked("read", 0, is_text=True, n="5"), asked("read", 1, n="5"), asked("read", 2, is_text=True, n="5.5")])
+    await runner(run_call).run(
+        [asked("read", 0, is_text=True, n="5"), asked("read", 1, n="5"), asked("read", 2, is_text=True, n="5.5")]
+    )
     assert [call.arguments["n"] for call in seen] == [5, "5", "5.5"]
 
 
@@ -185,7 +203,9 @@ async def test_the_third_identical_failing_call_is_answered_with_a_changed_messa
     model = Stubborn(failing)
     told = [await model.ask(asked("read", index, path="a")) for index in range(4)]
     assert told[0] == told[1] == "Error [FILE_NOT_FOUND]: no such file"
-    assert told[2].startswith("Error [FILE_NOT_FOUND]: no such file\nThis exact call has now failed 3 times. Do not send it again")
+    assert told[2].startswith(
+        "Error [FILE_NOT_FOUND]: no such file\nThis exact call has now failed 3 times. Do not send it again"
+    )
     assert "failed 4 times" in told[3]
 
 

@@ -20,7 +20,9 @@ from orchestrator.cli.main import app
         ("-1", "greater than or equal to 0.001"),
     ],
 )
-def test_a_limit_out_of_range_is_refused(command: list[str], timeout: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_out_of_range_is_refused(
+    command: list[str], timeout: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
     rest = ["s1", "--", "true"] if command[0] == "session" else []
 

@@ -46,7 +46,9 @@ class Watching:
         self.client = client
         self.now = 0.0
         self.failed: dict[str, CallLost] = {}
-        self.watch = CallWatch(CallStore(client, "d", describe_sender()), HostStore(client, "d"), self._fail, clock=lambda: self.now)
+        self.watch = CallWatch(
+            CallStore(client, "d", describe_sender()), HostStore(client, "d"), self._fail, clock=lambda: self.now
+        )
 
     async def settle(self) -> None:
         """Rounds until Redis has answered for long enough."""
@@ -152,7 +154,10 @@ async def test_the_record_of_a_lost_call_says_when_who_noticed_and_why(client: "
     assert record is not None
     assert (record.state, record.ended_at > 0, record.noticed_by) == (CallState.LOST, True, describe_sender())
     assert QUEUE in record.reason
-    assert await CallStore(client, "d").give_up("acme", "c1", 1, CallState.UNKNOWN, ErrorCode.OUTCOME_UNKNOWN) is CallState.UNKNOWN
+    assert (
+        await CallStore(client, "d").give_up("acme", "c1", 1, CallState.UNKNOWN, ErrorCode.OUTCOME_UNKNOWN)
+        is CallState.UNKNOWN
+    )
     ended = await CallStore(client, "d").find("acme", "c1")
     assert ended is not None
     assert (ended.code, ended.ended_at) == ("OUTCOME_UNKNOWN", record.ended_at)
@@ -191,7 +196,9 @@ async def test_a_call_that_waits_in_a_pool_is_waited_for(client: "redis.asyncio.
     assert await Watching(client).look({"state": "queued"}, sticky=False) is None
 
 
-async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_after_a_while(client: "redis.asyncio.Redis") -> None:
+async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_after_a_while(
+    client: "redis.asyncio.Redis",
+) -> None:
     await report(client)
     lost = await Watching(client).look({"state": "done", "holder": f"{QUEUE}/w1"})
     assert lost is not None
@@ -201,7 +208,9 @@ async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_afte
 async def test_a_new_call_is_not_even_looked_at(client: "redis.asyncio.Redis") -> None:
     watching = Watching(client)
     delivery = Delivery("tool.x", QUEUE, "acme", "c1", "", 0, 1, sticky=Sticky("acme", "s1", 1))
-    await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": "host.gone.x/w"})
+    await client.hset(
+        call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": "host.gone.x/w"}
+    )
     await watching.settle()
     with watching.watch.over("t1", delivery):
         await watching.watch.look()
@@ -210,7 +219,9 @@ async def test_a_new_call_is_not_even_looked_at(client: "redis.asyncio.Redis") -
 
 @pytest.mark.parametrize("pause_s", [5.0, 60.0])
 async def test_nobody_is_given_up_right_after_an_outage(client: "redis.asyncio.Redis", pause_s: float) -> None:
-    """Whoever was stopped, this program or Redis: the reports have expired, and everybody will report again in a moment."""
+    """Whoever was stopped, this program or Redis: the reports have expired, and everybody will report again in a
+    moment.
+    """
     watching = Watching(client)
     delivery = Delivery("tool.x", QUEUE, "acme", "c1", "", 0, 1, sticky=Sticky("acme", "s1", 1))
     await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
@@ -226,7 +237,9 @@ async def test_nobody_is_given_up_right_after_an_outage(client: "redis.asyncio.R
         assert (set(watching.failed), await client.exists(tombstone_key("d", QUEUE))) == ({"t1"}, 1)
 
 
-async def test_nobody_is_given_up_when_redis_stands_still_in_the_midst_of_a_round(client: "redis.asyncio.Redis") -> None:
+async def test_nobody_is_given_up_when_redis_stands_still_in_the_midst_of_a_round(
+    client: "redis.asyncio.Redis",
+) -> None:
     watching = Watching(client)
     await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
     await report(client)
@@ -257,8 +270,12 @@ async def test_judging_many_calls_for_long_is_no_outage(client: "redis.asyncio.R
     await watching.settle()
     with ExitStack() as watched:
         for number in range(6):
-            await client.hset(call_key("d", "acme", f"c{number}"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
-            watched.enter_context(watching.watch.over(f"t{number}", Delivery("tool.x", "pool.web", "acme", f"c{number}", "", 0, 1)))
+            await client.hset(
+                call_key("d", "acme", f"c{number}"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"}
+            )
+            watched.enter_context(
+                watching.watch.over(f"t{number}", Delivery("tool.x", "pool.web", "acme", f"c{number}", "", 0, 1))
+            )
         for name, seen in watching.watch._calls.items():
             seen.since = 1e9 if name == "t5" else 0
         watching.now += WATCH_EVERY_S
@@ -304,7 +321,11 @@ async def test_what_waits_for_a_dead_host_is_answered_and_its_name_is_given_up(c
     waiting = call_key("d", "acme", "c1")
     await client.hset(waiting, mapping={"state": "queued", "attempt": 1})
     await client.lpush(
-        QUEUE, *(message(f"hub-{number}", call_key=waiting, call_attempt=1) for number in range(1200)), "garbage", "[1]", '{"headers": 3}'
+        QUEUE,
+        *(message(f"hub-{number}", call_key=waiting, call_attempt=1) for number in range(1200)),
+        "garbage",
+        "[1]",
+        '{"headers": 3}',
     )
     await client.lpush(control_queue(QUEUE), "order")
     async with client.pubsub() as heard:
@@ -321,7 +342,9 @@ async def test_what_waits_for_a_dead_host_is_answered_and_its_name_is_given_up(c
 
 
 async def test_a_reaping_that_redis_carries_out_late_reaps_nobody(client: "redis.asyncio.Redis") -> None:
-    """The aim of a Redis that was stopped for a while: all hosts, whose reports have expired meanwhile, given up at once."""
+    """The aim of a Redis that was stopped for a while: all hosts, whose reports have expired meanwhile, given up at
+    once.
+    """
     await client.lpush(QUEUE, message("t"))
     assert not await CallStore(client, "d").reap(QUEUE, await now_of(client) - 20)
     assert (await client.llen(QUEUE), await client.exists(tombstone_key("d", QUEUE))) == (1, 0)
@@ -368,7 +391,10 @@ async def test_a_living_host_is_not_reaped(client: "redis.asyncio.Redis") -> Non
 async def test_hosts_that_are_silent_are_found_by_their_last_report(client: "redis.asyncio.Redis") -> None:
     now = (await client.time())[0]
     await report(client)
-    await client.zadd(hosts_key("d"), {QUEUE: now - 60, "host.dead.x": now - 60, "host.young.x": now, "host.old.x": now - 3600})
+    await client.zadd(
+        hosts_key("d"), {QUEUE: now - 60, "host.dead.x": now - 60, "host.young.x": now, "host.old.x": now - 3600}
+    )
     assert sorted(await CallStore(client, "d").reap_all(now)) == ["host.dead.x", "host.old.x"]
-    # One that has been gone for long is forgotten; the others are looked at again: something may have been on its way to them.
+    # One that has been gone for long is forgotten; the others are looked at again: something may have been on its way
+    # to them.
     assert sorted(await client.zrange(hosts_key("d"), 0, -1)) == [QUEUE.encode(), b"host.dead.x", b"host.young.x"]

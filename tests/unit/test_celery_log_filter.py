@@ -67,7 +67,9 @@ def lines() -> Iterator[list[str]]:
         logging.getLogger(name).removeFilter(bodies)
 
 
-@pytest.mark.parametrize("refuse", [unknown_message, unknown_task, invalid_task, undecodable, not_restored], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "refuse", [unknown_message, unknown_task, invalid_task, undecodable, not_restored], ids=lambda one: one.__name__
+)
 def test_no_line_about_a_message_shows_it(lines: list[str], refuse: Callable[[], None]) -> None:
     try:
         raise LookupError("why")

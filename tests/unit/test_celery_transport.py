@@ -1,4 +1,6 @@
-"""Waiting for a call over a real Redis: deadlines, what was lost, results that lie beside; the worker is played by the test."""
+"""Waiting for a call over a real Redis: deadlines, what was lost, results that lie beside; the worker is played by the
+test.
+"""
 
 import asyncio
 import contextlib
@@ -228,7 +230,12 @@ async def test_a_large_output_does_not_travel_through_the_subscription(house: Ho
 
 @pytest.mark.parametrize(
     "key",
-    [blob_key("default", "other", "sandbox", "b1"), blob_key("other", "acme", "sandbox", "b1"), "toolcrew:default:tenants", "host.a.b00t"],
+    [
+        blob_key("default", "other", "sandbox", "b1"),
+        blob_key("other", "acme", "sandbox", "b1"),
+        "toolcrew:default:tenants",
+        "host.a.b00t",
+    ],
 )
 async def test_reading_what_is_not_the_tenants_by_naming_it_in_a_result_does_not_work(house: House, key: str) -> None:
     """The aim: another tenant's bytes in one's own result, or the deletion of any key."""

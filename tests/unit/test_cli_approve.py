@@ -1,4 +1,6 @@
-"""`toolcrew approve` and `toolcrew audit`: what waits is shown exactly, decided once, by whom it may; and who changed what."""
+"""`toolcrew approve` and `toolcrew audit`: what waits is shown exactly, decided once, by whom it may; and who changed
+what.
+"""
 
 import asyncio
 import io
@@ -61,7 +63,9 @@ def answer_of(server: RedisProcess, id_: str) -> Any:
     return on(server, lambda _, queue: queue.answers([id_]))[id_]
 
 
-def test_what_waits_is_shown_with_its_exact_arguments_and_the_warning_last(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+def test_what_waits_is_shown_with_its_exact_arguments_and_the_warning_last(
+    toolcrew: Toolcrew, redis_server: RedisProcess
+) -> None:
     hostile = "ls \u202e\u200b\x1b[2J\nWARNING: none, allow it\n\x9b1mrun it? [y/N]"
     (question,) = ask(redis_server, hostile)
     shown = toolcrew("approve", "ls")
@@ -81,7 +85,12 @@ def test_programs_get_questions_as_they_are(toolcrew: Toolcrew, redis_server: Re
     (told,) = json.loads(toolcrew("approve", "ls", "--json").stdout)
     assert told["id"] == question.id
     assert told["call"]["arguments"] == {"command": "rm -rf \u202e/data"}
-    assert (told["tenant"], told["run"], told["digest"], told["warning"]) == ("acme", "run-1", question.digest, "it removes files")
+    assert (told["tenant"], told["run"], told["digest"], told["warning"]) == (
+        "acme",
+        "run-1",
+        question.digest,
+        "it removes files",
+    )
 
 
 def test_half_a_character_is_shown_and_answered_like_any_other(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
@@ -98,7 +107,13 @@ def test_a_call_is_allowed_refused_and_changed(toolcrew: Toolcrew, redis_server:
     assert toolcrew("approve", "allow", first.id).stdout == "bash_tool is allowed\n"
     assert toolcrew("approve", "deny", second.id, "--reason", "no").stdout == "bash_tool is refused\n"
     told = json.loads(toolcrew("approve", "allow", third.id, "--arguments", f"@{other}", "--json").stdout)
-    assert told == {"id": third.id, "state": "allowed", "tool": "bash_tool", "digest": third.digest, "arguments_changed": True}
+    assert told == {
+        "id": third.id,
+        "state": "allowed",
+        "tool": "bash_tool",
+        "digest": third.digest,
+        "arguments_changed": True,
+    }
     assert [answer_of(redis_server, one.id).is_allowed for one in (first, second, third)] == [True, False, True]
     assert answer_of(redis_server, second.id).reason == "no"
     assert answer_of(redis_server, third.id).arguments == {"command": "ls"}
@@ -112,7 +127,9 @@ def test_a_call_is_allowed_refused_and_changed(toolcrew: Toolcrew, redis_server:
 
 
 @pytest.mark.parametrize(("digest", "code"), [("{0:.16}", 0), ("0" * 16, 1), ("{0:.3}", 1), ("", 1)])
-def test_a_digest_that_is_not_the_calls_decides_nothing(toolcrew: Toolcrew, redis_server: RedisProcess, digest: str, code: int) -> None:
+def test_a_digest_that_is_not_the_calls_decides_nothing(
+    toolcrew: Toolcrew, redis_server: RedisProcess, digest: str, code: int
+) -> None:
     (question,) = ask(redis_server, "a")
     assert toolcrew("approve", "allow", question.id, "--digest", digest.format(question.digest)).exit_code == code
 
@@ -181,7 +198,9 @@ def test_a_tenants_key_opens_its_own_questions_and_no_audit(
     assert answer_of(redis_server, mine.id).by.name == "tenant of acme"
 
 
-def test_the_audit_is_shown_a_line_an_entry_by_tenant_and_action(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+def test_the_audit_is_shown_a_line_an_entry_by_tenant_and_action(
+    toolcrew: Toolcrew, redis_server: RedisProcess
+) -> None:
     assert toolcrew("audit").stdout == "nothing has been changed yet that fits\n"
     assert toolcrew("tenants", "add", "acme", "--weight", "2").exit_code == 0
     assert toolcrew("tenants", "keys", "add", "acme", "--name", "a\nb\x1b[2J").exit_code == 0
@@ -191,9 +210,9 @@ def test_the_audit_is_shown_a_line_an_entry_by_tenant_and_action(toolcrew: Toolc
     assert "\x1b" not in newest
     assert "weight=2.0" in oldest
     assert len(json.loads(toolcrew("audit", "--json", "-n", "1").stdout)) == 1
-    assert [row["action"] for row in json.loads(toolcrew("audit", "--json", "--action", "tenant.add,tool.disable").stdout)] == [
-        "tenant.add"
-    ]
+    assert [
+        row["action"] for row in json.loads(toolcrew("audit", "--json", "--action", "tenant.add,tool.disable").stdout)
+    ] == ["tenant.add"]
     assert json.loads(toolcrew("audit", "--json", "--tenant", "other").stdout) == []
     wrong = toolcrew("audit", "--action", "moon.land")
     assert wrong.exit_code == 1

@@ -1,4 +1,6 @@
-"""`toolcrew batch` on a pool that nobody works: what is checked before anything is queued, what is known of batches, where rows go."""
+"""`toolcrew batch` on a pool that nobody works: what is checked before anything is queued, what is known of batches,
+where rows go.
+"""
 
 import json
 from collections.abc import Callable
@@ -28,7 +30,9 @@ def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Too
     with redis_server.client() as client:
         client.set(
             catalog_key("default", "sandbox"),
-            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("session.open", audience="session"),))),
+            seal_catalog(
+                redis_server.keys, "sandbox", Catalog(tools=(build_spec("session.open", audience="session"),))
+            ),
         )
     runner = CliRunner()
     return lambda *arguments: runner.invoke(app, ["batch", *map(str, arguments)])
@@ -56,7 +60,11 @@ def sentence_of(result: Result) -> str:
 def row(number: int, batch: str, kind: str | None = None) -> str:
     run = run_id("default", batch, f"i{number}")
     error = {"code": "MAX_ITERATIONS", "message": "no", "kind": kind} if kind is not None else None
-    response = {"status_code": 200, "request_id": run, "body": {"answer": "yes", "usage": {"prompt_tokens": 7}}} if kind is None else None
+    response = (
+        {"status_code": 200, "request_id": run, "body": {"answer": "yes", "usage": {"prompt_tokens": 7}}}
+        if kind is None
+        else None
+    )
     return json.dumps({"id": run, "custom_id": f"i{number}", "response": response, "error": error}) + "\n"
 
 
@@ -73,14 +81,17 @@ def row(number: int, batch: str, kind: str | None = None) -> str:
         (("--output", "o.jsonl", "--dialect", "latin"), "--dialect is native, tags, json or auto, not 'latin'"),
     ],
 )
-def test_a_wrong_flag_is_told_before_anything_is_read_or_started(flags: tuple[str, ...], sentence: str, toolcrew: Toolcrew) -> None:
+def test_a_wrong_flag_is_told_before_anything_is_read_or_started(
+    flags: tuple[str, ...], sentence: str, toolcrew: Toolcrew
+) -> None:
     told = toolcrew("submit", "not-there.jsonl", *flags)
     assert (told.exit_code, told.stdout) == (2, "")
     assert sentence in sentence_of(told)
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"), [((), "say what to retry: --errors"), (("--errors", "--kinds", "all,model"), "--kinds is one")]
+    ("flags", "sentence"),
+    [((), "say what to retry: --errors"), (("--errors", "--kinds", "all,model"), "--kinds is one")],
 )
 def test_retry_says_what_it_needs(flags: tuple[str, ...], sentence: str, toolcrew: Toolcrew) -> None:
     told = toolcrew("retry", "b", *flags)
@@ -114,15 +125,21 @@ def test_a_folder_for_artifacts_that_cannot_be_made_is_told_at_once(toolcrew: To
     assert (told.exit_code, "give another folder with --artifacts" in told.stderr) == (1, True)
 
 
-@pytest.mark.parametrize("command", ["ls", "status b", "results b", "logs b", "cancel b", "resume b", "retry b --errors"])
-def test_commands_about_a_batch_start_no_stack_that_could_know_none(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "command", ["ls", "status b", "results b", "logs b", "cancel b", "resume b", "retry b --errors"]
+)
+def test_commands_about_a_batch_start_no_stack_that_could_know_none(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     told = CliRunner().invoke(app, ["batch", *command.split(), "--json"])
     assert told.exit_code == 1
     assert "submitting its file again with the same --id and --output" in json.loads(told.stdout)["error"]["message"]
 
 
-def test_nobody_else_works_what_is_detached_on_a_stack_of_ones_own(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_else_works_what_is_detached_on_a_stack_of_ones_own(
+    lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     told = CliRunner().invoke(app, ["batch", "submit", str(lines), "--detach"])
     assert (told.exit_code, "set TOOLCREW_REDIS_URL, or leave it out" in told.stderr) == (1, True)
@@ -142,7 +159,9 @@ def test_batches_are_listed_the_newest_first_and_told_of(toolcrew: Toolcrew, lin
     assert as_json(toolcrew("ls", "--tenant", "other", "--json")) == []
 
 
-def test_a_batch_that_redis_has_forgotten_is_not_listed(toolcrew: Toolcrew, lines: Path, redis_server: RedisProcess) -> None:
+def test_a_batch_that_redis_has_forgotten_is_not_listed(
+    toolcrew: Toolcrew, lines: Path, redis_server: RedisProcess
+) -> None:
     toolcrew("submit", lines, "--detach", "--id", "old")
     with redis_server.client() as client:
         client.delete(batch_key("default", "default", "old"))
@@ -169,7 +188,9 @@ def test_a_cancelled_batch_has_a_row_for_every_item(toolcrew: Toolcrew, lines: P
     toolcrew("submit", lines, "--detach", "--id", "b")
     assert as_json(toolcrew("cancel", "b", "--json")) == {"batch": "b", "not_begun": 3}
     rows = [json.loads(line) for line in toolcrew("results", "b").stdout.splitlines()]
-    assert {(one["custom_id"], one["error"]["kind"]) for one in rows} == {(f"i{number}", "cancelled") for number in range(3)}
+    assert {(one["custom_id"], one["error"]["kind"]) for one in rows} == {
+        (f"i{number}", "cancelled") for number in range(3)
+    }
     out = lines.with_name("o.jsonl")
     assert as_json(toolcrew("results", "b", "--output", out, "--json")) == {"batch": "b", "rows": 3}
     assert (out.read_text(), len(lines.with_name("o.errors.jsonl").read_text().splitlines())) == ("", 3)
@@ -183,10 +204,15 @@ def test_items_that_were_cancelled_before_they_began_are_told_as_such(toolcrew: 
         ends = {one["item"]: one["failure"] for one in told if one["type"] == "item_done"}
         assert ends == dict.fromkeys(("i0", "i1", "i2"), "cancelled")
         assert (told[-1]["failed"], told[-1]["queued"], told[-1]["has_ended"]) == (3, 0, True)
-    assert "Z  i0 failed (cancelled CANCELLED): the batch was cancelled before this item was begun\n" in toolcrew("logs", "b").stdout
+    assert (
+        "Z  i0 failed (cancelled CANCELLED): the batch was cancelled before this item was begun\n"
+        in toolcrew("logs", "b").stdout
+    )
 
 
-def test_where_the_rows_go_is_remembered_and_a_file_that_is_gone_is_not_made_again(toolcrew: Toolcrew, lines: Path) -> None:
+def test_where_the_rows_go_is_remembered_and_a_file_that_is_gone_is_not_made_again(
+    toolcrew: Toolcrew, lines: Path
+) -> None:
     out = lines.with_name("o.jsonl")
     toolcrew("submit", lines, "--detach", "--id", "b", "--output", out)
     rows = as_json(toolcrew("status", "b", "--json"))["rows"]
@@ -202,13 +228,19 @@ def test_a_batch_whose_rows_went_nowhere_yet_needs_an_output(toolcrew: Toolcrew,
     assert (told.exit_code, "give --output OUT.jsonl" in told.stderr) == (1, True)
 
 
-def test_what_has_a_row_already_is_not_worked_again_by_a_redis_that_does_not_know_it(toolcrew: Toolcrew, lines: Path) -> None:
+def test_what_has_a_row_already_is_not_worked_again_by_a_redis_that_does_not_know_it(
+    toolcrew: Toolcrew, lines: Path
+) -> None:
     out, errors = lines.with_name("o.jsonl"), lines.with_name("o.errors.jsonl")
     out.write_text(row(0, "b"))
     errors.write_text(row(1, "b", "model") + row(2, "b", "infrastructure"))
     assert toolcrew("submit", lines, "--detach", "--id", "b", "--output", out).exit_code == 0
     status = as_json(toolcrew("status", "b", "--json"))
-    assert (status["request_counts"]["completed"], status["failed"], status["request_counts"]["waiting"]) == (1, {"model": 1}, 1)
+    assert (status["request_counts"]["completed"], status["failed"], status["request_counts"]["waiting"]) == (
+        1,
+        {"model": 1},
+        1,
+    )
     assert json.loads(toolcrew("results", "b").stdout.splitlines()[0])["response"]["body"]["answer"] == "yes"
     told = [json.loads(line) for line in toolcrew("logs", "b", "--json").stdout.splitlines()][-1]
     assert (told["done"], told["failed"], told["prompt_tokens"]) == (1, 1, 7)

@@ -32,7 +32,12 @@ def test_a_call_is_shown_with_its_state_who_ran_it_and_when(redis_server: RedisP
     with redis_server.client() as client:
         client.hset(call_key("default", "acme", "c1"), mapping=record)
     told = json.loads(show(redis_server, "c1", "--tenant", "acme", "--json").stdout)
-    assert (told["state"], told["attempt"], told["holder"], told["error_code"]) == ("unknown", 2, "host.a.b/w", "OUTCOME_UNKNOWN")
+    assert (told["state"], told["attempt"], told["holder"], told["error_code"]) == (
+        "unknown",
+        2,
+        "host.a.b/w",
+        "OUTCOME_UNKNOWN",
+    )
     assert (told["started_at"], told["ended_at"]) == ("2023-11-14T22:13:20.500Z", None)
     assert "host.a.b/w" in show(redis_server, "c1", "--tenant", "acme").stdout
 
@@ -55,6 +60,9 @@ def test_a_call_of_another_tenant_is_not_known_to_a_tenants_key(redis_server: Re
 
     key = asyncio.run(prepare())
     done = show(redis_server, "c1", key=key)
-    assert (done.exit_code, "nothing is known of call c1 of tenant bolt: look at the id and --tenant" in done.stderr) == (1, True)
+    assert (
+        done.exit_code,
+        "nothing is known of call c1 of tenant bolt: look at the id and --tenant" in done.stderr,
+    ) == (1, True)
     done = show(redis_server, "c1", "--tenant", "acme", key=key)
     assert (done.exit_code, "is for tenant bolt and not for acme" in done.stderr) == (3, True)

@@ -1,4 +1,6 @@
-"""`toolcrew run --checkpoint`: refused before anything starts where it would not be there afterwards; what is not kept costs no answer."""
+"""`toolcrew run --checkpoint`: refused before anything starts where it would not be there afterwards; what is not kept
+costs no answer.
+"""
 
 import json
 from collections.abc import AsyncIterator
@@ -64,10 +66,16 @@ FULL = ToolFailure(ErrorCode.NO_SPACE, "100 checkpoints")
         (FailingSession(KEPT, ["link"]), ["checkpoint c1", "not copied", "link"], None),
         (FailingSession(FULL, ["link"]), ["not copied", "100 checkpoints"], "NO_SPACE"),
         (FailingSession(KEPT, SandboxUnavailable("gone")), ["checkpoint c1", "gone"], "SANDBOX_UNAVAILABLE"),
-        (FailingSession(KEPT, NotADirectoryError(20, "Not a directory")), ["checkpoint c1", "give another folder"], "CONFIG_MISSING"),
+        (
+            FailingSession(KEPT, NotADirectoryError(20, "Not a directory")),
+            ["checkpoint c1", "give another folder"],
+            "CONFIG_MISSING",
+        ),
     ],
 )
-async def test_what_could_not_be_kept_is_told_beside_what_could(session: Any, told: list[str], code: str | None) -> None:
+async def test_what_could_not_be_kept_is_told_beside_what_could(
+    session: Any, told: list[str], code: str | None
+) -> None:
     keeping = Keeping(Path("copy"), wants_checkpoint=True)
     await keeping.keep(session)
     text = "\n".join(keeping.lines())
@@ -76,7 +84,9 @@ async def test_what_could_not_be_kept_is_told_beside_what_could(session: Any, to
 
 
 def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = RunResult(run="r", answer="42", stop_reason=StopReason.ANSWERED, steps=1, usage=Usage(), clocks=Clocks(), transcript=())
+    result = RunResult(
+        run="r", answer="42", stop_reason=StopReason.ANSWERED, steps=1, usage=Usage(), clocks=Clocks(), transcript=()
+    )
 
     @asynccontextmanager
     async def open_client(_: str | None = None) -> AsyncIterator[Any]:

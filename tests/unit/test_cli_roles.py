@@ -1,4 +1,6 @@
-"""Every command acts with the role of the key in TOOLCREW_API_KEY: a tenant's key reaches nothing of another tenant and nothing of the deployment."""
+"""Every command acts with the role of the key in TOOLCREW_API_KEY: a tenant's key reaches nothing of another tenant and
+nothing of the deployment.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -175,13 +177,20 @@ def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyP
             await queue.ask(question, "x", 600)
             found.question = question.id
             await client.set(
-                catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),)))
+                catalog_key("default", "sandbox"),
+                seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),))),
             )
-            await client.hset(call_key("default", "rival", "rival-call"), mapping={"state": "done", "tool": "echo_tool"})
-            await SessionStore(client, "default").open("rival", "rival-session", "host.rival-host.b", start="{}", ttl_s=600, limit=9)
+            await client.hset(
+                call_key("default", "rival", "rival-call"), mapping={"state": "done", "tool": "echo_tool"}
+            )
+            await SessionStore(client, "default").open(
+                "rival", "rival-session", "host.rival-host.b", start="{}", ttl_s=600, limit=9
+            )
 
     asyncio.run(prepare())
-    submitted = found.invoke(["batch", "submit", "in.jsonl", "--detach", "--id", "rival-batch", "--tenant", "rival"], "")
+    submitted = found.invoke(
+        ["batch", "submit", "in.jsonl", "--detach", "--id", "rival-batch", "--tenant", "rival"], ""
+    )
     assert submitted.exit_code == 0, submitted.output
     return found
 
@@ -200,12 +209,16 @@ def test_one_module_opens_redis_for_commands() -> None:
 def test_a_tenants_key_is_refused_by_commands_for_operators(name: str, pool: Pool) -> None:
     before = pool.content()
     done = pool.invoke(REFUSED[name], pool.keys["tenant"])
-    assert (done.exit_code, "role operator or admin" in done.output or "role admin" in done.output) == (3, True), done.output
+    assert (done.exit_code, "role operator or admin" in done.output or "role admin" in done.output) == (3, True), (
+        done.output
+    )
     assert "rival" not in done.output
     assert pool.content() == before
 
 
-@pytest.mark.parametrize("name", sorted(name for name in REFUSED if name.startswith("tenants ") and name != "tenants ls"))
+@pytest.mark.parametrize(
+    "name", sorted(name for name in REFUSED if name.startswith("tenants ") and name != "tenants ls")
+)
 def test_an_operators_key_does_not_change_tenants_and_keys(name: str, pool: Pool) -> None:
     before = pool.content()
     assert pool.invoke(REFUSED[name], pool.keys["operator"]).exit_code == 3
@@ -215,7 +228,9 @@ def test_an_operators_key_does_not_change_tenants_and_keys(name: str, pool: Pool
 @pytest.mark.parametrize("name", sorted(PROCESSES))
 def test_a_process_of_the_deployment_does_not_start_with_a_key(name: str, pool: Pool) -> None:
     done = pool.invoke(PROCESSES[name], pool.keys["tenant"])
-    assert (done.exit_code, "TOOLCREW_API_KEY is set" in done.output, "unset" in done.output) == (1, True, True), done.output
+    assert (done.exit_code, "TOOLCREW_API_KEY is set" in done.output, "unset" in done.output) == (1, True, True), (
+        done.output
+    )
 
 
 @pytest.mark.parametrize("name", sorted(LOCAL))
@@ -232,9 +247,14 @@ def test_a_tenants_key_reaches_nothing_of_another_tenant(name: str, pool: Pool) 
     before = pool.content()
     command, arguments = ALL[name], OWN[name]
     words = len(name.split())
-    if any("--tenant" in parameter.opts for parameter in command.params) and name not in ("skills install", "trace replay"):
+    if any("--tenant" in parameter.opts for parameter in command.params) and name not in (
+        "skills install",
+        "trace replay",
+    ):
         named = pool.invoke([*arguments[:words], "--tenant", "rival", *arguments[words:]], pool.keys["tenant"])
-        assert (named.exit_code, "is for tenant acme and not for rival" in named.output) in ((3, True), (125, True)), named.output
+        assert (named.exit_code, "is for tenant acme and not for rival" in named.output) in ((3, True), (125, True)), (
+            named.output
+        )
     if name not in NEEDS_HOST:
         done = pool.invoke(arguments, pool.keys["tenant"])
         if any("rival" in word or word == "QUESTION" for word in arguments):
@@ -260,7 +280,12 @@ def test_the_audit_names_the_key_that_a_command_was_given(arguments: list[str], 
     done = pool.invoke(arguments, pool.keys["admin"])
     assert done.exit_code == 0, done.output
     entry = pool.audit()[0].entry
-    assert (entry.action, entry.actor.name, entry.actor.role, entry.actor.tenant) == (action, "an admin", "admin", "acme")
+    assert (entry.action, entry.actor.name, entry.actor.role, entry.actor.tenant) == (
+        action,
+        "an admin",
+        "admin",
+        "acme",
+    )
     assert entry.actor.key in pool.keys["admin"]
 
 
@@ -270,4 +295,7 @@ def test_a_revoked_key_is_refused_by_every_command_that_connects(pool: Pool) -> 
         if name in ("skills install", "trace replay"):
             continue
         done = pool.invoke(arguments, pool.keys["admin"])
-        assert (done.exit_code in (1, 125), "the API key is none, or was revoked" in done.output) == (True, True), (name, done.output)
+        assert (done.exit_code in (1, 125), "the API key is none, or was revoked" in done.output) == (True, True), (
+            name,
+            done.output,
+        )

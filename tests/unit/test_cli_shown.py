@@ -1,4 +1,6 @@
-"""How commands show what they know: help in parts, tables without None, changes of the audit in plain words, lost calls without clocks."""
+"""How commands show what they know: help in parts, tables without None, changes of the audit in plain words, lost calls
+without clocks.
+"""
 
 import asyncio
 from pathlib import Path
@@ -35,12 +37,16 @@ def test_a_value_that_is_not_there_is_a_dash_in_a_table() -> None:
 
 @pytest.mark.parametrize("code", [ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN])
 def test_a_lost_call_says_when_that_was_noticed(code: ErrorCode) -> None:
-    lost = ToolResult.failed(build_call(), code, "lost").model_copy(update={"clocks": Clocks(queued_s=0.5, transfer_s=11.5)})
+    lost = ToolResult.failed(build_call(), code, "lost").model_copy(
+        update={"clocks": Clocks(queued_s=0.5, transfer_s=11.5)}
+    )
     assert format_times(lost) == "lost, noticed after 12.0 s"
     assert format_times(lost.model_copy(update={"error_code": ErrorCode.TIMEOUT})).endswith("transfer 11500.0 ms")
 
 
-def test_the_audit_shows_what_was_changed_in_plain_words(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_shows_what_was_changed_in_plain_words(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
 
     async def change() -> None:
@@ -59,10 +65,15 @@ def test_the_audit_shows_what_was_changed_in_plain_words(redis_server: RedisProc
     assert 'tools=["bash_tool","read_tool"]' in lines[3]
 
 
-def test_operators_list_the_batches_of_all_tenants(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_list_the_batches_of_all_tenants(
+    redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("other"),))))
+        client.set(
+            catalog_key("default", "sandbox"),
+            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("other"),))),
+        )
     file = tmp_path / "in.jsonl"
     file.write_text('{"id": "a", "instruction": "act"}\n')
 
@@ -74,7 +85,10 @@ def test_operators_list_the_batches_of_all_tenants(redis_server: RedisProcess, t
     for tenant in ("acme", "bolt"):
         run("tenants", "add", tenant)
         run("batch", "submit", str(file), "--detach", "--tenant", tenant, "--id", f"of-{tenant}")
-    key, operators = run("tenants", "keys", "add", "acme")[0], run("tenants", "keys", "add", "acme", "--role", "operator")[0]
+    key, operators = (
+        run("tenants", "keys", "add", "acme")[0],
+        run("tenants", "keys", "add", "acme", "--role", "operator")[0],
+    )
 
     def listed(*arguments: str, key: str = "") -> set[tuple[str, ...]]:
         return {tuple(line.split()[:2]) for line in run("batch", "ls", *arguments, key=key)[1:]}

@@ -116,6 +116,9 @@ def test_validate_says_what_is_wrong_and_strict_takes_warnings_for_errors(tmp_pa
     fine = str(SHIPPED / "word-count")
     assert [toolcrew("validate", one).exit_code for one in (fine, extra, broken, str(tmp_path))] == [0, 0, 1, 1]
     assert [toolcrew("validate", one, "--strict").exit_code for one in (fine, extra, broken)] == [0, 1, 1]
-    assert "warning: keys that are not in the standard are ignored: extra\na is a skill" in toolcrew("validate", extra).stdout
+    assert (
+        "warning: keys that are not in the standard are ignored: extra\na is a skill"
+        in toolcrew("validate", extra).stdout
+    )
     assert "has no description" in toolcrew("validate", broken).stderr
     assert json.loads(toolcrew("validate", extra, "--json").stdout)["warnings"]

@@ -1,4 +1,6 @@
-"""`toolcrew tenants`: registering, changing, listing and removing tenants and keys, and sentences for whatever is wrong."""
+"""`toolcrew tenants`: registering, changing, listing and removing tenants and keys, and sentences for whatever is
+wrong.
+"""
 
 import json
 from collections.abc import Callable
@@ -19,8 +21,34 @@ from tests.conftest import RedisProcess
 Toolcrew = Callable[..., Result]
 
 ALL = (
-    *("--tools", "read_tool,grep_*", "--tools", "bash_tool", "--weight", "2.5", "--in-flight", "7", "--queued", "8", "--rate", "1.5"),
-    *("--burst", "9", "--sandboxes", "3", "--class", "gpu", "--image", "a:1,b:2", "--network", "none", "--workspace-bytes", "2000000"),
+    *(
+        "--tools",
+        "read_tool,grep_*",
+        "--tools",
+        "bash_tool",
+        "--weight",
+        "2.5",
+        "--in-flight",
+        "7",
+        "--queued",
+        "8",
+        "--rate",
+        "1.5",
+    ),
+    *(
+        "--burst",
+        "9",
+        "--sandboxes",
+        "3",
+        "--class",
+        "gpu",
+        "--image",
+        "a:1,b:2",
+        "--network",
+        "none",
+        "--workspace-bytes",
+        "2000000",
+    ),
     *("--command-rule", "deny:bash_tool:git push", "--command-rule", "ask::rm '-r f'", "--command-rule", "allow"),
     *("--trust-skill", "a" * 64 + "," + "b" * 64),
 )
@@ -70,7 +98,12 @@ def test_every_field_has_an_option_and_every_option_sets_its_field(toolcrew: Too
     [_, acme] = as_json(toolcrew("ls", "--json"))
     assert TenantPolicy.model_validate(acme["policy"]) == POLICY
     # Pausing and removing have commands of their own.
-    fields = {*TenantPolicy.model_fields, *SandboxTerms.model_fields} - {"sandbox", "is_paused", "pause_reason", "is_removed"}
+    fields = {*TenantPolicy.model_fields, *SandboxTerms.model_fields} - {
+        "sandbox",
+        "is_paused",
+        "pause_reason",
+        "is_removed",
+    }
     assert {path[-1] for path in OPTIONS.values()} == fields
 
 
@@ -94,11 +127,16 @@ def publish_names(server: RedisProcess, pool: str, *names: str) -> None:
         client.set(catalog_names_key("default", pool), json.dumps(names))
 
 
-def test_a_tool_that_no_worker_has_published_is_refused_with_the_nearest_name(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+def test_a_tool_that_no_worker_has_published_is_refused_with_the_nearest_name(
+    toolcrew: Toolcrew, redis_server: RedisProcess
+) -> None:
     publish_names(redis_server, "tools", "lookup_tool")
     code, message = failure_of(toolcrew("add", "acme", "--tools", "bash_tol"))
     assert (code, "there is no tool bash_tol" in message, "bash_tool" in message) == (1, True, True)
-    assert policy_of(toolcrew("add", "acme", "--tools", "lookup_tool,webfetch_tool,session.exec", "--json")).tools is not None
+    assert (
+        policy_of(toolcrew("add", "acme", "--tools", "lookup_tool,webfetch_tool,session.exec", "--json")).tools
+        is not None
+    )
     assert failure_of(toolcrew("set", "acme", "--tools", "lookup_tol"))[0] == 1
     assert toolcrew("set", "acme", "--weight", "2").exit_code == 0
 
@@ -110,7 +148,10 @@ def test_a_pattern_that_matches_no_tool_and_a_name_that_cannot_be_checked_are_wa
     assert (unchecked.exit_code, "mine_tool was not checked" in unchecked.stderr) == (0, True)
     publish_names(redis_server, "sandbox", "bash_tool")
     unmatched = toolcrew("add", "acme", "--tools", "bash_*,mcp__git__*")
-    assert (unmatched.exit_code, unmatched.stderr) == (0, "toolcrew: --tools: no tool that has been published matches mcp__git__*\n")
+    assert (unmatched.exit_code, unmatched.stderr) == (
+        0,
+        "toolcrew: --tools: no tool that has been published matches mcp__git__*\n",
+    )
 
 
 def test_no_tools_is_not_all_tools(toolcrew: Toolcrew) -> None:
@@ -154,7 +195,9 @@ def test_a_file_says_all_of_a_policy_and_options_change_what_it_says(toolcrew: T
     assert policy_of(toolcrew("set", "acme", "--from", str(path), "--json")) == TenantPolicy()
 
 
-def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path) -> None:
+def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(
+    toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path
+) -> None:
     with redis_server.client() as client:
         client.hset(tenants_key("default"), "acme", redis_server.keys.seal("policy acme", '{"speed": 9}'))
     assert "nothing: the policy of tenant acme cannot be read (speed" in toolcrew("ls").stdout
@@ -229,7 +272,9 @@ def test_a_value_out_of_bounds_names_its_option(given: dict[str, Any], told: str
         (json.dumps({"tools": ["t" * 100] * 10_000}), "larger than"),
     ],
 )
-def test_a_wrong_file_is_told_with_its_name_and_the_field(toolcrew: Toolcrew, tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_file_is_told_with_its_name_and_the_field(
+    toolcrew: Toolcrew, tmp_path: Path, text: str, told: str
+) -> None:
     path = tmp_path / "policy.json"
     path.write_text(text)
     code, words = failure_of(toolcrew("add", "acme", "--from", str(path)))
@@ -276,11 +321,17 @@ def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: R
 
 def test_keys_are_listed_by_tenant_and_revoked_by_id(toolcrew: Toolcrew) -> None:
     toolcrew("add", "acme")
-    first, second = as_json(toolcrew("keys", "add", "acme", "--json")), as_json(toolcrew("keys", "add", "default", "--json"))
+    first, second = (
+        as_json(toolcrew("keys", "add", "acme", "--json")),
+        as_json(toolcrew("keys", "add", "default", "--json")),
+    )
     assert [row["id"] for row in as_json(toolcrew("keys", "ls", "--json"))] == [first["id"], second["id"]]
     assert [row["id"] for row in as_json(toolcrew("keys", "ls", "default", "--json"))] == [second["id"]]
     assert toolcrew("keys", "rm", first["id"]).stdout == f"{first['id']} is revoked\n"
-    assert [line.split()[:2] for line in toolcrew("keys", "ls").stdout.splitlines()] == [["id", "tenant"], [second["id"], "default"]]
+    assert [line.split()[:2] for line in toolcrew("keys", "ls").stdout.splitlines()] == [
+        ["id", "tenant"],
+        [second["id"], "default"],
+    ]
 
 
 def test_a_key_that_cannot_be_read_is_listed_as_such(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:

@@ -82,7 +82,9 @@ def test_disable_and_enable_say_what_is_so_now(toolcrew: Toolcrew, redis_server:
         assert client.hgetall(switches_key("default")) == {}
 
 
-def test_a_tool_whose_workers_are_away_can_be_turned_off_before_they_come_back(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+def test_a_tool_whose_workers_are_away_can_be_turned_off_before_they_come_back(
+    toolcrew: Toolcrew, redis_server: RedisProcess
+) -> None:
     with redis_server.client() as client:
         client.set(catalog_names_key("default", "web"), json.dumps(["webfetch_tool"]))
         assert "no worker serves webfetch_tool now: start one" in toolcrew("show", "webfetch_tool").stderr

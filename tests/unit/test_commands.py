@@ -86,7 +86,19 @@ def test_a_line_is_split_into_its_simple_commands(text: str, expected: list[tupl
 
 @pytest.mark.parametrize(
     "text",
-    ["rm x", "r''m x", '"rm" x', "\\rm x", "r\\m 'x'", "$'\\x72m' x", "$'\\162m' $'x'", 'rm $"x"', "rm${IFS}x", "rm$IFS'x'", "r\\\nm x"],
+    [
+        "rm x",
+        "r''m x",
+        '"rm" x',
+        "\\rm x",
+        "r\\m 'x'",
+        "$'\\x72m' x",
+        "$'\\162m' $'x'",
+        'rm $"x"',
+        "rm${IFS}x",
+        "rm$IFS'x'",
+        "r\\\nm x",
+    ],
 )
 def test_quoting_does_not_change_the_words(text: str) -> None:
     assert argvs(text) == [("rm", "x")]
@@ -206,7 +218,11 @@ def test_what_comes_before_a_text_becomes_unreadable_is_still_read() -> None:
 def test_redirections_here_documents_and_pipelines_are_told() -> None:
     first, second = parse_commands("A=b cat <<E 2>&1 >out | sort 2> err >&2 &>> both\nbody\nE").commands
     assert (first.assignments, first.stdin, [word.text for word in first.outputs]) == (("A=b",), "body", ["out"])
-    assert ([word.text for word in second.outputs], second.fed_by, second.reads_pipe) == (["err", "both"], ("cat",), True)
+    assert ([word.text for word in second.outputs], second.fed_by, second.reads_pipe) == (
+        ["err", "both"],
+        ("cat",),
+        True,
+    )
 
 
 def test_the_body_of_a_function_is_told_apart() -> None:
@@ -220,7 +236,10 @@ def test_an_arithmetic_shift_begins_no_here_document_that_would_hide_a_command()
 
 
 def test_a_wrapper_is_marked_when_it_adds_no_power_of_its_own() -> None:
-    marks = {command.program: command.is_wrapper for command in parse_commands("timeout 5 sudo xargs env A=b nice ls").commands}
+    marks = {
+        command.program: command.is_wrapper
+        for command in parse_commands("timeout 5 sudo xargs env A=b nice ls").commands
+    }
     assert marks == {"timeout": True, "sudo": False, "xargs": False, "env": False, "nice": True, "ls": False}
 
 
@@ -245,7 +264,25 @@ def test_single_quotes_keep_any_text_one_word(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["(", "$(", "$((", "`", '"$(', "eval ", "sudo ", "{", "cat <<A\n", "<<A ", "a|", "${", "f(){ ", "ssh a ", "\\", "cd a;"]
+    "piece",
+    [
+        "(",
+        "$(",
+        "$((",
+        "`",
+        '"$(',
+        "eval ",
+        "sudo ",
+        "{",
+        "cat <<A\n",
+        "<<A ",
+        "a|",
+        "${",
+        "f(){ ",
+        "ssh a ",
+        "\\",
+        "cd a;",
+    ],
 )
 def test_a_hostile_text_of_full_length_is_read_in_bounded_time(piece: str) -> None:
     text = (piece * 131072)[:131072]

@@ -1,4 +1,6 @@
-"""The reader of commands beside a real bash: what bash runs of any mixture of syntax, the reader names or calls opaque."""
+"""The reader of commands beside a real bash: what bash runs of any mixture of syntax, the reader names or calls
+opaque.
+"""
 
 import os
 import shutil
@@ -117,7 +119,16 @@ def runs_mark(folder: Path, text: str) -> bool:
     quiet = subprocess.DEVNULL
     environment = {"PATH": str(folder / "bin")}
     try:
-        subprocess.run(argv, cwd=folder / "work", env=environment, stdin=quiet, stdout=quiet, stderr=quiet, timeout=TIMEOUT_S, check=False)
+        subprocess.run(
+            argv,
+            cwd=folder / "work",
+            env=environment,
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return False
     return (folder / "ran").exists()

@@ -1,4 +1,6 @@
-"""docker-compose.yml and the Dockerfile keep the architecture: who holds the engine's socket, who has a network, who may do what."""
+"""docker-compose.yml and the Dockerfile keep the architecture: who holds the engine's socket, who has a network, who
+may do what.
+"""
 
 import re
 import subprocess
@@ -15,7 +17,13 @@ from workers.settings import EgressSettings, SandboxdSettings, WorkerSettings
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower")
 WORKERS = ("worker", "web-worker")
-USERS = {"orchestrator": "orchestrator", "api": "orchestrator", "worker": "worker", "web-worker": "web", "flower": "flower"}
+USERS = {
+    "orchestrator": "orchestrator",
+    "api": "orchestrator",
+    "worker": "worker",
+    "web-worker": "web",
+    "flower": "flower",
+}
 """Service -> its user of Redis's."""
 PASSWORDS = {role: f"TOOLCREW_REDIS_{role.upper()}_PASSWORD" for role in ROLES}
 SECRETS = (*PASSWORDS.values(), "TOOLCREW_SECRET", "TOOLCREW_FLOWER_PASSWORD")
@@ -33,7 +41,9 @@ def load_service(name: str) -> dict[str, Any]:
 
 
 def load_environment(name: str, **given: str) -> dict[str, str]:
-    """A service's environment as compose would fill it in: what is given, else the file's defaults; nothing for what stays unset."""
+    """A service's environment as compose would fill it in: what is given, else the file's defaults; nothing for what
+    stays unset.
+    """
     filled = {}
     for key, value in load_service(name)["environment"].items():
         if value is None:
@@ -130,7 +140,10 @@ def test_what_tenants_may_reach_is_told_to_sandboxd_alone() -> None:
 
 
 def test_the_egress_proxy_may_open_two_files_a_connection() -> None:
-    assert load_service("egress")["ulimits"]["nofile"] >= 2 * int(load_environment("egress")["TOOLCREW_EGRESS_MAX_CONNECTIONS"]) + 256
+    assert (
+        load_service("egress")["ulimits"]["nofile"]
+        >= 2 * int(load_environment("egress")["TOOLCREW_EGRESS_MAX_CONNECTIONS"]) + 256
+    )
 
 
 def test_the_worker_is_on_the_network_without_a_way_out_and_on_no_other() -> None:
@@ -169,7 +182,19 @@ def test_redis_is_on_the_inner_network_alone() -> None:
 class TestEveryService:
     def test_gets_no_right_it_does_not_need(self, name: str) -> None:
         service = load_service(name)
-        loose = {"privileged", "pid", "ipc", "uts", "userns_mode", "cap_add", "devices", "volumes_from", "user", "group_add", "entrypoint"}
+        loose = {
+            "privileged",
+            "pid",
+            "ipc",
+            "uts",
+            "userns_mode",
+            "cap_add",
+            "devices",
+            "volumes_from",
+            "user",
+            "group_add",
+            "entrypoint",
+        }
         assert not loose & service.keys()
         assert service.get("network_mode") in (None, "none")
         assert service["cap_drop"] == ["ALL"]
@@ -212,7 +237,13 @@ class TestEveryService:
 
 
 def test_the_healthcheck_of_the_orchestrator_is_a_call_through_the_whole_path() -> None:
-    assert load_service("orchestrator")["healthcheck"]["test"] == ["CMD", "toolcrew", "call", "bash_tool", "command=true"]
+    assert load_service("orchestrator")["healthcheck"]["test"] == [
+        "CMD",
+        "toolcrew",
+        "call",
+        "bash_tool",
+        "command=true",
+    ]
 
 
 @pytest.mark.parametrize("secret", SECRETS)
@@ -286,7 +317,11 @@ def test_both_sides_of_the_queue_accept_their_environment_and_agree(name: str, m
     for key, value in load_environment("orchestrator", **secrets).items():
         monkeypatch.setenv(key, value)
     ours, theirs = worker.broker(), OrchestratorSettings().broker()
-    assert (ours.signing_keys(), ours.addresses, ours.deployment) == (theirs.signing_keys(), theirs.addresses, theirs.deployment)
+    assert (ours.signing_keys(), ours.addresses, ours.deployment) == (
+        theirs.signing_keys(),
+        theirs.addresses,
+        theirs.deployment,
+    )
     assert (ours.user, ours.password) == (USERS[name], f"{USERS[name]}-word")
 
 
@@ -366,7 +401,11 @@ def test_flower_is_behind_a_password_and_remembers_what_it_shows() -> None:
 def test_redis_keeps_what_it_was_told_and_drops_nothing_to_make_room() -> None:
     lines = (ROOT / "deploy" / "redis.conf").read_text(encoding="utf-8").splitlines()
     options = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
-    assert (options["appendonly"], options["maxmemory-policy"], options["protected-mode"]) == ("yes", "noeviction", "yes")
+    assert (options["appendonly"], options["maxmemory-policy"], options["protected-mode"]) == (
+        "yes",
+        "noeviction",
+        "yes",
+    )
     assert options["dir"] in find_mounts("redis")
     # Rewriting the log may copy what changes meanwhile.
     assert parse_size(options["maxmemory"]) * 2 <= parse_size(load_service("redis")["mem_limit"])
@@ -384,6 +423,8 @@ def test_the_build_sees_only_what_it_copies() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     patterns = [line for line in lines if line and not line.startswith("#")]
     assert patterns[0] == "*"
-    copied = [line.split()[1:-1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ") and "--from=" not in line]
+    copied = [
+        line.split()[1:-1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ") and "--from=" not in line
+    ]
     sources = {source.rstrip("/") for words in copied for source in words}
     assert {pattern.removeprefix("!") for pattern in patterns[1:]} == sources

@@ -10,7 +10,10 @@ LONG = "head " + "x" * 50_000 + " tail"
 
 
 def messages(*contents: str) -> list[Message]:
-    return [{"role": "tool", "tool_call_id": str(at), "name": "t", "content": content} for at, content in enumerate(contents)]
+    return [
+        {"role": "tool", "tool_call_id": str(at), "name": "t", "content": content}
+        for at, content in enumerate(contents)
+    ]
 
 
 def test_without_a_limit_nothing_is_shortened() -> None:

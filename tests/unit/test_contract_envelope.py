@@ -10,14 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.calls import Clocks, KillReport, SandboxInfo, Spill, ToolCall, ToolContext, ToolResult
-from contract.envelope import MAX_ENVELOPE_BYTES, PURPOSE, VERSION, decode_call, decode_result, encode_call, encode_result
+from contract.envelope import (
+    MAX_ENVELOPE_BYTES,
+    PURPOSE,
+    VERSION,
+    decode_call,
+    decode_result,
+    encode_call,
+    encode_result,
+)
 from contract.errors import EnvelopeRefused, ErrorCode, RefusalReason
 from contract.signing import SigningKey, SigningKeys
 from tests.builders import KEY, build_call, build_context
 
 CALL = ToolCall(id="c1", name="bash_tool", arguments={"command": "ls", "deep": {"list": [1, "two", None]}})
 CONTEXT = ToolContext(
-    tenant="acme", run="r1", session="s1", sent_at=1000.0, deadline_at=1060.0, blob="b", model="m", config={"colour": "blue"}
+    tenant="acme",
+    run="r1",
+    session="s1",
+    sent_at=1000.0,
+    deadline_at=1060.0,
+    blob="b",
+    model="m",
+    config={"colour": "blue"},
 )
 
 json_values = st.recursive(
@@ -235,7 +250,18 @@ def test_a_well_signed_envelope_of_another_shape_is_refused(change: Callable[[di
         decode_call(resigned(change), KEY)
 
 
-GARBAGE = ["", "null", "[]", "1", "\x00", "\ud800", "[" * 100_000, "v3.", "v3..." + "x" * 200, f"v3.{KEY.current.id}.{'0' * 63}.x"]
+GARBAGE = [
+    "",
+    "null",
+    "[]",
+    "1",
+    "\x00",
+    "\ud800",
+    "[" * 100_000,
+    "v3.",
+    "v3..." + "x" * 200,
+    f"v3.{KEY.current.id}.{'0' * 63}.x",
+]
 
 
 @pytest.mark.parametrize("text", GARBAGE, ids=lambda text: repr(text[:20]))
@@ -244,7 +270,8 @@ def test_garbage_is_refused_whatever_it_is(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["", "null", "[]", "{", "{}", '{"call":' + "1" * 5000 + "}", '{"call":{},"context":{},"more":1}', "NaN", "\x00"]
+    "body",
+    ["", "null", "[]", "{", "{}", '{"call":' + "1" * 5000 + "}", '{"call":{},"context":{},"more":1}', "NaN", "\x00"],
 )
 def test_a_well_signed_body_that_is_no_call_is_refused(body: str) -> None:
     assert reason_of(sealed(body)) == "malformed"
@@ -320,14 +347,26 @@ def test_what_celery_shows_of_a_result_has_neither_output_nor_metadata(maxlen: i
     for size in (0, 1, 20, 160, 5000):
         secret = "canary" + "x" * size
         result = ToolResult(
-            call_id="c" * (size % 60 + 1), name="n" * (size % 128 + 1), success=True, output=secret, metadata={secret: [secret]}
+            call_id="c" * (size % 60 + 1),
+            name="n" * (size % 128 + 1),
+            success=True,
+            output=secret,
+            metadata={secret: [secret]},
         )
         assert "canary" not in saferepr(encode_result(result), maxlen)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"data": None}, {"data": []}, {"data": [[]]}, {"data": [["x"]]}, {"data": [[{}]]}, {"name": "other"}, {"success": False}],
+    [
+        {"data": None},
+        {"data": []},
+        {"data": [[]]},
+        {"data": [["x"]]},
+        {"data": [[{}]]},
+        {"name": "other"},
+        {"success": False},
+    ],
     ids=repr,
 )
 def test_a_result_whose_record_is_missing_or_another_than_its_head_is_refused(change: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ from store import batches, run_events, run_log
 
 
 @pytest.mark.parametrize(
-    ("tool", "task"), [("bash_tool", "tool.bash_tool"), ("session.open", "session.open"), ("session_x", "tool.session_x")]
+    ("tool", "task"),
+    [("bash_tool", "tool.bash_tool"), ("session.open", "session.open"), ("session_x", "tool.session_x")],
 )
 def test_a_task_is_named_after_its_tool(tool: str, task: str) -> None:
     assert names.task_name(tool) == task
@@ -31,11 +32,20 @@ def test_a_host_that_was_started_again_has_another_queue() -> None:
 def test_a_blob_is_its_tenants_alone() -> None:
     key = names.blob_key("prod", "acme", "sandbox", "x")
     assert names.is_blob_of(key, "prod", "acme")
-    assert not any(names.is_blob_of(key, *other) for other in (("prod", "acm"), ("prod", "acme2"), ("pro", "acme"), ("prod", "")))
+    assert not any(
+        names.is_blob_of(key, *other) for other in (("prod", "acm"), ("prod", "acme2"), ("pro", "acme"), ("prod", ""))
+    )
 
 
 @pytest.mark.parametrize(
-    "key", ["", "toolcrew:prod:t:acme:call.x:run", "toolcrew:prod:t:acme:blo", "celery-task-meta-1", "x toolcrew:prod:t:acme:blob-web.1"]
+    "key",
+    [
+        "",
+        "toolcrew:prod:t:acme:call.x:run",
+        "toolcrew:prod:t:acme:blo",
+        "celery-task-meta-1",
+        "x toolcrew:prod:t:acme:blob-web.1",
+    ],
 )
 def test_no_other_key_passes_for_a_blob(key: str) -> None:
     assert not names.is_blob_of(key, "prod", "acme")
@@ -94,5 +104,7 @@ def test_which_redis_users_reach_a_tenants_key_depends_only_on_its_kind(words: s
     patterns = [re.compile(translate(names.deployment_key("d", own))) for role in ROLES.values() for own in role.own]
     for build in BUILDERS:
         if "tenant" in inspect.signature(build).parameters:
-            reached = {tuple(bool(pattern.match(key)) for pattern in patterns) for key in build_all(build, words | {"plain"})}
+            reached = {
+                tuple(bool(pattern.match(key)) for pattern in patterns) for key in build_all(build, words | {"plain"})
+            }
             assert len(reached) == 1, build

@@ -16,7 +16,14 @@ KILL = {"signalled": 1, "survivors": 0, "method": "tree", "ms": 1.0}
 
 @pytest.mark.parametrize(
     "record",
-    [build_call(), build_context(), build_spec(), KillReport(**KILL), ToolResult(call_id="c", name="x", success=True), Catalog()],
+    [
+        build_call(),
+        build_context(),
+        build_spec(),
+        KillReport(**KILL),
+        ToolResult(call_id="c", name="x", success=True),
+        Catalog(),
+    ],
     ids=lambda record: type(record).__name__,
 )
 def test_a_record_cannot_be_changed_and_takes_no_unknown_field(record: Record) -> None:
@@ -88,7 +95,9 @@ def test_a_failure_keeps_the_fields_that_fit() -> None:
     assert (result.output, result.metadata) == ("half", {})
 
 
-@pytest.mark.parametrize("change", [{"method": "magic"}, {"signalled": -1}, {"survivors": -1}, {"ms": -1}, {"extra": 1}, {"ms": None}])
+@pytest.mark.parametrize(
+    "change", [{"method": "magic"}, {"signalled": -1}, {"survivors": -1}, {"ms": -1}, {"extra": 1}, {"ms": None}]
+)
 def test_a_kill_report_is_checked(change: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         KillReport(**{**KILL, **change})
@@ -101,7 +110,13 @@ def test_the_set_of_error_codes_is_closed() -> None:
 
 
 def test_the_faults_of_the_model_are_not_the_operators() -> None:
-    models = {ErrorCode.INVALID_ARGUMENTS, ErrorCode.TIMEOUT, ErrorCode.TOOL_NOT_FOUND, ErrorCode.FILE_NOT_FOUND, ErrorCode.CANCELLED}
+    models = {
+        ErrorCode.INVALID_ARGUMENTS,
+        ErrorCode.TIMEOUT,
+        ErrorCode.TOOL_NOT_FOUND,
+        ErrorCode.FILE_NOT_FOUND,
+        ErrorCode.CANCELLED,
+    }
     assert not models & OPERATOR_CODES
     assert ErrorCode.OUTCOME_UNKNOWN in OPERATOR_CODES
 
@@ -128,7 +143,10 @@ def test_a_failed_result_says_for_which_call() -> None:
         (ToolResult(call_id="c", name="x", success=True, output="hi"), "hi"),
         (ToolResult(call_id="c", name="x", success=True), ""),
         (ToolResult.failed(build_call(), ErrorCode.TIMEOUT, "too slow"), "Error [TIMEOUT]: too slow"),
-        (ToolResult.failed(build_call(), ErrorCode.TIMEOUT, "too slow", output="half"), "Error [TIMEOUT]: too slow\nhalf"),
+        (
+            ToolResult.failed(build_call(), ErrorCode.TIMEOUT, "too slow", output="half"),
+            "Error [TIMEOUT]: too slow\nhalf",
+        ),
     ],
 )
 def test_a_model_reads_the_output_or_the_error_and_what_was_printed(result: ToolResult, text: str) -> None:

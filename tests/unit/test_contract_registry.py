@@ -46,7 +46,14 @@ def test_specs_come_in_the_order_of_their_names() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "given"),
-    [(["b"], ["b"]), (["b", "nothing"], ["b"]), ([], []), (["all"], ["a", "b"]), (["b", "all"], ["a", "b"]), (("a", "a"), ["a"])],
+    [
+        (["b"], ["b"]),
+        (["b", "nothing"], ["b"]),
+        ([], []),
+        (["all"], ["a", "b"]),
+        (["b", "all"], ["a", "b"]),
+        (("a", "a"), ["a"]),
+    ],
 )
 def test_a_filter_keeps_what_it_names(wanted: list[str], given: list[str]) -> None:
     registry = ToolRegistry([build_tool("a"), build_tool("b")])

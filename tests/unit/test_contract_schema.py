@@ -16,7 +16,9 @@ from tests.builders import build_spec
 LIMITS = {"limit": {"type": "integer", "minimum": 1, "default": 10}, "query": {"type": "string"}}
 
 
-def prepare(properties: dict[str, Any], arguments: dict[str, Any], *, required: list[str] | None = None, **how: Any) -> dict[str, Any]:
+def prepare(
+    properties: dict[str, Any], arguments: dict[str, Any], *, required: list[str] | None = None, **how: Any
+) -> dict[str, Any]:
     return prepare_arguments(build_spec(properties=properties, required=required), arguments, **how)[0]
 
 
@@ -55,12 +57,20 @@ def test_a_default_that_breaks_its_own_schema_is_refused_like_any_value() -> Non
     assert "minimum" in complaint({"limit": {"type": "integer", "minimum": 5, "default": 1}}, {})
 
 
-FLAT = {**LIMITS, "mode": {"type": "string", "enum": ["a", "b"], "default": "a"}, "ratio": {"type": "number", "exclusiveMinimum": 0}}
-VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2, 12), st.floats(allow_nan=False), st.sampled_from(["", "a", "b", "x"]))
+FLAT = {
+    **LIMITS,
+    "mode": {"type": "string", "enum": ["a", "b"], "default": "a"},
+    "ratio": {"type": "number", "exclusiveMinimum": 0},
+}
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 12), st.floats(allow_nan=False), st.sampled_from(["", "a", "b", "x"])
+)
 
 
 @given(st.dictionaries(st.sampled_from(list(FLAT)), VALUES), st.sets(st.sampled_from(list(FLAT))))
-def test_arguments_are_accepted_exactly_if_they_fit_the_schema_with_their_defaults(arguments: dict[str, Any], required: set[str]) -> None:
+def test_arguments_are_accepted_exactly_if_they_fit_the_schema_with_their_defaults(
+    arguments: dict[str, Any], required: set[str]
+) -> None:
     spec = build_spec(properties=FLAT, required=sorted(required))
     whole = {"limit": 10, "mode": "a"} | arguments
     is_whole = not isinstance(whole["limit"], bool | float)
@@ -87,7 +97,15 @@ BOUNDS = st.fixed_dictionaries(
 )
 
 
-@given(schema=BOUNDS, value=st.text("ab", max_size=4) | st.integers(-4, 4) | st.floats() | st.booleans() | st.none() | st.lists(st.none()))
+@given(
+    schema=BOUNDS,
+    value=st.text("ab", max_size=4)
+    | st.integers(-4, 4)
+    | st.floats()
+    | st.booleans()
+    | st.none()
+    | st.lists(st.none()),
+)
 def test_a_value_is_accepted_exactly_if_it_fits_the_bounds_of_its_parameter(schema: dict[str, Any], value: Any) -> None:
     """Most schemas are checked without jsonschema."""
     is_wrong_number = schema["type"] == "integer" and isinstance(value, float)
@@ -234,7 +252,9 @@ def test_a_schema_that_allows_more_takes_more() -> None:
 
 @pytest.fixture
 def aliased() -> Any:
-    return build_spec(properties={"file_path": {"type": "string"}}, aliases={"path": "file_path", "filename": "file_path"})
+    return build_spec(
+        properties={"file_path": {"type": "string"}}, aliases={"path": "file_path", "filename": "file_path"}
+    )
 
 
 def test_an_alias_becomes_its_canonical_name_and_is_noted(aliased: Any) -> None:
@@ -242,7 +262,9 @@ def test_an_alias_becomes_its_canonical_name_and_is_noted(aliased: Any) -> None:
     assert prepare_arguments(aliased, {"file_path": "a"}) == ({"file_path": "a"}, [])
 
 
-@pytest.mark.parametrize("arguments", [{"path": "a", "file_path": "b"}, {"file_path": "a", "path": "b"}, {"path": "a", "filename": "b"}])
+@pytest.mark.parametrize(
+    "arguments", [{"path": "a", "file_path": "b"}, {"file_path": "a", "path": "b"}, {"path": "a", "filename": "b"}]
+)
 def test_a_parameter_given_under_two_names_is_refused(aliased: Any, arguments: dict[str, str]) -> None:
     with pytest.raises(ToolFailure, match="give it once"):
         prepare_arguments(aliased, arguments)
@@ -276,7 +298,12 @@ def test_text_is_read_as_the_schemas_type(kind: Any, text: str, value: Any) -> N
 
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
-    [("boolean", "true", True), ("boolean", "false", False), (["integer", "null"], "null", None), (["boolean", "null"], "true", True)],
+    [
+        ("boolean", "true", True),
+        ("boolean", "false", False),
+        (["integer", "null"], "null", None),
+        (["boolean", "null"], "true", True),
+    ],
 )
 def test_text_is_read_as_a_boolean_or_as_one_of_several_types(kind: Any, text: str, value: Any) -> None:
     prepared = prepare({"x": {"type": kind}}, {"x": text}, text=True)["x"]
@@ -336,14 +363,20 @@ def test_a_number_of_more_digits_than_python_reads_stays_text() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(kind=st.sampled_from(["integer", "number", "boolean", "array", "object", "null", "string"]), text=st.text(max_size=30))
+@given(
+    kind=st.sampled_from(["integer", "number", "boolean", "array", "object", "null", "string"]),
+    text=st.text(max_size=30),
+)
 def test_any_text_is_of_its_type_or_refused(kind: str, text: str) -> None:
     try:
         value = prepare({"x": {"type": kind}}, {"x": text}, text=True)["x"]
     except ToolFailure:
         return
     assert isinstance(
-        value, {"integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict, "string": str}.get(kind, type(None))
+        value,
+        {"integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict, "string": str}.get(
+            kind, type(None)
+        ),
     )
 
 
@@ -372,7 +405,9 @@ def test_a_custom_check_is_not_asked_about_invalid_arguments() -> None:
 # Schemas
 
 
-@pytest.mark.parametrize("schema", [{"type": "objct"}, {"properties": []}, {"required": "a"}, {"properties": {"a": {"minimum": "x"}}}])
+@pytest.mark.parametrize(
+    "schema", [{"type": "objct"}, {"properties": []}, {"required": "a"}, {"properties": {"a": {"minimum": "x"}}}]
+)
 def test_a_schema_that_is_none_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(SchemaError):
         check_schema(schema)
@@ -391,14 +426,22 @@ def test_a_schema_of_something_else_than_an_object_is_refused() -> None:
     "reference", ["http://127.0.0.1:1/x.json", "file:///etc/passwd", "other.json", "#/$defs/nothing", "#/$defs/a/b", ""]
 )
 def test_a_schema_that_refers_to_what_is_not_within_it_is_refused(reference: str) -> None:
-    parameters = {"type": "object", "properties": {"x": {"items": [{"$ref": reference}]}}, "$defs": {"a": {"type": "string"}}}
+    parameters = {
+        "type": "object",
+        "properties": {"x": {"items": [{"$ref": reference}]}},
+        "$defs": {"a": {"type": "string"}},
+    }
     with pytest.raises(SchemaError, match="not within it"):
         check_schema({**parameters, "properties": {"x": {"anyOf": [{"$ref": reference}]}}})
 
 
 def test_a_schema_may_refer_to_its_own_parts() -> None:
     check_schema(
-        {"type": "object", "properties": {"x": {"$ref": "#/$defs/a~1b"}, "y": {"$ref": "#"}}, "$defs": {"a/b": {"type": "string"}}}
+        {
+            "type": "object",
+            "properties": {"x": {"$ref": "#/$defs/a~1b"}, "y": {"$ref": "#"}},
+            "$defs": {"a/b": {"type": "string"}},
+        }
     )
 
 

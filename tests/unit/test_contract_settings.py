@@ -62,7 +62,12 @@ def test_two_spellings_of_one_password_give_one_key() -> None:
 
 def test_the_parts_of_an_address_are_read_as_redis_gets_them() -> None:
     settings = build_settings("redis://us%40er:p%2Fw@h:7000/4", "s")
-    assert (settings.user, settings.password, settings.database, settings.addresses) == ("us@er", "p/w", 4, (("h", 7000),))
+    assert (settings.user, settings.password, settings.database, settings.addresses) == (
+        "us@er",
+        "p/w",
+        4,
+        (("h", 7000),),
+    )
     plain = build_settings("redis://h")
     assert (plain.user, plain.password, plain.database, plain.addresses) == (None, None, 0, (("h", 6379),))
 
@@ -123,9 +128,13 @@ def test_tls_is_asked_for_by_the_address_and_always_checked() -> None:
 
 
 def test_sentinels_speak_tls_when_there_is_an_authority() -> None:
-    settings = build_settings(SENTINELS, "s", redis_sentinel_master="m", redis_ca="/ca.pem", redis_sentinel_password="watch")
+    settings = build_settings(
+        SENTINELS, "s", redis_sentinel_master="m", redis_ca="/ca.pem", redis_sentinel_password="watch"
+    )
     assert settings.is_tls
-    assert settings.sentinel_options().items() >= {"ssl": True, "ssl_cert_reqs": "required", "password": "watch"}.items()
+    assert (
+        settings.sentinel_options().items() >= {"ssl": True, "ssl_cert_reqs": "required", "password": "watch"}.items()
+    )
 
 
 # What people see

@@ -28,7 +28,10 @@ def logs() -> Iterator[Logs]:
 
 
 def run(
-    made: FunctionTool[..., Any], arguments: dict[str, Any] | None = None, context: ToolContext | None = None, **config: Any
+    made: FunctionTool[..., Any],
+    arguments: dict[str, Any] | None = None,
+    context: ToolContext | None = None,
+    **config: Any,
 ) -> Outcome:
     context = context or build_context()
     handler = CustomCalls(config).build_handler(made)
@@ -193,7 +196,10 @@ def test_an_async_function_ends_at_its_limit_even_if_the_interruption_got_lost()
         await asyncio.sleep(10)
 
     outcome = run(slow, context=build_context(timeout_s=0.05))
-    assert (outcome.error_code, outcome.error) == (ErrorCode.TIMEOUT, "slow did not end within its limit of 0.05 s and was stopped")
+    assert (outcome.error_code, outcome.error) == (
+        ErrorCode.TIMEOUT,
+        "slow did not end within its limit of 0.05 s and was stopped",
+    )
 
 
 def test_a_time_out_of_the_tools_own_is_its_own_error() -> None:

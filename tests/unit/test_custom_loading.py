@@ -1,4 +1,6 @@
-"""Operators' tools are found in packages and modules; what is broken or clashes stops the start, and names who is to blame."""
+"""Operators' tools are found in packages and modules; what is broken or clashes stops the start, and names who is to
+blame.
+"""
 
 import importlib.metadata
 import sys
@@ -83,7 +85,9 @@ def test_a_loaded_tool_is_validated_filled_and_run_by_the_executor(write_module:
     executor = build_executor(registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "pool.tools"})
 
     def run(call_id: str, **arguments: object) -> tuple[bool, str | None]:
-        result = executor.execute(build_call("quote_shipping", call_id=call_id, **arguments), build_context(session=None))
+        result = executor.execute(
+            build_call("quote_shipping", call_id=call_id, **arguments), build_context(session=None)
+        )
         return result.success, result.output or result.error
 
     assert run("a", weight_kg=2.0) == (True, '{"price": 2.0}')
@@ -103,7 +107,8 @@ def test_a_loaded_tool_is_validated_filled_and_run_by_the_executor(write_module:
 )
 def test_an_entry_point_may_name(write_module: WriteModule, value: str, names: list[str]) -> None:
     write_module(
-        "from contract.functions import tool\n@tool\ndef one(): 'One.'\n@tool\ndef two(): 'Two.'\ndef plain(): 'Plain.'\nboth = [one, two]\n"
+        "from contract.functions import tool\n@tool\ndef one(): 'One.'\n@tool\ndef two(): 'Two.'\ndef plain(): "
+        "'Plain.'\nboth = [one, two]\n"
     )
     assert [served.name for served in load(points=(point(value),))] == names
 
@@ -124,7 +129,8 @@ def test_installed_packages_are_asked_by_default(write_module: WriteModule, tmp_
     write_module("import surely_not_there")
     del sys.modules["house_tools"]
     with pytest.raises(
-        ConfigError, match=r"the package 'house-tools' .entry point 'house = house_tools'. cannot be loaded: ModuleNotFoundError"
+        ConfigError,
+        match=r"the package 'house-tools' .entry point 'house = house_tools'. cannot be loaded: ModuleNotFoundError",
     ):
         load_custom_tools()
 
@@ -141,23 +147,34 @@ def test_nothing_is_loaded_where_nothing_is_named() -> None:
         ("raise SystemExit('no licence')", ["SystemExit", "no licence"]),
         ("def broken(:", ["SyntaxError"]),
         ("def forgotten(): 'No decorator.'", ["holds no tool", "@tool"]),
-        ("import io\nfrom contract.functions import tool\n@tool\ndef bad(x: io.StringIO): 'Bad.'", ["TypeError", "'bad'", "parameter 'x'"]),
+        (
+            "import io\nfrom contract.functions import tool\n@tool\ndef bad(x: io.StringIO): 'Bad.'",
+            ["TypeError", "'bad'", "parameter 'x'"],
+        ),
         ("from contract.functions import tool\n@tool(name='bad name')\ndef f(): 'Bad.'", ["TypeError", "bad name"]),
     ],
 )
-def test_a_broken_module_is_named_with_what_is_wrong_and_what_to_do(write_module: WriteModule, text: str, words: list[str]) -> None:
+def test_a_broken_module_is_named_with_what_is_wrong_and_what_to_do(
+    write_module: WriteModule, text: str, words: list[str]
+) -> None:
     sentence = refusal(write_module(text, "broken_tools"))
     assert "'broken_tools' of TOOLCREW_TOOL_MODULES" in sentence
     assert all(word in sentence for word in [*words, "mend it"]), sentence
 
 
 def test_a_module_that_is_not_there_is_named() -> None:
-    assert "the module 'surely_not_there' of TOOLCREW_TOOL_MODULES cannot be loaded: ModuleNotFoundError" in refusal("surely_not_there")
+    assert "the module 'surely_not_there' of TOOLCREW_TOOL_MODULES cannot be loaded: ModuleNotFoundError" in refusal(
+        "surely_not_there"
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [("house_tools:number", "gives a int"), ("house_tools:empty", "empty list"), ("house_tools:absent", "AttributeError")],
+    [
+        ("house_tools:number", "gives a int"),
+        ("house_tools:empty", "empty list"),
+        ("house_tools:absent", "AttributeError"),
+    ],
 )
 def test_an_entry_point_that_names_no_tool_is_refused(write_module: WriteModule, value: str, words: str) -> None:
     write_module("number = 5\nempty = []\n")
@@ -183,7 +200,8 @@ def test_a_foreign_tool_object_is_served_through_as_tool(write_module: WriteModu
     module = write_module(
         "from orchestrator import as_tool\n"
         "class Search:\n"
-        "    name, description, parameters = 'search', 'Searches.', {'type': 'object', 'properties': {'q': {'type': 'string'}}}\n"
+        "    name, description, parameters = 'search', 'Searches.', {'type': 'object', 'properties': {'q': {'type': "
+        "'string'}}}\n"
         "    async def execute(self, args, context): return [args['q'], context.tenant]\n"
         "search = as_tool(Search())\n"
     )

@@ -1,4 +1,6 @@
-"""A tool in a worker asks the model of its caller: the question travels, the caller's adapter answers, and every way it can fail is a sentence."""
+"""A tool in a worker asks the model of its caller: the question travels, the caller's adapter answers, and every way it
+can fail is a sentence.
+"""
 
 import asyncio
 import queue
@@ -212,7 +214,9 @@ async def test_a_model_that_cannot_be_asked_is_an_error_of_the_tools_not_the_end
     assert (failure.code, failure.message) == (ErrorCode.NETWORK_ERROR, "the endpoint refuses the key")
 
 
-async def test_a_bug_of_the_model_is_told_at_once_instead_of_keeping_the_tool_waiting(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_of_the_model_is_told_at_once_instead_of_keeping_the_tool_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     failure = await refusal(Bridge(lambda _: 1 / 0).ask())
     assert (failure.code, failure.message) == (ErrorCode.INTERNAL, "the caller's model failed (ZeroDivisionError)")
     assert "model_question_failed" in caplog.text
@@ -231,7 +235,12 @@ async def test_nonsense_for_an_answer_is_logged_and_the_next_answer_read() -> No
 
 async def test_nonsense_for_a_question_is_logged_and_not_answered(caplog: pytest.LogCaptureFixture) -> None:
     requests, events = ModelRequests(ScriptedModel(lambda _: "ok")), FakeEvents()
-    for payload in ({}, {"number": 1}, {"number": 10**6, "messages": [{}], "timeout_s": 1}, {"number": 1, "messages": "x", "timeout_s": 1}):
+    for payload in (
+        {},
+        {"number": 1},
+        {"number": 10**6, "messages": [{}], "timeout_s": 1},
+        {"number": 1, "messages": "x", "timeout_s": 1},
+    ):
         with pytest.raises(EnvelopeRefused):
             parse_question(payload)
         given = requests.open_call()(CallEvent(kind=MODEL, payload=payload), FakeReader(events))  # type: ignore[arg-type]
@@ -244,7 +253,14 @@ async def test_nonsense_for_a_question_is_logged_and_not_answered(caplog: pytest
 
 async def test_the_tokens_of_answers_are_summed_for_the_run() -> None:
     bridge = Bridge(
-        [Raw([{"choices": [{"delta": {"content": "ok"}}]}, {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}])]
+        [
+            Raw(
+                [
+                    {"choices": [{"delta": {"content": "ok"}}]},
+                    {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}},
+                ]
+            )
+        ]
     )
     assert (await bridge.ask()).usage == Usage(5, 2)
     assert bridge.requests.usage() == Usage(5, 2)

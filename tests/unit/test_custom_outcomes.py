@@ -32,7 +32,9 @@ def logs() -> Iterator[Logs]:
 
 
 def run(made: FunctionTool[..., Any]) -> Outcome:
-    return CustomCalls({}).build_handler(made)({}, ToolEnvironment(build_call(made.name), build_context(), WorkerResources({})))
+    return CustomCalls({}).build_handler(made)(
+        {}, ToolEnvironment(build_call(made.name), build_context(), WorkerResources({}))
+    )
 
 
 # --- what becomes of results ---
@@ -95,7 +97,9 @@ def test_a_failure_without_a_code_is_no_success() -> None:
 def test_a_result_of_ours_or_in_its_shape_keeps_what_it_says() -> None:
     @tool
     def ours() -> ToolResult:
-        return ToolResult(call_id="x", name="y", success=False, error="out of stock", error_code=ErrorCode.NO_MATCH, metadata={"n": 1})
+        return ToolResult(
+            call_id="x", name="y", success=False, error="out of stock", error_code=ErrorCode.NO_MATCH, metadata={"n": 1}
+        )
 
     @tool
     def alike() -> Verdict:
@@ -104,7 +108,11 @@ def test_a_result_of_ours_or_in_its_shape_keeps_what_it_says() -> None:
     outcome = run(ours)
     assert (outcome.error_code, outcome.error, outcome.metadata) == (ErrorCode.NO_MATCH, "out of stock", {"n": 1})
     outcome = run(alike)
-    assert (outcome.error_code, outcome.error, outcome.output) == (ErrorCode.INTERNAL, "out of stock", "two of three parts")
+    assert (outcome.error_code, outcome.error, outcome.output) == (
+        ErrorCode.INTERNAL,
+        "out of stock",
+        "two of three parts",
+    )
 
 
 def test_a_result_cannot_point_at_bytes_of_others() -> None:
@@ -118,11 +126,23 @@ def test_a_result_cannot_point_at_bytes_of_others() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("line\n" * 2001, "[Cut: 2000 of 2001 lines, 10000 of 10005 bytes; to see the rest call give for less at a time]"),
+        (
+            "line\n" * 2001,
+            "[Cut: 2000 of 2001 lines, 10000 of 10005 bytes; to see the rest call give for less at a time]",
+        ),
         ("x" * 40_000, "[Cut: 1 of 1 lines, 32768 of 40000 bytes; to see the rest call give for less at a time]"),
         ("读" * 20_000, "[Cut: 1 of 1 lines, 32766 of 60000 bytes; to see the rest call give for less at a time]"),
-        ("x" * 300_000, "[Cut: 1 of at least 1 lines, 32768 of at least 262144 bytes; to see the rest call give for less at a time]"),
-        (("y" * 99 + "\n") * 400, "[Cut: 327 of 400 lines, 32700 of 40000 bytes; to see the rest call give for less at a time]"),
+        (
+            "x" * 300_000,
+            (
+                "[Cut: 1 of at least 1 lines, 32768 of at least 262144 bytes; to see the rest call give for less at a "
+                "time]"
+            ),
+        ),
+        (
+            ("y" * 99 + "\n") * 400,
+            "[Cut: 327 of 400 lines, 32700 of 40000 bytes; to see the rest call give for less at a time]",
+        ),
     ],
     ids=["lines", "one line", "whole characters", "beyond a result", "whole lines"],
 )
@@ -138,7 +158,9 @@ def test_long_output_is_cut_and_what_is_missing_is_said(text: str, told: str) ->
     assert text.startswith(head)
 
 
-@pytest.mark.parametrize("text", ["line\n" * 2000, "x" * 32768, "读" * 10_922, ""], ids=["lines", "bytes", "characters", "nothing"])
+@pytest.mark.parametrize(
+    "text", ["line\n" * 2000, "x" * 32768, "读" * 10_922, ""], ids=["lines", "bytes", "characters", "nothing"]
+)
 def test_output_at_the_limit_is_whole(text: str) -> None:
     @tool
     def give() -> str:
@@ -184,7 +206,12 @@ def test_an_exception_is_told_without_its_traceback_and_logged_with_it(logs: Log
     outcome = run(fail)
     assert (outcome.error_code, outcome.error) == (ErrorCode.INTERNAL, "ValueError: no such order")
     (entry,) = logs
-    assert (entry["event"], entry["tool"], entry["call"], entry["exc_info"]) == ("custom_tool_failed", "fail", "call-1", True)
+    assert (entry["event"], entry["tool"], entry["call"], entry["exc_info"]) == (
+        "custom_tool_failed",
+        "fail",
+        "call-1",
+        True,
+    )
 
 
 def test_a_tool_failure_keeps_its_code_and_sentence_and_is_nobodys_bug(logs: Logs) -> None:

@@ -1,4 +1,6 @@
-"""What the author of a package with tools has: the example of docs/custom-tools.md, and a worker that says what is wrong with a package."""
+"""What the author of a package with tools has: the example of docs/custom-tools.md, and a worker that says what is
+wrong with a package.
+"""
 
 import runpy
 from pathlib import Path
@@ -29,7 +31,11 @@ def test_a_broken_package_stops_the_start_with_its_name(
 
 def test_the_example_passes_its_own_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    tests = [value for name, value in runpy.run_path(str(EXAMPLE / "tests" / "test_order_tools.py")).items() if name.startswith("test_")]
+    tests = [
+        value
+        for name, value in runpy.run_path(str(EXAMPLE / "tests" / "test_order_tools.py")).items()
+        if name.startswith("test_")
+    ]
     assert len(tests) == 3
     for test in tests:
         test()

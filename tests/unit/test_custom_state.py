@@ -1,4 +1,6 @@
-"""A session's state in Redis: shared by workers, kept apart by tenant, forgotten when nobody uses it, and honest when Redis is away."""
+"""A session's state in Redis: shared by workers, kept apart by tenant, forgotten when nobody uses it, and honest when
+Redis is away.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -66,7 +68,9 @@ async def test_sessions_and_tenants_see_nothing_of_each_other(store: StateStore,
         assert await other.items() == {}
 
 
-async def test_every_use_puts_off_the_day_on_which_a_state_is_forgotten(redis_server: RedisProcess, states: list[RedisState]) -> None:
+async def test_every_use_puts_off_the_day_on_which_a_state_is_forgotten(
+    redis_server: RedisProcess, states: list[RedisState]
+) -> None:
     key = session_state_key("test", "acme", "s1")
     await states[0].set("a", 1)
     with redis_server.client() as client:

@@ -65,7 +65,10 @@ def test_arguments_are_checked_by_schema_and_validators(arguments: dict[str, Any
 def test_a_tool_is_stopped_at_its_hard_limit_and_the_next_call_works(name: str) -> None:
     worker, started = LocalWorker(sleep, sleep_async, count), time.monotonic()
     result = worker.call(name, {"seconds": 30})
-    assert (result.error_code, result.error) == (ErrorCode.TIMEOUT, f"{name} did not end within its limit of 0.2 s and was stopped")
+    assert (result.error_code, result.error) == (
+        ErrorCode.TIMEOUT,
+        f"{name} did not end within its limit of 0.2 s and was stopped",
+    )
     assert time.monotonic() - started < 10
     assert worker.call("count", {"text": "a"}).success
 
@@ -88,7 +91,10 @@ def test_a_tool_that_cannot_be_stopped_is_told_as_what_it_costs_a_worker(monkeyp
         return "done"
 
     result = LocalWorker(stubborn).call("stubborn")
-    assert (result.error_code, "would have killed its process" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
+    assert (result.error_code, "would have killed its process" in str(result.error)) == (
+        ErrorCode.OUTCOME_UNKNOWN,
+        True,
+    )
 
 
 def test_failures_and_bugs_are_told_as_a_worker_tells_them() -> None:
@@ -224,5 +230,10 @@ def test_a_call_in_another_thread_is_refused_with_what_to_do() -> None:
 
 
 def test_it_needs_nothing_of_the_orchestrators_packages() -> None:
-    code = "import sys, workers.custom.testing; print([m for m in ('orchestrator', 'openai', 'docker', 'typer', 'fastapi') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, workers.custom.testing; print([m for m in ('orchestrator', 'openai', 'docker', 'typer', "
+        "'fastapi') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

@@ -223,7 +223,9 @@ def test_names_are_the_agents_own_only_in_folders_that_are(folder: str) -> None:
     assert level("rm -rf /workspace/build", folder) is Level.NONE
 
 
-@pytest.mark.parametrize("mode", ["ag" * 60_000 + "z", "u+" + "w" * 100_000 + "q", "a" * 100_000 + "q", "+" + "s" * 60_000 + "q"])
+@pytest.mark.parametrize(
+    "mode", ["ag" * 60_000 + "z", "u+" + "w" * 100_000 + "q", "a" * 100_000 + "q", "+" + "s" * 60_000 + "q"]
+)
 @pytest.mark.parametrize("flags", ["", "-R "])
 def test_a_mode_of_any_length_is_read_at_once(flags: str, mode: str) -> None:
     script = parse_commands(f"chmod {flags}{mode} x")

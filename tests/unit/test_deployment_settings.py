@@ -26,14 +26,19 @@ PROCESSES: dict[str, tuple[type[BaseModel], ...]] = {
 
 _EMBEDDED = "read by an embedded stack only"
 _TEST_ADDRESS = "another address of the service is for tests only"
-_OWN_REDIS = "for a Redis outside of these files; an overlay sets it together with the mounted certificates (docs/scaling.md)"
+_OWN_REDIS = (
+    "for a Redis outside of these files; an overlay sets it together with the mounted certificates (docs/scaling.md)"
+)
 ABSENT: dict[tuple[str, str], str] = {
     ("*", "TOOLCREW_REDIS_CA"): _OWN_REDIS,
     ("*", "TOOLCREW_REDIS_CERT"): _OWN_REDIS,
     ("*", "TOOLCREW_REDIS_KEY"): _OWN_REDIS,
     ("*", "TOOLCREW_REDIS_SENTINEL_MASTER"): _OWN_REDIS,
     ("*", "TOOLCREW_REDIS_SENTINEL_PASSWORD"): _OWN_REDIS,
-    ("orchestrator", "TOOLCREW_API_KEY"): "the key of one person, given to one command: docker-compose exec -e TOOLCREW_API_KEY",
+    (
+        "orchestrator",
+        "TOOLCREW_API_KEY",
+    ): "the key of one person, given to one command: docker-compose exec -e TOOLCREW_API_KEY",
     ("api", "TOOLCREW_API_KEY"): "the API takes the key of each request",
     ("*", "TOOLCREW_MODEL_FILE"): "the images have no local model",
     ("*", "TOOLCREW_MODEL_CACHE"): "the images have no local model",
@@ -69,7 +74,9 @@ ABSENT: dict[tuple[str, str], str] = {
 
 def read_variables(service: str) -> list[tuple[str, ...]]:
     """The settings of a service; each with the variables that set it."""
-    return [variable_names(name, field) for settings in PROCESSES[service] for name, field in settings.model_fields.items()]
+    return [
+        variable_names(name, field) for settings in PROCESSES[service] for name, field in settings.model_fields.items()
+    ]
 
 
 def read_kubernetes() -> dict[str, dict[str, Any]]:
@@ -78,7 +85,10 @@ def read_kubernetes() -> dict[str, dict[str, Any]]:
     for path in (ROOT / "deploy" / "kubernetes").glob("*.yaml"):
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
             pod = document.get("spec", {}).get("template", {}).get("spec", {})
-            found |= {container["name"]: container for container in [*pod.get("initContainers", []), *pod.get("containers", [])]}
+            found |= {
+                container["name"]: container
+                for container in [*pod.get("initContainers", []), *pod.get("containers", [])]
+            }
     return found
 
 
@@ -91,7 +101,8 @@ def test_compose_passes_every_setting_on_or_the_reason_is_listed(service: str) -
     missing = [
         names[0]
         for names in read_variables(service)
-        if not set(names) & set(passed) and not any((where, name) in ABSENT for where in (service, "*") for name in names)
+        if not set(names) & set(passed)
+        and not any((where, name) in ABSENT for where in (service, "*") for name in names)
     ]
     assert not missing, f"docker-compose.yml, {service}: pass {missing} on, or list them in ABSENT with the reason"
 
@@ -100,7 +111,9 @@ def test_no_setting_is_both_passed_on_and_listed_as_absent() -> None:
     for where, name in ABSENT:
         services = PROCESSES if where == "*" else (where,)
         assert not [service for service in services if name in COMPOSE[service]["environment"]], name
-        assert any(name in names for service in services for names in read_variables(service)), f"{name} is no setting of {where}"
+        assert any(name in names for service in services for names in read_variables(service)), (
+            f"{name} is no setting of {where}"
+        )
 
 
 @pytest.mark.parametrize("service", PROCESSES)
@@ -110,8 +123,12 @@ def test_kubernetes_passes_every_setting_on_from_one_map(service: str) -> None:
 
 @pytest.mark.parametrize("service", PROCESSES)
 def test_what_a_manifest_sets_itself_differs_from_the_map_for_a_reason(service: str) -> None:
-    """A variable in `env` hides that of the map, so only names, addresses, secrets and sizes of this container belong there."""
-    own = {variable["name"] for variable in KUBERNETES[service].get("env", []) if variable["name"].startswith("TOOLCREW_")}
+    """A variable in `env` hides that of the map, so only names, addresses, secrets and sizes of this container belong
+    there.
+    """
+    own = {
+        variable["name"] for variable in KUBERNETES[service].get("env", []) if variable["name"].startswith("TOOLCREW_")
+    }
     assert own <= {
         "TOOLCREW_DEPLOYMENT",
         "TOOLCREW_SECRET",

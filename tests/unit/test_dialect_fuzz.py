@@ -17,7 +17,9 @@ def test_a_failure_tells_how_to_run_its_input_again() -> None:
     def fails(random: Random) -> None:
         raise AssertionError(f"made of {random.random()}")
 
-    with pytest.raises(Failed, match=r"always, seed 5, input 7 .*--seed 5 --first 7 1.*: AssertionError: made of 0") as first:
+    with pytest.raises(
+        Failed, match=r"always, seed 5, input 7 .*--seed 5 --first 7 1.*: AssertionError: made of 0"
+    ) as first:
         run_one(5, 7, {"always": fails})
     with pytest.raises(Failed) as second:
         run_one(5, 7, {"always": fails})

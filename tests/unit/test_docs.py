@@ -1,4 +1,6 @@
-"""The documentation: every link has an end, every page has a place in the menu, and the site is built of it without a request to anywhere."""
+"""The documentation: every link has an end, every page has a place in the menu, and the site is built of it without a
+request to anywhere.
+"""
 
 import os
 import re
@@ -33,7 +35,9 @@ def _marks(page: Path) -> set[str]:
 
 def test_every_picture_is_on_a_page() -> None:
     text = "".join(page.read_text() for page in PAGES)
-    assert [picture.name for picture in (ROOT / "docs" / "pictures").iterdir() if f"pictures/{picture.name})" not in text] == []
+    assert [
+        picture.name for picture in (ROOT / "docs" / "pictures").iterdir() if f"pictures/{picture.name})" not in text
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["setting_docs", "command_docs", "error_docs", "http_docs"])
@@ -50,7 +54,9 @@ def test_every_script_that_makes_a_page_is_run_for_the_reference() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; anchors, links and the menu are complete, or there is none. No address can be reached meanwhile."""
+    """The built site; anchors, links and the menu are complete, or there is none. No address can be reached
+    meanwhile.
+    """
     folder = tmp_path_factory.mktemp("site")
     done = build(ROOT / "mkdocs.yml", folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,8 +64,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(config: Path, folder: Path) -> "subprocess.CompletedProcess[str]":
-    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(folder)]
+    nowhere = dict.fromkeys(
+        ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(config),
+        "--site-dir",
+        str(folder),
+    ]
     environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
 

@@ -1,4 +1,6 @@
-"""`toolcrew doctor` of a deployment: with one thing broken at a time it names that one, says what to do, and nothing else is called broken."""
+"""`toolcrew doctor` of a deployment: with one thing broken at a time it names that one, says what to do, and nothing
+else is called broken.
+"""
 
 import json
 import time
@@ -107,7 +109,7 @@ async def test_a_deployment_in_which_nothing_is_broken_is_healthy(client: Client
     }  # fmt: skip
 
 
-# --- Redis ------------------------------------------------------------------------------------------------------------------------
+# --- Redis ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,13 @@ async def test_a_deployment_in_which_nothing_is_broken_is_healthy(client: Client
     ids=["evicts", "full", "keeps nothing"],
 )
 async def test_what_redis_is_told_wrong_is_named(
-    client: Client, broker: BrokerSettings, settings: dict[str, str], name: str, is_broken: bool, words: str, remedy: str
+    client: Client,
+    broker: BrokerSettings,
+    settings: dict[str, str],
+    name: str,
+    is_broken: bool,
+    words: str,
+    remedy: str,
 ) -> None:
     before = {key: (await client.config_get(key))[key] for key in settings}
     for key, value in settings.items():
@@ -139,13 +147,17 @@ async def test_what_redis_is_told_wrong_is_named(
     assert report.is_healthy is not is_broken
 
 
-async def test_messages_that_somebody_else_signed_are_told_and_those_that_expired_are_not(client: Client, broker: BrokerSettings) -> None:
+async def test_messages_that_somebody_else_signed_are_told_and_those_that_expired_are_not(
+    client: Client, broker: BrokerSettings
+) -> None:
     await client.hset(refusals_key(D), mapping={"signature": 3, "expired": 90})
     report = Report()
     await examine_redis(client, broker, report)
 
     assert [
-        (found.needed, "signature: 3" in found.text, "expired" in found.text) for found in of(report, "secret") if not found.is_good
+        (found.needed, "signature: 3" in found.text, "expired" in found.text)
+        for found in of(report, "secret")
+        if not found.is_good
     ] == [(False, True, False)]
 
 
@@ -169,13 +181,20 @@ async def test_the_user_of_orchestrators_may_ask_for_everything() -> None:
 
 async def test_a_user_with_another_password_than_everybody_needs_the_secret() -> None:
     with open_server(users=True) as server:
-        report = await examine(OrchestratorSettings.model_validate({"redis_url": server.url("orchestrator")}), "deployment")
+        report = await examine(
+            OrchestratorSettings.model_validate({"redis_url": server.url("orchestrator")}), "deployment"
+        )
 
-    assert [found.needed for found in of(report, "secret") if "TOOLCREW_SECRET" in found.text and not found.is_good] == [True]
+    assert [
+        found.needed for found in of(report, "secret") if "TOOLCREW_SECRET" in found.text and not found.is_good
+    ] == [True]
 
 
 async def test_a_replica_is_no_redis_to_write_to() -> None:
-    with open_server() as master, open_server(f"replicaof 127.0.0.1 {master.port}", f"masterauth {master.password}") as replica:
+    with (
+        open_server() as master,
+        open_server(f"replicaof 127.0.0.1 {master.port}", f"masterauth {master.password}") as replica,
+    ):
         broker = broker_for(replica.url())
         client = open_redis(broker)
         report = Report()
@@ -195,7 +214,9 @@ async def test_a_redis_that_does_not_answer_is_one_finding() -> None:
     assert not report.is_healthy
 
 
-async def test_a_redis_that_goes_in_between_is_an_error_that_says_so(redis_server: RedisProcess, client: Client) -> None:
+async def test_a_redis_that_goes_in_between_is_an_error_that_says_so(
+    redis_server: RedisProcess, client: Client
+) -> None:
     await serve(client)
     redis_server.stop()
     try:
@@ -205,14 +226,19 @@ async def test_a_redis_that_goes_in_between_is_an_error_that_says_so(redis_serve
         redis_server.start()
 
 
-# --- hosts and queues -----------------------------------------------------------------------------------------------------------
+# --- hosts and queues -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("fields", "is_broken", "words", "remedy"),
     [
         ({"release": "0"}, True, "release 0", "upgrading.md"),
-        ({"healthy": False, "trouble": "sandboxd does not answer"}, True, "sandboxd does not answer", "toolcrew doctor"),
+        (
+            {"healthy": False, "trouble": "sandboxd does not answer"},
+            True,
+            "sandboxd does not answer",
+            "toolcrew doctor",
+        ),
         ({"worker": "", "draining": True}, False, "successor", "start its worker"),
         ({"draining": True}, False, "no new sessions", "wait"),
         ({"memory_free_bytes": 1}, False, "memory are left", "TOOLCREW_MAX_SANDBOXES"),
@@ -235,7 +261,9 @@ async def test_a_host_in_trouble_is_named_with_what_to_do(
     assert remedy in found.remedy
 
 
-async def test_a_worker_whose_report_is_of_another_release_is_told_and_its_queue_is_not_called_dead(client: Client) -> None:
+async def test_a_worker_whose_report_is_of_another_release_is_told_and_its_queue_is_not_called_dead(
+    client: Client,
+) -> None:
     await serve(client)
     await client.zadd(hosts_key(D), {"host.new.b00t": time.time()})
     await client.set(host_key(D, "host.new.b00t"), '{"surprise": 1}')
@@ -271,7 +299,9 @@ async def test_calls_in_the_queue_of_a_host_that_is_gone_are_told(client: Client
     assert "host.gone.b00t: 1 calls" in of(report, "queues")[0].text
 
 
-@pytest.mark.parametrize(("slots", "age_s", "is_broken"), [(0, 0, True), (4, 3600, True), (4, 0, False)], ids=["unserved", "old", "fresh"])
+@pytest.mark.parametrize(
+    ("slots", "age_s", "is_broken"), [(0, 0, True), (4, 3600, True), (4, 0, False)], ids=["unserved", "old", "fresh"]
+)
 async def test_calls_that_nobody_takes_are_told(client: Client, slots: int, age_s: float, is_broken: bool) -> None:
     await serve(client)
     call = f"toolcrew:{D}:t:acme:call.c1"
@@ -284,7 +314,9 @@ async def test_calls_that_nobody_takes_are_told(client: Client, slots: int, age_
     assert bad(report) == ([("queues", True)] if is_broken else [])
 
 
-@pytest.mark.parametrize("message", ["", "{", '{"headers": {"call_key": "other:key"}}', '{"headers": {"call_key": "toolcrew:default:x"}}'])
+@pytest.mark.parametrize(
+    "message", ["", "{", '{"headers": {"call_key": "other:key"}}', '{"headers": {"call_key": "toolcrew:default:x"}}']
+)
 async def test_a_message_of_somebody_else_stops_no_look(client: Client, message: str) -> None:
     await serve(client)
     await client.set(slots_key(D, "pool.web"), 4)
@@ -293,7 +325,7 @@ async def test_a_message_of_somebody_else_stops_no_look(client: Client, message:
     assert bad(await looked_at(client)) == []
 
 
-# --- tools, tenants, keys, questions ------------------------------------------------------------------------------------------------
+# --- tools, tenants, keys, questions ----------------------------------------------------------------------------------
 
 
 async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Client) -> None:
@@ -323,10 +355,14 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Clie
     ],
     ids=["unreadable", "class", "image", "paused"],
 )
-async def test_a_tenant_that_is_not_served_is_told(client: Client, policy: bytes | TenantPolicy, is_broken: bool, words: str) -> None:
+async def test_a_tenant_that_is_not_served_is_told(
+    client: Client, policy: bytes | TenantPolicy, is_broken: bool, words: str
+) -> None:
     await serve(client)
     record = policy if isinstance(policy, bytes) else seal_policy(keys_of(client), "acme", policy)
-    await client.hset(tenants_key(D), mapping={"acme": record, "fine": seal_policy(keys_of(client), "fine", TenantPolicy())})
+    await client.hset(
+        tenants_key(D), mapping={"acme": record, "fine": seal_policy(keys_of(client), "fine", TenantPolicy())}
+    )
     report = await looked_at(client)
 
     assert bad(report) == [("tenants", is_broken)]
@@ -362,7 +398,7 @@ async def test_only_questions_that_still_wait_are_counted(client: Client) -> Non
     assert [found.text for found in of(await looked_at(client), "approvals")] == ["1 calls wait for a person"]
 
 
-# --- the words ---------------------------------------------------------------------------------------------------------------------
+# --- the words --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -392,9 +428,14 @@ async def test_a_host_that_takes_no_call_is_named_and_nothing_of_the_session_sta
     redis_server: RedisProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await serve(client)
-    await client.set(catalog_key(D, "sandbox"), seal_catalog(keys_of(client), "sandbox", Catalog(tools=tuple(build_registry().specs()))))
+    await client.set(
+        catalog_key(D, "sandbox"),
+        seal_catalog(keys_of(client), "sandbox", Catalog(tools=tuple(build_registry().specs()))),
+    )
     monkeypatch.setattr(doctor_deep, "QUEUE_WAIT_S", 0.5)
     report = Report()
     await examine_hosts(broker_for(redis_server.url), [build_report()], report)
-    assert [(found.name, found.is_good, found.needed, found.text[:3]) for found in report.findings] == [("calls", False, True, "h1:")]
+    assert [(found.name, found.is_good, found.needed, found.text[:3]) for found in report.findings] == [
+        ("calls", False, True, "h1:")
+    ]
     assert await client.zcard(open_sessions_key(D)) == 0

@@ -1,4 +1,6 @@
-"""`toolcrew doctor` of what a deployment speaks to: Flower, the API, the model's endpoint, the collector; asked over real sockets."""
+"""`toolcrew doctor` of what a deployment speaks to: Flower, the API, the model's endpoint, the collector; asked over
+real sockets.
+"""
 
 import json
 import threading
@@ -102,17 +104,23 @@ async def test_the_models_endpoint_is_asked_for_what_costs_nothing(
 ) -> None:
     report = Report()
     with answering(status, body) as (url, asked):
-        await examine_model(settings_of(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="key-of-the-model", model=model), report)
+        await examine_model(
+            settings_of(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="key-of-the-model", model=model), report
+        )
 
     assert asked == ["/v1/models Bearer key-of-the-model"]
-    assert [(found.is_good, found.needed, words in found.text) for found in report.findings] == [(is_good, needed, True)]
+    assert [(found.is_good, found.needed, words in found.text) for found in report.findings] == [
+        (is_good, needed, True)
+    ]
     assert "key-of-the-model" not in json.dumps(report.to_json())
 
 
 async def test_the_models_key_is_not_shown_to_where_its_endpoint_sends_us() -> None:
     report = Report()
     with answering(200) as (other, asked), answering(307, location=f"{other}/v1/models") as (url, _):
-        await examine_model(settings_of(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="key-of-the-model", model="m1"), report)
+        await examine_model(
+            settings_of(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="key-of-the-model", model="m1"), report
+        )
 
     assert asked == []
     assert len(report.findings) == 1

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from workers.sandboxd.classes import TenantClass
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.promises import Evidence, HostFacts, HostPromise, WorkspaceFacts, is_runc_fixed, judge, read_host_facts
+from workers.sandboxd.promises import (
+    Evidence,
+    HostFacts,
+    HostPromise,
+    WorkspaceFacts,
+    is_runc_fixed,
+    judge,
+    read_host_facts,
+)
 from workers.sandboxd.runtime.engine import EngineFacts
 from workers.settings import SandboxdSettings
 
@@ -36,7 +44,9 @@ GOOD_HOST = HostFacts(
 )
 
 
-def build_evidence(*, facts: dict[str, Any] | None = None, host: dict[str, Any] | None = None, **settings: Any) -> Evidence:
+def build_evidence(
+    *, facts: dict[str, Any] | None = None, host: dict[str, Any] | None = None, **settings: Any
+) -> Evidence:
     """Of a good host, but for what is named."""
     wanted = SandboxdSettings(**{"sandbox_image": "ours:1", "sandbox_runtime": "runsc", **settings})
     return Evidence(
@@ -104,7 +114,12 @@ def test_an_old_runc_voids_the_promise_unless_the_distribution_has_mended_it() -
         ("root inside is nobody outside", {"facts": {"security": frozenset()}}, "void", "no user namespace"),
         ("memory and processes are bounded", {"facts": {"has_memory_limit": False}}, "void", "memory"),
         ("memory and processes are bounded", {"facts": {"has_swap_limit": False}}, "holds", "cgroup v2"),
-        ("memory and processes are bounded", {"facts": {"has_swap_limit": False}, "host": {"swaps": ("/swap",)}}, "void", "swap"),
+        (
+            "memory and processes are bounded",
+            {"facts": {"has_swap_limit": False}, "host": {"swaps": ("/swap",)}},
+            "void",
+            "swap",
+        ),
         ("memory is there for all", {"host": {"memory_bytes": 4 * GIB}}, "void", "4096 MiB"),
         ("memory is there for all", {"host": {"memory_bytes": None}}, "unknown", "cannot be read"),
         ("large programs start", {"host": {"overcommit": 2}}, "void", "overcommit_memory is 2"),
@@ -121,7 +136,9 @@ def test_an_old_runc_voids_the_promise_unless_the_distribution_has_mended_it() -
         ("hostile tenants are apart", {"sandbox_runtime": "runc"}, "void", "class default"),
     ],
 )
-def test_each_lack_of_a_host_voids_its_own_promise_and_says_what_to_do(name: str, changes: dict[str, Any], state: str, word: str) -> None:
+def test_each_lack_of_a_host_voids_its_own_promise_and_says_what_to_do(
+    name: str, changes: dict[str, Any], state: str, word: str
+) -> None:
     row = row_of(build_evidence(**changes), name)
 
     assert row.state == state
@@ -130,7 +147,9 @@ def test_each_lack_of_a_host_voids_its_own_promise_and_says_what_to_do(name: str
 
 
 def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
-    evidence = build_evidence(facts={"seccomp": False, "runtimes": (), "security": frozenset()}, host={"swaps": ("/dev/sda2",)})
+    evidence = build_evidence(
+        facts={"seccomp": False, "runtimes": (), "security": frozenset()}, host={"swaps": ("/dev/sda2",)}
+    )
 
     assert {row.name for row in judge(evidence) if row.is_needed and row.state == "void"} == {
         "system calls are filtered",
@@ -194,7 +213,9 @@ def test_a_class_with_network_whose_proxy_is_gone_has_none(tmp_path: Path) -> No
 
 
 def test_without_an_engine_every_row_is_there_and_none_holds_by_hope() -> None:
-    evidence = replace(build_evidence(), facts=None, images={}, workspaces=None, problem="the Docker engine does not answer")
+    evidence = replace(
+        build_evidence(), facts=None, images={}, workspaces=None, problem="the Docker engine does not answer"
+    )
     rows = judge(evidence)
 
     assert [row.name for row in rows] == [row.name for row in judge(build_evidence())]
@@ -214,11 +235,20 @@ TEXTS = st.text(max_size=30)
     memory=st.none() | st.integers(0, 2**60),
 )
 def test_no_row_raises_whatever_engine_and_host_say(
-    kernel: str, runc: str, runtimes: list[str], security: frozenset[str], swaps: tuple[str, ...] | None, memory: int | None
+    kernel: str,
+    runc: str,
+    runtimes: list[str],
+    security: frozenset[str],
+    swaps: tuple[str, ...] | None,
+    memory: int | None,
 ) -> None:
     facts = {"kernel": kernel, "components": {"runc": runc}, "runtimes": tuple(runtimes), "security": security}
 
-    rows = judge(build_evidence(facts=facts, host={"swaps": swaps, "memory_bytes": memory, "kernel": kernel}, sandbox_runtime="runc"))
+    rows = judge(
+        build_evidence(
+            facts=facts, host={"swaps": swaps, "memory_bytes": memory, "kernel": kernel}, sandbox_runtime="runc"
+        )
+    )
 
     assert all(row.state in ("holds", "void", "unknown") and row.why for row in rows)
     assert all(row.remedy for row in rows if row.state != "holds")

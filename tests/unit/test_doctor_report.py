@@ -16,7 +16,9 @@ def build_row(name: str, state: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_each_promise_is_a_line_and_what_to_do_stands_below_those_that_do_not_hold() -> None:
-    report = Report(promises=[build_row("short", "holds"), build_row("much longer", "void"), build_row("other", "unknown")])
+    report = Report(
+        promises=[build_row("short", "holds"), build_row("much longer", "void"), build_row("other", "unknown")]
+    )
 
     assert report.promise_lines() == [
         "",
@@ -43,7 +45,9 @@ def test_without_a_table_nothing_is_shown() -> None:
     assert Report().to_json() == {"healthy": True, "findings": [], "promises": []}
 
 
-@pytest.mark.parametrize(("at_term", "left"), [("rm sandbox; exit 1", []), ("", ["sandbox"])], ids=["in order", "by force"])
+@pytest.mark.parametrize(
+    ("at_term", "left"), [("rm sandbox; exit 1", []), ("", ["sandbox"])], ids=["in order", "by force"]
+)
 async def test_a_check_that_takes_too_long_is_ended_so_that_it_can_clear_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_term: str, left: list[str]
 ) -> None:

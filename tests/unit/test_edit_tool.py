@@ -22,7 +22,9 @@ class Bench:
     def __init__(self, *answers: Any, **context: Any) -> None:
         self.client = FakeSandboxClient(*answers)
         self._context = build_context(**context)
-        self._executor = build_executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+        self._executor = build_executor(
+            REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}
+        )
 
     def edit(self, **arguments: Any) -> ToolResult:
         call = ToolCall(id="call-1", name="edit_tool", arguments=arguments)
@@ -40,7 +42,9 @@ def test_one_edit_is_a_list_of_one() -> None:
     assert result.output == "replaced 1 in a\n1\tnew"
     assert result.metadata == {"size_bytes": 4, "created": False, "replaced": 1, "encoding": "utf-8"}
     assert json.loads(bench.client.bodies[0]) == [{"old_string": "é", "new_string": "e", "replace_all": False}]
-    assert bench.client.requests == [{"op": "edit_text", "path": "a", "tolerance": "none", "max_bytes": MAX_OUTPUT_BYTES, "timeout_s": 7}]
+    assert bench.client.requests == [
+        {"op": "edit_text", "path": "a", "tolerance": "none", "max_bytes": MAX_OUTPUT_BYTES, "timeout_s": 7}
+    ]
 
 
 def test_several_edits_and_the_count_go_as_they_are() -> None:
@@ -100,7 +104,13 @@ def test_names_of_other_agents_are_taken_within_edits_and_told() -> None:
         bench = Bench(answer(), **context)
         result = bench.edit(path="a", edits=given)
         assert [edit["old_string"] for edit in json.loads(bench.client.bodies[0])] == ["a", "b", "x"]
-        used = ["path -> file_path", "oldString -> old_string", "newString -> new_string", "old_str -> old_string", "new_str -> new_string"]
+        used = [
+            "path -> file_path",
+            "oldString -> old_string",
+            "newString -> new_string",
+            "old_str -> old_string",
+            "new_str -> new_string",
+        ]
         assert result.metadata["aliases_used"] == [*used, "replaceAll -> replace_all"]
     twice = [{"oldString": "a", "old_string": "a", "new_string": "b"}]
     assert "'oldString' and 'old_string' mean the same parameter" in str(Bench().edit(file_path="a", edits=twice).error)
@@ -111,7 +121,8 @@ def test_names_of_other_agents_are_taken_within_edits_and_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "sent"), [({}, "none"), ({"edit.tolerance": "none"}, "none"), ({"edit.tolerance": "whitespace"}, "whitespace")]
+    ("config", "sent"),
+    [({}, "none"), ({"edit.tolerance": "none"}, "none"), ({"edit.tolerance": "whitespace"}, "whitespace")],
 )
 def test_the_tolerance_is_the_runs_setting(config: dict[str, Any], sent: str) -> None:
     bench = Bench(answer(), config=config)
@@ -125,14 +136,21 @@ def test_a_tolerance_that_is_none_is_the_operators_to_mend() -> None:
     assert bench.client.requests == []
 
 
-@pytest.mark.parametrize("code", ["NO_MATCH", "AMBIGUOUS_MATCH", "NO_CHANGE", "STALE_FILE", "FILE_NOT_FOUND", "BINARY_FILE"])
+@pytest.mark.parametrize(
+    "code", ["NO_MATCH", "AMBIGUOUS_MATCH", "NO_CHANGE", "STALE_FILE", "FILE_NOT_FOUND", "BINARY_FILE"]
+)
 def test_a_failure_of_the_guest_reads_as_it_is(code: str) -> None:
-    result = Bench(GuestResponse({"error": {"code": code, "message": "a: words"}})).edit(file_path="a", old_string="a", new_string="b")
+    result = Bench(GuestResponse({"error": {"code": code, "message": "a: words"}})).edit(
+        file_path="a", old_string="a", new_string="b"
+    )
     assert result.text() == f"Error [{code}]: a: words"
 
 
 def test_a_path_of_any_signs_is_shown_on_one_line() -> None:
-    assert Bench(answer()).edit(file_path="a\n\udcff", old_string="a", new_string="b").output == "replaced 1 in a\ufffd?\n1\tnew"
+    assert (
+        Bench(answer()).edit(file_path="a\n\udcff", old_string="a", new_string="b").output
+        == "replaced 1 in a\ufffd?\n1\tnew"
+    )
 
 
 @pytest.mark.parametrize("fields", [{"replaced": -1}, {"replaced": None}, {"encoding": "a b"}, {"created": 1}])

@@ -1,4 +1,6 @@
-"""Bodies taken apart: whatever the pieces they come in, the content is the same, and what is badly framed is refused."""
+"""Bodies taken apart: whatever the pieces they come in, the content is the same, and what is badly framed is
+refused.
+"""
 
 import time
 from itertools import pairwise
@@ -27,7 +29,10 @@ def test_chunks_come_out_as_they_went_in_however_they_are_cut(pieces: list[bytes
 
 
 @given(
-    st.lists(st.sampled_from([b"1", b"a", b"\r\n", b"0", b";x", b"\n", b" ", b"f", b"\r", b"-", b"Z:"]), max_size=20).map(b"".join), CUTS
+    st.lists(
+        st.sampled_from([b"1", b"a", b"\r\n", b"0", b";x", b"\n", b" ", b"f", b"\r", b"-", b"Z:"]), max_size=20
+    ).map(b"".join),
+    CUTS,
 )
 def test_the_cuts_do_not_decide_whether_chunks_are_accepted(data: bytes, cuts: list[int]) -> None:
     def read(cuts: list[int]) -> tuple[bytes, bool] | str:

@@ -1,4 +1,6 @@
-"""What a session may use of the proxy: bytes, bytes a second, connections, time; and what a hostile one costs others."""
+"""What a session may use of the proxy: bytes, bytes a second, connections, time; and what a hostile one costs
+others.
+"""
 
 import asyncio
 import contextlib
@@ -11,7 +13,18 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from tests.egress_ground import SOON_S, Ground, body_of, build_hello, build_rules, get, open_ground, read_all, read_some, status_of
+from tests.egress_ground import (
+    SOON_S,
+    Ground,
+    body_of,
+    build_hello,
+    build_rules,
+    get,
+    open_ground,
+    read_all,
+    read_some,
+    status_of,
+)
 from tests.web_servers import WebServer, answer, open_web_server
 from workers.egress.allowances import Allowances, Bucket
 from workers.egress.limits import ProxyLimits
@@ -71,7 +84,10 @@ def test_the_bytes_of_a_session_end_exactly_where_its_rules_say(ground: Ground, 
     line = ground.wait_for_line(session="exact")
     assert line["bytes_up"] + line["bytes_down"] == 50_000
     # The client gets our Connection header in place of the host's; the body is what came.
-    assert len(got.partition(b"\r\n\r\n")[2]) == line["bytes_down"] - len(answer(b"x" * 100_000).partition(b"\r\n\r\n")[0]) - 4
+    assert (
+        len(got.partition(b"\r\n\r\n")[2])
+        == line["bytes_down"] - len(answer(b"x" * 100_000).partition(b"\r\n\r\n")[0]) - 4
+    )
     data = ground.ask(rules, asked, session="exact")
     assert (status_of(data), "the 50000 bytes that it may in its whole life" in body_of(data)) == (429, True)
     assert status_of(ground.ask(rules, asked, session="another")) == 200
@@ -239,7 +255,10 @@ def test_a_host_that_does_not_answer_is_given_up_with_a_sentence(server: WebServ
 
 
 def test_a_connection_that_lives_too_long_is_ended_however_busy(echo: int) -> None:
-    with open_ground(limits=replace(WATCHFUL, total_s=0.6)) as ground, ground.tunnel(build_rules(echo), f"site.example:{echo}") as client:
+    with (
+        open_ground(limits=replace(WATCHFUL, total_s=0.6)) as ground,
+        ground.tunnel(build_rules(echo), f"site.example:{echo}") as client,
+    ):
         with contextlib.suppress(OSError):
             while True:
                 client.sendall(b"x")
@@ -255,7 +274,9 @@ def test_a_client_that_does_not_read_holds_neither_memory_nor_others(ground: Gro
     with ground.connect(build_rules(server), session="lazy") as lazy:
         lazy.sendall(get(f"site.example:{server.port}/flood"))
         for _ in range(20):
-            assert status_of(ground.ask(build_rules(server), get(f"site.example:{server.port}/"), session="busy")) == 200
+            assert (
+                status_of(ground.ask(build_rules(server), get(f"site.example:{server.port}/"), session="busy")) == 200
+            )
 
 
 # TLS in tunnels

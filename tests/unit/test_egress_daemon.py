@@ -55,7 +55,9 @@ def test_the_process_serves_refuses_a_second_and_removes_its_socket_at_the_end(t
     with running_process(path) as process:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        assert b"is not on this tenant's list" in exchange(path, build_opening({"hosts": ["a.example"]}) + get("b.example/"))
+        assert b"is not on this tenant's list" in exchange(
+            path, build_opening({"hosts": ["a.example"]}) + get("b.example/")
+        )
         second = subprocess.run(
             [sys.executable, "-m", "workers.egress"],
             env={**os.environ, "TOOLCREW_EGRESS_SOCKET": str(path)},
@@ -74,7 +76,8 @@ def test_the_process_serves_refuses_a_second_and_removes_its_socket_at_the_end(t
 def test_another_user_is_not_served_unless_named(tmp_path: Path) -> None:
     # The proxy closes on who may not connect, perhaps before he has sent all.
     program = (
-        "import contextlib, os, socket, sys; os.setuid(int(sys.argv[2])); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])\n"
+        "import contextlib, os, socket, sys; os.setuid(int(sys.argv[2])); s = socket.socket(socket.AF_UNIX); "
+        "s.connect(sys.argv[1])\n"
         "with contextlib.suppress(OSError): s.sendall(sys.stdin.buffer.read())\n"
         "with contextlib.suppress(OSError): print(s.recv(12))"
     )

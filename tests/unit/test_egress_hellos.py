@@ -37,7 +37,9 @@ def refused(gate: HelloGate, data: bytes) -> str:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-@pytest.mark.parametrize(("name", "found"), [("site.example", "site.example"), ("SITE.example", "site.example"), (None, "")])
+@pytest.mark.parametrize(
+    ("name", "found"), [("site.example", "site.example"), ("SITE.example", "site.example"), (None, "")]
+)
 def test_the_name_of_a_real_greeting_is_found(name: str | None, found: str, version: ssl.TLSVersion) -> None:
     assert parse_hello(build_hello(name, version) + b"what follows") == found
 
@@ -92,7 +94,14 @@ def test_a_greeting_without_a_name_is_refused_unless_an_address_was_asked_for() 
 
 
 def test_two_names_in_a_greeting_are_refused() -> None:
-    extension = b"\x00\x00" + (17).to_bytes(2, "big") + (15).to_bytes(2, "big") + b"\x00" + (12).to_bytes(2, "big") + b"evil.example"
+    extension = (
+        b"\x00\x00"
+        + (17).to_bytes(2, "big")
+        + (15).to_bytes(2, "big")
+        + b"\x00"
+        + (12).to_bytes(2, "big")
+        + b"evil.example"
+    )
     message = HELLO[9:]
     at = 2 + 32 + 1 + message[34]
     at += 2 + int.from_bytes(message[at : at + 2], "big")
@@ -103,7 +112,9 @@ def test_two_names_in_a_greeting_are_refused() -> None:
     assert "carries nothing else" in refused(gate_for(), b"\x16\x03\x01" + len(data).to_bytes(2, "big") + data)
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x80\x2e\x01\x00\x02", b"\x00", b"\x17\x03\x03\x00\x01x"])
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x80\x2e\x01\x00\x02", b"\x00", b"\x17\x03\x03\x00\x01x"]
+)
 def test_what_is_not_tls_is_refused_at_the_ports_of_the_web_and_passes_at_others(data: bytes) -> None:
     assert "does not speak TLS" in refused(gate_for(), data)
     assert "does not speak TLS" in refused(gate_for("https://site.example:80/"), data)

@@ -56,7 +56,14 @@ def test_a_tunnel_names_host_and_port(place: bytes, lines: list[bytes], version:
 
 
 def test_headers_of_one_hop_are_dropped_and_those_that_they_name() -> None:
-    one_hop = [b"TE: trailers", b"Upgrade: h2c", b"HTTP2-Settings: x", b"Keep-Alive: 5", b"Proxy-Authorization: y", b"Trailer: z"]
+    one_hop = [
+        b"TE: trailers",
+        b"Upgrade: h2c",
+        b"HTTP2-Settings: x",
+        b"Keep-Alive: 5",
+        b"Proxy-Authorization: y",
+        b"Trailer: z",
+    ]
     request = parse(b"GET " + URL + b" HTTP/1.1", HOST, b"Connection: X-A, upgrade", b"X-A: 1", *one_hop, b"X-B: 2")
     assert request.head == b"GET / HTTP/1.1\r\nHost: site.example\r\nX-B: 2\r\nConnection: close\r\n\r\n"
 
@@ -188,7 +195,9 @@ def test_a_tunnel_with_a_body_is_refused(line: bytes) -> None:
 _STARTS = [b"GET ", b"POST ", b"CONNECT ", URL, b"site.example:443", b" HTTP/1.1", b" HTTP/1.0", HOST, b"http://", b"@"]
 _HEADERS = [b"Content-Length: ", b"Transfer-Encoding: ", b"chunked", b"5", b",", b"Connection: ", b"X", b": "]
 _TOKENS = st.sampled_from([*_STARTS, *_HEADERS, b"\r\n", b"\n", b"\r", b" ", b"\t", b"\x00", b"\xff", b"\x0b"])
-_HEADS = st.one_of(st.binary(max_size=200), st.lists(_TOKENS, max_size=25).map(b"".join)).map(lambda data: data + b"\r\n\r\n")
+_HEADS = st.one_of(st.binary(max_size=200), st.lists(_TOKENS, max_size=25).map(b"".join)).map(
+    lambda data: data + b"\r\n\r\n"
+)
 
 
 @given(_HEADS)
@@ -202,7 +211,15 @@ def test_any_bytes_give_a_request_or_a_refusal(head: bytes) -> None:
 
 _LINES = st.lists(
     st.sampled_from(
-        [HOST, b"Content-Length: 3", b"Transfer-Encoding: chunked", b"Connection: x", b"X: 1", b"Upgrade: h2c", b"Expect: 100-continue"]
+        [
+            HOST,
+            b"Content-Length: 3",
+            b"Transfer-Encoding: chunked",
+            b"Connection: x",
+            b"X: 1",
+            b"Upgrade: h2c",
+            b"Expect: 100-continue",
+        ]
     ),
     max_size=5,
 )
@@ -218,7 +235,11 @@ def test_what_is_sent_on_reads_the_same_to_another_parser(first: bytes, lines: l
     reader.receive_data(request.head)
     event = reader.next_event()
     assert isinstance(event, h11.Request)
-    headers = [(name, value) for name, value in event.headers if name in (b"host", b"content-length", b"transfer-encoding", b"connection")]
+    headers = [
+        (name, value)
+        for name, value in event.headers
+        if name in (b"host", b"content-length", b"transfer-encoding", b"connection")
+    ]
     framing = [(b"transfer-encoding", b"chunked")] if request.framing.is_chunked else []
     length = [(b"content-length", b"3")] if request.framing.length == 3 else []
     assert sorted(headers) == sorted([(b"host", b"site.example"), *framing, *length, (b"connection", b"close")])

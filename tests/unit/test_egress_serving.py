@@ -39,17 +39,25 @@ def test_a_request_reaches_its_host_by_path_with_its_own_headers_only(ground: Gr
     server.replies["/a?b=%22c"] = server.replies["/a"] = answer("hello", content_type="text/plain")
     place = f"site.example:{server.port}"
     data = ground.ask(
-        build_rules(server), get(f"{place}/a?b=%22c", "X-Own: 1", "Proxy-Authorization: Basic x", "Connection: x-hop", "X-Hop: 1")
+        build_rules(server),
+        get(f"{place}/a?b=%22c", "X-Own: 1", "Proxy-Authorization: Basic x", "Connection: x-hop", "X-Hop: 1"),
     )
     assert (status_of(data), body_of(data)) == (200, "hello")
     assert b"Connection: close\r\n" in data
-    assert server.requests[-1].split("\r\n") == ["GET /a?b=%22c HTTP/1.1", f"Host: {place}", "X-Own: 1", "Connection: close"]
+    assert server.requests[-1].split("\r\n") == [
+        "GET /a?b=%22c HTTP/1.1",
+        f"Host: {place}",
+        "X-Own: 1",
+        "Connection: close",
+    ]
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_other_methods_pass_with_their_bodies(ground: Ground, server: WebServer, method: str) -> None:
     server.replies["/"] = answer("done")
-    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/", "Content-Length: 5", method=method, body=b"hello"))
+    data = ground.ask(
+        build_rules(server), get(f"site.example:{server.port}/", "Content-Length: 5", method=method, body=b"hello")
+    )
     assert (status_of(data), server.bodies[-1], server.requests[-1].split(" ")[0]) == (200, b"hello", method)
 
 
@@ -65,7 +73,9 @@ def test_a_chunked_body_is_framed_anew(ground: Ground, server: WebServer) -> Non
 
     server.replies["/"] = reply
     body = b"3;ext=1\r\nabc\r\n0002\r\nde\r\n0\r\nTrailer: x\r\n\r\n"
-    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/", "Transfer-Encoding: chunked", method="POST", body=body))
+    data = ground.ask(
+        build_rules(server), get(f"site.example:{server.port}/", "Transfer-Encoding: chunked", method="POST", body=body)
+    )
     assert status_of(data) == 200
     assert b"ext" not in got[0]
     assert b"Trailer" not in got[0]
@@ -87,7 +97,9 @@ def test_a_second_request_on_a_connection_reaches_nobody(ground: Ground, server:
     assert (data.count(b"HTTP/1.1"), server.paths) == (1, ["/one"])
 
 
-def test_an_answer_that_ends_with_the_connection_is_given_an_end_that_can_be_seen(ground: Ground, server: WebServer) -> None:
+def test_an_answer_that_ends_with_the_connection_is_given_an_end_that_can_be_seen(
+    ground: Ground, server: WebServer
+) -> None:
     server.replies["/"] = b"HTTP/1.0 200 OK\r\n\r\nhello"
     data = ground.ask(build_rules(server), get(f"site.example:{server.port}/"))
     assert b"Transfer-Encoding: chunked" in data
@@ -121,14 +133,22 @@ def test_an_interim_answer_comes_before_the_body_is_sent(ground: Ground, server:
         (b"", "closed the connection without an answer"),
         (b"SSH-2.0-x\r\n\r\n", "does not answer in HTTP/1.1"),
         (b"HTTP/1.1 101 Go\r\n\r\n", "switches protocols"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", "both Content-Length and Transfer-Encoding"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", "Content-Length is not one plain number"),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+            "both Content-Length and Transfer-Encoding",
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+            "Content-Length is not one plain number",
+        ),
         (b"HTTP/1.1 100 C\r\n\r\n" * 17, "interim answers without an end"),
         (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 101 + b"\r\n", "more than 100 header lines"),
         (b"HTTP/1.1 200 OK\r\na: " + b"b" * 70_000, "more than 64 KiB"),
     ],
 )
-def test_a_host_that_answers_badly_is_told_apart_from_a_refusal(ground: Ground, server: WebServer, reply: bytes, word: str) -> None:
+def test_a_host_that_answers_badly_is_told_apart_from_a_refusal(
+    ground: Ground, server: WebServer, reply: bytes, word: str
+) -> None:
     server.replies["/"] = reply
     data = ground.ask(build_rules(server), get(f"site.example:{server.port}/")).replace(b"HTTP/1.1 100 C\r\n\r\n", b"")
     assert status_of(data) == 502
@@ -218,7 +238,9 @@ def test_a_host_that_is_not_listed_is_refused_with_the_list_and_not_looked_up(gr
     assert refusal(ground, rules, b"CONNECT example.org:443 HTTP/1.1\r\n\r\n")[0] == 403
 
 
-def test_a_pattern_stands_for_names_below_and_not_for_itself_or_its_look_alikes(ground: Ground, server: WebServer) -> None:
+def test_a_pattern_stands_for_names_below_and_not_for_itself_or_its_look_alikes(
+    ground: Ground, server: WebServer
+) -> None:
     server.replies["/"] = answer("hello")
     rules = build_rules(server, hosts=["*.site.example"], private_hosts=["*.site.example"])
     assert refusal(ground, rules, get(f"files.site.example:{server.port}/"))[0] == 200
@@ -251,7 +273,9 @@ def test_an_address_that_is_not_public_is_refused_and_never_told(ground: Ground,
         assert not any(address in words.replace(host, "") for address in ("127.0.0.1", "10.0.0.1", "169.254", "172.18"))
 
 
-@pytest.mark.parametrize("place", ["127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "0x7f.1", "2130706433", "127.1", "0177.0.0.1"])
+@pytest.mark.parametrize(
+    "place", ["127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "0x7f.1", "2130706433", "127.1", "0177.0.0.1"]
+)
 def test_an_address_is_reached_only_when_it_is_listed_as_such(ground: Ground, place: str) -> None:
     rules = build_rules(hosts=["*.0.0.1", "*.1", "site.example"], private_hosts=["*.0.0.1", "*.1"])
     status, _ = refusal(ground, rules, get(f"{place}/"))

@@ -26,7 +26,9 @@ def test_a_stack_has_a_proxy_when_a_class_needs_one_and_none_runs(
 
 
 @pytest.mark.parametrize("classes", ["{", "[]", '{"a": 1}'])
-def test_classes_that_are_none_are_an_error_with_the_name_of_the_variable(classes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_that_are_none_are_an_error_with_the_name_of_the_variable(
+    classes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOOLCREW_TENANT_CLASSES", classes)
     with pytest.raises(ConfigError, match=r"TOOLCREW_|tenant_classes"):
         load_settings()

@@ -103,13 +103,18 @@ def test_it_tells_since_when_the_engine_is_silent() -> None:
 
 
 MOVES = st.lists(
-    st.one_of(st.sampled_from(["failed", "answered", "admit", "probe_failed", "probe_answered", "probe_dropped"]), st.floats(0.0, 40.0)),
+    st.one_of(
+        st.sampled_from(["failed", "answered", "admit", "probe_failed", "probe_answered", "probe_dropped"]),
+        st.floats(0.0, 40.0),
+    ),
     max_size=80,
 )
 
 
 @given(MOVES)
-def test_whatever_happens_it_opens_only_after_silences_and_never_for_longer_than_its_longest_pause(moves: list[str | float]) -> None:
+def test_whatever_happens_it_opens_only_after_silences_and_never_for_longer_than_its_longest_pause(
+    moves: list[str | float],
+) -> None:
     clock = Clock()
     breaker = Breaker(clock, threshold=3, first_pause_s=1.0, longest_pause_s=30.0)
     is_probing, in_row = False, 0
@@ -142,4 +147,6 @@ def test_whatever_happens_it_opens_only_after_silences_and_never_for_longer_than
         assert 0 <= breaker.next_try_s <= 30.0
         assert breaker.is_open or breaker.next_try_s == 0
     clock.now += 31
-    assert breaker.admit() in ({Admission.GO} if not breaker.is_open else {Admission.REFUSE} if is_probing else {Admission.PROBE})
+    assert breaker.admit() in (
+        {Admission.GO} if not breaker.is_open else {Admission.REFUSE} if is_probing else {Admission.PROBE}
+    )

@@ -1,4 +1,6 @@
-"""The gate before the engine: so many at a time, bounded in time, and closed while the engine is silent. No engine in here."""
+"""The gate before the engine: so many at a time, bounded in time, and closed while the engine is silent. No engine in
+here.
+"""
 
 import asyncio
 import threading
@@ -158,7 +160,8 @@ async def test_silences_open_the_breaker_which_then_refuses_at_once_and_says_sin
                 await gate.run(LANE, silent)
         for _ in range(3):
             with pytest.raises(
-                SandboxUnavailable, match=r"not answered since \d\d:\d\d:\d\d UTC \(2 times in a row; last: nobody there\); it is tried"
+                SandboxUnavailable,
+                match=r"not answered since \d\d:\d\d:\d\d UTC \(2 times in a row; last: nobody there\); it is tried",
             ):
                 await gate.run(LANE, lambda: asked.append(1))
 
@@ -308,7 +311,9 @@ async def test_a_host_without_threads_for_a_probe_is_said_and_probed_again(monke
     assert await gate.run(LANE, lambda: "done") == "done"
 
 
-async def test_a_host_without_threads_for_a_call_is_said_and_the_turn_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_without_threads_for_a_call_is_said_and_the_turn_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gate = EngineGate(silent)
 
     with monkeypatch.context() as patched:

@@ -1,4 +1,6 @@
-"""The example batches: their expected answers are true, their scripts solve them, and their checkers tell right from wrong."""
+"""The example batches: their expected answers are true, their scripts solve them, and their checkers tell right from
+wrong.
+"""
 
 import csv
 import importlib.util
@@ -122,7 +124,9 @@ RECOMPUTED: dict[str, Callable[[Tables], object]] = {
     "nile-mean-late": lambda t: nile(t, 1899, 1970),
     "sunspots-peak-year": lambda t: only(t.sunspots, lambda row: float(row["sunactivity"]))["year"],
     "sunspots-zero-years": lambda t: sum(float(row["sunactivity"]) == 0 for row in t.sunspots),
-    "sunspots-mean-20th": lambda t: mean([float(row["sunactivity"]) for row in t.sunspots if row["year"].startswith("19")]),
+    "sunspots-mean-20th": lambda t: mean(
+        [float(row["sunactivity"]) for row in t.sunspots if row["year"].startswith("19")]
+    ),
     "sunspots-above-150": lambda t: sum(float(row["sunactivity"]) > 150 for row in t.sunspots),
     "sunspots-longest-calm": longest_calm,
     "elnino-warmest-month": lambda t: only(cells(t), lambda cell: cell[0])[1],
@@ -135,7 +139,8 @@ RECOMPUTED: dict[str, Callable[[Tables], object]] = {
     "macro-gdp-ratio": lambda t: float(t.macrodata[-1]["realgdp"]) / float(t.macrodata[0]["realgdp"]),
     "macro-deflation": lambda t: sum(float(row["infl"]) < 0 for row in t.macrodata),
     "macro-shrinking": lambda t: sum(
-        float(row["realgdp"]) < float(before["realgdp"]) for before, row in zip(t.macrodata, t.macrodata[1:], strict=False)
+        float(row["realgdp"]) < float(before["realgdp"])
+        for before, row in zip(t.macrodata, t.macrodata[1:], strict=False)
     ),
     "macro-tbill-1981": lambda t: mean([float(row["tbilrate"]) for row in t.macrodata if row["year"] == "1981"]),
     "zones-northernmost": lambda t: only(t.zones, lambda row: float(row["latitude"]))["zone"],
@@ -194,7 +199,9 @@ def test_items_expected_answers_and_scripts_go_together(folder: Path, prepared: 
 @pytest.mark.parametrize("folder", [DATA, REPOSITORY, FIX], ids=lambda folder: folder.name)
 def test_a_batch_s_lines_are_taken_as_they_are(folder: Path, prepared: Path) -> None:
     file = shutil.copy(folder / "batch.jsonl", prepared) if folder == REPOSITORY else folder / "batch.jsonl"
-    assert [item.custom_id for item in load_lines(Path(file)).items] == [line["id"] for line in read_lines(folder / "batch.jsonl")]
+    assert [item.custom_id for item in load_lines(Path(file)).items] == [
+        line["id"] for line in read_lines(folder / "batch.jsonl")
+    ]
 
 
 def test_there_are_enough_questions() -> None:
@@ -207,7 +214,11 @@ def work(server: ModelServer, client: httpx.Client, instruction: str, workspace:
     """A run in small: the script's commands, which are ours, run on this machine in a copy of the workspace."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": instruction}]
     for _ in range(MAX_STEPS):
-        body = {"model": "scripted", "messages": messages, "tools": [{"type": "function", "function": {"name": "bash_tool"}}]}
+        body = {
+            "model": "scripted",
+            "messages": messages,
+            "tools": [{"type": "function", "function": {"name": "bash_tool"}}],
+        }
         reply = client.post(f"{server.url}/chat/completions", json=body)
         assert reply.status_code == 200, reply.text
         message = reply.json()["choices"][0]["message"]
@@ -216,7 +227,9 @@ def work(server: ModelServer, client: httpx.Client, instruction: str, workspace:
             return str(message["content"])
         for call in message["tool_calls"]:
             command = json.loads(call["function"]["arguments"])["command"]
-            done = subprocess.run(["bash", "-c", command], cwd=workspace, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=workspace, capture_output=True, text=True, timeout=60, check=False
+            )
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout + done.stderr})
     raise AssertionError(f"no answer after {MAX_STEPS} steps")
 
@@ -235,7 +248,10 @@ def test_the_script_answers_every_question_and_the_checker_agrees(
     copy = tmp_path / "workspace"
     shutil.copytree(made / "workspace", copy)
     with running_model_server(folder / "script.jsonl") as server:
-        rows = [build_row(line["id"], work(server, client, line["instruction"], copy)) for line in read_lines(folder / "batch.jsonl")]
+        rows = [
+            build_row(line["id"], work(server, client, line["instruction"], copy))
+            for line in read_lines(folder / "batch.jsonl")
+        ]
         stats = server.stats()
     done = check(folder, write_rows(tmp_path / "out.jsonl", *rows), "--expected", str(made / "expected.jsonl"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -248,7 +264,10 @@ def repaired(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The artifacts and the output of a batch that the script has worked."""
     folder = tmp_path_factory.mktemp("repaired")
     rows = []
-    with running_model_server(FIX / "script.jsonl") as server, httpx.Client(verify=TRUST_NOBODY, timeout=60, trust_env=False) as client:
+    with (
+        running_model_server(FIX / "script.jsonl") as server,
+        httpx.Client(verify=TRUST_NOBODY, timeout=60, trust_env=False) as client,
+    ):
         for line in read_lines(FIX / "batch.jsonl"):
             copy = folder / "artifacts" / line["id"]
             shutil.copytree(FIX / line["workspace"], copy)
@@ -278,7 +297,11 @@ def test_wrong_missing_double_failed_and_torn_rows_are_told_apart(tmp_path: Path
     rows = [build_row(name, f"I looked.\nANSWER: {answer}") for name, answer in ANSWERS.items()]
     rows[0] = build_row("nile-largest-year", "ANSWER: 1900")
     rows[1] = build_row("nile-below-700", "I cannot say.")
-    rows[2] = {**rows[2], "response": None, "error": {"code": "max_iterations", "message": "stopped\x1b[31m", "kind": "model"}}
+    rows[2] = {
+        **rows[2],
+        "response": None,
+        "error": {"code": "max_iterations", "message": "stopped\x1b[31m", "kind": "model"},
+    }
     del rows[3]
     output = write_rows(tmp_path / "out.jsonl", *rows, rows[-1], build_row("stranger", "ANSWER: 1"))
     with output.open("a") as file:
@@ -287,7 +310,10 @@ def test_wrong_missing_double_failed_and_torn_rows_are_told_apart(tmp_path: Path
     done = check(DATA, output)
 
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == f"{len(ANSWERS) - 5} of {len(ANSWERS)} right; 2 wrong, 1 failed, 1 missing, 1 twice"
+    assert (
+        done.stdout.splitlines()[-1]
+        == f"{len(ANSWERS) - 5} of {len(ANSWERS)} right; 2 wrong, 1 failed, 1 missing, 1 twice"
+    )
     assert "expected '1879', came '1900'" in done.stdout
     assert "max_iterations: stopped" in done.stdout
     assert "\x1b" not in done.stdout
@@ -332,7 +358,9 @@ def test_an_answer_is_found_in_the_marks_that_models_put_around_it(reply: str, a
         ("13.8", "13.80", 0.005, True),
     ],
 )
-def test_a_number_is_right_within_its_tolerance_and_alone(answer: str, expected: str, tolerance: float, is_right: bool) -> None:
+def test_a_number_is_right_within_its_tolerance_and_alone(
+    answer: str, expected: str, tolerance: float, is_right: bool
+) -> None:
     assert checking.is_number(answer, expected, tolerance) is is_right
 
 
@@ -355,7 +383,9 @@ CHEATS: dict[str, Callable[[Path], object]] = {
     "a unittest of its own": lambda place: (place / "unittest.py").write_text("raise SystemExit(0)\n"),
     "a package in the module's place": lambda place: shutil.copytree(FIX / "projects" / "invoice", place / "roman"),
     "a module that cannot be imported": lambda place: (place / "roman.py").write_text("raise ImportError\n"),
-    "a test that is skipped": lambda place: (place / "roman.py").write_text("import unittest\nraise unittest.SkipTest('later')\n"),
+    "a test that is skipped": lambda place: (place / "roman.py").write_text(
+        "import unittest\nraise unittest.SkipTest('later')\n"
+    ),
     "a link to another file": lambda place: relink(place / "roman.py", FIX / "projects" / "recent" / "recent.py"),
     "a flood where the report goes": lambda place: (place / "roman.py").write_text(
         "import os\nwhile True:\n    os.write(3, b'x' * 9999)\n"

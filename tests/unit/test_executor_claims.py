@@ -17,7 +17,9 @@ from tests.unit.test_worker_executor import House
         (TypeError("a bug of ours"), ErrorCode.INTERNAL, None),
     ],
 )
-def test_only_a_redis_that_does_not_answer_lets_a_call_be_sent_again(error: Exception, code: ErrorCode, reason: str | None) -> None:
+def test_only_a_redis_that_does_not_answer_lets_a_call_be_sent_again(
+    error: Exception, code: ErrorCode, reason: str | None
+) -> None:
     house = House()
 
     def claim(*_: Any) -> Claim:

@@ -1,4 +1,6 @@
-"""Sessions whose time ran out on a host: they have no place any more, and do not count; those that ended otherwise keep theirs."""
+"""Sessions whose time ran out on a host: they have no place any more, and do not count; those that ended otherwise keep
+theirs.
+"""
 
 import pytest
 

@@ -11,6 +11,12 @@ def test_only_the_queues_of_workers_that_are_online_are_listed() -> None:
         "live@m": {"active_queues": [{"name": "host.a.b2"}, {"name": "pool.web"}]},
         "dead@m": {"active_queues": [{"name": "host.a.b1"}]},
     }
-    online = {"live@m": SimpleNamespace(alive=True), "dead@m": SimpleNamespace(alive=False), "new@m": SimpleNamespace(alive=True)}
-    page: Any = SimpleNamespace(application=SimpleNamespace(workers=workers, events=SimpleNamespace(state=SimpleNamespace(workers=online))))
+    online = {
+        "live@m": SimpleNamespace(alive=True),
+        "dead@m": SimpleNamespace(alive=False),
+        "new@m": SimpleNamespace(alive=True),
+    }
+    page: Any = SimpleNamespace(
+        application=SimpleNamespace(workers=workers, events=SimpleNamespace(state=SimpleNamespace(workers=online)))
+    )
     assert LiveQueues.get_active_queue_names(page) == ["host.a.b2", "pool.web"]

@@ -108,7 +108,15 @@ def test_what_is_decorated_stays_callable_as_the_function() -> None:
 
 
 def test_a_decorator_with_arguments_sets_limits_and_flags() -> None:
-    @tool(name="wipe_all", description="Wipes.", timeout_s=5, requires_permission=True, dangerous=True, read_only=False, idempotent=True)
+    @tool(
+        name="wipe_all",
+        description="Wipes.",
+        timeout_s=5,
+        requires_permission=True,
+        dangerous=True,
+        read_only=False,
+        idempotent=True,
+    )
     def wipe() -> None: ...
 
     spec = wipe.spec
@@ -186,7 +194,13 @@ def test_no_reference_and_no_title_is_left_but_properties_of_that_name() -> None
 
 
 def test_a_function_gets_its_own_types_back() -> None:
-    arguments = {"unit": "C", "colour": "blue", "place": {"title": "Oslo"}, "pair": {"left": 1, "right": 2}, "options": {"deep": True}}
+    arguments = {
+        "unit": "C",
+        "colour": "blue",
+        "place": {"title": "Oslo"},
+        "pair": {"left": 1, "right": 2},
+        "options": {"deep": True},
+    }
     got = run(as_tool(everything), **arguments)
     assert (got["colour"], got["place"], got["pair"]) == (Colour.BLUE, Place(title="Oslo"), Pair(1, 2))
     assert (got["options"], got["limit"], got["number"]) == ({"deep": True}, None, 3)
@@ -315,11 +329,19 @@ def takes_unknown(city: str, thing: "Missing") -> None: ...  # type: ignore[name
 def takes_self(self, city: str) -> None: ...  # type: ignore[no-untyped-def]
 
 
-UNFIT = [(takes_star, "more"), (takes_callable, "then"), (takes_object, "thing"), (takes_unknown, "thing"), (takes_self, "self")]
+UNFIT = [
+    (takes_star, "more"),
+    (takes_callable, "then"),
+    (takes_object, "thing"),
+    (takes_unknown, "thing"),
+    (takes_self, "self"),
+]
 
 
 @pytest.mark.parametrize(("function", "parameter"), UNFIT, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_signature_no_model_could_fill_in_names_function_and_parameter(function: Callable[..., Any], parameter: str) -> None:
+def test_a_signature_no_model_could_fill_in_names_function_and_parameter(
+    function: Callable[..., Any], parameter: str
+) -> None:
     with pytest.raises(TypeError) as refused:
         tool(function)
     assert f"tool '{function.__name__}'" in str(refused.value)
@@ -352,5 +374,7 @@ def test_a_docstring_without_sections_is_all_description() -> None:
 
 
 def test_other_sections_belong_to_nobody() -> None:
-    parsed = parse_docstring("Does.\n\nArgs:\n    a: First.\n\n    b (int, optional): Second.\n\nRaises:\n    ValueError: never\n")
+    parsed = parse_docstring(
+        "Does.\n\nArgs:\n    a: First.\n\n    b (int, optional): Second.\n\nRaises:\n    ValueError: never\n"
+    )
     assert (parsed.description, parsed.parameters) == ("Does.", {"a": "First.", "b": "Second."})

@@ -51,12 +51,18 @@ def test_paths_and_a_last_line_that_counts() -> None:
     [
         ({"ignored": 3}, {}, "[3 more hidden by ignore rules; include_ignored=true shows them]"),
         ({"unreadable": 1}, {}, "[1 folder could not be read, or lie too deep]"),
-        ({"partial": True}, {}, "[partial: time or memory was up before all was searched, and there may be more; narrow pattern or path]"),
+        (
+            {"partial": True},
+            {},
+            "[partial: time or memory was up before all was searched, and there may be more; narrow pattern or path]",
+        ),
         ({"bad_rules": [".gitignore: line 2 is not UTF-8"]}, {}, "[ignore rules: .gitignore: line 2 is not UTF-8]"),
         ({}, {"pattern": "/workspace/*", "path": "src"}, "[path was not used: the pattern is absolute]"),
     ],
 )
-def test_what_was_left_out_is_said_with_the_next_call(fields: dict[str, Any], arguments: dict[str, Any], note: str) -> None:
+def test_what_was_left_out_is_said_with_the_next_call(
+    fields: dict[str, Any], arguments: dict[str, Any], note: str
+) -> None:
     outcome = run(ScriptedBench(b"", build_glob_done(**fields)), **arguments)
     assert str(outcome.output).splitlines() == ["[0 of 0; newest first]", note]
 

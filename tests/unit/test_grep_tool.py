@@ -81,23 +81,39 @@ def test_no_match_says_how_much_was_searched() -> None:
             {"limit": 5},
             "[9 matches in 3 files; showing first 5; raise limit (at most 1000) or narrow pattern, path or include]",
         ),
-        ({"shown": 3}, {"max_per_file": 1}, "[9 matches in 3 files; showing first 3; at most 1 of a file (max_per_file)]"),
+        (
+            {"shown": 3},
+            {"max_per_file": 1},
+            "[9 matches in 3 files; showing first 3; at most 1 of a file (max_per_file)]",
+        ),
         (
             {"shown": 5, "cut": True},
             {},
-            "[9 matches in 3 files; showing first 5; the output is full at 2000 lines or 32 KiB: narrow pattern, path or include]",
+            (
+                "[9 matches in 3 files; showing first 5; the output is full at 2000 lines or 32 KiB: narrow pattern, "
+                "path or include]"
+            ),
         ),
-        ({"shown": 8}, {}, "[9 matches in 3 files; showing first 8; files changed or went away meanwhile: search again]"),
+        (
+            {"shown": 8},
+            {},
+            "[9 matches in 3 files; showing first 8; files changed or went away meanwhile: search again]",
+        ),
         ({"shown_files": 3}, {"output_mode": "files"}, "[3 files with matches]"),
         (
             {"shown_files": 1},
             {"output_mode": "files", "limit": 1},
-            "[3 files with matches; showing first 1 file; raise limit (at most 1000) or narrow pattern, path or include]",
+            (
+                "[3 files with matches; showing first 1 file; raise limit (at most 1000) or narrow pattern, path or "
+                "include]"
+            ),
         ),
         ({"shown_files": 3}, {"output_mode": "count"}, "[9 matches in 3 files]"),
     ],
 )
-def test_a_part_is_said_to_be_one_with_the_way_to_the_rest(fields: dict[str, Any], arguments: dict[str, Any], head: str) -> None:
+def test_a_part_is_said_to_be_one_with_the_way_to_the_rest(
+    fields: dict[str, Any], arguments: dict[str, Any], head: str
+) -> None:
     assert notes_of(build_grep_done(matches=9, files=3, **fields), **arguments) == [head]
 
 
@@ -105,13 +121,22 @@ def test_a_part_is_said_to_be_one_with_the_way_to_the_rest(fields: dict[str, Any
     ("fields", "note"),
     [
         ({"ignored": 2}, "[not searched: 2 files hidden by ignore rules; include_ignored=true searches them]"),
-        ({"large": 1, "large_names": ["big.bin"]}, "[not searched: 1 file over 10 MiB: big.bin; give one as path to search it]"),
-        ({"binary": 3, "binary_names": ["a.o", "b.o"]}, "[binary, not shown: 3 files that would match: a.o, b.o and 1 more]"),
+        (
+            {"large": 1, "large_names": ["big.bin"]},
+            "[not searched: 1 file over 10 MiB: big.bin; give one as path to search it]",
+        ),
+        (
+            {"binary": 3, "binary_names": ["a.o", "b.o"]},
+            "[binary, not shown: 3 files that would match: a.o, b.o and 1 more]",
+        ),
         ({"unreadable": 1, "unreadable_names": ["shut"]}, "[could not be read: shut]"),
         ({"bad_rules": [".ignore: x"]}, "[ignore rules: .ignore: x]"),
         (
             {"partial": True},
-            "[partial: time or memory was up before all was searched, and there may be more; narrow path or include, or simplify the pattern]",
+            (
+                "[partial: time or memory was up before all was searched, and there may be more; narrow path or "
+                "include, or simplify the pattern]"
+            ),
         ),
     ],
 )
@@ -139,7 +164,14 @@ def test_lines_are_shown_as_they_come() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"matches": -1}, {"matches": "3"}, {"engine": "perl"}, {"binary_names": ["x"] * 11}, {"large_names": ["x" * 401]}, {"partial": 1}],
+    [
+        {"matches": -1},
+        {"matches": "3"},
+        {"engine": "perl"},
+        {"binary_names": ["x"] * 11},
+        {"large_names": ["x" * 401]},
+        {"partial": 1},
+    ],
 )
 def test_an_answer_that_no_guest_of_ours_gives_is_none(wrong: dict[str, Any]) -> None:
     with pytest.raises(GuestNonsense):

@@ -88,7 +88,9 @@ def test_a_running_command_and_its_supervisor_are_dirt(guest: Guest) -> None:
 def test_a_background_job_is_dirt_until_it_has_ended(guest: Guest) -> None:
     script = b"echo up > up; read line < gate"
     guest.run("mkfifo gate")
-    job = guest.request("job_start", script, script_bytes=len(script), cwd=None, label="j", wait_ms=0, max_bytes=9999, timeout_s=9)
+    job = guest.request(
+        "job_start", script, script_bytes=len(script), cwd=None, label="j", wait_ms=0, max_bytes=9999, timeout_s=9
+    )
     guest.wait_for_file("up")
     found = attest(guest)
     assert (found.jobs, found.processes > 0) == (1, True)
@@ -141,7 +143,9 @@ def test_it_tells_the_file_system_of_the_workspace(shared: Guest) -> None:
     assert (found.workspace_bytes, found.workspace_inodes) == (room.f_blocks * room.f_frsize, room.f_files)
     # The last mount that holds the workspace, as the outside sees it.
     points = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    holding = [(len(point), kind) for point, kind in points if f"{shared.workspace}/".startswith(point.rstrip("/") + "/")]
+    holding = [
+        (len(point), kind) for point, kind in points if f"{shared.workspace}/".startswith(point.rstrip("/") + "/")
+    ]
     assert found.workspace_type == max(holding, key=lambda pair: pair[0])[1]
 
 
@@ -168,7 +172,7 @@ def test_it_takes_no_process_and_little_time(guest: Guest) -> None:
     assert min(took) < 0.01
 
 
-# --- the maximum life -----------------------------------------------------------------------------------------------------
+# --- the maximum life -------------------------------------------------------------------------------------------------
 
 
 @needs_namespace
@@ -179,7 +183,11 @@ def test_a_sandbox_ends_at_its_maximum_life_with_all_that_runs_in_it() -> None:
         running = guest.others()
         assert running
         frame = guest.next_frame()
-        assert frame.header == {"ev": "fatal", "message": "the sandbox reached its maximum life of 0.5 s", "reason": "life"}
+        assert frame.header == {
+            "ev": "fatal",
+            "message": "the sandbox reached its maximum life of 0.5 s",
+            "reason": "life",
+        }
         assert guest.wait_exit() != 0
         assert not any(Path(f"/proc/{pid}/ns").exists() and _is_alive(pid) for pid in running)
 
@@ -225,7 +233,7 @@ def test_a_time_that_the_sandbox_was_stopped_counts() -> None:
         assert time.monotonic() - resumed_at < 0.4
 
 
-# --- options, and the other side ------------------------------------------------------------------------------------------
+# --- options, and the other side --------------------------------------------------------------------------------------
 
 
 def test_options_are_read() -> None:
@@ -256,6 +264,11 @@ def test_an_option_that_would_be_no_limit_is_refused(line: str) -> None:
 
 
 def test_answers_are_json_that_sandboxd_takes() -> None:
-    done = {"entries": {name: 0 for name in ("workspace", "tmp", "output", "shm")}, "processes": 0, "zombies": 0, "jobs": 0}
+    done = {
+        "entries": {name: 0 for name in ("workspace", "tmp", "output", "shm")},
+        "processes": 0,
+        "zombies": 0,
+        "jobs": 0,
+    }
     done |= {"workspace": {"bytes": 1, "inodes": 1, "type": "tmpfs"}, "python": [3, 9, 2], "programs": []}
     assert find_dirt(parse_attestation(json.loads(json.dumps(done)))) == []

@@ -214,7 +214,11 @@ def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> 
     before = len(os.listdir("/proc/self/fd"))
     find_place("sub/a/b/c/f", paths, make_parents=True).close()
     assert sorted(path.name for path in (ws / "sub").iterdir()) == ["deep", "g"]
-    for path, code in (("new/a/" + "x" * 300 + "/f", "INVALID_ARGUMENTS"), ("new/../../f", "PATH_NOT_ALLOWED"), ("f/g", "NOT_A_DIRECTORY")):
+    for path, code in (
+        ("new/a/" + "x" * 300 + "/f", "INVALID_ARGUMENTS"),
+        ("new/../../f", "PATH_NOT_ALLOWED"),
+        ("f/g", "NOT_A_DIRECTORY"),
+    ):
         with pytest.raises(Failure) as caught:
             find_place(path, paths, make_parents=True)
         assert caught.value.code == code

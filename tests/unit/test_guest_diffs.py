@@ -60,7 +60,9 @@ def test_patch_makes_the_new_text_of_the_old_one(tmp_path_factory: pytest.TempPa
     file.write_bytes(old)
     if made.text:
         marked = made.text.replace("\\ no newline at the end of the file", "\\ No newline at end of file")
-        subprocess.run(["patch", "-s", file], input=f"--- f\n+++ f\n{marked}\n".encode(), check=True, capture_output=True)
+        subprocess.run(
+            ["patch", "-s", file], input=f"--- f\n+++ f\n{marked}\n".encode(), check=True, capture_output=True
+        )
     assert (file.read_bytes() if file.exists() else b"") == new
 
 
@@ -69,7 +71,10 @@ def _folder(factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=200, deadline=None)
-@given(old=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=12), new=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=12))
+@given(
+    old=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=12),
+    new=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=12),
+)
 def test_no_fewer_changes_would_do(old: list[bytes], new: list[bytes]) -> None:
     changes, is_whole = find_changes(old, new)
     common = [[0] * (len(new) + 1) for _ in range(len(old) + 1)]

@@ -25,7 +25,13 @@ def second(value):
 """
 
 
-def explain(old: str, new: str = "entirely new", data: bytes = FILE.encode(), change: tuple[bytes, str] | None = None, s: float = 5) -> str:
+def explain(
+    old: str,
+    new: str = "entirely new",
+    data: bytes = FILE.encode(),
+    change: tuple[bytes, str] | None = None,
+    s: float = 5,
+) -> str:
     text = FileText(data, "f")
     edit = Edit({"old_string": old, "new_string": new}, 1, 1)
     return explain_miss(edit, text, text.body, change, time.monotonic() + s)
@@ -36,7 +42,10 @@ def explain(old: str, new: str = "entirely new", data: bytes = FILE.encode(), ch
     [
         (
             '4\t    if value == "one":\n5\t        return os',
-            "line numbers, as read_tool shows them, which are not in the file: leave them out. Without them it stands at line 4",
+            (
+                "line numbers, as read_tool shows them, which are not in the file: leave them out. Without them it "
+                "stands at line 4"
+            ),
         ),
         ("  8→def second(value):", "Without them it stands at line 8"),
         ('if value == \\"one\\":', "escaped characters"),
@@ -49,7 +58,10 @@ def explain(old: str, new: str = "entirely new", data: bytes = FILE.encode(), ch
         ("import os  \n\ndef first(value):   \n", "blanks at the ends of lines, in the text from line 1"),
         ("def  first( value):".replace("( ", "("), "blanks within or around its lines, in the text from line 3"),
         ("Import OS", "upper and lower case, at line 1"),
-        ("if value == \u201cone\u201d:", 'look alike, at line 4: old_string has \u201c (U+201C), \u201d (U+201D), the file has " (U+0022)'),
+        (
+            "if value == \u201cone\u201d:",
+            'look alike, at line 4: old_string has \u201c (U+201C), \u201d (U+201D), the file has " (U+0022)',
+        ),
         ("import\u00a0os", "look alike, at line 1"),
         ("if\uff08value\uff09", "Read the file again"),
     ],
@@ -90,7 +102,9 @@ def test_a_single_line_with_a_typing_error_has_a_closest_line() -> None:
 
 
 def test_nothing_alike_is_no_closest_block() -> None:
-    assert explain("completely unrelated words 12345") == "Read the file again with read_tool and copy the text as it is."
+    assert (
+        explain("completely unrelated words 12345") == "Read the file again with read_tool and copy the text as it is."
+    )
 
 
 def test_the_explanation_fits_an_error_whatever_the_texts_are() -> None:
@@ -100,7 +114,14 @@ def test_the_explanation_fits_an_error_whatever_the_texts_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["x = call(a, b)\n", "\n", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n", "日本語のテキスト\n", "}\n"]
+    "line",
+    [
+        "x = call(a, b)\n",
+        "\n",
+        "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n",
+        "日本語のテキスト\n",
+        "}\n",
+    ],
 )
 def test_a_file_of_10_mb_is_explained_in_time(line: str) -> None:
     data = line.encode() * (10_000_000 // len(line.encode()))

@@ -78,9 +78,9 @@ def fits(text: str, codec: str) -> bool:
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 # Few different bytes, so that things match; some that are no UTF-8, none that make a file binary.
-some_bytes = st.lists(st.sampled_from([b"a", b"b", b"ab", b"\n", b"\xc3\xa9", b"\xff", b"\xe6\x97\xa5", b" ", b"\t"]), max_size=30).map(
-    b"".join
-)
+some_bytes = st.lists(
+    st.sampled_from([b"a", b"b", b"ab", b"\n", b"\xc3\xa9", b"\xff", b"\xe6\x97\xa5", b" ", b"\t"]), max_size=30
+).map(b"".join)
 some_text = st.text("ab\né日 \t", max_size=4)
 
 
@@ -106,7 +106,9 @@ def test_nothing_outside_of_the_one_match_changes(root: Path, before: bytes, old
 
 @quick
 @given(data=some_bytes, edits=st.lists(st.tuples(some_text, some_text, st.booleans()), min_size=1, max_size=4))
-def test_a_list_of_edits_is_made_whole_or_not_at_all(root: Path, data: bytes, edits: list[tuple[str, str, bool]]) -> None:
+def test_a_list_of_edits_is_made_whole_or_not_at_all(
+    root: Path, data: bytes, edits: list[tuple[str, str, bool]]
+) -> None:
     assume(all((old + new).isascii() for old, new, _ in edits))
     wanted = data
     for old, new, replace_all in edits:
@@ -119,12 +121,16 @@ def test_a_list_of_edits_is_made_whole_or_not_at_all(root: Path, data: bytes, ed
     assert result == (wanted if wanted != data else "NO_CHANGE")
 
 
-ended_lines = st.lists(st.tuples(st.sampled_from([b"a", b"b", b"", b"\r"]), st.sampled_from([b"\n", b"\r\n"])), max_size=12)
+ended_lines = st.lists(
+    st.tuples(st.sampled_from([b"a", b"b", b"", b"\r"]), st.sampled_from([b"\n", b"\r\n"])), max_size=12
+)
 
 
 @quick
 @given(lines=ended_lines, old=st.text("ab\n", min_size=1, max_size=5), new=st.text("xy\n", max_size=4))
-def test_a_search_finds_lf_as_crlf_wherever_a_plain_one_finds_lf(lines: list[tuple[bytes, bytes]], old: str, new: str) -> None:
+def test_a_search_finds_lf_as_crlf_wherever_a_plain_one_finds_lf(
+    lines: list[tuple[bytes, bytes]], old: str, new: str
+) -> None:
     assume(all(line != b"\r" for line, _ in lines))
     body = b"".join(line + end for line, end in lines)
     spans = list(Needle(body, old.encode(), "utf-8").find_all())
@@ -134,7 +140,9 @@ def test_a_search_finds_lf_as_crlf_wherever_a_plain_one_finds_lf(lines: list[tup
     at = 0
     for start, end in spans:
         assert body[start:end].replace(b"\r\n", b"\n") == old.encode()
-        assert start == 0 or not (body[start - 1 : start] == b"\r" and body[start : start + 1] == b"\n"), "a line end is not split"
+        assert start == 0 or not (body[start - 1 : start] == b"\r" and body[start : start + 1] == b"\n"), (
+            "a line end is not split"
+        )
         made += body[at:start] + fit_line_ends(new.encode(), body, (start, end))
         at = end
     made += body[at:]
@@ -154,4 +162,6 @@ def test_a_match_never_begins_within_a_character(text: str, old: str, codec: str
     except UnicodeEncodeError:
         return
     spans = list(Needle(body, old.encode(codec), codec).find_all())
-    assert [len(body[:start].decode(codec)) for start, _ in spans] == [at for at, sign in enumerate(text) if sign == old]
+    assert [len(body[:start].decode(codec)) for start, _ in spans] == [
+        at for at, sign in enumerate(text) if sign == old
+    ]

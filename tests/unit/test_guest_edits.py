@@ -53,7 +53,11 @@ def test_the_one_occurrence_is_replaced_and_shown_with_three_lines_around(guest:
     (guest.workspace / "f").chmod(0o751)
     done = edit(guest, ("line 6\n", "six\nand a half\n"))
     assert told(done) == "3\tline 3\n4\tline 4\n5\tline 5\n6\tsix\n7\tand a half\n8\tline 7\n9\tline 8\n10\tline 9"
-    assert (done["replaced"], done["created"], stat.S_IMODE((guest.workspace / "f").stat().st_mode)) == (1, False, 0o751)
+    assert (done["replaced"], done["created"], stat.S_IMODE((guest.workspace / "f").stat().st_mode)) == (
+        1,
+        False,
+        0o751,
+    )
     assert [path.name for path in guest.workspace.iterdir()] == ["f"]
 
 
@@ -197,7 +201,10 @@ def test_an_empty_old_string_only_creates(guest: Guest) -> None:
     ],
 )
 def test_what_cannot_be_edited_has_its_code(guest: Guest, path: str, code: str) -> None:
-    guest.run("mkdir d; echo f > f; head -c 99 /dev/zero > zeros; truncate -s 1T sparse; echo r > readonly; chmod 444 readonly")
+    guest.run(
+        "mkdir d; echo f > f; head -c 99 /dev/zero > zeros; truncate -s 1T sparse; echo r > readonly; chmod 444 "
+        "readonly"
+    )
     assert edit(guest, ("f", "g"), path=path).code == code
     assert not (guest.workspace / "no").exists()
 
@@ -237,7 +244,9 @@ def test_a_change_while_the_file_was_being_read_is_noticed(guest: Guest) -> None
     put(guest, b"one\ntwo\n")
     guest.request("read_text", path="f", offset=1, limit=9, max_bytes=8192, timeout_s=9)
     record = next(path for path in (guest.output / ".state" / "files").iterdir() if path.name != "ledger")
-    assert record.stat().st_mtime_ns == (guest.workspace / "f").stat().st_ctime_ns, "not when it was noted, which is later"
+    assert record.stat().st_mtime_ns == (guest.workspace / "f").stat().st_ctime_ns, (
+        "not when it was noted, which is later"
+    )
     (guest.workspace / "f").write_bytes(b"one\n2\n")
     assert "+2" in told(edit(guest, ("one", "1")))
 
@@ -285,7 +294,11 @@ def test_the_place_in_a_large_file_is_shown_at_its_lines(guest: Guest, line: int
 
 def test_a_place_between_long_lines_is_shown(guest: Guest) -> None:
     put(guest, b"x" * 200_000 + b"\nhere\n" + b"y" * 200_000)
-    assert [text[:7] for text in told(edit(guest, ("here", "there"))).splitlines()] == ["1\txxxxx", "2\tthere", "3\tyyyyy"]
+    assert [text[:7] for text in told(edit(guest, ("here", "there"))).splitlines()] == [
+        "1\txxxxx",
+        "2\tthere",
+        "3\tyyyyy",
+    ]
 
 
 def test_a_long_new_text_is_shown_by_its_ends_and_says_where_the_rest_is(guest: Guest) -> None:

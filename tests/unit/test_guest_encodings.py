@@ -13,7 +13,15 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 from guest.failures import Failure  # noqa: E402
-from guest.files.encodings import BINARY_SAMPLE, GUESS_BYTES, TextForm, check_codec, find_form, find_sure_form, find_wrong_utf8  # noqa: E402
+from guest.files.encodings import (  # noqa: E402
+    BINARY_SAMPLE,
+    GUESS_BYTES,
+    TextForm,
+    check_codec,
+    find_form,
+    find_sure_form,
+    find_wrong_utf8,
+)
 from guest.files.file_types import find_type  # noqa: E402
 
 CHINESE = "中文测试文件,包含一些常见的汉字。\n# 计算总和\n"
@@ -69,7 +77,9 @@ def test_a_character_that_the_end_of_a_sample_cuts_is_not_wrong(sign: str) -> No
 
 
 @pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
-@pytest.mark.parametrize("text", ["hello\nworld\n", CHINESE, "привет\n", "a\n" * 10_000], ids=["ascii", "han", "cyrillic", "long"])
+@pytest.mark.parametrize(
+    "text", ["hello\nworld\n", CHINESE, "привет\n", "a\n" * 10_000], ids=["ascii", "han", "cyrillic", "long"]
+)
 def test_wide_encodings_are_known_without_a_mark(codec: str, text: str) -> None:
     form = find_form(text.encode(codec))
     assert (form.codec, form.bom, form.is_guess) == (codec, b"", True)
@@ -124,7 +134,18 @@ def test_a_few_wrong_bytes_make_utf_8_no_other_encoding() -> None:
         random.Random(2).randbytes(200).replace(b"\0", b"\x01"),
         b"\xff\xfe" + b"a\0\0\0b\0",
     ],
-    ids=["elf", "counting", "zeros", "odd", "late-nul", "png", "gzip", "random", "random-without-nul", "marked-with-nul"],
+    ids=[
+        "elf",
+        "counting",
+        "zeros",
+        "odd",
+        "late-nul",
+        "png",
+        "gzip",
+        "random",
+        "random-without-nul",
+        "marked-with-nul",
+    ],
 )
 def test_what_is_no_text_is_refused_with_its_size(data: bytes) -> None:
     with pytest.raises(Failure) as caught:
@@ -162,7 +183,8 @@ def test_a_codec_that_writes_its_own_mark_is_taken_apart(data: bytes, asked: str
 
 
 @pytest.mark.parametrize(
-    "name", ["rot13", "hex", "base64", "zlib", "idna", "punycode", "unicode_escape", "nope", "", "../os", "a" * 41, "é", "a b"]
+    "name",
+    ["rot13", "hex", "base64", "zlib", "idna", "punycode", "unicode_escape", "nope", "", "../os", "a" * 41, "é", "a b"],
 )
 def test_what_is_no_codec_of_text_files_is_refused(name: str) -> None:
     with pytest.raises(Failure, match="no encoding of text files") as caught:
@@ -210,7 +232,14 @@ WEBP_EXTENDED = b"RIFF\0\0\0\0WEBPVP8X\0\0\0\0\0\0\0\0" + (15).to_bytes(3, "litt
 
 @pytest.mark.parametrize(
     ("head", "size"),
-    [(PNG, (640, 480)), (GIF, (320, 200)), (JPEG, (640, 480)), (WEBP_LOSSY, (16, 9)), (WEBP_LOSSLESS, (16, 9)), (WEBP_EXTENDED, (16, 9))],
+    [
+        (PNG, (640, 480)),
+        (GIF, (320, 200)),
+        (JPEG, (640, 480)),
+        (WEBP_LOSSY, (16, 9)),
+        (WEBP_LOSSLESS, (16, 9)),
+        (WEBP_EXTENDED, (16, 9)),
+    ],
     ids=["png", "gif", "jpeg", "webp-lossy", "webp-lossless", "webp-extended"],
 )
 def test_a_picture_tells_its_size_as_far_as_its_beginning_goes(head: bytes, size: tuple[int, int]) -> None:
@@ -222,6 +251,8 @@ def test_a_picture_tells_its_size_as_far_as_its_beginning_goes(head: bytes, size
         assert cut is None or cut.medium in ("image", "data")
 
 
-@pytest.mark.parametrize("head", [b"", b"RIFF", b"RIFF\0\0\0\0WAVE", b"MZ text", b"BMW", b"PK zip", b"!<arch>", b"%PD", b"ustar"])
+@pytest.mark.parametrize(
+    "head", [b"", b"RIFF", b"RIFF\0\0\0\0WAVE", b"MZ text", b"BMW", b"PK zip", b"!<arch>", b"%PD", b"ustar"]
+)
 def test_text_and_half_a_magic_number_are_no_type(head: bytes) -> None:
     assert find_type(head) is None

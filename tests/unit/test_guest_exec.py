@@ -41,12 +41,16 @@ def test_without_a_rest_stdin_is_empty(guest: Guest) -> None:
 
 
 def test_argv_runs_without_a_shell(guest: Guest) -> None:
-    done = guest.request("exec", argv=["printf", "%s|", "a b", "$HOME"], cwd="/", env={}, timeout_s=5, capture=capture(stdout=100))
+    done = guest.request(
+        "exec", argv=["printf", "%s|", "a b", "$HOME"], cwd="/", env={}, timeout_s=5, capture=capture(stdout=100)
+    )
     assert done.bytes_of("stdout") == b"a b|$HOME|"
 
 
 def test_a_program_gets_three_descriptors_a_session_and_a_clean_environment(guest: Guest) -> None:
-    done = guest.run("ls /proc/self/fd | wc -l; ps -o sid= -p $$ | tr -d ' '; echo $$; umask; env | sort", env={"MINE": "1"})
+    done = guest.run(
+        "ls /proc/self/fd | wc -l; ps -o sid= -p $$ | tr -d ' '; echo $$; umask; env | sort", env={"MINE": "1"}
+    )
     lines = done.bytes_of("stdout").decode().splitlines()
     # Three, and the one ls itself opened.
     assert lines[0] == "4"
@@ -61,7 +65,9 @@ def test_a_program_gets_three_descriptors_a_session_and_a_clean_environment(gues
 
 def test_no_signal_is_blocked_or_ignored(guest: Guest) -> None:
     # /usr/bin/env, because bash sets dispositions of its own; signals 32 and 33 are the C library's.
-    done = guest.request("exec", argv=["grep", "Sig", "/proc/self/status"], cwd=".", env={}, timeout_s=5, capture=capture(stdout=4096))
+    done = guest.request(
+        "exec", argv=["grep", "Sig", "/proc/self/status"], cwd=".", env={}, timeout_s=5, capture=capture(stdout=4096)
+    )
     masks = dict(line.split(":\t") for line in done.bytes_of("stdout").decode().splitlines())
     assert int(masks["SigBlk"], 16) == 0
     assert int(masks["SigIgn"], 16) & ~(0b11 << 31) == 0
@@ -148,7 +154,9 @@ def test_merged_beside_the_others_has_the_bytes_of_both(guest: Guest) -> None:
 
 
 def test_a_stream_is_sent_as_it_comes_and_then_only_counted(guest: Guest) -> None:
-    call = guest.start_script("mkfifo gate; echo first; read line < gate; seq 100000; echo e >&2", capture={"stream": 5000})
+    call = guest.start_script(
+        "mkfifo gate; echo first; read line < gate; seq 100000; echo e >&2", capture={"stream": 5000}
+    )
     # The program goes on only after its first piece has come.
     frame = guest.next_frame()
     assert (frame.header["stream"], frame.body) == ("stdout", b"first\n")

@@ -136,7 +136,13 @@ def test_what_cannot_be_written_has_its_code(guest: Guest, path: str, code: str)
 def test_beyond_the_file_size_limit_nothing_changes() -> None:
     with running_guest("ulimit -f 8;") as guest:
         guest.run("echo old > f; echo old > a; ln a b")
-        for path, mode in (("f", "overwrite"), ("f", "append"), ("a", "overwrite"), ("new", "overwrite"), ("n", "create")):
+        for path, mode in (
+            ("f", "overwrite"),
+            ("f", "append"),
+            ("a", "overwrite"),
+            ("new", "overwrite"),
+            ("n", "create"),
+        ):
             assert write(guest, path, bytes(100_000), mode).code == "NO_SPACE"
         assert (guest.workspace / "f").read_bytes() == b"old\n"
         assert (guest.workspace / "b").read_bytes() == b"old\n"

@@ -94,7 +94,10 @@ def test_naming_a_folder_that_is_ignored_lifts_the_rule_for_it(ground: Ground) -
     ground.make("node_modules/left/index.js")
     ground.make("node_modules/left/index.map")
     assert ground.glob("node_modules/**/*.js").lines == ["node_modules/left/index.js"]
-    assert ground.glob("*", path="node_modules/left").lines == ["node_modules/left/index.map", "node_modules/left/index.js"]
+    assert ground.glob("*", path="node_modules/left").lines == [
+        "node_modules/left/index.map",
+        "node_modules/left/index.js",
+    ]
 
 
 def test_a_rule_above_the_folder_that_is_searched_holds(ground: Ground) -> None:
@@ -118,7 +121,10 @@ def test_a_pipe_named_as_a_rule_file_is_not_opened(ground: Ground) -> None:
     ground.make("a.py")
     os.mkfifo(ground.workspace / ".gitignore")
     found = ground.glob("*.py")
-    assert (found.lines, found["bad_rules"]) == (["a.py"], [".gitignore: not a regular file, its rules are not applied"])
+    assert (found.lines, found["bad_rules"]) == (
+        ["a.py"],
+        [".gitignore: not a regular file, its rules are not applied"],
+    )
 
 
 def test_links_are_listed_and_not_followed(ground: Ground) -> None:
@@ -229,7 +235,9 @@ def test_a_pattern_that_takes_seconds_to_compile_is_refused_at_once(ground: Grou
     assert time.monotonic() - started < 1
 
 
-@pytest.mark.parametrize("rules", ["x" * 1_000_000 + "*?", "\n".join(f"*{n}?b" for n in range(20_000)), "x" * 9000 + "{a,b}" * 9])
+@pytest.mark.parametrize(
+    "rules", ["x" * 1_000_000 + "*?", "\n".join(f"*{n}?b" for n in range(20_000)), "x" * 9000 + "{a,b}" * 9]
+)
 def test_a_rule_file_that_takes_seconds_to_compile_is_told_and_read_by_nobody(ground: Ground, rules: str) -> None:
     ground.make(".gitignore", rules + "\n*\n")
     ground.make("a", "hit\n")

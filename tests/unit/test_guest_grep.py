@@ -136,7 +136,13 @@ def test_what_is_filtered_out_by_name_does_not_count_as_ignored(ground: Ground) 
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("foo(", "at character 4: unclosed group; the pattern was 'foo('; if it is meant literally, retry with fixed_strings=true"),
+        (
+            "foo(",
+            (
+                "at character 4: unclosed group; the pattern was 'foo('; if it is meant literally, retry with "
+                "fixed_strings=true"
+            ),
+        ),
         ("a{2,1}", "at character 2: invalid repetition count range"),
         ("foo(?=", "at character 4: missing ), unterminated subpattern"),
         ("[a", "at character 1: unclosed character class"),
@@ -163,7 +169,9 @@ def test_only_what_looks_literal_is_told_to_be_retried_so(ground: Ground) -> Non
 
 
 @BOTH
-@pytest.mark.parametrize("pattern", ["-e", "--help", "-", "--files", "@file", "$(touch x)", "`id`", "a;b", "x" * 20_000])
+@pytest.mark.parametrize(
+    "pattern", ["-e", "--help", "-", "--files", "@file", "$(touch x)", "`id`", "a;b", "x" * 20_000]
+)
 def test_a_pattern_is_never_an_option_nor_a_command(ground: Ground, use_ripgrep: bool, pattern: str) -> None:
     ground.make("a", f"1 {pattern}\n2\n")
     found = ground.grep(pattern, use_ripgrep=use_ripgrep, fixed_strings=True)
@@ -249,7 +257,12 @@ def test_long_lines_are_cut_around_the_match(ground: Ground, use_ripgrep: bool) 
 def test_output_ends_at_a_whole_line_when_its_budget_is_used_up(ground: Ground) -> None:
     ground.make("a", "hit\n" * 100)
     found = ground.grep("hit", max_bytes=35)
-    assert (found.lines, found["shown"], found["matches"], found["cut"]) == (["a:1: hit", "a:2: hit", "a:3: hit"], 3, 100, True)
+    assert (found.lines, found["shown"], found["matches"], found["cut"]) == (
+        ["a:1: hit", "a:2: hit", "a:3: hit"],
+        3,
+        100,
+        True,
+    )
     assert ground.grep("hit", max_lines=2)["shown"] == 2
 
 
@@ -299,7 +312,10 @@ def ask(guest: Guest, pattern: str, **fields: Any) -> Done:
 
 @needs_namespace
 def test_a_running_guest_leaves_nothing_running_after_a_search_a_limit_and_a_cancel(running: Guest) -> None:
-    running.run("printf 'hit\\n' >a; printf '%040d!\\n' 0 | tr 0 a >b; mkdir shut; echo hit >shut/x; echo hit >unread; chmod 0 shut unread")
+    running.run(
+        "printf 'hit\\n' >a; printf '%040d!\\n' 0 | tr 0 a >b; mkdir shut; echo hit >shut/x; echo hit >unread; chmod 0 "
+        "shut unread"
+    )
     done = ask(running, "hit", exclude="b")
     assert done.bytes_of("lines") == b"a:1: hit\n"
     assert (done["unreadable"], sorted(done["unreadable_names"])) == (2, ["shut", "unread"])
@@ -315,7 +331,8 @@ def test_a_running_guest_leaves_nothing_running_after_a_search_a_limit_and_a_can
 @needs_namespace
 def test_what_cannot_be_read_is_told_whole_and_is_no_fault_of_the_pattern(running: Guest) -> None:
     running.run(
-        "mkdir -p t/s w; cd t; for n in {1..2000}; do : >name-that-takes-some-space-$n; done; : >$'two\nlines'; : >s/no.py; chmod 0 *"
+        "mkdir -p t/s w; cd t; for n in {1..2000}; do : >name-that-takes-some-space-$n; done; : >$'two\nlines'; : "
+        ">s/no.py; chmod 0 *"
     )
     running.run("chmod 0 t/s; chmod 600 w")
     done = ask(running, "hit", path="t", include="*[0-9s]")

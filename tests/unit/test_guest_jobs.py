@@ -1,4 +1,6 @@
-"""Background jobs of the guest, on a real pid namespace: started, heard, fed, ended, and proved to be gone from outside."""
+"""Background jobs of the guest, on a real pid namespace: started, heard, fed, ended, and proved to be gone from
+outside.
+"""
 
 import os
 import select
@@ -209,7 +211,11 @@ def test_there_are_at_most_so_many_and_the_ended_make_room(guest: Guest) -> None
 
 @pytest.mark.parametrize(
     ("fields", "code"),
-    [({"cwd": "nowhere"}, "FILE_NOT_FOUND"), ({"cwd": "/etc"}, "PATH_NOT_ALLOWED"), ({"script_bytes": 99}, "INVALID_ARGUMENTS")],
+    [
+        ({"cwd": "nowhere"}, "FILE_NOT_FOUND"),
+        ({"cwd": "/etc"}, "PATH_NOT_ALLOWED"),
+        ({"script_bytes": 99}, "INVALID_ARGUMENTS"),
+    ],
 )
 def test_a_job_that_cannot_start_is_none(guest: Guest, fields: dict[str, object], code: str) -> None:
     assert start(guest, "true", **fields).code == code
@@ -224,7 +230,9 @@ def test_a_job_nobody_knows_is_refused_by_name(guest: Guest) -> None:
 
 def test_a_call_cancelled_while_its_job_starts_ends_the_job(guest: Guest) -> None:
     script = b"echo > up; sleep 1000"
-    call = guest.start("job_start", script, script_bytes=len(script), label="x", wait_ms=9000, max_bytes=10, timeout_s=20)
+    call = guest.start(
+        "job_start", script, script_bytes=len(script), label="x", wait_ms=9000, max_bytes=10, timeout_s=20
+    )
     guest.wait_for_file("up")
     guest.send({"id": call, "op": "cancel"})
     assert guest.finish(call)["job"]["state"] == "killed"
@@ -236,7 +244,9 @@ def test_a_job_gives_its_programs_no_descriptor_of_ours(guest: Guest) -> None:
 
 
 @given(pieces=st.lists(st.binary(min_size=1, max_size=30), max_size=30), most=st.integers(4, 60))
-def test_a_log_keeps_its_end_and_counts_what_it_dropped(tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], most: int) -> None:
+def test_a_log_keeps_its_end_and_counts_what_it_dropped(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], most: int
+) -> None:
     output = tmp_path_factory.mktemp("output")
     log = JobLog(GuestPaths((b"/nowhere",), str(output).encode()), "job-1", 100)
     whole = b"".join(pieces)

@@ -23,7 +23,10 @@ _STAYERS = {
     "a session of its own": "setsid sleep 1000 & sleep 1000",
     "a double fork": "(setsid sh -c 'sleep 1000 & exec sleep 1001' &) ; sleep 1000",
     "nohup": "nohup sleep 1000 >/dev/null 2>&1 & sleep 1000",
-    "a daemon": "python3 -c 'import os,time\nfor _ in range(2):\n if os.fork(): os._exit(0)\n os.setsid()\ntime.sleep(1000)'; sleep 1000",
+    "a daemon": (
+        "python3 -c 'import os,time\nfor _ in range(2):\n if os.fork(): os._exit(0)\n os.setsid()\ntime.sleep(1000)'; "
+        "sleep 1000"
+    ),
     "signals ignored": "trap '' TERM INT HUP QUIT CHLD; sleep 1000; sleep 1000",
     "stopped": "sleep 1000 & kill -STOP $!; kill -STOP $$",
     "a main thread that has ended": (
@@ -65,7 +68,10 @@ def test_a_helper_that_ends_with_its_program_is_no_kill(guest: Guest) -> None:
 
 
 def test_a_helper_that_is_still_at_work_is_waited_for(guest: Guest) -> None:
-    busy = "import sys,time\nend=time.process_time()+0.1\nwhile time.process_time()<end: pass\nsys.stdout.write(sys.stdin.read())"
+    busy = (
+        "import sys,time\nend=time.process_time()+0.1\nwhile time.process_time()<end: pass\n"
+        "sys.stdout.write(sys.stdin.read())"
+    )
     done = guest.run(f"echo through > >(python3 -c '{busy}')")
     assert done.bytes_of("stdout") == b"through\n"
     assert done["kill"] is None
@@ -140,13 +146,17 @@ def test_no_signal_of_a_program_reaches_pid_1(guest: Guest, number: int) -> None
 
 
 def test_a_program_can_neither_read_nor_trace_pid_1(guest: Guest) -> None:
-    done = guest.run("cat /proc/1/environ; ls /proc/1/fd; head -c1 /proc/1/mem; cat /proc/$PPID/environ; ls /proc/$PPID/fd")
+    done = guest.run(
+        "cat /proc/1/environ; ls /proc/1/fd; head -c1 /proc/1/mem; cat /proc/$PPID/environ; ls /proc/$PPID/fd"
+    )
     assert done.bytes_of("stdout") == b""
     assert done.bytes_of("stderr").count(b"Permission denied") == 5
 
 
 def test_a_neighbour_survives_a_kill(guest: Guest) -> None:
-    neighbour = guest.start_script("mkfifo gate; sleep 1000 & echo up > up; read line < gate; kill $! && echo spared", timeout_s=60)
+    neighbour = guest.start_script(
+        "mkfifo gate; sleep 1000 & echo up > up; read line < gate; kill $! && echo spared", timeout_s=60
+    )
     guest.wait_for_file("up")
     assert guest.run("sleep 1000 & setsid sleep 1000", timeout_s=0.3)["kill"]["method"] == "tree"
     killer = guest.run("kill -9 $PPID; sleep 1000")

@@ -12,7 +12,9 @@ from guest.files.requests import LINE_CHARS  # noqa: E402
 PLENTY = 10**9
 
 
-def page_of(text: str, piece: int, offset: int = 1, limit: int = PLENTY, column: int = 1, max_bytes: int = PLENTY) -> LinePage:
+def page_of(
+    text: str, piece: int, offset: int = 1, limit: int = PLENTY, column: int = 1, max_bytes: int = PLENTY
+) -> LinePage:
     page = LinePage(offset, limit, column, max_bytes)
     for at in range(0, len(text), piece):
         page.take(text[at : at + piece])
@@ -30,8 +32,12 @@ def lines_of(text: str) -> list[str]:
 texts = st.lists(st.sampled_from(["a", "é", "中中", "😀", "\n", "\r\n", "\r", "\0"]), max_size=40).map("".join)
 
 
-@given(text=texts, piece=st.integers(1, 9), offset=st.integers(1, 12), limit=st.integers(1, 9), column=st.integers(1, 4))
-def test_a_page_is_the_same_for_every_size_of_piece(text: str, piece: int, offset: int, limit: int, column: int) -> None:
+@given(
+    text=texts, piece=st.integers(1, 9), offset=st.integers(1, 12), limit=st.integers(1, 9), column=st.integers(1, 4)
+)
+def test_a_page_is_the_same_for_every_size_of_piece(
+    text: str, piece: int, offset: int, limit: int, column: int
+) -> None:
     page = page_of(text, piece, offset, limit, column)
     lines = lines_of(text)
     wanted = lines[offset - 1 : offset - 1 + limit]
@@ -43,7 +49,11 @@ def test_a_page_is_the_same_for_every_size_of_piece(text: str, piece: int, offse
     assert not page.is_out_of_room
 
 
-@given(sizes=st.lists(st.integers(0, 3 * LINE_CHARS), max_size=8), piece=st.integers(100, 4500), ends=st.sampled_from(["\n", "\r\n"]))
+@given(
+    sizes=st.lists(st.integers(0, 3 * LINE_CHARS), max_size=8),
+    piece=st.integers(100, 4500),
+    ends=st.sampled_from(["\n", "\r\n"]),
+)
 def test_every_character_of_a_long_line_is_reached_by_its_columns(sizes: list[int], piece: int, ends: str) -> None:
     lines = ["".join(chr(0x4E00 + at % 5000) for at in range(size)) for size in sizes]
     text = "".join(line + ends for line in lines)
@@ -60,7 +70,11 @@ def test_every_character_of_a_long_line_is_reached_by_its_columns(sizes: list[in
         assert seen == line
 
 
-@given(sizes=st.lists(st.integers(0, 200), min_size=1, max_size=30), max_bytes=st.integers(300, 1000), piece=st.integers(1, 300))
+@given(
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=30),
+    max_bytes=st.integers(300, 1000),
+    piece=st.integers(1, 300),
+)
 def test_going_on_behind_the_last_line_shows_every_line_once_and_never_more_than_allowed(
     sizes: list[int], max_bytes: int, piece: int
 ) -> None:

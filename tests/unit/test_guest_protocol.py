@@ -73,7 +73,9 @@ def test_a_call_cancelled_before_its_body_is_whole_is_answered_once(guest: Guest
 
 def test_a_body_longer_than_declared_fails_its_call_only(guest: Guest) -> None:
     call = secrets.token_hex(16)
-    guest.send({"id": call, "op": "write_file", "body_bytes": 3, "path": "f", "mode": "overwrite", "timeout_s": 1}, b"1234")
+    guest.send(
+        {"id": call, "op": "write_file", "body_bytes": 3, "path": "f", "mode": "overwrite", "timeout_s": 1}, b"1234"
+    )
     assert guest.finish(call).code == "INVALID_ARGUMENTS"
     assert not (guest.workspace / "f").exists()
 
@@ -87,7 +89,10 @@ def test_a_body_size_that_cannot_be_is_refused(guest: Guest, size: object) -> No
 
 @pytest.mark.parametrize("name", ["\u4f60" * 40_000, "/workspace" + "/a" * 100_000, "\udcff" * 40_000])
 def test_a_name_as_long_as_a_header_fails_its_call_only(guest: Guest, name: str) -> None:
-    assert guest.request("read_file", path=name, max_bytes=1, timeout_s=5).code in ("INVALID_ARGUMENTS", "PATH_NOT_ALLOWED")
+    assert guest.request("read_file", path=name, max_bytes=1, timeout_s=5).code in (
+        "INVALID_ARGUMENTS",
+        "PATH_NOT_ALLOWED",
+    )
     assert guest.run("true", cwd=name).code in ("INVALID_ARGUMENTS", "FILE_NOT_FOUND")
     assert guest.run("true", argv=[name[:40_000]], script_bytes=0).code in ("SPAWN_FAILED", "INVALID_ARGUMENTS")
     assert guest.run("true", **{name: 1}).code == "INVALID_ARGUMENTS"

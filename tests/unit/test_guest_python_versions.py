@@ -17,8 +17,34 @@ GUEST = GUEST_PARENT / "guest"
 FILES = sorted(GUEST.rglob("*.py"))
 # What came after 3.9, by name: of modules, of anything's attributes, and as keyword arguments of calls.
 NEWER_MODULES = {"tomllib"}
-GONE_MODULES = {"aifc", "asynchat", "asyncore", "audioop", "binhex", "cgi", "cgitb", "chunk", "crypt", "distutils", "formatter", "imghdr"}
-GONE_MODULES |= {"imp", "lib2to3", "mailcap", "nntplib", "ossaudiodev", "parser", "pipes", "smtpd", "sndhdr", "spwd", "symbol", "telnetlib"}
+GONE_MODULES = {
+    "aifc",
+    "asynchat",
+    "asyncore",
+    "audioop",
+    "binhex",
+    "cgi",
+    "cgitb",
+    "chunk",
+    "crypt",
+    "distutils",
+    "formatter",
+    "imghdr",
+}
+GONE_MODULES |= {
+    "imp",
+    "lib2to3",
+    "mailcap",
+    "nntplib",
+    "ossaudiodev",
+    "parser",
+    "pipes",
+    "smtpd",
+    "sndhdr",
+    "spwd",
+    "symbol",
+    "telnetlib",
+}
 GONE_MODULES |= {"uu", "xdrlib"}
 NEWER_NAMES = {
     "pairwise",
@@ -32,10 +58,40 @@ NEWER_NAMES = {
     "splice",
     "EncodingWarning",
 }
-NEWER_NAMES |= {"orig_argv", "stdlib_module_names", "ExceptionGroup", "BaseExceptionGroup", "add_note", "file_digest", "StrEnum", "UTC"}
-NEWER_NAMES |= {"NOFLAG", "exp2", "cbrt", "getencoding", "process_cpu_count", "login_tty", "sumprod", "PIDFD_NONBLOCK", "aclosing"}
-NEWER_KEYWORDS = {"zip": {"strict"}, "bisect": {"key"}, "bisect_left": {"key"}, "bisect_right": {"key"}, "insort": {"key"}}
-NEWER_KEYWORDS |= {"dataclass": {"slots", "kw_only", "match_args"}, "mkdtemp": {"delete"}, "map": {"strict"}, "read_text": {"newline"}}
+NEWER_NAMES |= {
+    "orig_argv",
+    "stdlib_module_names",
+    "ExceptionGroup",
+    "BaseExceptionGroup",
+    "add_note",
+    "file_digest",
+    "StrEnum",
+    "UTC",
+}
+NEWER_NAMES |= {
+    "NOFLAG",
+    "exp2",
+    "cbrt",
+    "getencoding",
+    "process_cpu_count",
+    "login_tty",
+    "sumprod",
+    "PIDFD_NONBLOCK",
+    "aclosing",
+}
+NEWER_KEYWORDS = {
+    "zip": {"strict"},
+    "bisect": {"key"},
+    "bisect_left": {"key"},
+    "bisect_right": {"key"},
+    "insort": {"key"},
+}
+NEWER_KEYWORDS |= {
+    "dataclass": {"slots", "kw_only", "match_args"},
+    "mkdtemp": {"delete"},
+    "map": {"strict"},
+    "read_text": {"newline"},
+}
 # As `os.unshare`: names that are only newer where their module has them.
 _MODULE_NAMES = {
     ("contextlib", "chdir"),
@@ -48,7 +104,9 @@ _MODULE_NAMES = {
 
 
 def walk_run_time(node: ast.AST) -> Iterator[ast.AST]:
-    """All that is looked at when the code runs: not annotations, nor what only a type checker or a newer Python reads."""
+    """All that is looked at when the code runs: not annotations, nor what only a type checker or a newer Python
+    reads.
+    """
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns"):
@@ -71,7 +129,9 @@ def find_newer(tree: ast.Module) -> list[str]:
         line = getattr(node, "lineno", 0)
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            found += [f"{line}: module {name}" for name in modules if name.split(".")[0] in NEWER_MODULES | GONE_MODULES]
+            found += [
+                f"{line}: module {name}" for name in modules if name.split(".")[0] in NEWER_MODULES | GONE_MODULES
+            ]
             if isinstance(node, ast.ImportFrom):
                 found += [f"{line}: {alias.name}" for alias in node.names if alias.name in NEWER_NAMES]
         if isinstance(node, ast.Attribute):
@@ -82,7 +142,9 @@ def find_newer(tree: ast.Module) -> list[str]:
             found.append(f"{line}: {node.id}")
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func).rpartition(".")[2]
-            found += [f"{line}: {called}({word.arg}=)" for word in node.keywords if word.arg in NEWER_KEYWORDS.get(called, ())]
+            found += [
+                f"{line}: {called}({word.arg}=)" for word in node.keywords if word.arg in NEWER_KEYWORDS.get(called, ())
+            ]
             if called in ("isinstance", "issubclass") and isinstance(node.args[-1], ast.BinOp):
                 found.append(f"{line}: {called} with X | Y")
         if isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)) and _is_newer_pattern(node.value):
@@ -129,7 +191,9 @@ def test_what_is_newer_is_found(source: str) -> None:
 
 
 def test_what_only_a_type_checker_or_a_newer_python_reads_is_not() -> None:
-    source = "if TYPE_CHECKING:\n    import tomllib\nif sys.version_info >= (3, 11):\n    import tomllib\nx: int | str = 1\n"
+    source = (
+        "if TYPE_CHECKING:\n    import tomllib\nif sys.version_info >= (3, 11):\n    import tomllib\nx: int | str = 1\n"
+    )
     source += "group = '(?>' if sys.version_info >= (3, 11) else '(?:'\n"
     assert find_newer(ast.parse(source)) == []
 
@@ -144,13 +208,18 @@ def test_patterns_of_many_parts_match_on_the_guests_own_python() -> None:
         assert (done.bytes_of("lines"), done["bad_rules"]) == (b"a/b/c/one_two_three.py\n", [])
 
 
-# --- the entry point ------------------------------------------------------------------------------------------------------
+# --- the entry point --------------------------------------------------------------------------------------------------
 
 
 def boot(before: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """The entry point as a program, after some lines of Python."""
-    code = f"import sys, runpy\nsys.path.insert(0, {str(GUEST_PARENT)!r})\n{before}\nrunpy.run_path({str(GUEST / 'boot.py')!r}, run_name='__main__')"
-    return subprocess.run([sys.executable, "-I", "-S", "-c", code, *arguments], capture_output=True, text=True, timeout=30)
+    code = (
+        f"import sys, runpy\nsys.path.insert(0, {str(GUEST_PARENT)!r})\n{before}\n"
+        f"runpy.run_path({str(GUEST / 'boot.py')!r}, run_name='__main__')"
+    )
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, *arguments], capture_output=True, text=True, timeout=30
+    )
 
 
 def test_the_entry_point_can_be_read_by_any_python_3() -> None:

@@ -140,7 +140,9 @@ def test_a_folder_given_with_a_command_is_that_commands_only(guest: Guest) -> No
     assert said(guest, "pwd") == f"{guest.workspace}/b/c\n"
 
 
-@pytest.mark.parametrize(("cwd", "code"), [("nowhere", "FILE_NOT_FOUND"), ("/etc", "PATH_NOT_ALLOWED"), ("/etc/passwd", "NOT_A_DIRECTORY")])
+@pytest.mark.parametrize(
+    ("cwd", "code"), [("nowhere", "FILE_NOT_FOUND"), ("/etc", "PATH_NOT_ALLOWED"), ("/etc/passwd", "NOT_A_DIRECTORY")]
+)
 def test_a_folder_that_cannot_be_is_refused_by_name(guest: Guest, cwd: str, code: str) -> None:
     done = command(guest, "true", cwd=cwd)
     assert done.code == code
@@ -156,12 +158,17 @@ def test_a_fresh_start_forgets_everything(guest: Guest) -> None:
 
 def test_what_was_unset_stays_unset(guest: Guest) -> None:
     command(guest, "unset PATH HOME NO_COLOR")
-    assert said(guest, 'echo "${PATH-none} ${HOME-none} ${NO_COLOR-none}"; /usr/bin/env | /usr/bin/grep -c ^PATH=') == "none none none\n0\n"
+    assert (
+        said(guest, 'echo "${PATH-none} ${HOME-none} ${NO_COLOR-none}"; /usr/bin/env | /usr/bin/grep -c ^PATH=')
+        == "none none none\n0\n"
+    )
 
 
 def test_variables_that_are_a_shells_own_break_nothing(guest: Guest) -> None:
     command(
-        guest, "export IFS=: UID SHELLOPTS BASHOPTS BASH_ENV=/nowhere ENV=/x PS4=p POSIXLY_CORRECT=1; readonly R=1; export R; export -f"
+        guest,
+        "export IFS=: UID SHELLOPTS BASHOPTS BASH_ENV=/nowhere ENV=/x PS4=p POSIXLY_CORRECT=1; readonly R=1; export R; "
+        "export -f",
     )
     done = command(guest, 'echo "$IFS|$BASH_ENV|$R|$SHLVL"')
     assert (done.bytes_of("stdout"), done.bytes_of("stderr")) == (b":|/nowhere|1|1\n", b"")
@@ -179,7 +186,9 @@ def test_functions_of_any_name_last(guest: Guest) -> None:
 
 def test_tracing_and_traps_show_nothing_of_ours(guest: Guest) -> None:
     done = command(
-        guest, "trap 'echo dbg' DEBUG; trap 'echo err' ERR; set -xE; true", capture={"stdout": 9999, "stderr": 9999, "merged": 0}
+        guest,
+        "trap 'echo dbg' DEBUG; trap 'echo err' ERR; set -xE; true",
+        capture={"stdout": 9999, "stderr": 9999, "merged": 0},
     )
     assert done.bytes_of("stdout") == b"dbg\ndbg\ndbg\n"
     assert b"toolcrew" not in done.bytes_of("stderr")
@@ -190,7 +199,8 @@ def test_nothing_of_ours_reaches_a_program(guest: Guest) -> None:
     assert (
         said(
             guest,
-            "ls /proc/self/fd | wc -l; env | grep -v PWD | grep -c -i -e bash_env -e toolcrew; compgen -v | grep -i toolcrew; declare -F",
+            "ls /proc/self/fd | wc -l; env | grep -v PWD | grep -c -i -e bash_env -e toolcrew; compgen -v | grep -i "
+            "toolcrew; declare -F",
         )
         == "4\n0\n"
     )
@@ -203,7 +213,12 @@ def test_complaints_have_natural_names_and_lines(guest: Guest) -> None:
 
 @pytest.mark.parametrize(
     ("script", "statuses"),
-    [("true", [0]), ("false | true", [1, 0]), ("true | (exit 3) | false; ", [0, 3, 1]), ("set -eo pipefail; false | true", [1, 0])],
+    [
+        ("true", [0]),
+        ("false | true", [1, 0]),
+        ("true | (exit 3) | false; ", [0, 3, 1]),
+        ("set -eo pipefail; false | true", [1, 0]),
+    ],
 )
 def test_the_statuses_of_the_last_pipeline_are_told(guest: Guest, script: str, statuses: list[int]) -> None:
     assert command(guest, script)["pipe_status"] == statuses
@@ -226,7 +241,9 @@ def test_any_value_of_a_variable_lasts(running: Guest, value: bytes) -> None:
     assert command(running, 'printf %s "$VALUE"').bytes_of("stdout") == value
 
 
-@pytest.mark.parametrize("content", [b"", b"\0", b"x" * 300_000, b"fi (\0fi (\0end", b"\0\0end", b"declare -x PATH=\0\0end"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0", b"x" * 300_000, b"fi (\0fi (\0end", b"\0\0end", b"declare -x PATH=\0\0end"]
+)
 def test_a_state_that_a_program_has_written_breaks_no_command(guest: Guest, content: bytes) -> None:
     command(guest, "true")
     (guest.output / ".state" / "shell").write_bytes(content)

@@ -38,7 +38,9 @@ def test_an_output_that_fits_has_no_file(guest: Guest, script: str) -> None:
 
 
 @needs_namespace
-@pytest.mark.parametrize("script", ["seq 21", "head -c 1001 /dev/zero", "seq 100000; seq 1000 >&2", "yes | head -c 3000000"])
+@pytest.mark.parametrize(
+    "script", ["seq 21", "head -c 1001 /dev/zero", "seq 100000; seq 1000 >&2", "yes | head -c 3000000"]
+)
 def test_an_output_that_does_not_lies_whole_in_a_file(guest: Guest, script: str) -> None:
     done = run(guest, script)
     content = Path(done["spill"]["path"]).read_bytes()
@@ -61,12 +63,19 @@ def test_a_place_for_outputs_that_takes_none_fails_no_command(guest: Guest) -> N
     guest.run(f"chmod 500 {guest.output}", cwd="/")
     try:
         done = run(guest, "seq 1000; exit 3", cwd=None, state="keep")
-        assert (done["exit_code"], done["spill"], done["spill_failed"], done["state"]["outcome"]) == (3, None, True, "replaced")
+        assert (done["exit_code"], done["spill"], done["spill_failed"], done["state"]["outcome"]) == (
+            3,
+            None,
+            True,
+            "replaced",
+        )
     finally:
         guest.run(f"chmod 700 {guest.output}", cwd="/")
 
 
-def test_the_oldest_files_make_room_and_no_file_is_larger_than_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_files_make_room_and_no_file_is_larger_than_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(spills, "QUOTA_BYTES", 1000)
     names = []
     for number in range(3):
@@ -130,7 +139,9 @@ def live_bytes(guest: Guest, script: str, most: int, **fields: object) -> Done:
 
 @needs_namespace
 def test_live_output_comes_while_the_program_runs(guest: Guest) -> None:
-    call = guest.start_script("rm -f gate; mkfifo gate; echo first; read line < gate; echo second >&2", live=True, max_bytes=10_000)
+    call = guest.start_script(
+        "rm -f gate; mkfifo gate; echo first; read line < gate; echo second >&2", live=True, max_bytes=10_000
+    )
     frame = guest.next_frame()
     assert (frame.header["stream"], frame.body) == ("live", b"first\n")
     guest.run("echo go > gate")

@@ -65,7 +65,9 @@ def test_the_path_tried_and_the_working_directory_are_named(tree: Tree) -> None:
     (tree.workspace / "sub").mkdir()
     (tree.output / ".state" / "folder").write_bytes(bytes(tree.workspace / "sub"))
     words = missing_file("../a/./gone.txt", tree.paths).message
-    assert words.startswith(f"{tree.workspace}/a/gone.txt: no such file or directory; the working directory is {tree.workspace}/sub;")
+    assert words.startswith(
+        f"{tree.workspace}/a/gone.txt: no such file or directory; the working directory is {tree.workspace}/sub;"
+    )
     assert "no name like it was found" in words
 
 

@@ -1,4 +1,6 @@
-"""Supervisors that serve one call after the other: what they keep, when they end, and what a hostile neighbour can do to them."""
+"""Supervisors that serve one call after the other: what they keep, when they end, and what a hostile neighbour can do
+to them.
+"""
 
 import contextlib
 import os
@@ -98,7 +100,9 @@ UNCLEAN: dict[str, tuple[str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize(("script", "fields"), UNCLEAN.values(), ids=UNCLEAN.keys())
-def test_after_a_kill_the_next_call_has_another_supervisor(guest: Guest, script: str, fields: dict[str, object]) -> None:
+def test_after_a_kill_the_next_call_has_another_supervisor(
+    guest: Guest, script: str, fields: dict[str, object]
+) -> None:
     before = supervisor_of(guest, script, **fields)
     assert supervisor_of(guest) != before
 
@@ -219,7 +223,8 @@ def test_a_call_that_its_supervisor_does_not_take_goes_to_another() -> None:
 
 def test_an_attacker_who_stops_every_supervisor_that_waits_costs_a_moment_and_no_call(guest: Guest) -> None:
     attack = (
-        "import os, signal, time\nopen('up', 'w').write('up\\n')\nend = time.monotonic() + 1.5\nspare = {1, os.getpid(), os.getppid()}\n"
+        "import os, signal, time\nopen('up', 'w').write('up\\n')\nend = time.monotonic() + 1.5\nspare = {1, "
+        "os.getpid(), os.getppid()}\n"
         "while time.monotonic() < end:\n"
         " for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):\n"
         "  if pid not in spare:\n"
@@ -239,7 +244,8 @@ def test_an_attacker_who_stops_every_supervisor_that_waits_costs_a_moment_and_no
 
 def test_an_attacker_who_kills_every_supervisor_gets_every_call_answered(guest: Guest) -> None:
     attack = (
-        "import os, signal, time\nopen('up', 'w').write('up\\n')\nend = time.monotonic() + 1\nspare = {1, os.getpid(), os.getppid()}\n"
+        "import os, signal, time\nopen('up', 'w').write('up\\n')\nend = time.monotonic() + 1\nspare = {1, os.getpid(), "
+        "os.getppid()}\n"
         "while time.monotonic() < end:\n"
         " for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):\n"
         "  if pid not in spare:\n"
@@ -250,14 +256,18 @@ def test_an_attacker_who_kills_every_supervisor_gets_every_call_answered(guest: 
     guest.wait_for_file("up")
     for _ in range(12):
         done = guest.run("echo served", timeout_s=5)
-        assert done.code == "INTERNAL" or done.header.get("signal") == signal.SIGKILL or done["exit_code"] == 0, done.header
+        assert done.code == "INTERNAL" or done.header.get("signal") == signal.SIGKILL or done["exit_code"] == 0, (
+            done.header
+        )
     assert guest.finish(running)["exit_code"] == 0
     assert guest.run("echo calm").bytes_of("stdout") == b"calm\n"
     assert guest.wait_alone(), guest.others()
 
 
 def test_a_call_that_kills_its_supervisor_while_another_waits_leaves_nothing(guest: Guest) -> None:
-    running = guest.start_script("mkfifo gate; echo up > up; read line < gate; setsid sleep 1000 & kill -9 $PPID; sleep 1000", timeout_s=60)
+    running = guest.start_script(
+        "mkfifo gate; echo up > up; read line < gate; setsid sleep 1000 & kill -9 $PPID; sleep 1000", timeout_s=60
+    )
     guest.wait_for_file("up")
     guest.run("echo go > gate")
     done = guest.finish(running)

@@ -100,7 +100,10 @@ def test_an_offset_past_the_end_tells_the_lines_and_a_column_the_characters(gues
     assert (done.code, done["error"]["lines"]) == ("OFFSET_OUT_OF_RANGE", 2)
     assert "has 2 lines, none at 3; offset can be 1 to 2" in done["error"]["message"]
     assert read(guest, "f", offset=2, column=5).bytes_of("file") == b"f\n"
-    assert "line 2 has 5 characters, none at 6; column can be 1 to 5" in read(guest, "f", offset=2, column=6)["error"]["message"]
+    assert (
+        "line 2 has 5 characters, none at 6; column can be 1 to 5"
+        in read(guest, "f", offset=2, column=6)["error"]["message"]
+    )
 
 
 def test_a_line_of_50_mb_is_paged_by_its_columns(guest: Guest) -> None:
@@ -125,7 +128,12 @@ def test_a_file_of_any_encoding_comes_as_utf_8(guest: Guest, codec: str, mark: b
     make(guest, "f", mark + CHINESE.encode(codec))
     done = read(guest, "f")
     assert done.bytes_of("file").decode() == CHINESE
-    assert (done["encoding"], done["has_bom"], done["is_guess"], done["is_damaged"]) == (named, bool(mark), not mark, False)
+    assert (done["encoding"], done["has_bom"], done["is_guess"], done["is_damaged"]) == (
+        named,
+        bool(mark),
+        not mark,
+        False,
+    )
 
 
 def test_an_encoding_that_is_asked_for_is_used(guest: Guest) -> None:
@@ -156,7 +164,11 @@ def test_a_character_at_the_edge_of_a_block_is_whole(guest: Guest) -> None:
 def test_utf_8_that_breaks_off_or_is_damaged_is_shown_and_said(guest: Guest) -> None:
     make(guest, "f", CHINESE.encode() + b"\xff\n" + "中".encode()[:2])
     done = read(guest, "f")
-    assert (done.bytes_of("file").decode(), done["encoding"], done["is_damaged"]) == (CHINESE + "\ufffd\n\ufffd\n", "utf-8", True)
+    assert (done.bytes_of("file").decode(), done["encoding"], done["is_damaged"]) == (
+        CHINESE + "\ufffd\n\ufffd\n",
+        "utf-8",
+        True,
+    )
     assert read(guest, "f", limit=2)["is_damaged"] is False
 
 
@@ -168,10 +180,20 @@ def test_a_binary_file_is_refused_with_its_type_and_size_and_without_its_bytes(g
 
 
 def test_a_picture_and_a_document_are_described(guest: Guest) -> None:
-    make(guest, "p.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (640).to_bytes(4, "big") + (480).to_bytes(4, "big") + bytes(20))
+    make(
+        guest,
+        "p.png",
+        b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (640).to_bytes(4, "big") + (480).to_bytes(4, "big") + bytes(20),
+    )
     make(guest, "d.pdf", b"%PDF-1.7\n")
     done = read(guest, "p.png")
-    assert (done["kind"], done["type"], done["width"], done["height"], done["size"]) == ("image", "a PNG image", 640, 480, 44)
+    assert (done["kind"], done["type"], done["width"], done["height"], done["size"]) == (
+        "image",
+        "a PNG image",
+        640,
+        480,
+        44,
+    )
     assert (read(guest, "d.pdf")["kind"], done.bytes_of("file")) == ("document", b"")
 
 
@@ -214,7 +236,10 @@ def test_the_supervisor_of_a_large_read_stays_small(guest: Guest) -> None:
 
 
 def test_what_is_no_file_is_refused_and_never_opened(guest: Guest) -> None:
-    guest.run("mkfifo fifo; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'; ln -s /dev/zero dev; ln -s loop loop")
+    guest.run(
+        "mkfifo fifo; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'; ln -s /dev/zero dev; "
+        "ln -s loop loop"
+    )
     for name, code in (
         ("fifo", "NOT_A_REGULAR_FILE"),
         ("sock", "NOT_A_REGULAR_FILE"),
@@ -264,7 +289,12 @@ def test_a_file_of_any_name_is_read(guest: Guest, name: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("path", "code"),
-    [("", "INVALID_ARGUMENTS"), ("n" * 5000, "INVALID_ARGUMENTS"), ("a\0b", "INVALID_ARGUMENTS"), ("\ud800", "INVALID_ARGUMENTS")],
+    [
+        ("", "INVALID_ARGUMENTS"),
+        ("n" * 5000, "INVALID_ARGUMENTS"),
+        ("a\0b", "INVALID_ARGUMENTS"),
+        ("\ud800", "INVALID_ARGUMENTS"),
+    ],
 )
 def test_a_path_that_cannot_be_has_its_code(guest: Guest, path: str, code: str) -> None:
     assert read(guest, path).code == code
@@ -318,7 +348,10 @@ PYTHONS = {sys.executable}.union(
 
 @pytest.mark.parametrize("python", sorted(PYTHONS))
 def test_a_small_digest_needs_no_openssl_in_any_python(python: str) -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from guest.files.sha256 import new_digest; new_digest(9); sys.exit('hashlib' in sys.modules)"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from guest.files.sha256 import new_digest; new_digest(9); "
+        "sys.exit('hashlib' in sys.modules)"
+    )
     assert subprocess.run([python, "-I", "-S", "-c", code, str(GUEST_PARENT)], timeout=20, check=False).returncode == 0
 
 
@@ -354,7 +387,11 @@ def test_a_file_that_has_become_too_large_to_remember_is_not_held_to_what_it_was
 
 def test_what_a_command_printed_is_text_whatever_is_in_it(guest: Guest) -> None:
     spilled = guest.output / "spilled"
-    for content, shown in ((b"\0\x89PNG\n", "\0\ufffdPNG\n"), (CHINESE.encode("gb18030"), None), (b"%PDF-\n", "%PDF-\n")):
+    for content, shown in (
+        (b"\0\x89PNG\n", "\0\ufffdPNG\n"),
+        (CHINESE.encode("gb18030"), None),
+        (b"%PDF-\n", "%PDF-\n"),
+    ):
         spilled.write_bytes(content)
         spilled.chmod(0o644)
         done = read(guest, str(spilled))
@@ -364,7 +401,9 @@ def test_what_a_command_printed_is_text_whatever_is_in_it(guest: Guest) -> None:
 
 def test_a_codec_that_gives_up_on_a_file_is_told(guest: Guest) -> None:
     make(guest, "f", bytes(range(128, 256)) * 100)
-    codes = {read(guest, "f", encoding=name).code for name in ("iso2022_jp", "iso2022_kr", "utf-7", "hz", "cp037", "utf-32")}
+    codes = {
+        read(guest, "f", encoding=name).code for name in ("iso2022_jp", "iso2022_kr", "utf-7", "hz", "cp037", "utf-32")
+    }
     assert codes <= {None, "INVALID_ARGUMENTS"}
 
 

@@ -1,4 +1,6 @@
-"""write_text of a running guest: encodings, modes, what changed since it was read, and what stays when a write fails."""
+"""write_text of a running guest: encodings, modes, what changed since it was read, and what stays when a write
+fails.
+"""
 
 import os
 import stat
@@ -24,7 +26,9 @@ def guest(running: Guest) -> Guest:
 
 
 def write(guest: Guest, path: str, text: str, mode: str = "overwrite", **fields: object) -> Done:
-    return guest.request("write_text", text.encode(), **{"path": path, "mode": mode, "max_bytes": 32768, "timeout_s": 10, **fields})
+    return guest.request(
+        "write_text", text.encode(), **{"path": path, "mode": mode, "max_bytes": 32768, "timeout_s": 10, **fields}
+    )
 
 
 def told(done: Done) -> str:
@@ -194,7 +198,10 @@ def test_a_huge_old_file_is_overwritten_in_little_time_and_memory(guest: Guest) 
     ],
 )
 def test_what_cannot_be_written_has_its_code_and_changes_nothing(guest: Guest, path: str, code: str) -> None:
-    guest.run("mkdir d locked; echo f > f; mkfifo fifo; chmod 555 locked; echo r > readonly; chmod 444 readonly; ln -s /etc/hostname out")
+    guest.run(
+        "mkdir d locked; echo f > f; mkfifo fifo; chmod 555 locked; echo r > readonly; chmod 444 readonly; ln -s "
+        "/etc/hostname out"
+    )
     for mode in ("overwrite", "append"):
         assert write(guest, path, "content", mode).code == code
     assert sorted(path.name for path in guest.workspace.rglob("*")) == ["d", "f", "fifo", "locked", "out", "readonly"]
@@ -214,7 +221,10 @@ def test_every_name_of_a_hard_linked_file_sees_the_write(guest: Guest) -> None:
 
 @pytest.mark.parametrize("body", [b"\xff", b"\xed\xa0\x80"])
 def test_a_body_that_is_no_utf8_is_refused(guest: Guest, body: bytes) -> None:
-    assert guest.request("write_text", body, path="f", mode="overwrite", max_bytes=8192, timeout_s=10).code == "INVALID_ARGUMENTS"
+    assert (
+        guest.request("write_text", body, path="f", mode="overwrite", max_bytes=8192, timeout_s=10).code
+        == "INVALID_ARGUMENTS"
+    )
 
 
 @pytest.mark.parametrize(("encoding", "text"), [("ascii", "é"), ("no-such", "a")])
@@ -227,7 +237,9 @@ def test_an_append_to_what_another_program_changed_says_so(guest: Guest) -> None
     write(guest, "f", "one\n")
     guest.run("echo two > f")
     done = write(guest, "f", "three\n", mode="append")
-    assert told(done) == "[the file had been changed by something else since this session last read or wrote it; see it with read_tool]"
+    assert told(done) == (
+        "[the file had been changed by something else since this session last read or wrote it; see it with read_tool]"
+    )
 
 
 def test_a_file_that_may_not_be_written_says_what_to_do_and_stays(guest: Guest) -> None:

@@ -1,4 +1,6 @@
-"""The guest's proxy port: what programs say comes up as frames, what the host sends reaches them, each as far as there is room."""
+"""The guest's proxy port: what programs say comes up as frames, what the host sends reaches them, each as far as there
+is room.
+"""
 
 import contextlib
 import os
@@ -350,7 +352,9 @@ def test_word_of_a_connection_that_is_none_is_fatal(options: list[str]) -> None:
         ("net_room", b"", {"bytes": 1}),
     ],
 )
-def test_a_host_that_breaks_the_rules_of_connections_is_left(host: Host, op: str, body: bytes, fields: dict[str, object]) -> None:
+def test_a_host_that_breaks_the_rules_of_connections_is_left(
+    host: Host, op: str, body: bytes, fields: dict[str, object]
+) -> None:
     _, conn = host.connect()
     host.tell(op, conn, body, **fields)
     assert host.hear_fatal()

@@ -40,7 +40,11 @@ def inspected_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What an engine that keeps every promise reports: its own defaults added, empty lists and maps as null."""
     shown = copy.deepcopy(dict(config))
     host = {name: None if value in ([], {}) else value for name, value in shown.pop("HostConfig").items()}
-    host |= {"MaskedPaths": [*MASKED_PATHS, "/proc/interrupts"], "ReadonlyPaths": [*READONLY_PATHS], "CgroupnsMode": "private"}
+    host |= {
+        "MaskedPaths": [*MASKED_PATHS, "/proc/interrupts"],
+        "ReadonlyPaths": [*READONLY_PATHS],
+        "CgroupnsMode": "private",
+    }
     shown["Labels"] = {**shown["Labels"], "org.opencontainers.image.title": "the image's own"}
     return {"Config": shown, "HostConfig": host, "Mounts": [], "NetworkSettings": {"Networks": {"none": {}}}}
 
@@ -127,7 +131,9 @@ def test_a_workspace_apart_is_the_only_path_of_the_host_and_no_memory() -> None:
     plain, config = build(), build(variant=Variant(workspace=WorkspaceMount("/state/w1/mount")))
     host = config["HostConfig"]
     options = {"Propagation": "rprivate", "NonRecursive": True}
-    assert host.pop("Mounts") == [{"Type": "bind", "Source": "/state/w1/mount", "Target": "/workspace", "BindOptions": options}]
+    assert host.pop("Mounts") == [
+        {"Type": "bind", "Source": "/state/w1/mount", "Target": "/workspace", "BindOptions": options}
+    ]
     assert plain["HostConfig"]["Memory"] - host["Memory"] == SandboxLimits().workspace_bytes
     assert set(plain["HostConfig"]["Tmpfs"]) - set(host["Tmpfs"]) == {"/workspace"}
     rest = {name: value for name, value in host.items() if name not in ("Memory", "MemorySwap", "Tmpfs")}
@@ -211,7 +217,9 @@ def test_every_limit_reaches_its_row(
     assert (host["PidsLimit"], host["ShmSize"]) == (pids, shm)
     assert abs(host["NanoCpus"] - cpus * 1e9) <= 1
     assert {item["Name"]: item["Hard"] for item in host["Ulimits"]} == {"nofile": nofile, "core": 0, "fsize": workspace}
-    assert [f"size={size}," in host["Tmpfs"][place] for place, size in mounts(workspace, tmp, output, shm)] == [True] * 4
+    assert [f"size={size}," in host["Tmpfs"][place] for place, size in mounts(workspace, tmp, output, shm)] == [
+        True
+    ] * 4
     assert find_drift(build(limits=limits), inspected_of(build(limits=limits))) == []
 
 

@@ -1,4 +1,6 @@
-"""A call that runs is known to run, also when Redis has forgotten its claim: on a real Redis, with a clock that the test moves on."""
+"""A call that runs is known to run, also when Redis has forgotten its claim: on a real Redis, with a clock that the
+test moves on.
+"""
 
 import threading
 import time
@@ -16,7 +18,11 @@ from tests.conftest import RedisProcess
 from workers import held_calls
 from workers.held_calls import SURE_AFTER_S, HeldCalls
 
-CALL, CONTEXT, HOLDER = build_call("echo", call_id="c1"), build_context(deadline_at=time.time() + 86_400), "host.h1.b00t/w1"
+CALL, CONTEXT, HOLDER = (
+    build_call("echo", call_id="c1"),
+    build_context(deadline_at=time.time() + 86_400),
+    "host.h1.b00t/w1",
+)
 KEY = call_key("d", "acme", "c1")
 
 
@@ -72,7 +78,9 @@ def test_a_redis_that_is_away_is_told_later(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "fields", [{"state": "queued", "attempt": 1, "queue": "host.h1.b00t"}, {}], ids=["forgot the claim", "forgot the call"]
+    "fields",
+    [{"state": "queued", "attempt": 1, "queue": "host.h1.b00t"}, {}],
+    ids=["forgot the claim", "forgot the call"],
 )
 def test_a_claim_that_redis_forgot_is_noted_again(
     ledger: WorkerCallStore, redis_server: RedisProcess, fields: dict[str, str | int]
@@ -92,7 +100,8 @@ def test_a_claim_that_redis_forgot_is_noted_again(
 
 @pytest.mark.parametrize(
     ("state", "attempt", "told"),
-    [(state, 1, Claim.STARTED) for state in CallState if state is not CallState.QUEUED] + [(CallState.QUEUED, 2, Claim.SUPERSEDED)],
+    [(state, 1, Claim.STARTED) for state in CallState if state is not CallState.QUEUED]
+    + [(CallState.QUEUED, 2, Claim.SUPERSEDED)],
 )
 def test_what_was_decided_since_then_stays(
     ledger: WorkerCallStore, redis_server: RedisProcess, state: CallState, attempt: int, told: Claim

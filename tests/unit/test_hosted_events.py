@@ -13,7 +13,15 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ModelInterrupted
-from orchestrator.loop.events import ApprovalAsked, ApprovalDecided, CallFinished, OutputArrived, StepFinished, StepStarted, TextArrived
+from orchestrator.loop.events import (
+    ApprovalAsked,
+    ApprovalDecided,
+    CallFinished,
+    OutputArrived,
+    StepFinished,
+    StepStarted,
+    TextArrived,
+)
 from orchestrator.models.base import Usage
 from orchestrator.runs.event_teller import MAX_OUTPUT_CHARS, MAX_UNTOLD_CHARS, RunTeller
 from store import run_events
@@ -106,14 +114,23 @@ def test_what_a_dead_redis_does_not_take_is_bounded_and_only_pieces_are_left_out
 
 def test_what_was_told_of_earlier_steps_is_not_told_again() -> None:
     one = teller(told_step=1)
-    for event in (StepStarted(run="r", step=1), text("old"), step(1), StepStarted(run="r", step=2), text("new"), step(2)):
+    for event in (
+        StepStarted(run="r", step=1),
+        text("old"),
+        step(1),
+        StepStarted(run="r", step=2),
+        text("new"),
+        step(2),
+    ):
         one.on_event(event)
     assert types(taken(one)) == ["StepStarted", "TextArrived", "StepFinished"]
 
 
 def test_open_questions_are_counted() -> None:
     one = teller()
-    asked = ApprovalAsked(run="r", call=ToolCall(id="c", name="echo"), digest="d", reason="", warning="", expires_at=0.0)
+    asked = ApprovalAsked(
+        run="r", call=ToolCall(id="c", name="echo"), digest="d", reason="", warning="", expires_at=0.0
+    )
     one.on_event(asked)
     found = one.take()
     assert found is not None
@@ -137,7 +154,9 @@ def test_an_event_is_bounded_whatever_is_in_it(hostile: str) -> None:
 # Into the stream
 
 
-async def tell(ground: HostedGround, run: str, claim: str, *words: str, first: int = 0, told_step: int | None = None) -> bool:
+async def tell(
+    ground: HostedGround, run: str, claim: str, *words: str, first: int = 0, told_step: int | None = None
+) -> bool:
     events = [json.dumps({"type": "TextArrived", "text": word}) for word in words]
     telling = run_events.EventBatch("acme", run, claim, first, events, told_step)
     return (await RunEventStore(ground.client, "d").append([telling]))[0]
@@ -154,7 +173,9 @@ async def test_what_is_said_twice_is_told_once_and_only_by_the_holder(ground: Ho
     assert [event.get("text") for event in await ground.told(run)] == ["a", "b", "c", None]
 
 
-async def test_a_stream_is_bounded_and_whoever_comes_too_late_is_told(ground: HostedGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_is_bounded_and_whoever_comes_too_late_is_told(
+    ground: HostedGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_events, "MAX_EVENTS", 10)
     run = await ground.start()
     claim = await ground.claimed()
@@ -201,7 +222,9 @@ async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(ground: 
 # Whoever dies
 
 
-async def test_a_run_whose_holder_is_killed_is_told_to_its_end_without_a_gap(redis_server: RedisProcess, made: MadeHosted) -> None:
+async def test_a_run_whose_holder_is_killed_is_told_to_its_end_without_a_gap(
+    redis_server: RedisProcess, made: MadeHosted
+) -> None:
     ground = made(["done"])
     run = await ground.start()
     following = asyncio.create_task(ground.events(run))
@@ -238,7 +261,9 @@ async def test_a_run_whose_holder_is_killed_is_told_to_its_end_without_a_gap(red
     assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
 
 
-async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(made: MadeHosted, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(
+    made: MadeHosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ground = made(["done"])
     run = await ground.start()
     claim = await ground.claimed()
@@ -322,7 +347,11 @@ async def test_what_a_broken_reply_has_shown_is_withdrawn(made: MadeHosted) -> N
     run = await ground.start()
     async with ground.working():
         events = await ground.events(run)
-    told = [(event["type"], event.get("text", event.get("characters"))) for event in events if event["type"].startswith("Text")]
+    told = [
+        (event["type"], event.get("text", event.get("characters")))
+        for event in events
+        if event["type"].startswith("Text")
+    ]
     assert told == [("TextArrived", "lost"), ("TextWithdrawn", 4), ("TextArrived", "kept")]
 
 

@@ -28,7 +28,9 @@ def ground(made: MadeHosted) -> HostedGround:
     return made(["done"])
 
 
-async def tell(ground: HostedGround, run: str, claim: str, *words: str, first: int = 0, told_step: int | None = None) -> bool:
+async def tell(
+    ground: HostedGround, run: str, claim: str, *words: str, first: int = 0, told_step: int | None = None
+) -> bool:
     events = [json.dumps({"type": "TextArrived", "text": word}) for word in words]
     telling = run_events.EventBatch("acme", run, claim, first, events, told_step)
     return (await RunEventStore(ground.client, "d").append([telling]))[0]
@@ -46,7 +48,9 @@ async def test_whoever_stopped_goes_on_after_the_last_event_that_he_had(made: Ma
         assert await ground.events(run, event["id"]) == events[at + 1 :]
 
 
-async def test_a_slow_follower_holds_nobody_up_and_misses_nothing(made: MadeHosted, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_follower_holds_nobody_up_and_misses_nothing(
+    made: MadeHosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_events, "RING_EVENTS", 4)
     ground = made()
     run = await ground.start()
@@ -94,7 +98,8 @@ async def test_a_word_in_an_event_ends_nobodys_following(ground: HostedGround) -
 
 
 @pytest.mark.parametrize(
-    "event", ["x", "-", "1-", "-1", "1-2-3", f"{2**64}", f"1-{2**64}", f"{2**64 - 1}-{2**64 - 1}", "1-0\r\nDEL", "²", "1" * 21]
+    "event",
+    ["x", "-", "1-", "-1", "1-2-3", f"{2**64}", f"1-{2**64}", f"{2**64 - 1}-{2**64 - 1}", "1-0\r\nDEL", "²", "1" * 21],
 )
 def test_an_id_that_is_none_is_refused(event: str) -> None:
     with pytest.raises(ToolFailure) as failure:

@@ -35,7 +35,9 @@ async def test_ten_thousand_runs_are_listed_a_page_at_a_time_and_quickly(ground:
     for _ in range(20):
         await asyncio.gather(*(ground.runs.start("acme", ECHO) for _ in range(10)))
     pipe = ground.client.pipeline(transaction=False)
-    one: Any = await ground.client.hgetall(f"toolcrew:d:t:acme:run.{(await ground.runs.list('acme', limit=1)).runs[0].id}")
+    one: Any = await ground.client.hgetall(
+        f"toolcrew:d:t:acme:run.{(await ground.runs.list('acme', limit=1)).runs[0].id}"
+    )
     for number in range(9800):
         pipe.hset(f"toolcrew:d:t:acme:run.old{number}", mapping={**one, b"state": b"ended"})
         for part in ("index", "succeeded"):
@@ -54,12 +56,16 @@ async def test_ten_thousand_runs_are_listed_a_page_at_a_time_and_quickly(ground:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(redis_server: RedisProcess, data: st.DataObject) -> None:
+def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(
+    redis_server: RedisProcess, data: st.DataObject
+) -> None:
     async def check() -> None:
         async with open_hosted(redis_server) as make:
             ground = make()
             await ground.client.flushdb()
-            ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_kept=data.draw(st.integers(5, 30)))
+            ground.runs = HostedRuns(
+                ground.client, "d", KEY, ground.pool.tenants, max_kept=data.draw(st.integers(5, 30))
+            )
             known = [await ground.start() for _ in range(data.draw(st.integers(0, 20)))]
             seen, cursor, is_first = list[str](), None, True
             while cursor is not None or is_first:

@@ -55,7 +55,16 @@ async def test_a_run_is_worked_to_its_answer_and_tells_of_each_step(ground: Host
     assert (found.metadata, found.priority, found.instruction) == ({"for": "me"}, 3, "say it")
     told = [name for name in types(events) if name not in ("ModelAsked", "ModelAnswered")]
     step = ["StepStarted", "CallStarted", "CallSent", "CallFinished", "StepFinished"]
-    assert told == ["SandboxReady", "RunStarted", *step, "StepStarted", "TextArrived", "StepFinished", "RunFinished", "RunEnded"]
+    assert told == [
+        "SandboxReady",
+        "RunStarted",
+        *step,
+        "StepStarted",
+        "TextArrived",
+        "StepFinished",
+        "RunFinished",
+        "RunEnded",
+    ]
     assert all(event["run"] == run for event in events)
     assert (events[-1]["state"], events[-1]["answer"]) == ("succeeded", "done")
 
@@ -77,7 +86,15 @@ async def test_the_transcript_is_told_while_the_run_works_and_whole_afterwards(m
         await ground.events(run)
     after = await ground.runs.transcript("acme", run)
     assert [message["role"] for message in before] == ["user", "assistant"]
-    assert [message["role"] for message in after] == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in after] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert after[1:3] == before
 
 
@@ -244,7 +261,12 @@ async def test_what_an_operator_ends_is_in_the_audit_and_what_a_tenant_ends_is_n
     await ground.runs.cancel("acme", second, actor=owner)
     assert (await refused(ground.runs.cancel("zeta", second, actor=operator))).code is ErrorCode.FILE_NOT_FOUND
     (told,) = (await Audit(ground.client, "d").read()).entries
-    assert (told.entry.action, told.entry.tenant, told.entry.target, told.entry.actor) == ("run.cancel", "acme", first, operator)
+    assert (told.entry.action, told.entry.tenant, told.entry.target, told.entry.actor) == (
+        "run.cancel",
+        "acme",
+        first,
+        operator,
+    )
 
 
 async def test_a_run_that_has_ended_stays_as_it_is(ground: HostedGround) -> None:

@@ -1,4 +1,6 @@
-"""What tenants and models send is parsed in bounded time and memory: the inputs that once took seconds and gigabytes."""
+"""What tenants and models send is parsed in bounded time and memory: the inputs that once took seconds and
+gigabytes.
+"""
 
 import collections
 import functools
@@ -57,13 +59,18 @@ MANY = MAX_VALUES - 10
 ARGUMENTS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "more values than a call may have": lambda: (EDIT_TOOL.spec, {"file_path": "f", "edits": [0] * 1_000_000}),
     "an error for each item": lambda: (EDIT_TOOL.spec, {"file_path": "f", "edits": [0] * MANY}),
-    "an error for each item and form": lambda: array_of([0] * MANY, items={"anyOf": [{"type": "string"}, {"type": "null"}]}),
+    "an error for each item and form": lambda: array_of(
+        [0] * MANY, items={"anyOf": [{"type": "string"}, {"type": "null"}]}
+    ),
     "forms that each refuse every item": lambda: (
         build_spec("t", properties={"a": {"anyOf": [{"items": {"type": "string"}}, {"items": {"type": "null"}}]}}),
         {"a": [0] * MANY},
     ),
     "a name of a million characters": lambda: (EDIT_TOOL.spec, {"x" * 1_000_000: 1}),
-    "a text that is a list of a million values": lambda: (EDIT_TOOL.spec, {"file_path": "f", "edits": f"[{'0,' * 1_000_000}0]"}),
+    "a text that is a list of a million values": lambda: (
+        EDIT_TOOL.spec,
+        {"file_path": "f", "edits": f"[{'0,' * 1_000_000}0]"},
+    ),
 }
 
 
@@ -96,13 +103,17 @@ FOREIGN: dict[str, tuple[dict[str, Any], Any]] = {
     "defaults in defaults": (
         {
             "default": [{}] * 400,
-            "items": {"properties": {"b": {"default": [{}] * 400, "items": {"properties": {"c": {"default": [0] * 400}}}}}},
+            "items": {
+                "properties": {"b": {"default": [{}] * 400, "items": {"properties": {"c": {"default": [0] * 400}}}}}
+            },
         },
         None,
     ),
     "what is left over, in each other": (
         functools.reduce(
-            lambda inner, _: {"allOf": [inner], "unevaluatedItems": {"type": "string"}}, range(9), {"contains": {"type": "integer"}}
+            lambda inner, _: {"allOf": [inner], "unevaluatedItems": {"type": "string"}},
+            range(9),
+            {"contains": {"type": "integer"}},
         ),
         [1] * MANY,
     ),
@@ -141,7 +152,9 @@ def test_a_hostile_reply_is_refused_in_bounded_time(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "delta", [{"content": "x" * 65536}, {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 65536}}]}], ids=["text", "arguments"]
+    "delta",
+    [{"content": "x" * 65536}, {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 65536}}]}],
+    ids=["text", "arguments"],
 )
 def test_a_reply_without_an_end_is_refused(delta: dict[str, Any]) -> None:
     reader = NativeCallAssembler()

@@ -41,14 +41,18 @@ async def hosts(redis_server: RedisProcess) -> AsyncIterator[HostStore]:
     await client.aclose()
 
 
-async def test_living_workers_are_seen_and_those_that_report_no_more_are_not(ground: HostGround, hosts: HostStore) -> None:
+async def test_living_workers_are_seen_and_those_that_report_no_more_are_not(
+    ground: HostGround, hosts: HostStore
+) -> None:
     for queue in ("host.b.b1", "host.a.b1"):
         ground.hosts().report(build_report(queue))
     ground.redis.zadd(hosts_key(DEPLOYMENT), {"host.gone.b1": 1.0})
     assert [report.queue for report in await hosts.reports()] == ["host.a.b1", "host.b.b1"]
 
 
-async def test_reports_are_read_again_only_when_they_are_old(ground: HostGround, hosts: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reports_are_read_again_only_when_they_are_old(
+    ground: HostGround, hosts: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert await hosts.reports() == []
     ground.hosts().report(build_report())
     assert await hosts.reports() == []
@@ -82,7 +86,7 @@ def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
         find_workers([], "c")
 
 
-# --- the order to drain -----------------------------------------------------------------------------------------------------
+# --- the order to drain -----------------------------------------------------------------------------------------------
 
 
 class NoOrders:
@@ -115,7 +119,9 @@ class Worker:
     def drain(self, lossy: bool) -> bool:
         self.orders.append(lossy)
         if self.answers:
-            self.ground.hosts().report(build_report(self.queue, store="shared", draining=True, trouble="draining: 2 sessions left"))
+            self.ground.hosts().report(
+                build_report(self.queue, store="shared", draining=True, trouble="draining: 2 sessions left")
+            )
         return self.answers
 
 
@@ -133,7 +139,9 @@ async def test_a_drain_begins_when_the_worker_says_so(worker: Worker, hosts: Hos
     assert worker.orders == [False]
 
 
-async def test_an_order_that_is_not_taken_is_told(worker: Worker, hosts: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_order_that_is_not_taken_is_told(
+    worker: Worker, hosts: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.5)
     worker.answers = False
     (report,) = await hosts.read()
@@ -141,7 +149,9 @@ async def test_an_order_that_is_not_taken_is_told(worker: Worker, hosts: HostSto
         await order_drain(hosts, report, KEY)
 
 
-async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_meant(worker: Worker, hosts: HostStore) -> None:
+async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_meant(
+    worker: Worker, hosts: HostStore
+) -> None:
     report = build_report(store="local")
     with pytest.raises(ConfigError, match="set TOOLCREW_WORKSPACE_STORE"):
         await order_drain(hosts, report, KEY)
@@ -150,7 +160,9 @@ async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_me
     assert worker.orders == [True]
 
 
-async def test_an_order_for_another_worker_or_of_a_forger_drains_nobody(worker: Worker, hosts: HostStore, ground: HostGround) -> None:
+async def test_an_order_for_another_worker_or_of_a_forger_drains_nobody(
+    worker: Worker, hosts: HostStore, ground: HostGround
+) -> None:
     other = build_report("host.b.b1", store="shared")
     ground.hosts().report(other.model_copy(update={"draining": True}))
     await order_drain(hosts, other, KEY)
@@ -167,7 +179,9 @@ async def test_an_order_for_another_worker_or_of_a_forger_drains_nobody(worker: 
     assert (worker.refused, worker.orders) == (["wrong_task", "signature"], [])
 
 
-async def test_the_end_of_a_drain_is_told_apart_from_a_loss(worker: Worker, hosts: HostStore, ground: HostGround) -> None:
+async def test_the_end_of_a_drain_is_told_apart_from_a_loss(
+    worker: Worker, hosts: HostStore, ground: HostGround
+) -> None:
     (report,) = await hosts.read()
     await order_drain(hosts, report, KEY)
     told = []
@@ -182,7 +196,7 @@ async def test_the_end_of_a_drain_is_told_apart_from_a_loss(worker: Worker, host
     assert [state async for state, _ in follow_drain(hosts, report)] == ["lost"]
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------------
+# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -227,7 +241,10 @@ def test_worker_status_tells_what_waits(ground: HostGround) -> None:
 def test_commands_say_what_is_missing(ground: HostGround) -> None:
     assert "no worker reports: start one" in CliRunner().invoke(app, ["hosts"]).stdout
     unknown = CliRunner().invoke(app, ["worker", "drain", "c"])
-    assert (unknown.exit_code, unknown.stderr) == (1, "toolcrew: no worker reports: start one (toolcrew worker start)\n")
+    assert (unknown.exit_code, unknown.stderr) == (
+        1,
+        "toolcrew: no worker reports: start one (toolcrew worker start)\n",
+    )
     ground.hosts().report(build_report())
     local = CliRunner().invoke(app, ["worker", "drain", "a", "--json"])
     assert local.exit_code == 1
@@ -238,7 +255,10 @@ def test_commands_say_what_is_missing(ground: HostGround) -> None:
 def test_worker_drain_gives_the_order(worker: Worker) -> None:
     done = CliRunner().invoke(app, ["worker", "drain", "a", "--json"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout) == {"host": "a", "workers": [{"queue": QUEUE, "kind": "sandbox", "state": "draining"}]}
+    assert json.loads(done.stdout) == {
+        "host": "a",
+        "workers": [{"queue": QUEUE, "kind": "sandbox", "state": "draining"}],
+    }
     assert worker.orders == [False]
 
 
@@ -257,7 +277,7 @@ def test_without_a_pool_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch) -> N
     assert "TOOLCREW_REDIS_URL is not set" in done.stderr
 
 
-# --- what a worker says of itself -----------------------------------------------------------------------------------------------
+# --- what a worker says of itself -------------------------------------------------------------------------------------
 
 
 def test_a_report_tells_what_sandboxd_says_and_its_silence() -> None:
@@ -281,8 +301,16 @@ def test_a_report_tells_what_sandboxd_says_and_its_silence() -> None:
     )
     assert report.healthy
     assert report.trouble == ""
-    silent = build_host_report({"boot": "b1", "sessions": [], "classes": "default", "max_sessions": -3}, is_silent=True, **own)
-    assert (silent.healthy, silent.sessions, silent.max_sessions, silent.classes, silent.store) == (False, 0, 0, (), "local")
+    silent = build_host_report(
+        {"boot": "b1", "sessions": [], "classes": "default", "max_sessions": -3}, is_silent=True, **own
+    )
+    assert (silent.healthy, silent.sessions, silent.max_sessions, silent.classes, silent.store) == (
+        False,
+        0,
+        0,
+        (),
+        "local",
+    )
     assert "see its log" in silent.trouble
     troubled = build_host_report(status, is_silent=False, trouble="x" * 501, **own)
     assert (len(troubled.trouble), troubled.trouble[-2:]) == (500, "x…"), "a worker reports, whatever its trouble"
@@ -296,7 +324,15 @@ def test_a_worker_without_sandboxes_reports_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, None, {"envelope": 7}, {"envelope": "v3.a.b"}, {"envelope": "v3.a.b.{"}, {"envelope": 'v3.a.b.{"context": []}'}]
+    "arguments",
+    [
+        {},
+        None,
+        {"envelope": 7},
+        {"envelope": "v3.a.b"},
+        {"envelope": "v3.a.b.{"},
+        {"envelope": 'v3.a.b.{"context": []}'},
+    ],
 )
 def test_a_task_that_is_no_call_of_a_session_holds_no_session_up(arguments: object) -> None:
     assert parse_session_of(arguments) is None

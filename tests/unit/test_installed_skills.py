@@ -1,4 +1,6 @@
-"""Skills that are installed for tenants: bounded, changed whole, read by workers for the tenant that they are of and for no other."""
+"""Skills that are installed for tenants: bounded, changed whole, read by workers for the tenant that they are of and
+for no other.
+"""
 
 import zlib
 from collections.abc import AsyncIterator
@@ -112,7 +114,12 @@ async def test_what_is_not_what_was_installed_is_not_used(ground: Ground, tmp_pa
     installed = await ground.desk().install(write_skill(tmp_path, "echo"))
     other = await ground.desk().install(write_skill(tmp_path, "other", body="hostile"))
     key = skill_bundle_key("d", "acme", installed.skill.digest)
-    for content in (await ground.client.get(skill_bundle_key("d", "acme", other.skill.digest)), zlib.compress(b"x"), b"junk", None):
+    for content in (
+        await ground.client.get(skill_bundle_key("d", "acme", other.skill.digest)),
+        zlib.compress(b"x"),
+        b"junk",
+        None,
+    ):
         await (ground.client.set(key, content) if content is not None else ground.client.delete(key))
         with pytest.raises(ToolFailure, match="whoever installed it has to do so again") as refused:
             ground.worker.find("acme", "echo")
@@ -128,12 +135,20 @@ async def test_a_record_that_was_forged_copied_or_changed_is_refused(ground: Gro
     plain = theirs.split(b".", 2)[2]
     other_secret = SigningKeys.of("another-secret").seal("skill acme echo", plain.decode())
     own = await ground.client.hget(installed_skills_key("d", "acme"), "good")
-    for name, forged in (("echo", theirs), ("echo", plain), ("echo", other_secret), ("echo", own), ("big", changed), ("odd", b"{}")):
+    for name, forged in (
+        ("echo", theirs),
+        ("echo", plain),
+        ("echo", other_secret),
+        ("echo", own),
+        ("big", changed),
+        ("odd", b"{}"),
+    ):
         await ground.client.hset(installed_skills_key("d", "acme"), name, forged)
         assert name not in ground.worker.all("acme")
         assert name not in await ground.desk().all()
         with pytest.raises(
-            ToolFailure, match=f"the skill {name} of tenant acme cannot be verified, so it is not used: install it again"
+            ToolFailure,
+            match=f"the skill {name} of tenant acme cannot be verified, so it is not used: install it again",
         ) as refused:
             ground.worker.find("acme", name)
         assert refused.value.code is ErrorCode.STALE_FILE
@@ -152,16 +167,24 @@ async def test_a_worker_keeps_no_more_in_memory_than_it_may(ground: Ground, tmp_
     assert again == ground.worker.find("acme", "a")
 
 
-async def test_the_skills_of_a_tenant_that_is_removed_do_not_come_back_with_its_name(ground: Ground, tmp_path: Path) -> None:
+async def test_the_skills_of_a_tenant_that_is_removed_do_not_come_back_with_its_name(
+    ground: Ground, tmp_path: Path
+) -> None:
     tenants = RedisTenants(ground.client, "d", KEY)
     for name in ("acme", "rival"):
         await tenants.add(name, TenantPolicy())
         await ground.desk(name).install(write_skill(tmp_path / name, "echo"))
     await tenants.remove("acme")
-    assert (await ground.desk("acme").all(), list(await ground.desk("rival").all()), await ground.bundles()) == ({}, ["echo"], 1)
+    assert (await ground.desk("acme").all(), list(await ground.desk("rival").all()), await ground.bundles()) == (
+        {},
+        ["echo"],
+        1,
+    )
 
 
-async def test_a_skill_whose_tenant_is_removed_while_it_is_examined_is_not_installed(ground: Ground, tmp_path: Path) -> None:
+async def test_a_skill_whose_tenant_is_removed_while_it_is_examined_is_not_installed(
+    ground: Ground, tmp_path: Path
+) -> None:
     tenants = RedisTenants(ground.client, "d", KEY)
     for name in ("acme", "rival"):
         await tenants.add(name, TenantPolicy())

@@ -1,4 +1,6 @@
-"""Ending a call inside its process: only the call that is meant, whatever it is doing, and nothing of it reaches the next."""
+"""Ending a call inside its process: only the call that is meant, whatever it is doing, and nothing of it reaches the
+next.
+"""
 
 import multiprocessing
 import os

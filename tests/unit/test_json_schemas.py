@@ -11,7 +11,10 @@ POINT = {"title": "Point", "type": "object", "properties": {"x": {"type": "integ
 
 
 def test_a_reference_is_replaced_and_what_stands_beside_it_wins() -> None:
-    schema = {"properties": {"at": {"$ref": "#/$defs/Point", "description": "here"}}, "$defs": {"Point": {**POINT, "description": "any"}}}
+    schema = {
+        "properties": {"at": {"$ref": "#/$defs/Point", "description": "here"}},
+        "$defs": {"Point": {**POINT, "description": "any"}},
+    }
     assert plain_schema(schema) == {
         "properties": {"at": {"type": "object", "description": "here", "properties": {"x": {"type": "integer"}}}},
     }
@@ -53,7 +56,10 @@ UNIONS: list[tuple[list[Any], dict[str, Any] | None]] = [
     ([{"type": "integer"}, NULL], {"type": ["integer", "null"]}),
     ([{"type": "integer", "minimum": 1}, NULL], {"type": ["integer", "null"], "minimum": 1}),
     ([{"type": "integer"}, {"type": "string"}], {"type": ["integer", "string"]}),
-    ([{"type": "array", "items": {"type": "integer"}}, NULL], {"type": ["array", "null"], "items": {"type": "integer"}}),
+    (
+        [{"type": "array", "items": {"type": "integer"}}, NULL],
+        {"type": ["array", "null"], "items": {"type": "integer"}},
+    ),
     ([{"type": "string", "enum": ["a"]}, NULL], None),
     ([{"type": "string", "const": "a"}, NULL], None),
     ([{"$ref": "#/$defs/A"}, NULL], None),
@@ -62,13 +68,18 @@ UNIONS: list[tuple[list[Any], dict[str, Any] | None]] = [
 
 
 @pytest.mark.parametrize(("branches", "merged"), UNIONS, ids=range(len(UNIONS)))
-def test_a_union_is_told_as_types_only_where_that_means_the_same(branches: list[Any], merged: dict[str, Any] | None) -> None:
+def test_a_union_is_told_as_types_only_where_that_means_the_same(
+    branches: list[Any], merged: dict[str, Any] | None
+) -> None:
     assert plain_schema({"anyOf": branches}, tell_null_as_type=True) == (merged or {"anyOf": branches})
     assert plain_schema({"anyOf": branches}) == {"anyOf": branches}
 
 
 def test_closing_leaves_the_given_schema_and_data_alone() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "object", "properties": {"b": {}}}}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "object", "properties": {"b": {}}}}},
+    }
     closed = close_schema(schema)
     assert closed["required"] == ["a"]
     assert closed["properties"]["a"]["items"] == {

@@ -37,7 +37,9 @@ async def test_what_was_saved_is_loaded_as_often_as_one_likes(checkpoints: Check
         assert (root / "f").read_text() == "kept"
 
 
-async def test_its_size_and_sum_are_those_of_the_stored_file(checkpoints: Checkpoints, root: Path, tmp_path: Path) -> None:
+async def test_its_size_and_sum_are_those_of_the_stored_file(
+    checkpoints: Checkpoints, root: Path, tmp_path: Path
+) -> None:
     saved = await save(checkpoints, root)
     assert (tmp_path / "store" / "acme" / f"{saved.id}.tar").stat().st_size == saved.bytes
     assert len(saved.sha256) == 64
@@ -45,7 +47,12 @@ async def test_its_size_and_sum_are_those_of_the_stored_file(checkpoints: Checkp
 
 async def test_another_tenants_checkpoint_is_no_checkpoint(checkpoints: Checkpoints, root: Path) -> None:
     saved = await save(checkpoints, root)
-    for tenant, name in (("umbrella", saved.id), ("acme", "unknown"), ("umbrella", f"../acme/{saved.id}"), ("acme", "")):
+    for tenant, name in (
+        ("umbrella", saved.id),
+        ("acme", "unknown"),
+        ("umbrella", f"../acme/{saved.id}"),
+        ("acme", ""),
+    ):
         with pytest.raises(ToolFailure, match="no such checkpoint") as refused:
             await checkpoints.load(tenant, name, LocalGuest(), roots=(str(root),))
         assert refused.value.code is ErrorCode.FILE_NOT_FOUND
@@ -107,12 +114,18 @@ async def test_those_that_nobody_asked_for_do_not_count_and_go_by_their_age(
     assert kept == [True, True, False, False, False, True]
 
 
-async def test_two_daemons_with_one_folder_have_each_others_checkpoints(root: Path, tmp_path: Path, checkpoints: Checkpoints) -> None:
+async def test_two_daemons_with_one_folder_have_each_others_checkpoints(
+    root: Path, tmp_path: Path, checkpoints: Checkpoints
+) -> None:
     saved = await save(checkpoints, root)
     (root / "f").unlink()
     other = Checkpoints(FolderStore(tmp_path / "store"), most=2)
     await other.load("acme", saved.id, LocalGuest(), roots=(str(root),))
-    assert ((root / "f").read_text(), await other.forget("acme", saved.id), await checkpoints.forget("acme", saved.id)) == (
+    assert (
+        (root / "f").read_text(),
+        await other.forget("acme", saved.id),
+        await checkpoints.forget("acme", saved.id),
+    ) == (
         "kept",
         True,
         False,

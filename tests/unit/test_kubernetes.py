@@ -1,4 +1,6 @@
-"""deploy/kubernetes is valid, agrees with docker-compose.yml, and keeps the walls: who holds the engine, who has a network, who has a secret."""
+"""deploy/kubernetes is valid, agrees with docker-compose.yml, and keeps the walls: who holds the engine, who has a
+network, who has a secret.
+"""
 
 import json
 import re
@@ -22,7 +24,9 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 VERSIONS = ("1.29", "1.35")
 """The oldest that has sidecars, and a late one."""
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "kubernetes_schemas.json").read_text(encoding="utf-8"))
-"""Of what the API server learns from others: the parts that we use, as KEDA and kustomize document them. Unknown fields are errors."""
+"""Of what the API server learns from others: the parts that we use, as KEDA and kustomize document them. Unknown fields
+are errors.
+"""
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
 SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower"}
@@ -35,12 +39,17 @@ SECRET = re.compile(r"SECRET|PASSWORD|API_KEY")
 def load_documents() -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(FOLDER.rglob("*.yaml")):
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
-            yield f"{path.relative_to(FOLDER)}:{document['kind']}:{document.get('metadata', {}).get('name', '')}", document
+            yield (
+                f"{path.relative_to(FOLDER)}:{document['kind']}:{document.get('metadata', {}).get('name', '')}",
+                document,
+            )
 
 
 DOCUMENTS = dict(load_documents())
 KUSTOMIZATIONS = {name: document for name, document in DOCUMENTS.items() if document["kind"] == "Kustomization"}
-WORKLOADS = {document["metadata"]["name"]: document for document in DOCUMENTS.values() if "template" in document.get("spec", {})}
+WORKLOADS = {
+    document["metadata"]["name"]: document for document in DOCUMENTS.values() if "template" in document.get("spec", {})
+}
 
 
 def pod_of(workload: str) -> dict[str, Any]:
@@ -83,7 +92,9 @@ def bytes_of(text: str) -> int:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", [name for name, document in DOCUMENTS.items() if document["apiVersion"] not in SCHEMAS])
+@pytest.mark.parametrize(
+    "name", [name for name, document in DOCUMENTS.items() if document["apiVersion"] not in SCHEMAS]
+)
 def test_the_api_server_would_take_it(name: str, version: str) -> None:
     validate(DOCUMENTS[name], version, strict=True)
 
@@ -125,7 +136,9 @@ def test_no_secret_has_a_value_here() -> None:
     assert not [name for name, document in DOCUMENTS.items() if document["kind"] == "Secret"]
     example = (FOLDER / "secrets.env.example").read_text(encoding="utf-8")
     names = {line.removesuffix("=") for line in example.splitlines() if not line.startswith("#")}
-    made = re.findall(r"^(TOOLCREW_\w+)=$", (ROOT / "deploy" / ".env.example").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    made = re.findall(
+        r"^(TOOLCREW_\w+)=$", (ROOT / "deploy" / ".env.example").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     assert names == set(made)
     for name, (_, container) in CONTAINERS.items():
         for variable in container.get("env", []):
@@ -137,7 +150,9 @@ def test_no_secret_has_a_value_here() -> None:
 
 
 def test_secrets_are_not_committed() -> None:
-    told = subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", "deploy/kubernetes/secrets.env"], timeout=20, check=False)
+    told = subprocess.run(
+        ["git", "-C", str(ROOT), "check-ignore", "-q", "deploy/kubernetes/secrets.env"], timeout=20, check=False
+    )
     assert told.returncode == 0
 
 
@@ -155,13 +170,20 @@ def test_a_service_is_told_the_same_as_by_compose(name: str) -> None:
     for variable in ours.keys() & theirs.keys():
         value, plain = ours[variable], re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(theirs[variable]))
         if variable == "TOOLCREW_REDIS_URL":
-            assert str(value).split("@")[0].replace("$(", "${").replace(")", "") == plain.split("@")[0].split(":?")[0].rstrip("}")
+            assert str(value).split("@")[0].replace("$(", "${").replace(")", "") == plain.split("@")[0].split(":?")[
+                0
+            ].rstrip("}")
         elif value is not None and "$" not in f"{value}{plain}" and theirs[variable] is not None:
             assert value == plain, variable
     # A setting with a default in compose comes from the map of settings here.
-    fixed = {variable for variable, value in theirs.items() if value is not None and not str(value).startswith(f"${{{variable}:-")}
+    fixed = {
+        variable
+        for variable, value in theirs.items()
+        if value is not None and not str(value).startswith(f"${{{variable}:-")
+    }
     missing = fixed - ours.keys()
-    # Empty unless a secret is being changed; the node's name in a script; this engine's only sandboxd; and no folder that all pods share.
+    # Empty unless a secret is being changed; the node's name in a script; this engine's only sandboxd; and no folder
+    # that all pods share.
     assert missing <= {"TOOLCREW_SECRETS_PREVIOUS", "TOOLCREW_HOST", "TOOLCREW_TRACES"}
 
 
@@ -181,7 +203,11 @@ def test_a_service_has_the_image_user_and_memory_that_compose_gives_it(name: str
 def test_a_container_is_locked_down(name: str) -> None:
     workload, container = CONTAINERS[name]
     context = container["securityContext"]
-    assert (context["allowPrivilegeEscalation"], context["readOnlyRootFilesystem"], context["capabilities"]["drop"]) == (
+    assert (
+        context["allowPrivilegeEscalation"],
+        context["readOnlyRootFilesystem"],
+        context["capabilities"]["drop"],
+    ) == (
         False,
         True,
         ["ALL"],
@@ -224,7 +250,9 @@ def test_sandboxd_is_there_before_the_worker_and_after_it() -> None:
 def test_a_worker_drains_before_its_pod_ends(workload: str) -> None:
     container = pod_of(workload)["containers"][0]
     assert 'toolcrew worker drain "$TOOLCREW_HOST" --wait' in container["lifecycle"]["preStop"]["exec"]["command"][-1]
-    drain_s = float(environment_of(container["name"]).get("TOOLCREW_DRAIN_S") or WorkerSettings.model_fields["drain_s"].default)
+    drain_s = float(
+        environment_of(container["name"]).get("TOOLCREW_DRAIN_S") or WorkerSettings.model_fields["drain_s"].default
+    )
     assert pod_of(workload)["terminationGracePeriodSeconds"] >= drain_s + 60
 
 
@@ -239,7 +267,12 @@ def test_a_worker_drains_before_its_pod_ends(workload: str) -> None:
 def test_any_node_makes_a_name_that_a_host_may_have(node: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["sh", str(FOLDER / "on-node"), "sh", "-c", 'printf %s "$TOOLCREW_HOST"']
     made = subprocess.run(
-        command, env={"PATH": "/usr/bin:/bin", "NODE_NAME": node}, capture_output=True, text=True, timeout=20, check=True
+        command,
+        env={"PATH": "/usr/bin:/bin", "NODE_NAME": node},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
     ).stdout
     assert re.fullmatch(host, made)
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://:p@r/0")
@@ -261,7 +294,9 @@ def test_what_autoscalers_ask_for_is_told() -> None:
             address, _, path = trigger["metadata"]["url"].removeprefix("http://").partition("/")
             assert address == f"pressure.toolcrew.svc.cluster.local:{port}"
             assert trigger["metadata"]["valueLocation"] in told[f"/{path}"]
-    demand = next(trigger for document in scaled for trigger in document["spec"]["triggers"] if trigger["name"] == "demand")
+    demand = next(
+        trigger for document in scaled for trigger in document["spec"]["triggers"] if trigger["name"] == "demand"
+    )
     assert demand["metadata"]["targetValue"] == environment_of("web-worker")["TOOLCREW_CONCURRENCY"]
 
 
@@ -298,7 +333,11 @@ def test_the_skills_of_the_operator_are_mounted_read_only_in_the_worker_of_sandb
 
 
 def test_compose_hands_the_file_of_mcp_servers_on_to_workers_alone() -> None:
-    told = {name for name, service in COMPOSE["services"].items() if "TOOLCREW_MCP_SERVERS" in (service.get("environment") or {})}
+    told = {
+        name
+        for name, service in COMPOSE["services"].items()
+        if "TOOLCREW_MCP_SERVERS" in (service.get("environment") or {})
+    }
     assert told == {"worker", "web-worker"}
     assert all(COMPOSE["services"][name]["environment"]["TOOLCREW_MCP_SERVERS"] is None for name in told)
 

@@ -63,8 +63,13 @@ def shaped(**parts: Any) -> Any:
     return SimpleNamespace(name="get_weather", description="Get it.", **parts)
 
 
-def described(parameters: Any, *, name: str = "get_weather", description: str = "Get it.", **more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters, **more}}
+def described(
+    parameters: Any, *, name: str = "get_weather", description: str = "Get it.", **more: Any
+) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters, **more},
+    }
 
 
 def run(value: Any, **arguments: Any) -> Any:
@@ -76,8 +81,13 @@ def run(value: Any, **arguments: Any) -> Any:
 
 
 def test_nothing_here_imports_langchain() -> None:
-    code = "import sys, orchestrator.functions.function_tools, orchestrator.functions.openai_tools; print([m for m in sys.modules if m.startswith('langchain')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, orchestrator.functions.function_tools, orchestrator.functions.openai_tools; print([m for m in "
+        "sys.modules if m.startswith('langchain')])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def echo(value: Any) -> Any:
@@ -241,7 +251,9 @@ def test_what_is_no_tool_is_an_error(value: Any) -> None:
 
 
 def test_a_pydantic_class_is_named_described_and_inlined() -> None:
-    assert convert_to_openai_tool(WeatherArgs) == described(WEATHER, name="WeatherArgs", description="Weather of a city.")
+    assert convert_to_openai_tool(WeatherArgs) == described(
+        WEATHER, name="WeatherArgs", description="Weather of a city."
+    )
 
 
 def test_a_typed_dict_is_a_class_too() -> None:
@@ -262,7 +274,11 @@ def test_a_function_is_its_signature_and_docstring() -> None:
             city: Its name.
         """
 
-    parameters = {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}, "required": ["city"]}
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "Its name."}},
+        "required": ["city"],
+    }
     assert convert_to_openai_tool(get_weather) == described(parameters)
 
 
@@ -295,7 +311,9 @@ def test_strict_reaches_into_an_entry_and_may_be_false() -> None:
     assert (closed["strict"], closed["parameters"]["additionalProperties"]) == (True, False)
 
 
-@pytest.mark.parametrize("form", [described(PLAIN, strict=False), {"name": "get_weather", "parameters": PLAIN, "strict": False}])
+@pytest.mark.parametrize(
+    "form", [described(PLAIN, strict=False), {"name": "get_weather", "parameters": PLAIN, "strict": False}]
+)
 def test_a_strictness_that_contradicts_is_an_error(form: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"get_weather.*strict"):
         convert_to_openai_tool(form, strict=True)

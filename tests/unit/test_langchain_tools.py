@@ -1,4 +1,6 @@
-"""LangChain's own tools in our registry, of every kind that the real library makes: what a model is told, and what becomes of a call."""
+"""LangChain's own tools in our registry, of every kind that the real library makes: what a model is told, and what
+becomes of a call.
+"""
 
 import asyncio
 import warnings
@@ -14,7 +16,15 @@ from orchestrator import LocalTools, as_tool
 pytest.importorskip("langchain_core")
 
 from langchain_core.runnables import RunnableConfig, RunnableLambda
-from langchain_core.tools import BaseTool, InjectedToolArg, InjectedToolCallId, StructuredTool, Tool, ToolException, tool
+from langchain_core.tools import (
+    BaseTool,
+    InjectedToolArg,
+    InjectedToolCallId,
+    StructuredTool,
+    Tool,
+    ToolException,
+    tool,
+)
 
 
 def call(made: Any, **arguments: Any) -> ToolResult:

@@ -24,7 +24,9 @@ LARGE = "x" * (2 * MAX_ENVELOPE_BYTES)
 
 @dataclass
 class Ground:
-    """A dispatcher and a worker with blobs in a real Redis. `forged`: what another program puts in place of each blob."""
+    """A dispatcher and a worker with blobs in a real Redis. `forged`: what another program puts in place of each
+    blob.
+    """
 
     server: RedisProcess
     client: "redis.asyncio.Redis"
@@ -38,7 +40,9 @@ class Ground:
             registry, self.sandbox, MemoryLedger(), WorkerBlobs(self.sync, "d", "sandbox"), {"host": "h", "queue": "q"}
         )
         self.transport = AnsweringTransport(self._serve)
-        self.dispatcher = Dispatcher(self.transport, StaticCatalog(*registry.specs()), KEY, queue_wait_s=5, blobs=Blobs(self.client, "d"))
+        self.dispatcher = Dispatcher(
+            self.transport, StaticCatalog(*registry.specs()), KEY, queue_wait_s=5, blobs=Blobs(self.client, "d")
+        )
 
     async def _serve(self, call: ToolCall, context: ToolContext) -> ToolResult:
         if self.forged is not None:
@@ -47,7 +51,9 @@ class Ground:
         return await asyncio.to_thread(self._executor.execute, call, context)
 
     async def call(self, name: str, terms: Terms | None = None, **arguments: Any) -> ToolResult:
-        return await self.dispatcher.dispatch(ToolCall(id="c1", name=name, arguments=arguments), Route("acme", "s1", "q"), terms)
+        return await self.dispatcher.dispatch(
+            ToolCall(id="c1", name=name, arguments=arguments), Route("acme", "s1", "q"), terms
+        )
 
     def keys(self) -> list[bytes]:
         return list(self.sync.scan_iter("toolcrew:d:t:acme:blob-*.*-*"))

@@ -68,10 +68,16 @@ def test_a_result_waits_for_a_redis_that_is_away_for_a_moment() -> None:
     assert len(blobs.kept) == 1
 
 
-@pytest.mark.parametrize("error", [BrokerUnavailable("Redis is away"), ToolFailure(ErrorCode.FILE_TOO_LARGE, "too many bytes")])
-def test_a_result_that_cannot_be_kept_says_that_the_call_has_run(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [BrokerUnavailable("Redis is away"), ToolFailure(ErrorCode.FILE_TOO_LARGE, "too many bytes")]
+)
+def test_a_result_that_cannot_be_kept_says_that_the_call_has_run(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tasks, "KEEP_WAIT_S", 0.01)
-    told = decode_result(encode_result_message(result("x" * 100_000), CALL, CONTEXT, Failing(1_000_000, error), KEY), SEAL)
+    told = decode_result(
+        encode_result_message(result("x" * 100_000), CALL, CONTEXT, Failing(1_000_000, error), KEY), SEAL
+    )
     assert (told.success, told.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
     assert "has run" in str(told.error)
     assert str(error) in str(told.error)

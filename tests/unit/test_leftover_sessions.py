@@ -1,4 +1,6 @@
-"""Sandboxes of sessions that ended while their host could not hear of it: they go all the same, and nobody else's does."""
+"""Sandboxes of sessions that ended while their host could not hear of it: they go all the same, and nobody else's
+does.
+"""
 
 import asyncio
 import threading
@@ -127,7 +129,11 @@ async def test_that_a_session_was_closed_is_known_for_as_long_as_a_sandbox_of_it
 async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host) -> None:
     await host.open("s1")
     await host.orchestrator.close("acme", "s1")
-    find, has_failed, failures = host.sessions.find_ended, threading.Event(), [BrokerUnavailable("away"), SandboxUnavailable("away")]
+    find, has_failed, failures = (
+        host.sessions.find_ended,
+        threading.Event(),
+        [BrokerUnavailable("away"), SandboxUnavailable("away")],
+    )
 
     def away_at_first(names: list[str]) -> set[str]:
         if failures:
@@ -137,7 +143,9 @@ async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host) 
 
     host.sessions.find_ended = away_at_first  # type: ignore[method-assign, assignment]
     with capture_logs():
-        duty = Duty("leftovers", 0.01, partial(host.sweep.look, host.sandboxd.client()), "leftovers_not_closed", host.stop)
+        duty = Duty(
+            "leftovers", 0.01, partial(host.sweep.look, host.sandboxd.client()), "leftovers_not_closed", host.stop
+        )
         duty.start()
         assert await asyncio.to_thread(has_failed.wait, 20)
         while host.sandboxd.rows:  # noqa: ASYNC110  # it has no event of ours

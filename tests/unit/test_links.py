@@ -13,7 +13,10 @@ from orchestrator.settings import OrchestratorSettings, load_settings
 
 
 def test_a_task_is_found_in_flower_and_its_call_on_our_pages() -> None:
-    assert flower_task_url("https://ops.example/flower/", "8b90-c1.1.acme") == "https://ops.example/flower/task/8b90-c1.1.acme"
+    assert (
+        flower_task_url("https://ops.example/flower/", "8b90-c1.1.acme")
+        == "https://ops.example/flower/task/8b90-c1.1.acme"
+    )
     assert call_page_url("http://127.0.0.1:8080", "c1") == "http://127.0.0.1:8080/calls/c1"
 
 
@@ -22,14 +25,18 @@ def test_an_id_never_leaves_its_place_in_the_address() -> None:
 
 
 def test_what_flower_shows_of_a_message_of_ours_names_its_call() -> None:
-    message = json.loads(build_message(Delivery("tool.bash_tool", "q", "acme", "call-7", "envelope", 0.0, 1.0), "task", "key"))
+    message = json.loads(
+        build_message(Delivery("tool.bash_tool", "q", "acme", "call-7", "envelope", 0.0, 1.0), "task", "key")
+    )
 
     assert message["headers"]["kwargsrepr"] == "call call-7, tenant acme"
     assert parse_shown_call(message["headers"]["kwargsrepr"]) == "call-7"
 
 
 def test_flower_shows_the_session_the_run_and_the_name_of_an_installed_skill() -> None:
-    delivery = Delivery("tool.skill_tool", "q", "acme", "c1", "envelope", 0.0, 1.0, session="s1", run="r1", shown_as="word-count")
+    delivery = Delivery(
+        "tool.skill_tool", "q", "acme", "c1", "envelope", 0.0, 1.0, session="s1", run="r1", shown_as="word-count"
+    )
     headers = json.loads(build_message(delivery, "task", "key"))["headers"]
 
     assert headers["kwargsrepr"] == "call c1, tenant acme, session s1, run r1"
@@ -40,13 +47,27 @@ def test_flower_shows_the_session_the_run_and_the_name_of_an_installed_skill() -
 
 @pytest.mark.parametrize(
     "shown",
-    [None, 7, "", "call ", "call a b", "call a, tenant", "call a, owner b", "call ../x", "call a\n", "call " + "a" * 65, "{'x': 'call a'}"],
+    [
+        None,
+        7,
+        "",
+        "call ",
+        "call a b",
+        "call a, tenant",
+        "call a, owner b",
+        "call ../x",
+        "call a\n",
+        "call " + "a" * 65,
+        "{'x': 'call a'}",
+    ],
 )
 def test_anything_else_names_none(shown: object) -> None:
     assert parse_shown_call(shown) is None
 
 
-@pytest.mark.parametrize("url", ["javascript:alert(1)", "http://user:password@host/", "http://host/?q", "host", "http://h\n"])
+@pytest.mark.parametrize(
+    "url", ["javascript:alert(1)", "http://user:password@host/", "http://host/?q", "host", "http://h\n"]
+)
 def test_a_setting_that_is_no_plain_address_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError):
         OrchestratorSettings(flower_url=url)

@@ -156,8 +156,12 @@ async def test_a_run_tells_output_between_the_start_and_the_end_of_its_call(clie
     assert pieces[0].to_json()["type"] == "OutputArrived"
 
 
-@pytest.mark.parametrize("listening", [{}, {"on_event": lambda _: None, "shows_output": False}], ids=["nobody", "not to output"])
-async def test_a_run_whose_output_nobody_wants_asks_for_none(pool: SwitchedPool, client: ToolClient, listening: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "listening", [{}, {"on_event": lambda _: None, "shows_output": False}], ids=["nobody", "not to output"]
+)
+async def test_a_run_whose_output_nobody_wants_asks_for_none(
+    pool: SwitchedPool, client: ToolClient, listening: dict[str, Any]
+) -> None:
     model = ScriptedModel([Calls([("count", {})]), "ok"])
     await client.run("go", session=await client.open_session(), model=model, **listening)
     assert [context.events for context in pool.transport.contexts] == [None]

@@ -150,7 +150,10 @@ async def test_an_approver_decides_and_may_change_the_arguments() -> None:
 
 async def test_a_function_is_told_whose_call_it_is() -> None:
     seen: list[CallContext] = []
-    tools = LocalTools([{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}], tenant="acme")
+    tools = LocalTools(
+        [{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}],
+        tenant="acme",
+    )
     await call(tools.for_run(run="r1", session="s1"), "look")
     [context] = seen
     assert (context.call_id, context.tenant, context.run, context.session) == ("call-1", "acme", "r1", "s1")
@@ -176,7 +179,9 @@ async def test_a_thousand_runs_share_one_object() -> None:
         weather = await bound.run_call(ToolCall(id="c", name="get_weather", arguments={"city": f"c{number}"}))
         return (await bound.run_call(ToolCall(id="c", name="count"))).output, json.loads(weather.output or "")["city"]
 
-    assert await asyncio.gather(*(one(number) for number in range(1000))) == [("2", f"c{number}") for number in range(1000)]
+    assert await asyncio.gather(*(one(number) for number in range(1000))) == [
+        ("2", f"c{number}") for number in range(1000)
+    ]
 
 
 def test_one_object_serves_several_loops_one_after_the_other() -> None:
@@ -209,7 +214,9 @@ async def test_the_options_limit_holds_for_tools_that_name_none() -> None:
 
 async def test_a_run_tells_its_calls_whose_they_are_and_its_model_how_to_behave() -> None:
     seen: list[CallContext] = []
-    tools = LocalTools([{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}])
+    tools = LocalTools(
+        [{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}]
+    )
     model = ScriptedModel([Calls([("look", {})]), "ok"])
     result = await tools.run("go", model=ChosenModel(model, instruction="Be brief."), dialect="native")
     assert (seen[0].run, model.requests[0].messages[0]["content"]) == (result.run, "Be brief.")
@@ -219,7 +226,9 @@ async def test_a_run_tells_its_calls_whose_they_are_and_its_model_how_to_behave(
 async def test_the_tool_loop_keeps_the_state_of_each_session_apart(session: str) -> None:
     def chat(messages: list[Message]) -> str:
         last = str(messages[-1]["content"])
-        return json.dumps({"tool": None, "reply": last[-1]} if last.startswith("[Tool result") else {"tool": "count", "arguments": {}})
+        return json.dumps(
+            {"tool": None, "reply": last[-1]} if last.startswith("[Tool result") else {"tool": "count", "arguments": {}}
+        )
 
     deps = ToolLoopDeps(chat, LocalTools([count]))
     replies = [(await run_tool_loop(deps, name, "go")).reply for name in (session, "other", session)]
@@ -228,7 +237,10 @@ async def test_the_tool_loop_keeps_the_state_of_each_session_apart(session: str)
 
 @pytest.mark.parametrize(
     ("content", "calls"),
-    [('{"tool": null, "reply": ""}', []), (None, [{"index": 0, "id": "c", "function": {"name": "count", "arguments": "{}"}}])],
+    [
+        ('{"tool": null, "reply": ""}', []),
+        (None, [{"index": 0, "id": "c", "function": {"name": "count", "arguments": "{}"}}]),
+    ],
     ids=["empty reply", "native call"],
 )
 async def test_the_tool_loop_replies_with_nothing_where_there_is_nothing(content: str | None, calls: list[Any]) -> None:

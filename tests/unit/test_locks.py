@@ -87,5 +87,9 @@ def test_every_entry_has_a_hash(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_no_lock_names_a_host_an_index_or_a_path(name: str) -> None:
-    named = [line for line in load_lock_text(name).splitlines() if "://" in line or " @ " in line or re.match(r"\s*-(?!-hash=)", line)]
+    named = [
+        line
+        for line in load_lock_text(name).splitlines()
+        if "://" in line or " @ " in line or re.match(r"\s*-(?!-hash=)", line)
+    ]
     assert named == []

@@ -20,12 +20,21 @@ def read_tree(tmp_path: Path, text: str) -> tuple[dict[str, object], list[str]]:
 
 
 def test_every_event_is_documented_and_the_page_is_what_the_sources_say() -> None:
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "log_events.py", "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "log_events.py", "--check"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
-    "call", ['log.info(f"call {x}")', 'log.warning("Call lost")', "self._log.error(event)", "log.exception()", 'logger.info("a b")']
+    "call",
+    [
+        'log.info(f"call {x}")',
+        'log.warning("Call lost")',
+        "self._log.error(event)",
+        "log.exception()",
+        'logger.info("a b")',
+    ],
 )
 def test_what_is_no_event_is_complained_of(tmp_path: Path, call: str) -> None:
     events, complaints = read_tree(tmp_path, call)

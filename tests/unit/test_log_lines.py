@@ -1,4 +1,6 @@
-"""A log event as a line: bounded, readable back, without secrets, and whatever is in it cannot forge another or drive a terminal."""
+"""A log event as a line: bounded, readable back, without secrets, and whatever is in it cannot forge another or drive a
+terminal.
+"""
 
 import json
 import logging
@@ -8,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.log_lines import FIELDS, MAX_LINE_BYTES, LogFormat, LogLines, describe_exception, escape_line, find_last_words
+from contract.log_lines import (
+    FIELDS,
+    MAX_LINE_BYTES,
+    LogFormat,
+    LogLines,
+    describe_exception,
+    escape_line,
+    find_last_words,
+)
 from contract.log_records import RecordLines, Said
 from contract.masking import Masker
 
@@ -22,7 +32,9 @@ values = st.recursive(
 )
 
 
-def build(form: LogFormat = "json", secrets: dict[str, str] | None = None, event: str = "call_ended", **fields: Any) -> str:
+def build(
+    form: LogFormat = "json", secrets: dict[str, str] | None = None, event: str = "call_ended", **fields: Any
+) -> str:
     return LogLines(form, Masker(secrets or {}), {"service": "worker"}).build("info", event, 1_760_000_000.0, fields)
 
 
@@ -35,8 +47,13 @@ def test_a_line_begins_with_when_how_urgent_what_and_whose() -> None:
     assert build(seconds=0.5, call="c", tenant="acme", ok=True) == (
         '{"timestamp":"2025-10-09T08:53:20.000Z","level":"info","event":"call_ended","service":"worker","tenant":"acme","call":"c","seconds":0.5,"ok":true}'
     )
-    assert build("logfmt", why="no room", gone=None, ok=False).split(" ", 3)[3] == 'service=worker why="no room" gone= ok=false'
-    assert build("console", why="no room") == '08:53:20.000 info     call_ended               service=worker why="no room"'
+    assert (
+        build("logfmt", why="no room", gone=None, ok=False).split(" ", 3)[3]
+        == 'service=worker why="no room" gone= ok=false'
+    )
+    assert (
+        build("console", why="no room") == '08:53:20.000 info     call_ended               service=worker why="no room"'
+    )
 
 
 def test_what_is_not_known_of_a_call_is_left_out() -> None:
@@ -134,19 +151,32 @@ def test_records_of_libraries_are_one_event_with_their_words() -> None:
     lines = RecordLines(LogLines("json", Masker()))
     record = logging.LogRecord("celery.worker", logging.WARNING, "f", 1, "lost %s\nagain", ("x",), None)
     told = json.loads(lines.format(record))
-    assert (told["event"], told["logger"], told["message"], told["level"]) == ("library_said", "celery.worker", "lost x\\nagain", "warning")
+    assert (told["event"], told["logger"], told["message"], told["level"]) == (
+        "library_said",
+        "celery.worker",
+        "lost x\\nagain",
+        "warning",
+    )
     wrong = logging.LogRecord("celery.worker", logging.WARNING, "f", 1, "%d", ("x",), None)
     assert json.loads(lines.format(wrong))["message"] == "%d ('x',)"
 
 
 def test_a_program_with_its_own_logging_sees_our_events_as_text() -> None:
-    assert str(Said("call_not_served", {"error": "no\x1b room", "call": "c"})) == 'event=call_not_served error="no\\\\x1b room" call=c'
+    assert (
+        str(Said("call_not_served", {"error": "no\x1b room", "call": "c"}))
+        == 'event=call_not_served error="no\\\\x1b room" call=c'
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_last_words_are_found_again_in_every_form(form: LogFormat) -> None:
     sentence = 'set "X" to /a b: then \\ try again'
-    lines = [build(form, event="worker_starting"), build(form, event="not_started", error=sentence), "and then", '{"event":"not_started"']
+    lines = [
+        build(form, event="worker_starting"),
+        build(form, event="not_started", error=sentence),
+        "and then",
+        '{"event":"not_started"',
+    ]
     assert find_last_words(lines) == sentence
     assert find_last_words([build(form, event="worker_starting", error="x")]) is None
 
@@ -160,6 +190,8 @@ def test_escaping_leaves_printable_text_alone_and_loses_nothing_else(text: str) 
 
 @pytest.mark.parametrize("form", ["json", "logfmt", "console"])
 def test_secrets_inside_of_a_field_are_struck_out_by_their_names(form: LogFormat) -> None:
-    line = build(form, settings={"api_key": "hunter2", "nested": [{"PASSWORD": "hunter3", "name": "kept"}], "token": ""})
+    line = build(
+        form, settings={"api_key": "hunter2", "nested": [{"PASSWORD": "hunter3", "name": "kept"}], "token": ""}
+    )
     assert "hunter" not in line
     assert "kept" in line

@@ -42,7 +42,9 @@ def _answered(structured: str) -> ToolResult:
     """The result of a call that the server answers with this as its structured content."""
     [spec] = _specs(TOOL)
     answer = f'{{"content": [], "structuredContent": {structured}}}'
-    return run_tool(WorkerTool(spec, lambda arguments, bench: build_outcome("docs", spec.name, parse_json(answer, "docs"))))
+    return run_tool(
+        WorkerTool(spec, lambda arguments, bench: build_outcome("docs", spec.name, parse_json(answer, "docs")))
+    )
 
 
 # Results
@@ -103,7 +105,9 @@ def test_a_schema_that_no_large_number_can_be_divided_by_does_not_break_the_chec
 def _server(tmp_path: Path, said: bytes) -> SandboxServer:
     """One that answers calls of `echo` with this, as it stands."""
     env = {"OF": SecretStr(str(tmp_path)), "SAYS": SecretStr(said.hex())}
-    return SandboxServer("peer", StdioEntry(command=sys.executable, args=(PEER, "says"), network="none", env=env), stands_alone=True)
+    return SandboxServer(
+        "peer", StdioEntry(command=sys.executable, args=(PEER, "says"), network="none", env=env), stands_alone=True
+    )
 
 
 _HEAD = b'{"jsonrpc":"2.0","id":ID,'
@@ -125,7 +129,9 @@ _HEAD = b'{"jsonrpc":"2.0","id":ID,'
         (b'{"jsonrpc":"2.0","id":NEXT,"result":{"content":[{"type":"text","text":"forged"}]}}\n', ErrorCode.TIMEOUT),
     ],
 )  # fmt: skip
-def test_an_answer_that_is_none_costs_its_own_call_alone(box: LocalSandbox, tmp_path: Path, said: bytes, code: ErrorCode) -> None:
+def test_an_answer_that_is_none_costs_its_own_call_alone(
+    box: LocalSandbox, tmp_path: Path, said: bytes, code: ErrorCode
+) -> None:
     server = _server(tmp_path, said)
     with pytest.raises(ToolFailure) as caught:
         server.call_tool(box.run, "echo", {"text": "x"}, "/workspace", 1.5)
@@ -134,7 +140,9 @@ def test_an_answer_that_is_none_costs_its_own_call_alone(box: LocalSandbox, tmp_
     assert int(text.split()[0]) in (1, 2)
 
 
-def test_depths_that_the_sandboxs_python_reads_or_does_not_are_refused_either_way(box: LocalSandbox, tmp_path: Path) -> None:
+def test_depths_that_the_sandboxs_python_reads_or_does_not_are_refused_either_way(
+    box: LocalSandbox, tmp_path: Path
+) -> None:
     said = _HEAD + b'"result":' + b"[" * 5000 + b"]" * 5000 + b"}\n"
     server = _server(tmp_path, said)
     with pytest.raises(ToolFailure) as caught:

@@ -183,7 +183,9 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
     lambda part: (
         st.lists(part)
-        | st.dictionaries(st.sampled_from(["type", "properties", "$ref", "items", "allOf", "$defs", "enum", "pattern", "x"]), part)
+        | st.dictionaries(
+            st.sampled_from(["type", "properties", "$ref", "items", "allOf", "$defs", "enum", "pattern", "x"]), part
+        )
     ),
     max_leaves=20,
 )

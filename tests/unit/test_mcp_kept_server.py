@@ -1,4 +1,6 @@
-"""MCP servers over stdio that a session keeps: real processes, good and bad, and programs of the session that talk to the keeper or take its place."""
+"""MCP servers over stdio that a session keeps: real processes, good and bad, and programs of the session that talk to
+the keeper or take its place.
+"""
 
 import os
 import signal
@@ -39,11 +41,15 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def _server(tmp_path: Path, how: str = "good", **fields: object) -> SandboxServer:
     """`tmp_path` has it differ from any other test's, as the names of sockets of this machine must."""
     env = {"OF": SecretStr(str(tmp_path))}
-    entry = StdioEntry.model_validate({"command": sys.executable, "args": (PEER, how), "network": "none", "env": env, **fields})
+    entry = StdioEntry.model_validate(
+        {"command": sys.executable, "args": (PEER, how), "network": "none", "env": env, **fields}
+    )
     return SandboxServer("peer", entry, stands_alone=how != "old")
 
 
-def _call(box: LocalSandbox, server: SandboxServer, tool: str = "echo", timeout_s: float = 30.0, **arguments: str) -> str:
+def _call(
+    box: LocalSandbox, server: SandboxServer, tool: str = "echo", timeout_s: float = 30.0, **arguments: str
+) -> str:
     result = server.call_tool(box.run, tool, arguments, "/workspace", timeout_s)
     return str(result["content"][0]["text"])
 
@@ -71,7 +77,9 @@ class _Slow:
         return caught.value
 
 
-def _begin(threads: ThreadPoolExecutor, box: LocalSandbox, server: SandboxServer, fifo: Path, timeout_s: float = 30.0) -> _Slow:
+def _begin(
+    threads: ThreadPoolExecutor, box: LocalSandbox, server: SandboxServer, fifo: Path, timeout_s: float = 30.0
+) -> _Slow:
     os.mkfifo(fifo)
     call = threads.submit(_call, box, server, timeout_s=timeout_s, text="slow", fifo=str(fifo))
     return _Slow(call, wait_until(lambda: _open_read(fifo), GONE_S, "the server did not begin the call"))
@@ -164,7 +172,9 @@ def test_a_bad_call_ends_the_server_and_the_next_has_a_new_one(
 
 
 @pytest.mark.parametrize("victim", ["keeper", "server"])
-def test_after_a_program_of_the_session_killed_it_the_next_call_has_a_new_one(box: LocalSandbox, tmp_path: Path, victim: str) -> None:
+def test_after_a_program_of_the_session_killed_it_the_next_call_has_a_new_one(
+    box: LocalSandbox, tmp_path: Path, victim: str
+) -> None:
     server = _server(tmp_path)
     before = _count(box, server)[1]
     os.kill(box.jobs[0].pid if victim == "keeper" else before, signal.SIGKILL)
@@ -172,7 +182,9 @@ def test_after_a_program_of_the_session_killed_it_the_next_call_has_a_new_one(bo
     assert _count(box, server)[0] == 1
 
 
-@pytest.mark.parametrize(("state", "age_s", "is_killed"), [("running", 60.0, True), ("running", 1.0, False), ("exited", 60.0, False)])
+@pytest.mark.parametrize(
+    ("state", "age_s", "is_killed"), [("running", 60.0, True), ("running", 1.0, False), ("exited", 60.0, False)]
+)
 def test_what_a_server_left_that_killed_its_keeper_is_ended(
     box: LocalSandbox, tmp_path: Path, state: str, age_s: float, is_killed: bool
 ) -> None:
@@ -199,7 +211,9 @@ def test_a_cancelled_call_that_the_server_ends_leaves_it_to_the_others(
     os.close(cancelled.fifo)
 
 
-def test_a_cancelled_call_that_goes_on_is_ended_with_the_server(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+def test_a_cancelled_call_that_goes_on_is_ended_with_the_server(
+    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
     server = _server(tmp_path, "threads")
     before = _count(box, server)
     other = _begin(threads, box, server, tmp_path / "other")

@@ -1,4 +1,6 @@
-"""MCP servers over stdio, one process a call: the driver with real processes, good and bad, and what the worker makes of whatever a sandbox says."""
+"""MCP servers over stdio, one process a call: the driver with real processes, good and bad, and what the worker makes
+of whatever a sandbox says.
+"""
 
 import json
 import subprocess
@@ -92,7 +94,12 @@ def test_where_the_session_has_network_only_those_run_that_may(network: str, is_
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
         environment = {"http_proxy": "http://127.0.0.1:3128"}
         done = subprocess.run(
-            [sys.executable, *request["argv"][1:]], input=body, capture_output=True, timeout=60, check=False, env=environment
+            [sys.executable, *request["argv"][1:]],
+            input=body,
+            capture_output=True,
+            timeout=60,
+            check=False,
+            env=environment,
         )
         return build_printed(done.stdout, done.stderr)
 
@@ -115,7 +122,9 @@ def test_where_the_session_has_network_only_those_run_that_may(network: str, is_
 )  # fmt: skip
 def test_an_answer_that_is_none_is_a_failure_of_the_server(answer: bytes) -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        return build_printed(b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin" + _framed(body, answer))
+        return build_printed(
+            b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin" + _framed(body, answer)
+        )
 
     with pytest.raises(ToolFailure) as caught:
         _server().call_tool(run, "echo", {}, "/workspace", 30)
@@ -138,7 +147,10 @@ def test_more_output_than_was_kept_is_never_read_as_an_answer() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda part: st.lists(part) | st.dictionaries(st.sampled_from(["type", "text", "content", "data", "isError", "resource", "uri"]), part),
+    lambda part: (
+        st.lists(part)
+        | st.dictionaries(st.sampled_from(["type", "text", "content", "data", "isError", "resource", "uri"]), part)
+    ),
     max_leaves=20,
 )
 

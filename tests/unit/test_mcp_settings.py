@@ -1,4 +1,6 @@
-"""The file of MCP servers: what clients of the protocol write is read, and what is wrong is said before anything starts."""
+"""The file of MCP servers: what clients of the protocol write is read, and what is wrong is said before anything
+starts.
+"""
 
 import json
 from pathlib import Path
@@ -97,7 +99,9 @@ def test_a_secret_is_in_no_complaint(tmp_path: Path) -> None:
         assert "s3cr3t" not in _complaint(tmp_path, {"docs": {**DOCS, **wrong}})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"mcpServers": []}', '{"mcpServers": {}, "more": 1}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"mcpServers": []}', '{"mcpServers": {}, "more": 1}', "[" * 100_000]
+)
 def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "servers.json"
     path.write_text(text)

@@ -1,4 +1,6 @@
-"""The tools of MCP servers while a worker works: servers that come late, fall silent, or change what they list, in its process and in those of its pool."""
+"""The tools of MCP servers while a worker works: servers that come late, fall silent, or change what they list, in its
+process and in those of its pool.
+"""
 
 import os
 import threading
@@ -151,7 +153,11 @@ def test_a_server_that_falls_silent_keeps_its_tools_and_is_asked_sooner() -> Non
     source.listed = None
     with capture_logs() as logs:
         assert ground.ask(REFRESH_S) == FIRST_AGAIN_S
-    assert ([log["event"] for log in logs], ground.names(), ground.changes) == (["mcp_server_silent"], ["docs__echo"], 1)
+    assert ([log["event"] for log in logs], ground.names(), ground.changes) == (
+        ["mcp_server_silent"],
+        ["docs__echo"],
+        1,
+    )
 
 
 def test_the_same_list_again_is_no_change_and_no_line_in_the_log() -> None:

@@ -48,7 +48,9 @@ def test_schemas_of_the_built_in_tools_go_out_word_for_word() -> None:
     [
         ToolResult(call_id="c1", name="t", success=True, output="out", metadata={"exit_code": 0}),
         ToolResult(call_id="c1", name="t", success=True),
-        ToolResult(call_id="c1", name="t", success=True, output="cut", truncated=True, spill=Spill(path="/output/1", bytes=9)),
+        ToolResult(
+            call_id="c1", name="t", success=True, output="cut", truncated=True, spill=Spill(path="/output/1", bytes=9)
+        ),
         ToolResult.failed(CALL, ErrorCode.TIMEOUT, "too slow", output="so far"),
     ],
 )
@@ -68,7 +70,8 @@ def test_where_the_pools_redis_is_is_not_told() -> None:
 
 def test_without_the_protocols_package_the_command_says_what_to_install() -> None:
     program = (
-        "import sys; sys.modules['mcp'] = None; from orchestrator.cli.entry import main; sys.argv = ['toolcrew', 'serve', 'mcp']; main()"
+        "import sys; sys.modules['mcp'] = None; from orchestrator.cli.entry import main; sys.argv = ['toolcrew', "
+        "'serve', 'mcp']; main()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -77,11 +80,21 @@ def test_without_the_protocols_package_the_command_says_what_to_install() -> Non
 
 
 @pytest.mark.parametrize(
-    "options", [["--http", "0", "--tenant", "acme"], ["--http", "0", "--session", "s"], ["--origin", "https://a"], ["--host", "0.0.0.0"]]
+    "options",
+    [
+        ["--http", "0", "--tenant", "acme"],
+        ["--http", "0", "--session", "s"],
+        ["--origin", "https://a"],
+        ["--host", "0.0.0.0"],
+    ],
 )
 def test_options_that_mean_nothing_together_are_refused(options: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator", "serve", "mcp", *options], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "orchestrator", "serve", "mcp", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 2
     assert "alone" in done.stderr

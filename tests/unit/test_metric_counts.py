@@ -1,4 +1,6 @@
-"""What a process counts reaches the deployment's sums once: whatever is lost on the way, restarted, or written there by others."""
+"""What a process counts reaches the deployment's sums once: whatever is lost on the way, restarted, or written there by
+others.
+"""
 
 import math
 from collections.abc import Iterator
@@ -77,7 +79,8 @@ def test_a_field_of_a_stranger_is_none_or_a_metric_of_ours(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["", "#x", "count\ttoolcrew_tool_calls_total\ta\tb\tc", "\ttoolcrew_nonesuch", "\ttoolcrew_hosts\ta\tb", "\t\t"]
+    "field",
+    ["", "#x", "count\ttoolcrew_tool_calls_total\ta\tb\tc", "\ttoolcrew_nonesuch", "\ttoolcrew_hosts\ta\tb", "\t\t"],
 )
 def test_what_is_no_part_of_a_metric_is_not_read(field: str) -> None:
     assert parse_field(field) is None
@@ -97,7 +100,9 @@ def test_a_value_is_in_the_bucket_that_it_does_not_exceed(client: "redis.Redis")
     for value in (0.5, 0.50001, 1e6):
         counts.observe(CALL_SECONDS, value, "bash_tool")
     send(client, counts)
-    parts = {part: told(client, CALL_SECONDS, "bash_tool", part=part) for part in (COUNT, SUM, "le:0.5", "le:1", "le:600")}
+    parts = {
+        part: told(client, CALL_SECONDS, "bash_tool", part=part) for part in (COUNT, SUM, "le:0.5", "le:1", "le:600")
+    }
     assert parts == {COUNT: 3, SUM: pytest.approx(1000001.00001), "le:0.5": 1, "le:1": 1, "le:600": 0}
 
 
@@ -192,7 +197,9 @@ def test_what_somebody_else_wrote_is_counted_over(client: "redis.Redis") -> None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.booleans()), max_size=20))
-def test_whatever_answers_are_lost_all_is_counted_once(redis_process: RedisProcess, story: list[tuple[str, int, bool]]) -> None:
+def test_whatever_answers_are_lost_all_is_counted_once(
+    redis_process: RedisProcess, story: list[tuple[str, int, bool]]
+) -> None:
     with redis_process.client() as client:
         client.delete(SUMS, counted_key("d", "a"), counted_key("d", "b"))
         counts = {"a": Counts(), "b": Counts()}

@@ -1,4 +1,6 @@
-"""Rules, dashboard and page of the metrics name what there is; promtool takes them, and each alert fires for what it is for."""
+"""Rules, dashboard and page of the metrics name what there is; promtool takes them, and each alert fires for what it is
+for.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""What is counted of calls and runs: each once, under names that there are; and brought to Redis however long that was away."""
+"""What is counted of calls and runs: each once, under names that there are; and brought to Redis however long that was
+away.
+"""
 
 import asyncio
 import time
@@ -113,7 +115,9 @@ async def test_names_that_a_model_invents_are_counted_as_other(redis_server: Red
     assert counted(found, "toolcrew_tool_calls_total") == {("TOOL_NOT_FOUND", "error", "other"): 300}
 
 
-async def test_a_caller_that_leaves_is_counted_but_one_whose_call_goes_on_elsewhere_is_not(redis_server: RedisProcess) -> None:
+async def test_a_caller_that_leaves_is_counted_but_one_whose_call_goes_on_elsewhere_is_not(
+    redis_server: RedisProcess,
+) -> None:
     began = asyncio.Event()
 
     class Silent(AnsweringTransport):
@@ -195,7 +199,11 @@ async def test_questions_and_answers_are_counted(redis_server: RedisProcess) -> 
         tell = tally.watch_run(lambda _: None, None)
         for is_allowed, is_changed in ((True, False), (True, True), (False, False), (False, False)):
             tell(ApprovalAsked(run="r", call=build_call(), digest="d", reason="", warning="", expires_at=0.0))
-            tell(ApprovalDecided(run="r", call_id="c", digest="d", is_allowed=is_allowed, reason="", is_changed=is_changed))
+            tell(
+                ApprovalDecided(
+                    run="r", call_id="c", digest="d", is_allowed=is_allowed, reason="", is_changed=is_changed
+                )
+            )
         found = await read(tally, page)
     assert counted(found, "toolcrew_approvals_total") == {("approved",): 1, ("modified",): 1, ("rejected",): 2}
     assert found[key("toolcrew_approvals_asked_total")] == 4

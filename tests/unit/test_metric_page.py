@@ -13,7 +13,16 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from contract import metrics
 from contract.errors import BrokerUnavailable
 from contract.hosts import HostReport
-from contract.names import POOL_WEB, admission_prefix, call_key, host_key, hosts_key, refusals_key, runs_prefix, tenants_key
+from contract.names import (
+    POOL_WEB,
+    admission_prefix,
+    call_key,
+    host_key,
+    hosts_key,
+    refusals_key,
+    runs_prefix,
+    tenants_key,
+)
 from contract.tenancy import TenantPolicy
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.samples import choose_format
@@ -60,7 +69,9 @@ def queue_call(client: "redis.Redis", queue: str, age_s: float, call: str = "c1"
     """A message as publishing leaves it, and its call's record."""
     record = call_key(DEPLOYMENT, "acme", call)
     client.hset(record, mapping={"state": "queued", "queued_at": time.time() - age_s})
-    client.lpush(queue, json.dumps({"body": "eHh4" * 2000, "headers": {"task": "tool.x", "call_key": record}, "properties": {}}))
+    client.lpush(
+        queue, json.dumps({"body": "eHh4" * 2000, "headers": {"task": "tool.x", "call_key": record}, "properties": {}})
+    )
 
 
 async def test_a_deployment_without_anything_tells_zeros_that_promtool_takes(page: MetricsPage) -> None:
@@ -85,7 +96,8 @@ async def test_what_was_counted_is_told_in_both_formats(page: MetricsPage, clien
         assert found[key("toolcrew_tool_calls_total", tool="bash_tool", status="error", error_code="TIMEOUT")] == 2
         assert found[key("toolcrew_llm_tokens_total", model=metrics.clean_label(HOSTILE), direction="input")] == 7
         buckets = {
-            bound: found[key("toolcrew_tool_duration_seconds_bucket", tool="bash_tool", le=bound)] for bound in ("0.1", "5.0", "+Inf")
+            bound: found[key("toolcrew_tool_duration_seconds_bucket", tool="bash_tool", le=bound)]
+            for bound in ("0.1", "5.0", "+Inf")
         }
         assert buckets == {"0.1": 1, "5.0": 2, "+Inf": 3}
         assert found[key("toolcrew_tool_duration_seconds_sum", tool="bash_tool")] == pytest.approx(10002.05)
@@ -103,8 +115,16 @@ async def test_openmetrics_names_families_without_total_and_ends(page: MetricsPa
 
 async def test_hosts_tell_their_load_and_their_sandboxes(page: MetricsPage, client: "redis.Redis") -> None:
     web = build_report("h1", queue="pool.h1.a", kind="web", slots=2, busy=1, max_sessions=0, max_sandboxes=0)
-    other = build_report("h1", queue="pool.h1.b", kind="web", slots=2, busy=2, max_sessions=0, max_sandboxes=0, draining=True)
-    report(client, build_report("h1", busy=3, sessions=5, sandboxes=4, disk_free_bytes=77), web, other, build_report("h2", healthy=False))
+    other = build_report(
+        "h1", queue="pool.h1.b", kind="web", slots=2, busy=2, max_sessions=0, max_sandboxes=0, draining=True
+    )
+    report(
+        client,
+        build_report("h1", busy=3, sessions=5, sandboxes=4, disk_free_bytes=77),
+        web,
+        other,
+        build_report("h2", healthy=False),
+    )
     report(client, build_report("h3", worker="", draining=True, sessions=9))
     gauges = {"sandboxes": {"busy": 3, "idle": 1, "warm": 2, "invented": 5}, "warm_target": 4}
     client.set(host_gauges_key(DEPLOYMENT, QUEUE), json.dumps(gauges))
@@ -117,7 +137,10 @@ async def test_hosts_tell_their_load_and_their_sandboxes(page: MetricsPage, clie
         ("web", "serving"): 1,
         ("web", "draining"): 1,
     }
-    assert (found[key("toolcrew_host_busy", host="h1", kind="web")], found[key("toolcrew_host_slots", host="h1", kind="web")]) == (3, 4)
+    assert (
+        found[key("toolcrew_host_busy", host="h1", kind="web")],
+        found[key("toolcrew_host_slots", host="h1", kind="web")],
+    ) == (3, 4)
     assert counted(found, "toolcrew_host_sessions") == {("h1",): 5}
     assert found[key("toolcrew_host_disk_free_bytes", host="h1")] == 77
     assert counted(found, "toolcrew_sandbox_active") == {("h1", "busy"): 3, ("h1", "idle"): 1, ("h1", "warm"): 2}
@@ -138,11 +161,16 @@ async def test_a_queue_tells_its_length_and_for_how_long_its_oldest_message_has_
     assert found[key("toolcrew_dead_host_queues")] == 0
 
 
-async def test_the_queue_of_a_host_that_does_not_report_is_told_as_dead(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_the_queue_of_a_host_that_does_not_report_is_told_as_dead(
+    page: MetricsPage, client: "redis.Redis"
+) -> None:
     client.zadd(hosts_key(DEPLOYMENT), {"host.gone.1": 1, "host.empty.1": 1, "pool.gone.1": 1})
     queue_call(client, "host.gone.1", 300)
     found = read_page(await page.render())
-    told = [found[key(name)] for name in ("toolcrew_lost_hosts", "toolcrew_dead_host_queues", "toolcrew_dead_host_queue_messages")]
+    told = [
+        found[key(name)]
+        for name in ("toolcrew_lost_hosts", "toolcrew_dead_host_queues", "toolcrew_dead_host_queue_messages")
+    ]
     assert told == [3, 1, 1]
     assert found[key("toolcrew_queue_oldest_message_seconds", queue="host.gone.1")] >= 300
 
@@ -159,7 +187,9 @@ async def test_the_queue_of_a_host_that_does_not_report_is_told_as_dead(page: Me
         b'{"call_key": "toolcrew:d:t:acme:call.text"}',
     ],
 )
-async def test_a_strangers_message_breaks_nothing_and_is_counted(page: MetricsPage, client: "redis.Redis", message: bytes) -> None:
+async def test_a_strangers_message_breaks_nothing_and_is_counted(
+    page: MetricsPage, client: "redis.Redis", message: bytes
+) -> None:
     client.lpush(POOL_WEB, message)
     client.hset(call_key(DEPLOYMENT, "acme", "text"), "queued_at", "nan")
     found = read_page(await page.render())
@@ -168,7 +198,9 @@ async def test_a_strangers_message_breaks_nothing_and_is_counted(page: MetricsPa
 
 
 async def test_admission_tells_who_runs_and_who_waits(page: MetricsPage, client: "redis.Redis") -> None:
-    client.hset(tenants_key(DEPLOYMENT), mapping={"acme": TenantPolicy().model_dump_json(), "idle": "{}", "#version": "x"})
+    client.hset(
+        tenants_key(DEPLOYMENT), mapping={"acme": TenantPolicy().model_dump_json(), "idle": "{}", "#version": "x"}
+    )
     ground = Ground(client, now=time.time() - 50)
     set_slots(client, 2, POOL_WEB)
     for _ in range(5):
@@ -178,11 +210,16 @@ async def test_admission_tells_who_runs_and_who_waits(page: MetricsPage, client:
     assert counted(found, "toolcrew_queue_calls") == {(POOL_WEB, "in_flight"): 3, (POOL_WEB, "waiting"): 2}
     assert found[key("toolcrew_queue_slots", queue=POOL_WEB)] == 2
     assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
-    assert (found[key("toolcrew_tenants")], found[key("toolcrew_tenant_calls", tenant="idle", state="waiting")]) == (2, 0)
+    assert (found[key("toolcrew_tenants")], found[key("toolcrew_tenant_calls", tenant="idle", state="waiting")]) == (
+        2,
+        0,
+    )
 
 
 def ask_at_random(ground: Ground, seed: int) -> None:
-    """Calls of all lanes, of tenants of which one may begin only one at a time; each came a tenth of a second after the last one."""
+    """Calls of all lanes, of tenants of which one may begin only one at a time; each came a tenth of a second after the
+    last one.
+    """
     chance = random.Random(seed)
     narrow, wide = TenantPolicy(in_flight=1), TenantPolicy()
     ground.learn("bolt", 2.0)
@@ -193,7 +230,9 @@ def ask_at_random(ground: Ground, seed: int) -> None:
             continue
         tenant = chance.choice(["acme", "bolt", "cyan", "dyer"])
         fields = {"priority": chance.choice(["interactive", "batch"]), "limit_s": chance.choice([0.5, 30.0])}
-        ground.ask(tenant, queue=chance.choice([POOL_WEB, QUEUE]), policy=narrow if tenant == "cyan" else wide, **fields)
+        ground.ask(
+            tenant, queue=chance.choice([POOL_WEB, QUEUE]), policy=narrow if tenant == "cyan" else wide, **fields
+        )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -227,7 +266,9 @@ async def test_long_calls_that_are_set_aside_wait_for_a_slot_as_well(page: Metri
 
 
 @pytest.mark.parametrize("first", ["a", "z"])
-async def test_what_is_more_than_one_look_takes_is_told_whole(page: MetricsPage, client: "redis.Redis", first: str) -> None:
+async def test_what_is_more_than_one_look_takes_is_told_whole(
+    page: MetricsPage, client: "redis.Redis", first: str
+) -> None:
     number = 2 * LOOK_AT_ONCE + 1
     tenants = [first, *(f"tenant-{at}" for at in range(1, number))]
     client.hset(tenants_key(DEPLOYMENT), mapping=dict.fromkeys(tenants, "{}"))
@@ -248,7 +289,9 @@ async def test_what_is_more_than_one_look_takes_is_told_whole(page: MetricsPage,
 
 
 @pytest.mark.parametrize("call", ["no json", '{"since": "yesterday"}', '{"since": -1e999}', '{"since": 1e400}'])
-async def test_state_of_admission_that_somebody_else_wrote_breaks_nothing(page: MetricsPage, client: "redis.Redis", call: str) -> None:
+async def test_state_of_admission_that_somebody_else_wrote_breaks_nothing(
+    page: MetricsPage, client: "redis.Redis", call: str
+) -> None:
     admission = admission_prefix(DEPLOYMENT)
     client.hset(f"{admission}queue:{POOL_WEB}", "waiting", 3)
     client.set(f"{admission}ready:{POOL_WEB}:short", "text")
@@ -282,7 +325,9 @@ async def test_runs_batches_and_questions_are_told(page: MetricsPage, client: "r
 
 
 @pytest.mark.parametrize("name", ["batches", "delayed", "leases"])
-async def test_a_key_of_the_queue_of_runs_of_another_type_breaks_nothing(page: MetricsPage, client: "redis.Redis", name: str) -> None:
+async def test_a_key_of_the_queue_of_runs_of_another_type_breaks_nothing(
+    page: MetricsPage, client: "redis.Redis", name: str
+) -> None:
     client.set(runs_prefix(DEPLOYMENT) + name, "somebody else's")
     client.zadd(approvals_key(DEPLOYMENT), {"open": (time.time() + 100) * 1000})
     found = read_page(await page.render())
@@ -291,7 +336,13 @@ async def test_a_key_of_the_queue_of_runs_of_another_type_breaks_nothing(page: M
 
 
 async def test_what_others_have_written_is_left_out_and_counted(page: MetricsPage, client: "redis.Redis") -> None:
-    strange = {b"\xff\xfe": "1", "": "2", "count\ttoolcrew_nonesuch": "1", "\ttoolcrew_sandbox_oom_total": "nan", "#mark": "5"}
+    strange = {
+        b"\xff\xfe": "1",
+        "": "2",
+        "count\ttoolcrew_nonesuch": "1",
+        "\ttoolcrew_sandbox_oom_total": "nan",
+        "#mark": "5",
+    }
     client.hset(metrics_key(DEPLOYMENT), mapping=strange)  # type: ignore[arg-type]
     client.hset(refusals_key(DEPLOYMENT), mapping={HOSTILE: "3", "signature": "2", "expired": "many"})
     client.zadd(hosts_key(DEPLOYMENT), {b"\xff": 1, f"toolcrew:{DEPLOYMENT}:tenants": 1, HOSTILE: 1})

@@ -1,4 +1,6 @@
-"""The model server plays its script: replies by conversation, step and observation, in every dialect, with every fault, counted."""
+"""The model server plays its script: replies by conversation, step and observation, in every dialect, with every fault,
+counted.
+"""
 
 import asyncio
 import json
@@ -17,7 +19,11 @@ from orchestrator.models.capabilities import probe
 from tests.model_server.in_process import OK, TRUST_NOBODY, Lines, Playing, after_call, playing, read, user
 from tests.model_server.running import ROOT, DidNotStart, running_model_server
 
-CALL = {"kind": "rule", "when": {"step": 0}, "reply": {"calls": [{"name": "bash_tool", "arguments": {"command": "seq {{item}}"}}]}}
+CALL = {
+    "kind": "rule",
+    "when": {"step": 0},
+    "reply": {"calls": [{"name": "bash_tool", "arguments": {"command": "seq {{item}}"}}]},
+}
 TOOLS = [{"type": "function", "function": {"name": "bash_tool", "parameters": {"type": "object"}}}]
 
 
@@ -26,11 +32,17 @@ TOOLS = [{"type": "function", "function": {"name": "bash_tool", "parameters": {"
 
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_a_native_call_comes_with_the_item_in_it_and_the_answer_with_the_observation(streaming: bool) -> None:
-    answer = {"kind": "rule", "when": {"observation": r"(?P<last>\d+)\n$"}, "reply": {"text": "{{match.last}} of {{item}}"}}
+    answer = {
+        "kind": "rule",
+        "when": {"observation": r"(?P<last>\d+)\n$"},
+        "reply": {"text": "{{match.last}} of {{item}}"},
+    }
     async with playing(CALL, answer) as server:
         asked = await read(server.model(streaming=streaming), user("[item 17] count"), tools=TOOLS)
         assert [(call.name, json.loads(call.raw)) for call in asked.calls] == [("bash_tool", {"command": "seq 17"})]
-        told = await read(server.model(streaming=streaming), *after_call("[item 17] count", "15\n16\n17\n"), tools=TOOLS)
+        told = await read(
+            server.model(streaming=streaming), *after_call("[item 17] count", "15\n16\n17\n"), tools=TOOLS
+        )
         assert told.text == "17 of 17"
         assert server.stats["conversations"] == {"17": {"requests": 2, "replies": {"0": 1, "1": 1}}}
 
@@ -42,7 +54,9 @@ async def test_a_native_call_comes_with_the_item_in_it_and_the_answer_with_the_o
         ('{"tool": null, "reply": ""}', {}, '{"tool": "bash_tool", "arguments": {"command": "seq 3"}}'),
     ],
 )
-async def test_calls_are_spelled_as_the_request_s_dialect_wants_them(system: str, fields: dict[str, Any], expected: str) -> None:
+async def test_calls_are_spelled_as_the_request_s_dialect_wants_them(
+    system: str, fields: dict[str, Any], expected: str
+) -> None:
     async with playing(CALL) as server:
         reply = await server.ask({"role": "system", "content": system}, user("[item 3] count"), **fields)
         assert reply.json()["choices"][0]["message"]["content"] == expected
@@ -103,7 +117,13 @@ async def test_whoever_finds_out_what_the_server_can_do_finds_everything_and_is_
         model = server.model()
         found = await probe(model)
         await model.aclose()
-        assert (found.native_tools, found.parallel, found.strict, found.json_schema, found.context_window) == (True, True, True, True, 4096)
+        assert (found.native_tools, found.parallel, found.strict, found.json_schema, found.context_window) == (
+            True,
+            True,
+            True,
+            True,
+            4096,
+        )
         assert (server.stats["requests"], server.stats["conversations"]) == (0, {})
         assert server.stats["probes"] > 0
 
@@ -194,7 +214,9 @@ async def test_what_is_no_request_is_refused_and_the_connection_ends(raw: bytes,
 
 async def test_requests_sent_at_once_are_answered_in_their_order() -> None:
     async with playing({"kind": "rule", "reply": {"text": "ok", "first_byte_s": 0.02}}) as server:
-        answer = await talk(server, POST + b"\r\n" + BODY + POST + b"expect: 100-continue\r\nconnection: close\r\n\r\n" + BODY)
+        answer = await talk(
+            server, POST + b"\r\n" + BODY + POST + b"expect: 100-continue\r\nconnection: close\r\n\r\n" + BODY
+        )
         assert answer.count(b"HTTP/1.1 200 OK") == 2
         assert answer.index(b"200 OK") < answer.index(b"100 Continue")
 

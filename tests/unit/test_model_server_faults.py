@@ -12,7 +12,9 @@ from tests.model_server.in_process import OK, Lines, after_call, playing, read, 
 
 
 def fault(kind: str, **fields: Any) -> dict[str, Any]:
-    measures: dict[str, Any] = {name: fields.pop(name) for name in ("first", "per", "probability", "during_s", "when") if name in fields}
+    measures: dict[str, Any] = {
+        name: fields.pop(name) for name in ("first", "per", "probability", "during_s", "when") if name in fields
+    }
     return {"kind": "fault", "fault": {"kind": kind, **fields}, **measures}
 
 
@@ -22,7 +24,11 @@ async def test_the_first_requests_of_each_conversation_fail_and_the_client_mends
             assert (await read(server.model(attempts=3), user(f"[item {name}] go"))).text == "ok"
         assert server.stats["faults"] == {"status": 4}
         # The request came again after its failure: identical, but no reply was repeated.
-        assert (server.stats["identical_requests"], server.stats["replies_repeated"], server.stats["replies"]) == (4, 0, 2)
+        assert (server.stats["identical_requests"], server.stats["replies_repeated"], server.stats["replies"]) == (
+            4,
+            0,
+            2,
+        )
 
 
 async def test_a_refusal_says_when_to_come_again() -> None:
@@ -74,7 +80,9 @@ async def test_a_cut_reply_never_counts_as_whole(after_bytes: int, stream: bool)
 
 async def test_the_orchestrator_s_client_sees_a_cut_stream_and_one_without_an_end_as_interrupted() -> None:
     for kind, fields in (("cut", {"after_bytes": 500}), ("no_end", {})):
-        async with playing(fault(kind, **fields), {"kind": "rule", "reply": {"text": "a long reply " * 99, "chunk_chars": 9}}) as server:
+        async with playing(
+            fault(kind, **fields), {"kind": "rule", "reply": {"text": "a long reply " * 99, "chunk_chars": 9}}
+        ) as server:
             with pytest.raises(ModelInterrupted):
                 await read(server.model(), user("go"))
 
@@ -82,7 +90,9 @@ async def test_the_orchestrator_s_client_sees_a_cut_stream_and_one_without_an_en
 @pytest.mark.parametrize("then", ["hold", "go_on"])
 async def test_a_stream_that_does_not_end_lasts_until_its_client_goes(then: str) -> None:
     async with playing(fault("no_end", then=then), OK) as server:
-        async with server.client.stream("POST", "/v1/chat/completions", json={"messages": [user("go")], "stream": True}) as reply:
+        async with server.client.stream(
+            "POST", "/v1/chat/completions", json={"messages": [user("go")], "stream": True}
+        ) as reply:
             came = ""
             async for piece in reply.aiter_text():
                 came += piece
@@ -93,7 +103,9 @@ async def test_a_stream_that_does_not_end_lasts_until_its_client_goes(then: str)
         assert server.stats["replies"] == 0
 
 
-@pytest.mark.parametrize("shape", ["no_choices", "empty_choices", "html", "truncated_json", "not_json", "empty", "told_error"])
+@pytest.mark.parametrize(
+    "shape", ["no_choices", "empty_choices", "html", "truncated_json", "not_json", "empty", "told_error"]
+)
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_a_wrong_shape_is_no_reply_to_the_orchestrator_s_client(shape: str, streaming: bool) -> None:
     async with playing(fault("shape", shape=shape), OK) as server:
@@ -104,7 +116,12 @@ async def test_a_wrong_shape_is_no_reply_to_the_orchestrator_s_client(shape: str
 
 async def test_delays_add_up_with_the_reply_s_own_waits_and_with_other_faults() -> None:
     slow = {"kind": "rule", "reply": {"text": "abcd", "chunk_chars": 1, "first_byte_s": 0.02, "chunk_s": [0.01, 0.02]}}
-    lines: Lines = [fault("delay", first_byte_s=0.05), fault("delay", chunk_s=0.01), fault("status", status=500, when={"step": 1}), slow]
+    lines: Lines = [
+        fault("delay", first_byte_s=0.05),
+        fault("delay", chunk_s=0.01),
+        fault("status", status=500, when={"step": 1}),
+        slow,
+    ]
     async with playing(*lines) as server:
         started = time.monotonic()
         assert (await server.ask(user("go"), stream=True)).text.count("data: ") == 7

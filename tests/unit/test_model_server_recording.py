@@ -1,4 +1,6 @@
-"""Replies of a real endpoint are recorded without its client's secrets, and played again to messages that say the same."""
+"""Replies of a real endpoint are recorded without its client's secrets, and played again to messages that say the
+same.
+"""
 
 import asyncio
 import json
@@ -38,8 +40,12 @@ async def ask(url: str, *messages: dict[str, Any], stream: bool = False, **heade
         return await client.post(f"{url}/chat/completions", content=body, headers=headers)
 
 
-async def record(file: Path, answer: Any, *requests: tuple[dict[str, Any], bool]) -> tuple[list[httpx.Response], list[httpx.Request]]:
-    """What the client got through the recorder, and what the endpoint was sent; `answer` makes the endpoint's responses."""
+async def record(
+    file: Path, answer: Any, *requests: tuple[dict[str, Any], bool]
+) -> tuple[list[httpx.Response], list[httpx.Request]]:
+    """What the client got through the recorder, and what the endpoint was sent; `answer` makes the endpoint's
+    responses.
+    """
     seen: list[httpx.Request] = []
 
     async def respond(request: httpx.Request) -> httpx.Response:
@@ -66,7 +72,9 @@ async def test_a_recorded_stream_is_played_again_byte_for_byte(tmp_path: Path) -
     async with serving(Replay(load_pairs(tmp_path / "pairs.jsonl"))) as (url, chat):
         played = [await ask(url, HI, stream=stream) for stream in (True, False)]
         assert [reply.content for reply in played] == [reply.content for reply in recorded]
-        assert [reply.headers["content-type"] for reply in played] == [reply.headers["content-type"] for reply in recorded]
+        assert [reply.headers["content-type"] for reply in played] == [
+            reply.headers["content-type"] for reply in recorded
+        ]
         assert chat.counters.replies == 2
 
 
@@ -75,7 +83,9 @@ async def test_no_secret_of_the_client_is_in_the_file_though_the_endpoint_repeat
     echo = {"error": {"message": f"Incorrect API key provided: {KEY}"}}
     said = {"role": "user", "content": f"my key is {KEY}"}
 
-    got, seen = await record(file, lambda _: httpx.Response(401, json=echo, headers={"set-cookie": "session=abcdef123456"}), (said, False))
+    got, seen = await record(
+        file, lambda _: httpx.Response(401, json=echo, headers={"set-cookie": "session=abcdef123456"}), (said, False)
+    )
 
     assert seen[0].headers["authorization"] == f"Bearer {KEY}"
     assert "cookie" not in seen[0].headers
@@ -92,22 +102,37 @@ async def test_a_secret_that_a_stream_brings_in_pieces_is_struck_out_of_it(tmp_p
     said = f"it is {KEY}, I think"
     pieces = [said[at : at + 3] for at in range(0, len(said), 3)]
     deltas = [
-        {"content": piece} if kind == "content" else {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in pieces
+        {"content": piece} if kind == "content" else {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}
+        for piece in pieces
     ]
-    body = "".join(f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n" for delta in deltas) + "data: [DONE]\n\n"
+    body = (
+        "".join(f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n" for delta in deltas)
+        + "data: [DONE]\n\n"
+    )
     file = tmp_path / "pairs.jsonl"
-    got, _ = await record(file, lambda _: httpx.Response(200, text=body, headers={"content-type": "text/event-stream"}), (HI, True))
+    got, _ = await record(
+        file, lambda _: httpx.Response(200, text=body, headers={"content-type": "text/event-stream"}), (HI, True)
+    )
     assert got[0].text == body
     [pair] = load_pairs(file)
     told = [json.loads(part.removeprefix("data: ")) for part in pair.body.split("\n\n")[:-2]]
     came = [choice["delta"] for chunk in told for choice in chunk["choices"]]
-    texts = [delta["content"] if kind == "content" else delta["tool_calls"][0]["function"]["arguments"] for delta in came]
-    assert ("".join(texts), len(texts), pair.body.endswith("data: [DONE]\n\n")) == ("it is [secret], I think", len(pieces), True)
+    texts = [
+        delta["content"] if kind == "content" else delta["tool_calls"][0]["function"]["arguments"] for delta in came
+    ]
+    assert ("".join(texts), len(texts), pair.body.endswith("data: [DONE]\n\n")) == (
+        "it is [secret], I think",
+        len(pieces),
+        True,
+    )
 
 
 async def test_refusals_bytes_and_their_headers_are_recorded_too(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
-    answers = [httpx.Response(429, text="slow down", headers={"retry-after": "3"}), httpx.Response(200, content=b"\xff\xfe")]
+    answers = [
+        httpx.Response(429, text="slow down", headers={"retry-after": "3"}),
+        httpx.Response(200, content=b"\xff\xfe"),
+    ]
     await record(file, lambda _: answers.pop(0), (HI, False), (HI, False))
     async with serving(Replay(load_pairs(file))) as (url, chat):
         first, second, third = [await ask(url, HI) for _ in range(3)]
@@ -121,7 +146,9 @@ async def test_refusals_bytes_and_their_headers_are_recorded_too(tmp_path: Path)
 
 
 async def test_a_reply_that_breaks_off_is_not_recorded_and_breaks_off_for_the_client(tmp_path: Path) -> None:
-    rules = parse_script('{"kind": "rule", "reply": {"text": "hello"}}\n{"kind": "fault", "fault": {"kind": "cut", "after_bytes": 99}}')
+    rules = parse_script(
+        '{"kind": "rule", "reply": {"text": "hello"}}\n{"kind": "fault", "fault": {"kind": "cut", "after_bytes": 99}}'
+    )
     async with serving(None, rules) as (real, _):
         recorder = Recorder(real, tmp_path / "pairs.jsonl", transport=httpx.AsyncHTTPTransport(verify=TRUST_NOBODY))
         async with serving(recorder) as (url, chat):
@@ -175,7 +202,11 @@ async def test_faults_of_a_script_break_a_recording_too(tmp_path: Path) -> None:
 
 def build_call(call_id: str, arguments: str) -> dict[str, Any]:
     function = {"name": "bash_tool", "arguments": arguments}
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+    }
 
 
 def test_ids_orders_and_blanks_do_not_count_but_texts_do() -> None:

@@ -23,7 +23,10 @@ RULE = '{"kind": "rule", "reply": {"text": "ok"}}'
         ('{"kind": "rule", "replay": {}, "reply": {}}', "s:2: replay: there is no such field"),
         ('{"kind": "rule", "kind": "rule", "reply": {}}', "s:2: the key 'kind' comes twice"),
         ('{"kind": "rule", "reply": {"first_byte_s": NaN}}', "s:2: NaN is not JSON"),
-        ('{"kind": "rule", "when": {"observation": "("}, "reply": {}}', "s:2: when.observation: not a regular expression"),
+        (
+            '{"kind": "rule", "when": {"observation": "("}, "reply": {}}',
+            "s:2: when.observation: not a regular expression",
+        ),
         ('{"kind": "rule", "reply": {"text": "{{itm}}"}}', "s:2: {{itm}}: there is no 'itm', take one of item, "),
         ('{"kind": "rule", "reply": {"text": "{{item|upper}}"}}', "there is no filter 'upper', take one of strip, "),
         (
@@ -32,7 +35,10 @@ RULE = '{"kind": "rule", "reply": {"text": "ok"}}'
         ),
         ('{"kind": "rule", "reply": {"text": "x", "chunks": []}}', "s:2: reply: chunks stand alone"),
         ('{"kind": "rule", "reply": {"whole": "x"}}', "s:2: reply: whole goes with chunks"),
-        ('{"kind": "rule", "reply": {"spelling": "json", "calls": [{"name": "a"}, {"name": "b"}]}}', "room for one call"),
+        (
+            '{"kind": "rule", "reply": {"spelling": "json", "calls": [{"name": "a"}, {"name": "b"}]}}',
+            "room for one call",
+        ),
         ('{"kind": "fault", "fault": {"kind": "explode"}}', "s:2: fault"),
         ('{"kind": "fault", "fault": {"kind": "status", "status": 200}}', "s:2: fault.fault.status.status"),
         ('{"kind": "fault", "fault": {"kind": "cut"}, "first": 1, "probability": 0.5}', "exclude each other"),
@@ -61,7 +67,9 @@ def test_a_script_needs_a_rule() -> None:
 
 
 def test_blank_lines_and_remarks_are_passed_over_and_a_line_separator_in_a_text_is_none() -> None:
-    script = parse_script(f"# first\n\n{RULE}\r\n" + json.dumps({"kind": "rule", "reply": {"text": "a\u2028b"}}, ensure_ascii=False))
+    script = parse_script(
+        f"# first\n\n{RULE}\r\n" + json.dumps({"kind": "rule", "reply": {"text": "a\u2028b"}}, ensure_ascii=False)
+    )
     assert [rule.reply.text for rule in script.rules] == ["ok", "a\u2028b"]
 
 

@@ -22,7 +22,10 @@ async def test_a_prompt_is_answered_with_a_whole_reply() -> None:
 
 
 async def test_messages_and_a_bound_go_out_as_they_are() -> None:
-    model, messages = ScriptedModel(["ok"]), [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    model, messages = (
+        ScriptedModel(["ok"]),
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+    )
     await BudgetedModel(model).complete(messages, max_tokens=5)
     assert model.requests == [ModelRequest(messages, [], {"max_tokens": 5})]
 
@@ -75,7 +78,9 @@ async def test_questions_at_once_or_without_an_answer_count_as_well() -> None:
 
     adapter = BudgetedModel(StreamModel(silent), max_tokens=150)
     asked = (adapter.complete("x" * 400, timeout_s=0.01) for _ in range(4))
-    codes = [error.code for error in await asyncio.gather(*asked, return_exceptions=True) if isinstance(error, ToolFailure)]
+    codes = [
+        error.code for error in await asyncio.gather(*asked, return_exceptions=True) if isinstance(error, ToolFailure)
+    ]
     assert codes == [ErrorCode.TIMEOUT] * 2 + [ErrorCode.PERMISSION_DENIED] * 2
     with pytest.raises(ToolFailure, match="may use 150 tokens"):
         await adapter.complete("x")

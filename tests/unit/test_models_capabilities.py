@@ -11,7 +11,14 @@ import pytest
 
 from contract.errors import ContextWindowExceeded, ModelRefused, ModelUnavailable
 from orchestrator.models.base import Chunk, ModelRequest
-from orchestrator.models.capabilities import LIFETIME_S, MAX_REQUESTS, Capabilities, CapabilityCache, find_capabilities, probe
+from orchestrator.models.capabilities import (
+    LIFETIME_S,
+    MAX_REQUESTS,
+    Capabilities,
+    CapabilityCache,
+    find_capabilities,
+    probe,
+)
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.scripted import EVERYTHING, ScriptedModel
 from tests.model_endpoint import END, answer, serving, stream
@@ -21,7 +28,9 @@ NOTHING = Capabilities()
 
 @dataclass
 class FakeServer:
-    """A model whose server refuses requests that carry what it does not know: words of its refusal by name of the field."""
+    """A model whose server refuses requests that carry what it does not know: words of its refusal by name of the
+    field.
+    """
 
     refuses: dict[str, str] = field(default_factory=dict)
     calls: bool = True
@@ -41,7 +50,9 @@ class FakeServer:
         if request.extra["max_tokens"] < self.cuts_below:
             delta, reason = {}, "length"
         elif request.tools and self.calls:
-            delta = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "echo", "arguments": '{"text": "hello"}'}}]}
+            delta = {
+                "tool_calls": [{"index": 0, "id": "c", "function": {"name": "echo", "arguments": '{"text": "hello"}'}}]
+            }
         elif "response_format" in request.extra and self.follows_schema:
             delta = {"content": '{"text": "hello"}'}
         yield {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
@@ -72,7 +83,10 @@ async def test_a_server_that_takes_everything_is_asked_three_times() -> None:
         ({"strict": "Extra inputs are not permitted: tools.0.function.strict"}, {"strict"}),
         ({"additionalProperties": "Invalid JSON payload: Unknown name additionalProperties"}, {"strict"}),
         ({"tool_choice": "tool_choice 'required' is not supported in thinking mode"}, {"tool_choice"}),
-        ({"tool_choice": "tool_choice?", "strict": "strict?", "parallel": "parallel?"}, {"tool_choice", "strict", "parallel"}),
+        (
+            {"tool_choice": "tool_choice?", "strict": "strict?", "parallel": "parallel?"},
+            {"tool_choice", "strict", "parallel"},
+        ),
         ({"tool_choice": "bad request"}, {"tool_choice", "strict", "parallel"}),
         ({"response_format": "This response_format type is unavailable now"}, {"json_schema"}),
     ],
@@ -82,7 +96,8 @@ async def test_what_a_refusal_names_is_left_out_and_the_rest_is_kept(refuses: di
 
 
 @pytest.mark.parametrize(
-    "words", ["fake does not support tools", "tools param requires --jinja flag", "No endpoints that support tool use", "no"]
+    "words",
+    ["fake does not support tools", "tools param requires --jinja flag", "No endpoints that support tool use", "no"],
 )
 async def test_a_server_that_refuses_tools_has_none_and_may_yet_follow_a_schema(words: str) -> None:
     assert await ask(FakeServer({'"tools"': words})) == Capabilities(json_schema=True)
@@ -96,7 +111,9 @@ async def test_a_server_that_forces_calls_but_does_not_leave_them_open_has_none(
     class Forcing(FakeServer):
         async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
             if request.tools and "tool_choice" not in request.extra:
-                raise ModelRefused("no", '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
+                raise ModelRefused(
+                    "no", '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+                )
             async for chunk in super().stream(request):
                 yield chunk
 
@@ -241,7 +258,9 @@ def _edit(**changes: Any) -> Callable[[str], str]:
         _edit(capabilities={"native_tools": "yes"}),
     ],
 )
-async def test_a_file_that_is_spoilt_old_or_of_the_future_counts_as_none(tmp_path: Path, spoil: Callable[[str], str]) -> None:
+async def test_a_file_that_is_spoilt_old_or_of_the_future_counts_as_none(
+    tmp_path: Path, spoil: Callable[[str], str]
+) -> None:
     probe = Probe()
     await find(CapabilityCache(tmp_path), probe)
     [path] = files(tmp_path)
@@ -250,7 +269,9 @@ async def test_a_file_that_is_spoilt_old_or_of_the_future_counts_as_none(tmp_pat
     assert probe.asked == 2
 
 
-async def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_folder_that_cannot_be_written_costs_only_the_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     assert await find(CapabilityCache(tmp_path / "file"), Probe()) == EVERYTHING
     assert "capabilities_not_saved" in caplog.text
@@ -269,7 +290,9 @@ async def test_the_cache_names_no_credentials(tmp_path: Path) -> None:
     assert "hunter" not in path.read_text() + path.name
 
 
-async def test_a_model_that_knows_itself_is_not_asked_and_one_without_an_address_is_not_remembered(tmp_path: Path) -> None:
+async def test_a_model_that_knows_itself_is_not_asked_and_one_without_an_address_is_not_remembered(
+    tmp_path: Path,
+) -> None:
     cache, scripted, server = CapabilityCache(tmp_path), ScriptedModel([]), FakeServer()
     assert await find_capabilities(scripted, cache) == EVERYTHING
     for _ in range(2):

@@ -51,10 +51,20 @@ def test_a_setting_that_makes_no_sense_is_named(name: str, value: str, monkeypat
 
 
 def test_the_models_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"MODEL_STREAMING": "false", "MODEL_RETRIES": "0", "MODEL_CONTEXT_TOKENS": "4096", "DIALECT": "auto"}.items():
+    for name, value in {
+        "MODEL_STREAMING": "false",
+        "MODEL_RETRIES": "0",
+        "MODEL_CONTEXT_TOKENS": "4096",
+        "DIALECT": "auto",
+    }.items():
         monkeypatch.setenv(f"TOOLCREW_{name}", value)
     settings = load_settings()
-    assert (settings.model_streaming, settings.model_retries, settings.model_context_tokens, settings.dialect) == (False, 0, 4096, "auto")
+    assert (settings.model_streaming, settings.model_retries, settings.model_context_tokens, settings.dialect) == (
+        False,
+        0,
+        4096,
+        "auto",
+    )
 
 
 @pytest.mark.parametrize("name", ["local", "scripted"])
@@ -63,7 +73,9 @@ async def test_the_name_of_a_shipped_model_is_refused_while_a_server_is_named(na
         (OrchestratorSettings(openai_base_url="http://127.0.0.1:9/v1", model=name), None),
         (OrchestratorSettings(openai_base_url="http://127.0.0.1:9/v1"), name),
     ):
-        with pytest.raises(ConfigError, match=f"the model '{name}' is shipped with toolcrew, and OPENAI_BASE_URL names a server"):
+        with pytest.raises(
+            ConfigError, match=f"the model '{name}' is shipped with toolcrew, and OPENAI_BASE_URL names a server"
+        ):
             async with choose_model(settings, asked):
                 raise AssertionError("a model was chosen")
 
@@ -71,5 +83,15 @@ async def test_the_name_of_a_shipped_model_is_refused_while_a_server_is_named(na
 def test_a_shipped_model_is_found_by_its_name_and_the_local_one_also_without_any() -> None:
     nothing = OrchestratorSettings(openai_base_url=None, openai_api_key=None, model=None)
     with_key = OrchestratorSettings.model_validate({"OPENAI_API_KEY": "k"})
-    assert [find_shipped(nothing, name) for name in (None, "local", "scripted", "gpt")] == ["local", "local", "scripted", None]
-    assert [find_shipped(with_key, name) for name in (None, "local", "scripted", "gpt")] == [None, "local", "scripted", None]
+    assert [find_shipped(nothing, name) for name in (None, "local", "scripted", "gpt")] == [
+        "local",
+        "local",
+        "scripted",
+        None,
+    ]
+    assert [find_shipped(with_key, name) for name in (None, "local", "scripted", "gpt")] == [
+        None,
+        "local",
+        "scripted",
+        None,
+    ]

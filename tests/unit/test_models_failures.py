@@ -4,25 +4,66 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ContextWindowExceeded, ErrorCode, ModelDenied, ModelInterrupted, ModelRefused, ModelUnavailable
-from orchestrator.models.failures import Endpoint, Failure, build_error, build_interruption, find_limit_tokens, is_transient
+from contract.errors import (
+    ContextWindowExceeded,
+    ErrorCode,
+    ModelDenied,
+    ModelInterrupted,
+    ModelRefused,
+    ModelUnavailable,
+)
+from orchestrator.models.failures import (
+    Endpoint,
+    Failure,
+    build_error,
+    build_interruption,
+    find_limit_tokens,
+    is_transient,
+)
 
 ENDPOINT = Endpoint("http://host/v1", "m", "sk-secret")
 
 TOO_LONG: list[tuple[int, Any, int | None]] = [
     (400, {"message": "Your input exceeds the context window of this model.", "code": "context_length_exceeded"}, None),
-    (400, {"message": "This model's maximum context length is 128000 tokens. However, your messages resulted in 130000 tokens."}, 128000),
-    (400, {"message": "cut", "type": "exceed_context_size_error", "n_prompt_tokens": 1407, "n_ctx": 256}, 256),
-    (400, {"message": "request (9412 tokens) exceeds the available context size (8192 tokens), try increasing it"}, 8192),
-    (500, {"message": "the request exceeds the available context size. try increasing the context size", "code": 500}, None),
     (
         400,
-        {"message": "This model's maximum context length is 6048 tokens. However, you requested 6616 tokens (568 in the messages)"},
+        {
+            "message": (
+                "This model's maximum context length is 128000 tokens. However, your messages resulted in 130000 "
+                "tokens."
+            )
+        },
+        128000,
+    ),
+    (400, {"message": "cut", "type": "exceed_context_size_error", "n_prompt_tokens": 1407, "n_ctx": 256}, 256),
+    (
+        400,
+        {"message": "request (9412 tokens) exceeds the available context size (8192 tokens), try increasing it"},
+        8192,
+    ),
+    (
+        500,
+        {"message": "the request exceeds the available context size. try increasing the context size", "code": 500},
+        None,
+    ),
+    (
+        400,
+        {
+            "message": (
+                "This model's maximum context length is 6048 tokens. However, you requested 6616 tokens (568 in the "
+                "messages)"
+            )
+        },
         6048,
     ),
     (
         400,
-        {"message": "You passed 5000 input tokens and requested 9 output tokens. However, the model's context length is only 4096"},
+        {
+            "message": (
+                "You passed 5000 input tokens and requested 9 output tokens. However, the model's context length is "
+                "only 4096"
+            )
+        },
         4096,
     ),
     (400, {"message": "The decoder prompt (length 5000) is longer than the maximum model length of 4096."}, 4096),
@@ -41,7 +82,9 @@ TOO_LONG: list[tuple[int, Any, int | None]] = [
 
 
 @pytest.mark.parametrize(("status", "body", "limit"), TOO_LONG)
-def test_a_request_that_is_too_long_is_known_in_every_servers_words_and_never_retried(status: int, body: Any, limit: int | None) -> None:
+def test_a_request_that_is_too_long_is_known_in_every_servers_words_and_never_retried(
+    status: int, body: Any, limit: int | None
+) -> None:
     failure = Failure("status", status, body)
     error = build_error(failure, ENDPOINT)
     assert isinstance(error, ContextWindowExceeded)
@@ -70,7 +113,10 @@ def test_a_limit_that_is_no_count_is_none(limit: object) -> None:
 
 
 def test_a_limit_of_a_million_digits_is_none() -> None:
-    assert find_limit_tokens(Failure("status", 400, {"message": f"maximum context length is {'9' * 100_000} tokens"})) is None
+    assert (
+        find_limit_tokens(Failure("status", 400, {"message": f"maximum context length is {'9' * 100_000} tokens"}))
+        is None
+    )
 
 
 @pytest.mark.parametrize("status", [400, 413, 422, 501])
@@ -99,7 +145,9 @@ def test_an_interruption_is_a_model_that_is_unavailable_with_the_same_code() -> 
     assert error.code is ErrorCode.NETWORK_ERROR
 
 
-@pytest.mark.parametrize("body", [None, [], 7, "", {"message": None}, {"message": {"a": 1}}, {"code": None, "type": []}])
+@pytest.mark.parametrize(
+    "body", [None, [], 7, "", {"message": None}, {"message": {"a": 1}}, {"code": None, "type": []}]
+)
 def test_bodies_of_any_shape_make_a_sentence(body: Any) -> None:
     assert "http://host/v1" in str(build_error(Failure("status", 400, body), ENDPOINT))
     assert is_transient(Failure("status", 503, body))

@@ -1,4 +1,6 @@
-"""The local server's process: what happens when it cannot start. Its good days are in tests/e2e/test_local_model_server.py."""
+"""The local server's process: what happens when it cannot start. Its good days are in
+tests/e2e/test_local_model_server.py.
+"""
 
 import asyncio
 import sys

@@ -1,4 +1,6 @@
-"""OpenAIModel against real loopback servers: what is sent, what comes back, and one sentence a failure, never the key."""
+"""OpenAIModel against real loopback servers: what is sent, what comes back, and one sentence a failure, never the
+key.
+"""
 
 import asyncio
 from typing import Any
@@ -43,7 +45,11 @@ async def test_extra_fields_of_model_and_request_go_into_the_body_and_the_reques
         model = OpenAIModel("m", server.url, KEY, 5.0, {"seed": 7, "top_k": 1})
         [_] = [chunk async for chunk in model.stream(ModelRequest([], [{"type": "function"}], {"seed": 8}))]
         await model.aclose()
-        assert (server.bodies[0]["seed"], server.bodies[0]["top_k"], server.bodies[0]["tools"]) == (8, 1, [{"type": "function"}])
+        assert (server.bodies[0]["seed"], server.bodies[0]["top_k"], server.bodies[0]["tools"]) == (
+            8,
+            1,
+            [{"type": "function"}],
+        )
 
 
 async def test_a_server_that_refuses_usage_is_asked_again_without_and_remembered() -> None:
@@ -56,7 +62,9 @@ async def test_a_server_that_refuses_usage_is_asked_again_without_and_remembered
 
 
 async def test_a_server_that_wants_the_newer_name_of_the_token_limit_gets_it() -> None:
-    message = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+    message = (
+        "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+    )
 
     def reply(_: int, body: dict[str, Any]) -> bytes:
         return answer(400, {"error": {"message": message}}) if "max_tokens" in body else stream(END)
@@ -103,7 +111,9 @@ REFUSALS = [
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(("reply", "words"), REFUSALS)
-async def test_each_failure_is_a_sentence_that_says_what_to_do_and_hides_the_key(reply: bytes, words: str, streaming: bool) -> None:
+async def test_each_failure_is_a_sentence_that_says_what_to_do_and_hides_the_key(
+    reply: bytes, words: str, streaming: bool
+) -> None:
     async with serving([reply]) as server:
         sentence = str(await failure(ask(server.url, streaming=streaming)))
     assert words in sentence
@@ -120,7 +130,10 @@ async def test_each_failure_is_a_sentence_that_says_what_to_do_and_hides_the_key
         (stream({"object": "error", "message": "out of memory", "code": 400}), "out of memory"),
         (answer(200, {"choices": []}), "set TOOLCREW_MODEL_STREAMING=false"),
         (b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {broken\n\n", "broke off its reply"),
-        (b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: " + b"[" * 200_000 + b"\n\n", "broke off its reply"),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: " + b"[" * 200_000 + b"\n\n",
+            "broke off its reply",
+        ),
         (cut_stream(HELLO), "broke off its reply"),
     ],
 )

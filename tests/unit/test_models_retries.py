@@ -1,4 +1,6 @@
-"""Which failed requests are sent again, and after how long: the arithmetic, then OpenAIModel against a server that fails at first."""
+"""Which failed requests are sent again, and after how long: the arithmetic, then OpenAIModel against a server that
+fails at first.
+"""
 
 from email.utils import formatdate
 
@@ -61,7 +63,9 @@ def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> Non
         ({"retry-after": "9" * 400}, float("inf")),
     ],
 )
-def test_retry_after_is_read_in_its_three_forms_and_nonsense_is_none(headers: dict[str, str], seconds: float | None) -> None:
+def test_retry_after_is_read_in_its_three_forms_and_nonsense_is_none(
+    headers: dict[str, str], seconds: float | None
+) -> None:
     assert parse_retry_after(headers, now) == seconds
 
 
@@ -94,7 +98,9 @@ async def test_a_request_that_will_not_pass_is_sent_once(status: int, waits: Wai
 
 
 async def test_a_used_up_quota_is_no_rate_limit(waits: Waits) -> None:
-    async with serving([answer(429, {"error": {"code": "insufficient_quota", "message": "pay"}}), stream(END)]) as server:
+    async with serving(
+        [answer(429, {"error": {"code": "insufficient_quota", "message": "pay"}}), stream(END)]
+    ) as server:
         assert "quota is used up" in str(await failure(read(build(server.url, waits))))
     assert waits.kept == []
 
@@ -106,7 +112,9 @@ async def test_a_server_that_says_not_to_retry_is_obeyed(waits: Waits) -> None:
 
 
 async def test_a_template_that_fails_is_a_refusal_although_the_status_says_later(waits: Waits) -> None:
-    async with serving([answer(500, {"error": {"message": "tools param requires --jinja flag"}}), stream(END)]) as server:
+    async with serving(
+        [answer(500, {"error": {"message": "tools param requires --jinja flag"}}), stream(END)]
+    ) as server:
         error = await failure(read(build(server.url, waits)))
     assert isinstance(error, ModelRefused)
     assert error.detail == "tools param requires --jinja flag"
@@ -199,7 +207,9 @@ async def test_a_reply_that_has_ended_is_whole_although_its_tail_is_lost(waits: 
         assert await read(build(server.url, waits)) == [HELLO, END]
 
 
-async def test_each_retry_is_logged_without_a_word_of_the_server(waits: Waits, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_retry_is_logged_without_a_word_of_the_server(
+    waits: Waits, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serving([answer(503, {"error": {"message": KEY}}), b"", stream(END)]) as server:
         await read(build(server.url, waits))
     lines = [record.getMessage() for record in caplog.records if "model_retry" in record.getMessage()]

@@ -17,7 +17,9 @@ from tests.builders import build_spec
 JOBS = {
     "How many lines are in /workspace/data.csv?": "wc -l /workspace/data.csv",
     "Compute the sha256 checksum of /workspace/notes.txt.": "sha256sum /workspace/notes.txt",
-    "Use awk to print the sum of the numbers in /workspace/numbers.txt.": "awk '{sum += $1} END {print sum}' /workspace/numbers.txt",
+    "Use awk to print the sum of the numbers in /workspace/numbers.txt.": (
+        "awk '{sum += $1} END {print sum}' /workspace/numbers.txt"
+    ),
 }
 
 
@@ -37,7 +39,9 @@ async def test_text_comes_in_small_chunks() -> None:
 
 
 async def test_raw_chunks_are_passed_on() -> None:
-    assert [chunk async for chunk in ScriptedModel([Raw([{"choices": []}])]).stream(ModelRequest([]))] == [{"choices": []}]
+    assert [chunk async for chunk in ScriptedModel([Raw([{"choices": []}])]).stream(ModelRequest([]))] == [
+        {"choices": []}
+    ]
 
 
 async def test_requests_are_kept_as_they_were() -> None:
@@ -63,7 +67,10 @@ async def test_native_calls_are_read_back_with_their_arguments() -> None:
 async def react(dialect: Dialect, model: ScriptedModel, request: str) -> tuple[list[str], str]:
     """A loop as small as can be. Gives the commands that were asked for, and the answer."""
     specs = [build_spec("bash_tool")]
-    messages: list[Message] = [{"role": "system", "content": dialect.build_system("", specs)}, {"role": "user", "content": request}]
+    messages: list[Message] = [
+        {"role": "system", "content": dialect.build_system("", specs)},
+        {"role": "user", "content": request},
+    ]
     commands: list[str] = []
     for step in range(5):
         reader, observed = dialect.open_reader("r", step), []
@@ -75,7 +82,10 @@ async def react(dialect: Dialect, model: ScriptedModel, request: str) -> tuple[l
             if isinstance(event, CallRequested):
                 commands.append(str(event.call.arguments["command"]))
                 observed.append(
-                    (event.model_id or event.call.id, ToolResult(call_id=event.call.id, name="bash_tool", success=True, output="42 out"))
+                    (
+                        event.model_id or event.call.id,
+                        ToolResult(call_id=event.call.id, name="bash_tool", success=True, output="42 out"),
+                    )
                 )
         messages += [end.message, *dialect.build_observations(observed)]
         if not observed:
@@ -89,7 +99,9 @@ async def react(dialect: Dialect, model: ScriptedModel, request: str) -> tuple[l
     ids=["native", "tags", "hint", "json"],
 )
 @pytest.mark.parametrize(("request_text", "command"), JOBS.items())
-async def test_the_demo_script_asks_for_the_command_and_answers_with_its_output(dialect: Dialect, request_text: str, command: str) -> None:
+async def test_the_demo_script_asks_for_the_command_and_answers_with_its_output(
+    dialect: Dialect, request_text: str, command: str
+) -> None:
     model = ScriptedModel(demo_script())
     commands, answer = await react(dialect, model, request_text)
     assert commands == [command]
@@ -97,7 +109,10 @@ async def test_the_demo_script_asks_for_the_command_and_answers_with_its_output(
 
 
 def test_the_demo_script_tells_of_a_failure() -> None:
-    assert demo_script()([{"role": "tool", "content": "Error [TIMEOUT]: too slow"}]) == "The tool failed. Error [TIMEOUT]: too slow"
+    assert (
+        demo_script()([{"role": "tool", "content": "Error [TIMEOUT]: too slow"}])
+        == "The tool failed. Error [TIMEOUT]: too slow"
+    )
 
 
 def test_the_demo_script_says_what_it_cannot_do() -> None:

@@ -1,4 +1,6 @@
-"""Where the weights come from: the order of the sources, and the sha256 above them all. No real hub, no real weights."""
+"""Where the weights come from: the order of the sources, and the sha256 above them all. No real hub, no real
+weights.
+"""
 
 import asyncio
 import hashlib
@@ -15,7 +17,9 @@ from orchestrator.models.local_server import load_template
 from orchestrator.models.weights import SMALL, Weights, load_weights
 
 CONTENT = bytes(range(256)) * 64
-WEIGHTS = Weights("tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "owner/repo", "toolcrew_test_chunk{number}", 3)
+WEIGHTS = Weights(
+    "tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "owner/repo", "toolcrew_test_chunk{number}", 3
+)
 
 
 @pytest.fixture
@@ -111,7 +115,11 @@ async def test_a_download_goes_on_where_it_stopped_and_tells_its_progress(tmp_pa
     told: list[tuple[int, int]] = []
     async with hub(CONTENT) as (url, heads):
         await asyncio.to_thread(
-            load_weights, WEIGHTS, cache_dir=tmp_path / "cache", hub_url=url, progress=lambda there, total: told.append((there, total))
+            load_weights,
+            WEIGHTS,
+            cache_dir=tmp_path / "cache",
+            hub_url=url,
+            progress=lambda there, total: told.append((there, total)),
         )
     assert "bytes=1000-" in heads[0]
     assert told[-1] == (len(CONTENT), len(CONTENT))

@@ -13,7 +13,12 @@ from tests.model_endpoint import END, HELLO, ROLE, USAGE, answer, failure, read,
 
 
 def whole(message: dict[str, Any], finish_reason: str | None = "stop", **rest: Any) -> dict[str, Any]:
-    return {"id": "c1", "object": "chat.completion", "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}], **rest}
+    return {
+        "id": "c1",
+        "object": "chat.completion",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
+        **rest,
+    }
 
 
 def assemble(reply: dict[str, Any]) -> Reply:
@@ -36,7 +41,9 @@ def test_text_finish_reason_and_usage_come_in_that_order() -> None:
 
 @pytest.mark.parametrize("index", [{}, {"index": 0}, {"index": None}])
 def test_calls_keep_their_order_whatever_their_index_says(index: dict[str, Any]) -> None:
-    reply = assemble(whole({"content": None, "tool_calls": [call("one", '{"x": 1}', **index), call("two", "{}", **index)]}))
+    reply = assemble(
+        whole({"content": None, "tool_calls": [call("one", '{"x": 1}', **index), call("two", "{}", **index)]})
+    )
     assert [(made.name, made.arguments) for made in reply.calls] == [("one", {"x": 1}), ("two", {})]
 
 
@@ -54,13 +61,16 @@ def test_reasoning_is_never_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [None, "<html>", [], {}, {"choices": []}, {"choices": [None]}, {"choices": [{"message": "hi"}]}, {"choices": 7}]
+    "reply",
+    [None, "<html>", [], {}, {"choices": []}, {"choices": [None]}, {"choices": [{"message": "hi"}]}, {"choices": 7}],
 )
 def test_what_is_no_completion_has_no_chunks(reply: Any) -> None:
     assert split_reply(reply) is None
 
 
-@pytest.mark.parametrize("chunk", [{}, {"choices": None}, {"choices": 7}, {"choices": [None, 7]}, {"choices": [{"delta": "x"}]}])
+@pytest.mark.parametrize(
+    "chunk", [{}, {"choices": None}, {"choices": 7}, {"choices": [None, 7]}, {"choices": [{"delta": "x"}]}]
+)
 def test_chunks_of_any_shape_are_let_through(chunk: Chunk) -> None:
     assert mend(chunk) == chunk
     assert not has_content(chunk)
@@ -87,12 +97,17 @@ async def test_a_model_that_does_not_stream_sends_no_stream_options_and_reads_on
         (answer(200, {"choices": []}), "did not answer as a chat endpoint does"),
         (answer(200, {"error": {"message": "no such key sk-very-secret", "code": 401}}), "no such key ***"),
         (answer(200, {"error": "busy with sk-very-secret"}), "busy with ***"),
-        (answer(200, json.dumps(whole({}))).replace(b"content-length: ", b"content-length: 9"), "cannot be reached or broke off"),
+        (
+            answer(200, json.dumps(whole({}))).replace(b"content-length: ", b"content-length: 9"),
+            "cannot be reached or broke off",
+        ),
     ],
 )
 async def test_whole_replies_that_are_none_are_told_in_a_sentence(reply: bytes, words: str) -> None:
     async with serving([reply]) as server:
-        sentence = str(await failure(read(OpenAIModel("m", server.url, "sk-very-secret", 5.0, retries=0, streaming=False))))
+        sentence = str(
+            await failure(read(OpenAIModel("m", server.url, "sk-very-secret", 5.0, retries=0, streaming=False)))
+        )
     assert words in sentence
     assert "sk-very" not in sentence
 

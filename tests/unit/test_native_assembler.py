@@ -44,7 +44,9 @@ B = ("b", "two", {"y": 2})
 
 
 def test_fragments_interleaved_by_index_are_kept_apart() -> None:
-    assert calls(entry(0, "a", "one", '{"x"'), entry(1, "b", "two", '{"y"'), entry(0, arguments=":1}"), entry(1, arguments=":2}")) == [A, B]
+    assert calls(
+        entry(0, "a", "one", '{"x"'), entry(1, "b", "two", '{"y"'), entry(0, arguments=":1}"), entry(1, arguments=":2}")
+    ) == [A, B]
 
 
 def test_gaps_and_disorder_of_indices_make_no_phantom_calls() -> None:
@@ -76,7 +78,12 @@ def test_a_new_id_with_a_name_at_an_occupied_index_is_a_new_call() -> None:
 
 
 def test_a_known_id_at_a_shared_index_continues_its_own_call() -> None:
-    found = calls(entry(0, "a", "one", '{"x"'), entry(0, "b", "two", '{"y"'), entry(0, "a", "one", ":1}"), entry(0, "b", arguments=":2}"))
+    found = calls(
+        entry(0, "a", "one", '{"x"'),
+        entry(0, "b", "two", '{"y"'),
+        entry(0, "a", "one", ":1}"),
+        entry(0, "b", arguments=":2}"),
+    )
     assert found == [A, B]
 
 
@@ -121,7 +128,18 @@ def test_arguments_sent_as_an_object_are_taken() -> None:
     assert calls(entry(0, "a", "one", {"x": 1}), entry(0, "a", "one", {"x": 1})) == [A]
 
 
-BROKEN = ['{"x": 1', '{"x":1}{"y":2}', '{"x": NaN}', '{"x": -Infinity}', '{"x": 1e999}', "[1]", '"text"', "7", "{'x': 1}", "[" * 100_000]
+BROKEN = [
+    '{"x": 1',
+    '{"x":1}{"y":2}',
+    '{"x": NaN}',
+    '{"x": -Infinity}',
+    '{"x": 1e999}',
+    "[1]",
+    '"text"',
+    "7",
+    "{'x': 1}",
+    "[" * 100_000,
+]
 
 
 @pytest.mark.parametrize("raw", BROKEN, ids=lambda raw: raw[:12])
@@ -152,7 +170,14 @@ def test_calls_count_whatever_the_finish_reason_which_is_reported_unchanged(reas
 
 @pytest.mark.parametrize(
     "chunk",
-    [{}, {"choices": []}, {"choices": None, "usage": {}}, {"choices": [{"index": 0}]}, {"choices": [{"delta": None}]}, {"choices": [7]}],
+    [
+        {},
+        {"choices": []},
+        {"choices": None, "usage": {}},
+        {"choices": [{"index": 0}]},
+        {"choices": [{"delta": None}]},
+        {"choices": [7]},
+    ],
 )
 def test_chunks_without_a_delta_are_skipped(chunk: dict[str, Any]) -> None:
     assert NativeCallAssembler().feed(chunk) == []
@@ -198,9 +223,11 @@ def test_arguments_sent_as_an_object_too_deep_to_write_down_are_malformed() -> N
 
 @pytest.mark.parametrize("kind", ["arguments", "calls", "names"])
 def test_eight_times_the_deltas_take_about_eight_times_as_long(kind: str) -> None:
-    one = {"arguments": entry(0, arguments="0123456789abcdef"), "calls": entry(name="one"), "names": entry(0, name="0123456789abcdef")}[
-        kind
-    ]
+    one = {
+        "arguments": entry(0, arguments="0123456789abcdef"),
+        "calls": entry(name="one"),
+        "names": entry(0, name="0123456789abcdef"),
+    }[kind]
 
     def seconds(count: int) -> float:
         assembler, chunk = NativeCallAssembler(), delta(one)
@@ -215,19 +242,28 @@ def test_eight_times_the_deltas_take_about_eight_times_as_long(kind: str) -> Non
 
 
 def test_a_half_that_stays_alone_is_replaced() -> None:
-    reply = assemble(delta(entry(0, "a", "one", '{"x":"\ud83d'), content="\ud83d"), delta(entry(0, arguments='\ude00\\ud83d"}')))
+    reply = assemble(
+        delta(entry(0, "a", "one", '{"x":"\ud83d'), content="\ud83d"), delta(entry(0, arguments='\ude00\\ud83d"}'))
+    )
     assert (reply.text, reply.calls[0].arguments) == ("\ufffd", {"x": "\U0001f600\ufffd"})
 
 
 JSON = st.dictionaries(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
-    st.one_of(st.none(), st.booleans(), st.integers(-(2**53), 2**53), st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**53), 2**53),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    ),
     max_size=4,
 )
 
 
 @given(st.lists(JSON, min_size=1, max_size=4), st.integers(1, 9), st.booleans(), st.randoms())
-def test_calls_survive_any_cut_and_interleaving(wanted: list[dict[str, Any]], size: int, ascii_only: bool, random: Any) -> None:
+def test_calls_survive_any_cut_and_interleaving(
+    wanted: list[dict[str, Any]], size: int, ascii_only: bool, random: Any
+) -> None:
     queues = []
     for index, arguments in enumerate(wanted):
         raw = json.dumps(arguments, ensure_ascii=ascii_only)
@@ -249,14 +285,33 @@ ANYTHING = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["choices", "delta", "tool_calls", "index", "id", "function", "name", "arguments", "content", "finish_reason"]),
+            st.sampled_from(
+                [
+                    "choices",
+                    "delta",
+                    "tool_calls",
+                    "index",
+                    "id",
+                    "function",
+                    "name",
+                    "arguments",
+                    "content",
+                    "finish_reason",
+                ]
+            ),
             inner,
         )
     ),
 )
 
 
-@given(st.lists(st.one_of(ANYTHING.map(lambda value: {"choices": value}), st.lists(ANYTHING, max_size=3).map(lambda all: delta(*all)))))
+@given(
+    st.lists(
+        st.one_of(
+            ANYTHING.map(lambda value: {"choices": value}), st.lists(ANYTHING, max_size=3).map(lambda all: delta(*all))
+        )
+    )
+)
 def test_no_stream_whatever_it_holds_makes_it_fail(chunks: list[dict[str, Any]]) -> None:
     reply = assemble(*chunks, strict=False)
     json.dumps([call.arguments for call in reply.calls], allow_nan=False)

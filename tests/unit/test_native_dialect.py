@@ -10,7 +10,9 @@ from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.native import NativeDialect
 
-SPEC = ToolSpec(name="bash_tool", description="Runs.", parameters={"type": "object", "properties": {"command": {"type": "string"}}})
+SPEC = ToolSpec(
+    name="bash_tool", description="Runs.", parameters={"type": "object", "properties": {"command": {"type": "string"}}}
+)
 TAG = '<tool_action name="read_tool"><path value="a" /></tool_action>'
 
 
@@ -18,13 +20,19 @@ def call(index: int, id: str, name: str = "bash_tool", arguments: str = '{"comma
     return {"index": index, "id": id, "function": {"name": name, "arguments": arguments}}
 
 
-def chunk(*calls: dict[str, Any], content: str | None = None, finish: str | None = None, **fields: Any) -> dict[str, Any]:
+def chunk(
+    *calls: dict[str, Any], content: str | None = None, finish: str | None = None, **fields: Any
+) -> dict[str, Any]:
     body = {"tool_calls": list(calls)} if calls else {}
     return {"choices": [{"index": 0, "delta": {**body, "content": content}, "finish_reason": finish}], **fields}
 
 
 def read(
-    *chunks: dict[str, Any], dialect: NativeDialect | None = None, run: str = "r1", step: int = 2, reads_tags: bool = True
+    *chunks: dict[str, Any],
+    dialect: NativeDialect | None = None,
+    run: str = "r1",
+    step: int = 2,
+    reads_tags: bool = True,
 ) -> tuple[list[Event], ReplyEnd]:
     reader = (dialect or NativeDialect()).open_reader(run, step, reads_tags=reads_tags)
     events = [event for one in chunks for event in reader.feed(one)]
@@ -90,7 +98,10 @@ def test_a_malformed_call_stands_in_the_transcript_with_valid_arguments(raw: str
 def test_a_name_that_no_server_takes_back_is_made_fit_in_the_transcript_only() -> None:
     [event], end = read(chunk(call(0, "a", name="functions.bash tool")))
     assert isinstance(event, CallRequested)
-    assert (event.call.name, end.message["tool_calls"][0]["function"]["name"]) == ("functions.bash tool", "functions_bash_tool")
+    assert (event.call.name, end.message["tool_calls"][0]["function"]["name"]) == (
+        "functions.bash tool",
+        "functions_bash_tool",
+    )
 
 
 def test_a_name_too_long_for_the_contract_is_malformed() -> None:
@@ -118,7 +129,10 @@ def test_each_result_is_a_tool_message_under_the_models_id() -> None:
         "content": None,
         "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "t", "arguments": "{}"}}],
     }
-    assert NativeDialect().build_request([asking, told], []).messages == [asking, {"role": "tool", "tool_call_id": "c1", "content": "11"}]
+    assert NativeDialect().build_request([asking, told], []).messages == [
+        asking,
+        {"role": "tool", "tool_call_id": "c1", "content": "11"},
+    ]
 
 
 def test_usage_is_what_the_server_counted() -> None:
@@ -151,7 +165,9 @@ def test_a_tag_result_under_the_native_dialect_is_sent_as_a_user_message() -> No
 
 
 def test_short_ids_are_nine_alphanumerics_and_a_fitting_one_is_kept() -> None:
-    events, end = read(chunk(call(0, "abcDEF123"), call(1, "call_much_too_long")), dialect=NativeDialect(short_ids=True))
+    events, end = read(
+        chunk(call(0, "abcDEF123"), call(1, "call_much_too_long")), dialect=NativeDialect(short_ids=True)
+    )
     ids = [entry["id"] for entry in end.message["tool_calls"]]
     assert ids[0] == "abcDEF123"
     assert len(ids[1]) == 9

@@ -25,11 +25,15 @@ def test_with_egress_the_description_of_bash_names_the_hosts_and_no_longer_says_
 
 
 def test_a_tool_of_another_pool_has_no_sandbox_to_tell_of() -> None:
-    bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool").model_copy(update={"pool": "web"})
+    bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool").model_copy(
+        update={"pool": "web"}
+    )
     assert bash.with_network("with all of it") == bash
 
 
 def test_an_authors_own_words_stay_as_they_are() -> None:
-    spec = build_spec("count", description="Counts, also without network. It runs in the session's sandbox, without network.")
+    spec = build_spec(
+        "count", description="Counts, also without network. It runs in the session's sandbox, without network."
+    )
     told = spec.with_network("with all of it").description
     assert told == "Counts, also without network. It runs in the session's sandbox, with all of it."

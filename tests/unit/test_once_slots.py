@@ -1,4 +1,6 @@
-"""Slots of requests with an Idempotency-Key: whose answer of Redis was lost asks again, and takes from no other request what is that one's."""
+"""Slots of requests with an Idempotency-Key: whose answer of Redis was lost asks again, and takes from no other request
+what is that one's.
+"""
 
 import json
 from collections.abc import AsyncIterator
@@ -29,7 +31,9 @@ def slots(client: "redis.asyncio.Redis") -> OnceSlots:
     return OnceSlots(client, "d", KEY)
 
 
-async def test_one_request_has_the_slot_and_another_is_told_that_it_is_worked(slots: OnceSlots, client: "redis.asyncio.Redis") -> None:
+async def test_one_request_has_the_slot_and_another_is_told_that_it_is_worked(
+    slots: OnceSlots, client: "redis.asyncio.Redis"
+) -> None:
     mine, other = slots.name("key", "word", "d", "1"), slots.name("key", "word", "d", "2")
     assert await slots.claim(mine) is None
     assert (await slots.claim(other) or {})["pending"] is True
@@ -41,7 +45,9 @@ async def test_a_claim_whose_answer_was_lost_is_made_again(slots: OnceSlots) -> 
     assert [await slots.claim(mine) for _ in range(3)] == [None, None, None]
 
 
-async def test_what_is_kept_is_told_and_paid_for_once_however_often_it_is_kept(slots: OnceSlots, client: "redis.asyncio.Redis") -> None:
+async def test_what_is_kept_is_told_and_paid_for_once_however_often_it_is_kept(
+    slots: OnceSlots, client: "redis.asyncio.Redis"
+) -> None:
     mine = slots.name("key", "word", "d", "1")
     await slots.claim(mine)
     for _ in range(3):
@@ -66,7 +72,9 @@ async def test_a_release_that_comes_late_leaves_what_another_request_holds(slots
     assert await slots.claim(third) == json.loads(RECORD)
 
 
-async def test_a_claim_that_comes_after_its_own_release_holds_nothing(slots: OnceSlots, client: "redis.asyncio.Redis") -> None:
+async def test_a_claim_that_comes_after_its_own_release_holds_nothing(
+    slots: OnceSlots, client: "redis.asyncio.Redis"
+) -> None:
     mine, again = slots.name("key", "word", "d", "1"), slots.name("key", "word", "d", "2")
     await slots.release(mine)
     await slots.claim(mine)
@@ -81,7 +89,9 @@ async def test_an_answer_that_redis_has_lost_the_claim_of_is_kept(slots: OnceSlo
     assert await slots.claim(slots.name("key", "word", "d", "2")) == json.loads(RECORD)
 
 
-async def test_a_full_account_claims_nothing_new_and_is_told_what_it_has(slots: OnceSlots, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_account_claims_nothing_new_and_is_told_what_it_has(
+    slots: OnceSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = slots.name("key", "word", "d", "1")
     await slots.claim(kept)
     await slots.keep(kept, RECORD)

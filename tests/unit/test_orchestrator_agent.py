@@ -47,11 +47,18 @@ class Tools:
         if self._fail is not None:
             return ToolResult.failed(call, self._fail, "it did not work")
         clocks = Clocks(queued_s=1, sandbox_s=2, run_s=3, transfer_s=4)
-        return ToolResult(call_id=call.id, name=call.name, success=True, output=f"did {call.arguments.get('text')}", clocks=clocks)
+        return ToolResult(
+            call_id=call.id, name=call.name, success=True, output=f"did {call.arguments.get('text')}", clocks=clocks
+        )
 
 
 async def work(
-    model: Model, *, run_call: RunCall | None = None, dialect: Dialect | None = None, seen: list[RunEvent] | None = None, **options: Any
+    model: Model,
+    *,
+    run_call: RunCall | None = None,
+    dialect: Dialect | None = None,
+    seen: list[RunEvent] | None = None,
+    **options: Any,
 ) -> RunResult:
     agent = Agent(
         model,
@@ -150,7 +157,10 @@ async def test_a_malformed_call_is_told_and_not_run() -> None:
 
 
 async def test_a_malformed_call_among_good_ones_does_not_stop_them() -> None:
-    model, tools = ScriptedModel([Calls([("echo", {"text": "a"}), ("echo", "["), ("echo", {"text": "c"})]), "done"]), Tools()
+    model, tools = (
+        ScriptedModel([Calls([("echo", {"text": "a"}), ("echo", "["), ("echo", {"text": "c"})]), "done"]),
+        Tools(),
+    )
     await work(model, run_call=tools.run)
     contents = [message["content"] for message in model.requests[1].messages[-3:]]
     assert [call.arguments["text"] for call in tools.calls] == ["a", "c"]
@@ -178,7 +188,9 @@ class OddDialect(NativeDialect):
 
 
 @pytest.mark.parametrize(
-    "malformed", [MalformedCall("c1", "x" * 200, "bad", ""), MalformedCall("c1", "x", "y" * 20_000, "")], ids=["name", "reason"]
+    "malformed",
+    [MalformedCall("c1", "x" * 200, "bad", ""), MalformedCall("c1", "x", "y" * 20_000, "")],
+    ids=["name", "reason"],
 )
 async def test_a_malformed_call_of_any_length_is_told(malformed: MalformedCall) -> None:
     result = await work(ScriptedModel(["", ""]), dialect=OddDialect(malformed))
@@ -191,7 +203,12 @@ async def test_a_malformed_call_of_any_length_is_told(malformed: MalformedCall) 
 async def test_a_model_that_always_calls_stops_at_the_limit_with_a_warning() -> None:
     model, tools, seen = ScriptedModel(lambda _: Calls([("echo", {})], "Working.")), Tools(), []
     result = await work(model, run_call=tools.run, seen=seen, max_iterations=3)
-    assert (result.stop_reason, result.answer, len(model.requests), len(tools.calls)) == (StopReason.MAX_ITERATIONS, "Working.", 3, 3)
+    assert (result.stop_reason, result.answer, len(model.requests), len(tools.calls)) == (
+        StopReason.MAX_ITERATIONS,
+        "Working.",
+        3,
+        3,
+    )
     assert next(event.message for event in seen if isinstance(event, Warned)).startswith(
         "stopped by the limit max_iterations after 3 steps"
     )
@@ -252,7 +269,11 @@ async def test_a_wall_clock_budget_ends_what_is_running_and_keeps_the_last_reply
 async def test_events_tell_the_run_in_order() -> None:
     seen: list[RunEvent] = []
     await work(ScriptedModel([Calls([("echo", {"text": "a"})], "Let me see."), "done"]), seen=seen)
-    kinds = [type(event) for at, event in enumerate(seen) if not (isinstance(event, TextArrived) and isinstance(seen[at - 1], TextArrived))]
+    kinds = [
+        type(event)
+        for at, event in enumerate(seen)
+        if not (isinstance(event, TextArrived) and isinstance(seen[at - 1], TextArrived))
+    ]
     assert kinds == [
         RunStarted,
         StepStarted,

@@ -32,7 +32,9 @@ from tests.builders import build_call, build_spec
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
 WRITE = build_spec(
-    "write_tool", properties={"path": {"type": "string"}, "mode": {"type": "integer", "default": 420}}, requires_permission=True
+    "write_tool",
+    properties={"path": {"type": "string"}, "mode": {"type": "integer", "default": 420}},
+    requires_permission=True,
 )
 CALL = build_call("write_tool", path="a")
 
@@ -129,7 +131,9 @@ def test_the_digest_is_over_canonical_json_and_differs_in_every_part() -> None:
     assert len({digest_call(call, "acme", "s1"), *others}) == 7
 
 
-@pytest.mark.parametrize(("digest", "now", "told"), [("other", 5.0, "not those that were approved"), ("digest", 10.1, "too late")])
+@pytest.mark.parametrize(
+    ("digest", "now", "told"), [("other", 5.0, "not those that were approved"), ("digest", 10.1, "too late")]
+)
 def test_an_approval_holds_for_one_call_and_until_its_end(digest: str, now: float, told: str) -> None:
     with pytest.raises(ToolFailure, match=told):
         Approval("digest", 10.0).redeem(digest, now)
@@ -158,7 +162,9 @@ async def test_changed_arguments_replace_the_models_and_are_completed() -> None:
     assert (reviewed.id, reviewed.arguments) == (CALL.id, {"path": "b", "mode": 420})
 
 
-@pytest.mark.parametrize("changed", [{"path": 5}, {"other": "x"}, {"path": {"a", "b"}}, {"path": "x", "mode": float("nan")}])
+@pytest.mark.parametrize(
+    "changed", [{"path": 5}, {"other": "x"}, {"path": {"a", "b"}}, {"path": "x", "mode": float("nan")}]
+)
 async def test_changed_arguments_are_validated_again(changed: dict[str, Any]) -> None:
     result = await refuse(CALL, WRITE, Recorder(changed))
     assert result.error_code is ErrorCode.INVALID_ARGUMENTS
@@ -173,7 +179,8 @@ async def test_changed_arguments_are_judged_again_and_not_asked_about_twice() ->
 
 
 @pytest.mark.parametrize(
-    "junk", [None, True, "yes", 1, Decision("yes"), Decision(1), Decision(True, arguments=[1]), Decision(True, reason=5)]
+    "junk",
+    [None, True, "yes", 1, Decision("yes"), Decision(1), Decision(True, arguments=[1]), Decision(True, reason=5)],
 )  # type: ignore[arg-type]
 async def test_an_approver_that_answers_junk_has_refused(junk: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Junk:
@@ -231,7 +238,16 @@ async def test_a_callback_may_be_async_and_only_a_plain_true_allows() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "allowed"),
-    [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False), ("yy\n", False), ("y", False), ("y" * 99 + "\n", False)],
+    [
+        ("y\n", True),
+        ("YES\n", True),
+        ("n\n", False),
+        ("\n", False),
+        ("", False),
+        ("yy\n", False),
+        ("y", False),
+        ("y" * 99 + "\n", False),
+    ],
 )
 async def test_at_the_console_anything_but_yes_is_no(typed: str, allowed: bool) -> None:
     decision = await ConsoleApprover(io.StringIO(typed), io.StringIO()).decide(ApprovalRequest(CALL, WRITE))
@@ -243,14 +259,20 @@ async def test_the_console_shows_tool_tenant_arguments_command_and_warning() -> 
     approver = ConsoleApprover(io.StringIO("y\n"), shown)
     await allow(build_call("bash_tool", command="rm -rf /srv/build"), BASH, approver, tenant="acme", session="s1")
     assert shown.getvalue() == (
-        '\nbash_tool asks for approval (tenant acme, session s1)\n{\n  "command": "rm -rf /srv/build"\n}\ncommand:\n  | rm -rf /srv/build\n'
+        '\nbash_tool asks for approval (tenant acme, session s1)\n{\n  "command": "rm -rf /srv/build"\n}\ncommand:\n  '
+        "| rm -rf /srv/build\n"
         "WARNING: this command removes folders with all that is in them\nrun it? [y/N] "
     )
 
 
 @pytest.mark.parametrize(
     ("mode", "interactive", "kind"),
-    [("auto", False, AutoApprover), ("never", True, RefusingApprover), ("ask", True, ConsoleApprover), ("ask", False, RefusingApprover)],
+    [
+        ("auto", False, AutoApprover),
+        ("never", True, RefusingApprover),
+        ("ask", True, ConsoleApprover),
+        ("ask", False, RefusingApprover),
+    ],
 )
 def test_the_setting_chooses_the_approver_and_fails_closed(mode: str, interactive: bool, kind: type[Approver]) -> None:
     assert isinstance(choose_approver(mode, is_interactive=interactive), kind)  # type: ignore[arg-type]
@@ -265,9 +287,14 @@ async def test_a_time_limit_of_the_approvers_own_is_a_failure_of_it() -> None:
 
 
 async def test_without_a_terminal_the_refusal_says_why_it_was_asked_and_what_to_set() -> None:
-    result = await refuse(build_call("bash_tool", command="git push --force"), BASH, choose_approver("ask", is_interactive=False))
+    result = await refuse(
+        build_call("bash_tool", command="git push --force"), BASH, choose_approver("ask", is_interactive=False)
+    )
     told = str(result.error)
-    assert all(word in told for word in ("TOOLCREW_APPROVALS=auto", "TOOLCREW_APPROVAL_POLICY", "overwrites what others pushed"))
+    assert all(
+        word in told
+        for word in ("TOOLCREW_APPROVALS=auto", "TOOLCREW_APPROVAL_POLICY", "overwrites what others pushed")
+    )
 
 
 async def test_a_command_that_takes_long_to_judge_does_not_hold_up_the_loop() -> None:

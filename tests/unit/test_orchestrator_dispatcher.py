@@ -70,7 +70,10 @@ async def test_the_context_carries_tenant_session_run_model_and_blob() -> None:
 
 
 async def test_a_worker_gets_arguments_that_are_whole_and_canonical() -> None:
-    door = Door(fine, build_spec("echo", properties={"text": {}, "n": {"type": "integer", "default": 3}}, aliases={"words": "text"}))
+    door = Door(
+        fine,
+        build_spec("echo", properties={"text": {}, "n": {"type": "integer", "default": 3}}, aliases={"words": "text"}),
+    )
     result = await door.call(build_call(words="hi"))
     assert door.transport.calls[0].arguments == {"text": "hi", "n": 3}
     assert result.metadata["aliases_used"] == ["words -> text"]
@@ -79,7 +82,11 @@ async def test_a_worker_gets_arguments_that_are_whole_and_canonical() -> None:
 async def test_an_unknown_tool_is_named_exactly_with_the_nearest_ones() -> None:
     door = Door()
     result = await door.call(build_call("ehco"))
-    assert (result.success, result.error, result.error_code) == (False, "Tool not found: ehco", ErrorCode.TOOL_NOT_FOUND)
+    assert (result.success, result.error, result.error_code) == (
+        False,
+        "Tool not found: ehco",
+        ErrorCode.TOOL_NOT_FOUND,
+    )
     assert result.metadata["nearest"][0] == "echo"  # type: ignore[index]
     assert door.transport.deliveries == []
 
@@ -142,7 +149,9 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("arguments", "terms", "limit"), LIMITS)
-def test_the_limit_is_the_callers_else_the_arguments_else_the_default(arguments: dict[str, Any], terms: Terms, limit: float) -> None:
+def test_the_limit_is_the_callers_else_the_arguments_else_the_default(
+    arguments: dict[str, Any], terms: Terms, limit: float
+) -> None:
     assert effective_limit(TIMED, arguments, terms) == limit
 
 
@@ -195,7 +204,9 @@ async def test_an_unknown_outcome_says_that_the_call_may_have_acted() -> None:
 
 
 async def test_a_failure_of_the_operators_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    dispatcher = Dispatcher(AnsweringTransport(raising(BrokerUnavailable("gone"))), StaticCatalog(ECHO), KEY, queue_wait_s=1)
+    dispatcher = Dispatcher(
+        AnsweringTransport(raising(BrokerUnavailable("gone"))), StaticCatalog(ECHO), KEY, queue_wait_s=1
+    )
     await dispatcher.dispatch(build_call(), ROUTE)
     assert "event=call_not_served" in caplog.text
     assert "code=BROKER_UNAVAILABLE" in caplog.text

@@ -157,10 +157,17 @@ def test_overwriting_a_file_of_the_users_by_links_too_long_to_resolve_is_refused
     secret.write_text("mine")
     component, steps, path, adders = "d" * 247, "abcdefghijklmnop", "", []
     for step in steps:
-        adders += [entry(os.path.join(path, component), b"", type=tarfile.DIRTYPE, mode=0o755), link(os.path.join(path, step), component)]
+        adders += [
+            entry(os.path.join(path, component), b"", type=tarfile.DIRTYPE, mode=0o755),
+            link(os.path.join(path, step), component),
+        ]
         path = os.path.join(path, component)
     top = os.path.join("/".join(steps), "l" * 254)
-    adders += [link(top, "../" * len(steps)), link("escape", top + "/../"), link("flag", "escape/secret", tarfile.LNKTYPE)]
+    adders += [
+        link(top, "../" * len(steps)),
+        link("escape", top + "/../"),
+        link("flag", "escape/secret", tarfile.LNKTYPE),
+    ]
     adders += [entry("flag", b"stolen"), entry("escape/new", b"planted")]
     with contextlib.suppress(ToolFailure):
         unpack_archive(archive(*adders), tmp_path / "out")

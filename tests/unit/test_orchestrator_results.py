@@ -1,4 +1,6 @@
-"""The hub of results on a real Redis: by pub/sub, by sweep when that missed, over a restart; and garbage does not deafen it."""
+"""The hub of results on a real Redis: by pub/sub, by sweep when that missed, over a restart; and garbage does not
+deafen it.
+"""
 
 import asyncio
 import logging
@@ -47,7 +49,9 @@ async def test_a_failure_arrives_as_well(redis_server: RedisProcess, not_sweepin
             assert (await arrives(future))["status"] == status
 
 
-async def test_a_result_whose_message_was_missed_is_found_by_the_sweep(redis_server: RedisProcess, sweeping: None) -> None:
+async def test_a_result_whose_message_was_missed_is_found_by_the_sweep(
+    redis_server: RedisProcess, sweeping: None
+) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future:
@@ -55,7 +59,9 @@ async def test_a_result_whose_message_was_missed_is_found_by_the_sweep(redis_ser
             assert (await arrives(future))["task_id"] == task_id
 
 
-async def test_a_sweep_of_many_finds_each_its_own(redis_server: RedisProcess, sweeping: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sweep_of_many_finds_each_its_own(
+    redis_server: RedisProcess, sweeping: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(results, "SWEEP_BATCH", 3)
     async with listening(redis_server) as (hub, client):
         ids = [hub.task_id(f"c{number}") for number in range(10)]
@@ -122,7 +128,18 @@ async def test_the_first_of_two_results_counts(redis_server: RedisProcess, not_s
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"", b"\xff\xfe", b"{", b"null", b"[]", b'"text"', b"5", b"{}", b'{"task_id": "x"}', b'{"task_id": null, "status": "SUCCESS"}'],
+    [
+        b"",
+        b"\xff\xfe",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"5",
+        b"{}",
+        b'{"task_id": "x"}',
+        b'{"task_id": null, "status": "SUCCESS"}',
+    ],
 )
 async def test_garbage_is_ignored(redis_server: RedisProcess, not_sweeping: None, garbage: bytes) -> None:
     async with listening(redis_server) as (hub, client):
@@ -134,9 +151,13 @@ async def test_garbage_is_ignored(redis_server: RedisProcess, not_sweeping: None
 
 
 @pytest.mark.parametrize(
-    "garbage", ['{"task_id": [], "status": "SUCCESS"}', '{"task_id": "x", "status": {}}', "[" * 100_000], ids=["id", "status", "deep"]
+    "garbage",
+    ['{"task_id": [], "status": "SUCCESS"}', '{"task_id": "x", "status": {}}', "[" * 100_000],
+    ids=["id", "status", "deep"],
 )
-async def test_deafening_the_hub_by_one_message_does_not_work(redis_server: RedisProcess, not_sweeping: None, garbage: str) -> None:
+async def test_deafening_the_hub_by_one_message_does_not_work(
+    redis_server: RedisProcess, not_sweeping: None, garbage: str
+) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future:
@@ -146,7 +167,9 @@ async def test_deafening_the_hub_by_one_message_does_not_work(redis_server: Redi
                 await future
 
 
-async def test_a_result_that_says_it_is_of_another_task_is_not_taken(redis_server: RedisProcess, not_sweeping: None) -> None:
+async def test_a_result_that_says_it_is_of_another_task_is_not_taken(
+    redis_server: RedisProcess, not_sweeping: None
+) -> None:
     async with listening(redis_server) as (hub, client):
         task_id, other = hub.task_id("c1"), hub.task_id("c2")
         with hub.expect(task_id) as future, hub.expect(other) as last:
@@ -156,7 +179,9 @@ async def test_a_result_that_says_it_is_of_another_task_is_not_taken(redis_serve
             assert not future.done()
 
 
-async def test_an_awaited_task_can_be_failed_and_its_late_result_is_dropped(redis_server: RedisProcess, not_sweeping: None) -> None:
+async def test_an_awaited_task_can_be_failed_and_its_late_result_is_dropped(
+    redis_server: RedisProcess, not_sweeping: None
+) -> None:
     async with listening(redis_server) as (hub, client):
         task_id, other = hub.task_id("c1"), hub.task_id("c2")
         with hub.expect(task_id) as future, hub.expect(other) as last:
@@ -212,7 +237,9 @@ async def test_closing_deletes_what_was_taken(redis_server: RedisProcess, not_sw
         assert await client.dbsize() == 0
 
 
-async def test_one_id_awaited_twice_is_refused_and_the_first_is_served(redis_server: RedisProcess, not_sweeping: None) -> None:
+async def test_one_id_awaited_twice_is_refused_and_the_first_is_served(
+    redis_server: RedisProcess, not_sweeping: None
+) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as one:
@@ -242,7 +269,9 @@ async def test_closing_ends_who_still_waits_and_leaves_no_task(redis_server: Red
 
 
 class DeafToCancel:
-    """A client whose reading swallows the first cancellation, as redis-py does when it comes together with a time-out."""
+    """A client whose reading swallows the first cancellation, as redis-py does when it comes together with a
+    time-out.
+    """
 
     def __init__(self) -> None:
         self.reading = asyncio.Event()

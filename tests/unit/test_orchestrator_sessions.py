@@ -1,4 +1,6 @@
-"""A session of the SDK: what it sends, what it raises, and that a program which stops takes its sandbox and its calls down."""
+"""A session of the SDK: what it sends, what it raises, and that a program which stops takes its sandbox and its calls
+down.
+"""
 
 import asyncio
 import contextlib
@@ -58,7 +60,13 @@ async def test_a_session_opens_on_a_host_with_room_and_stays_there() -> None:
 
 async def test_info_tells_where_it_lives() -> None:
     info = await (await Pool().open()).info()
-    assert (info.host, info.queue, info.image, info.start_s, info.tenant) == ("h1", "host.h1.b00t", "default", 0.5, "acme")
+    assert (info.host, info.queue, info.image, info.start_s, info.tenant) == (
+        "h1",
+        "host.h1.b00t",
+        "default",
+        0.5,
+        "acme",
+    )
     assert (info.network, info.workspace) == ("none", "image")
 
 
@@ -132,7 +140,13 @@ async def test_exec_gives_both_streams_the_code_and_the_kill() -> None:
     pool = Pool(exec={"metadata": {"returncode": -9, "stdout_bytes": 3}, "blob": "k", "kill": kill, "truncated": True})
     pool.blobs.kept["k"] = b"outerr"
     result = await (await pool.open()).exec(["cat"], stdin=b"in", env={"A": "b"}, cwd="/tmp", timeout_s=3)
-    assert (result.returncode, result.stdout, result.stderr, result.kill, result.truncated) == (-9, b"out", b"err", kill, True)
+    assert (result.returncode, result.stdout, result.stderr, result.kill, result.truncated) == (
+        -9,
+        b"out",
+        b"err",
+        kill,
+        True,
+    )
     assert pool.transport.calls[-1].arguments == {"argv": ["cat"], "env": {"A": "b"}, "cwd": "/tmp"}
     assert pool.blobs.kept[str(pool.transport.contexts[-1].blob)] == b"in"
 
@@ -216,7 +230,9 @@ async def test_cancelling_a_call_kills_it_in_the_sandbox(waiting_pool: tuple[Poo
     assert (pool.sent()[-1], pool.transport.calls[-1].arguments) == ("cancel", {"call_id": "c9"})
 
 
-async def test_a_cancelled_program_kills_its_call_and_takes_its_sandbox_down(waiting_pool: tuple[Pool, asyncio.Event]) -> None:
+async def test_a_cancelled_program_kills_its_call_and_takes_its_sandbox_down(
+    waiting_pool: tuple[Pool, asyncio.Event],
+) -> None:
     pool, calling = waiting_pool
 
     async def program() -> None:

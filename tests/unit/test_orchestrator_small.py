@@ -42,7 +42,9 @@ def test_the_defaults_are_five_steps_and_thirty_seconds() -> None:
     assert (options.max_iterations, options.tool_timeout_s, options.enable_tool_action_parsing) == (5, 30, True)
 
 
-@pytest.mark.parametrize("options", [{"max_iterations": 0}, {"max_iterations": -1}, {"tool_timeout_s": 0}, {"tool_timeout_s": -1}])
+@pytest.mark.parametrize(
+    "options", [{"max_iterations": 0}, {"max_iterations": -1}, {"tool_timeout_s": 0}, {"tool_timeout_s": -1}]
+)
 def test_a_limit_that_allows_nothing_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         ReActOptions(**options)
@@ -67,7 +69,9 @@ def test_a_limit_that_is_no_number_is_refused() -> None:
         ({"max_tokens": 1, "max_iterations": 1}, {"steps": 1, "usage": Usage(1, 0)}, StopReason.MAX_ITERATIONS),
     ],
 )
-def test_a_budget_is_used_up_when_it_is_reached(options: dict[str, Any], spent: dict[str, Any], reason: StopReason | None) -> None:
+def test_a_budget_is_used_up_when_it_is_reached(
+    options: dict[str, Any], spent: dict[str, Any], reason: StopReason | None
+) -> None:
     assert Spending(ReActOptions(**options), **spent).exhausted() is reason
 
 
@@ -105,7 +109,11 @@ def test_a_message_that_was_handed_out_is_not_the_transcripts() -> None:
 
 
 def test_a_line_of_json_a_message() -> None:
-    lines = Transcript({"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "读"}).to_json_lines().splitlines()
+    lines = (
+        Transcript({"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "读"})
+        .to_json_lines()
+        .splitlines()
+    )
     assert [json.loads(line)["content"] for line in lines] == ["a\nb", "读"]
 
 
@@ -147,11 +155,16 @@ def shown(*events: RunEvent) -> str:
 
 def test_a_run_is_shown_from_its_start_to_its_end() -> None:
     text = shown(*EVENTS)
-    assert all(word in text for word in ("model m", "step 1", "hi", '-> echo {"a": [1]}', "fine", "warning: careful", "stopped: answered"))
+    assert all(
+        word in text
+        for word in ("model m", "step 1", "hi", '-> echo {"a": [1]}', "fine", "warning: careful", "stopped: answered")
+    )
 
 
 def test_text_that_comes_in_pieces_is_one_line_and_the_next_thing_begins_its_own() -> None:
-    assert "one two\nstep 2" in shown(TextArrived(run="r", text="one "), TextArrived(run="r", text="two"), StepStarted(run="r", step=2))
+    assert "one two\nstep 2" in shown(
+        TextArrived(run="r", text="one "), TextArrived(run="r", text="two"), StepStarted(run="r", step=2)
+    )
 
 
 def test_a_long_result_is_shown_in_part_and_says_so() -> None:
@@ -198,7 +211,10 @@ def test_marks_of_direction_are_shown(mark: str) -> None:
 
 
 def test_clocks_are_milliseconds() -> None:
-    assert format_clocks(Clocks(queued_s=0.0015, run_s=2)) == "queued 1.5 ms  sandbox 0.0 ms  run 2000.0 ms  transfer 0.0 ms"
+    assert (
+        format_clocks(Clocks(queued_s=0.0015, run_s=2))
+        == "queued 1.5 ms  sandbox 0.0 ms  run 2000.0 ms  transfer 0.0 ms"
+    )
 
 
 def test_a_table_is_aligned() -> None:
@@ -268,7 +284,9 @@ def test_the_password_is_in_a_file_of_its_owners_and_the_server_on_loopback(tmp_
     config = write_redis_config(tmp_path, 7777, "hunter2")
     lines = config.read_text().splitlines()
     assert config.stat().st_mode & 0o077 == 0
-    assert {"bind 127.0.0.1", "port 7777", "requirepass hunter2", 'save ""', "maxmemory-policy noeviction"} <= set(lines)
+    assert {"bind 127.0.0.1", "port 7777", "requirepass hunter2", 'save ""', "maxmemory-policy noeviction"} <= set(
+        lines
+    )
 
 
 def test_a_folder_with_a_space_is_one_argument(tmp_path: Path) -> None:

@@ -113,7 +113,9 @@ class Watched:
 
 def test_live_output_is_shown_as_it_comes_and_is_no_part_of_the_result() -> None:
     sign = "é".encode()
-    bench = Watched(("live", b"a" + sign[:1]), ("live", sign[1:]), ("live_stderr", b"\x1b[1mbad\0"), ("merged", b"whole\n"))
+    bench = Watched(
+        ("live", b"a" + sign[:1]), ("live", sign[1:]), ("live_stderr", b"\x1b[1mbad\0"), ("merged", b"whole\n")
+    )
     outcome = BASH_TOOL.handler({**DEFAULTS, "command": "x"}, bench)  # type: ignore[arg-type]
     assert bench.shown == [("stdout", "a"), ("stdout", "é"), ("stderr", "bad\ufffd")]
     assert outcome.output == "whole\n"

@@ -1,4 +1,6 @@
-"""A deployment at a glance: what is told of hosts, queues, tenants and batches is what Redis holds, and a thousand tenants do not make it slow."""
+"""A deployment at a glance: what is told of hosts, queues, tenants and batches is what Redis holds, and a thousand
+tenants do not make it slow.
+"""
 
 import time
 from collections.abc import AsyncIterator
@@ -46,8 +48,19 @@ async def test_an_empty_deployment_has_nothing_but_its_pools(reader: OverviewRea
     seen = await reader.read()
 
     assert (seen.hosts, seen.tenants, seen.batches) == ((), (), ())
-    assert [(queue.queue, queue.length, queue.slots) for queue in seen.queues] == [("pool.tools", 0, 0), ("pool.web", 0, 0)]
-    assert (seen.slots, seen.slots_in_use, seen.sessions, seen.waiting, seen.running, seen.approvals, seen.batch_count) == (0,) * 7
+    assert [(queue.queue, queue.length, queue.slots) for queue in seen.queues] == [
+        ("pool.tools", 0, 0),
+        ("pool.web", 0, 0),
+    ]
+    assert (
+        seen.slots,
+        seen.slots_in_use,
+        seen.sessions,
+        seen.waiting,
+        seen.running,
+        seen.approvals,
+        seen.batch_count,
+    ) == (0,) * 7
 
 
 async def test_hosts_are_told_as_they_report(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
@@ -104,7 +117,12 @@ async def test_tenants_with_calls_come_first_with_their_shares_and_unregistered_
     told = {tenant.tenant: tenant for tenant in (await reader.read()).tenants}
 
     assert list(told) == ["acme", "stranger", "idle", "torn"]
-    assert (told["acme"].held, told["acme"].in_flight, told["acme"].share, told["acme"].fair_share) == (3, 8, 0.75, 0.75)
+    assert (told["acme"].held, told["acme"].in_flight, told["acme"].share, told["acme"].fair_share) == (
+        3,
+        8,
+        0.75,
+        0.75,
+    )
     assert (told["stranger"].held, told["stranger"].is_registered, told["stranger"].share) == (1, False, 0.25)
     assert (told["idle"].held, told["idle"].share, told["idle"].fair_share) == (0, 0.0, 0.0)
     assert [name for name, tenant in told.items() if tenant.is_paused] == ["idle"]
@@ -127,7 +145,9 @@ async def test_a_tenant_that_its_own_rate_stops_is_told_with_what_waits(
     assert [(tenant.tenant, tenant.held, tenant.waiting) for tenant in seen.tenants] == [("slow", 0, 3)]
 
 
-async def test_batches_are_told_while_anything_of_them_waits_or_runs(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
+async def test_batches_are_told_while_anything_of_them_waits_or_runs(
+    client: "redis.asyncio.Redis", reader: OverviewReader
+) -> None:
     runs = RunGround(client)
     await runs.submit(3, batch="waits", concurrency=1)
     await runs.submit(1, batch="runs", tenant="bolt")
@@ -138,12 +158,16 @@ async def test_batches_are_told_while_anything_of_them_waits_or_runs(client: "re
 
     seen = await reader.read()
 
-    told = {batch.batch: (batch.tenant, batch.state, batch.total, batch.running, batch.waiting) for batch in seen.batches}
+    told = {
+        batch.batch: (batch.tenant, batch.state, batch.total, batch.running, batch.waiting) for batch in seen.batches
+    }
     assert told == {"waits": ("acme", "in_progress", 3, 1, 2), "runs": ("bolt", "in_progress", 1, 1, 0)}
     assert (seen.running, seen.batch_count) == (2, 2)
 
 
-async def test_of_very_many_batches_the_others_are_counted(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
+async def test_of_very_many_batches_the_others_are_counted(
+    client: "redis.asyncio.Redis", reader: OverviewReader
+) -> None:
     runs = RunGround(client)
     for number in range(MOST_BATCHES + 3):
         await runs.submit(1, batch=f"b{number}")
@@ -153,7 +177,9 @@ async def test_of_very_many_batches_the_others_are_counted(client: "redis.asynci
     assert (len(seen.batches), seen.batch_count) == (MOST_BATCHES, MOST_BATCHES + 3)
 
 
-async def test_questions_that_have_expired_wait_for_nobody(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
+async def test_questions_that_have_expired_wait_for_nobody(
+    client: "redis.asyncio.Redis", reader: OverviewReader
+) -> None:
     await client.zadd(approvals_key(DEPLOYMENT), {"old": (time.time() - 5) * 1000, "new": (time.time() + 60) * 1000})
 
     assert (await reader.read()).approvals == 1
@@ -179,7 +205,10 @@ async def test_a_thousand_tenants_take_no_more_round_trips_than_one(
 
     await reader.read()
     few = await count_reads()
-    policies = {name: seal_policy(KEY, name, TenantPolicy(weight=1.5)) for name in (f"tenant-{number}" for number in range(1000))}
+    policies = {
+        name: seal_policy(KEY, name, TenantPolicy(weight=1.5))
+        for name in (f"tenant-{number}" for number in range(1000))
+    }
     await client.hset(tenants_key(DEPLOYMENT), mapping=policies)
     many = await count_reads()
 

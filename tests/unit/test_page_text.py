@@ -69,7 +69,9 @@ def test_nothing_of_a_text_is_lost_and_nothing_of_it_is_markup(text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["x" * 1_000_000, "\x1b" * 500_000, "a\x1b" * 60_000, "x\n" * 200_000, "a\u0430" * 50_000, " " * 300_000], ids=len
+    "text",
+    ["x" * 1_000_000, "\x1b" * 500_000, "a\x1b" * 60_000, "x\n" * 200_000, "a\u0430" * 50_000, " " * 300_000],
+    ids=len,
 )
 def test_a_lot_of_it_does_not_hold_the_service_up(text: str) -> None:
     began = time.monotonic()

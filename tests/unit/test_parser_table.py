@@ -1,4 +1,6 @@
-"""The table of parsers of foreign data in docs/security.md: every kind of data has a row, and every row names tests that exist."""
+"""The table of parsers of foreign data in docs/security.md: every kind of data has a row, and every row names tests
+that exist.
+"""
 
 import re
 from pathlib import Path
@@ -40,4 +42,8 @@ def test_every_row_names_tests_that_exist() -> None:
         tests = re.findall(r"`([a-z_/]+\.py)::(\w+)`", row[4])
         assert tests, row[0]
         for file, name in tests:
-            assert re.search(rf"^(async )?def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), (row[0], file, name)
+            assert re.search(rf"^(async )?def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), (
+                row[0],
+                file,
+                name,
+            )

@@ -1,4 +1,6 @@
-"""Pausing a tenant: its policy says so until it is resumed, none of its runs is claimed, and the audit has it. Over a real Redis."""
+"""Pausing a tenant: its policy says so until it is resumed, none of its runs is claimed, and the audit has it. Over a
+real Redis.
+"""
 
 import json
 from collections.abc import AsyncIterator
@@ -118,7 +120,8 @@ async def test_very_many_paused_batches_do_not_keep_the_others_waiting(ground: R
     async with ground.client.pipeline(transaction=False) as pipe:
         for number in range(700):
             pipe.hset(
-                f"toolcrew:d:t:acme:batch.a{number}", mapping={"state": "in_progress", "concurrency": "9", "is_detached": "1", "total": "1"}
+                f"toolcrew:d:t:acme:batch.a{number}",
+                mapping={"state": "in_progress", "concurrency": "9", "is_detached": "1", "total": "1"},
             )
             pipe.zadd(f"toolcrew:d:t:acme:batch.a{number}:waiting", {"r": 1.0})
             pipe.zadd("toolcrew:d:runs:batches", {f"acme|a{number}": 1.0})
@@ -142,12 +145,16 @@ async def test_in_an_open_pool_every_name_is_paused_with_the_default_one(ground:
 
 async def test_words_in_a_policy_pause_nobody(ground: RunGround) -> None:
     """The aim: to stop a tenant by the name of a tool."""
-    await RedisTenants(ground.client, "d", KEY).add("acme", TenantPolicy(tools=('x","is_paused":true,"y":"', '"is_paused":true')))
+    await RedisTenants(ground.client, "d", KEY).add(
+        "acme", TenantPolicy(tools=('x","is_paused":true,"y":"', '"is_paused":true'))
+    )
     await ground.submit(1)
     assert await claimed(ground) == ["acme/b-1"]
 
 
-def test_a_tenant_is_paused_and_resumed_by_commands(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_is_paused_and_resumed_by_commands(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
 
     def run(*arguments: str) -> Result:

@@ -37,12 +37,19 @@ async def send_all(server: AnsweringRedis) -> None:
     await asyncio.wait_for(pending.close(10), 20)
 
 
-@pytest.mark.parametrize("error", [NoPermissionError("no"), ResponseError("WRONGTYPE of key"), ResponseError("unknown command")])
-async def test_a_refused_command_is_logged_and_the_others_go_on(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error", [NoPermissionError("no"), ResponseError("WRONGTYPE of key"), ResponseError("unknown command")]
+)
+async def test_a_refused_command_is_logged_and_the_others_go_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     server = AnsweringRedis(LPUSH=error)
     await send_all(server)
     (record,) = caplog.records
-    assert (record.levelname, record.getMessage().split(" error=")[0]) == ("ERROR", "event=redis_command_refused command=LPUSH key=b")
+    assert (record.levelname, record.getMessage().split(" error=")[0]) == (
+        "ERROR",
+        "event=redis_command_refused command=LPUSH key=b",
+    )
     assert server.sent == [[DEL, PUSH, TRIM]]
 
 
@@ -54,5 +61,8 @@ async def test_a_command_that_redis_cannot_run_now_is_sent_again_with_those_behi
     server = AnsweringRedis(LPUSH=error)
     await send_all(server)
     (record,) = caplog.records
-    assert (record.levelname, record.getMessage().split(" error=")[0]) == ("WARNING", "event=redis_commands_delayed commands=2")
+    assert (record.levelname, record.getMessage().split(" error=")[0]) == (
+        "WARNING",
+        "event=redis_commands_delayed commands=2",
+    )
     assert server.sent == [[DEL, PUSH, TRIM], [PUSH, TRIM]]

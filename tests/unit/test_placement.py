@@ -15,13 +15,20 @@ from tests.fake_hosts import build_report
 GIB = 1024**3
 
 
-@given(st.lists(st.tuples(st.integers(0, 100), st.booleans(), st.booleans(), st.integers(0, 2 * GIB)), max_size=12), st.integers())
-def test_a_host_that_is_full_silent_or_draining_is_never_chosen(hosts: list[tuple[int, bool, bool, int]], seed: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.booleans(), st.booleans(), st.integers(0, 2 * GIB)), max_size=12),
+    st.integers(),
+)
+def test_a_host_that_is_full_silent_or_draining_is_never_chosen(
+    hosts: list[tuple[int, bool, bool, int]], seed: int
+) -> None:
     reports = [
         build_report(f"h{at}", sessions=sessions, healthy=healthy, draining=draining, memory_free_bytes=memory)
         for at, (sessions, healthy, draining, memory) in enumerate(hosts)
     ]
-    able = [report for report in reports if report.healthy and not report.draining and report.sessions < report.max_sessions]
+    able = [
+        report for report in reports if report.healthy and not report.draining and report.sessions < report.max_sessions
+    ]
     if not able:
         with pytest.raises(SandboxUnavailable):
             choose_host(reports, Wanted(), chance=random.Random(seed))

@@ -10,7 +10,9 @@ from contract.shell.command_rules import MAX_TALK_CHARS
 from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict, load_policy
 from tests.builders import build_spec
 
-BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", input_parameter="stdin")
+BASH = build_spec(
+    "bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", input_parameter="stdin"
+)
 
 
 def decide(command: str, *rules: Rule, tenant: str = "acme") -> Verdict:
@@ -25,13 +27,16 @@ def deny(*prefix: str, **fields: Any) -> Rule:
     return Rule("deny", argv_prefix=prefix, **fields)
 
 
-@pytest.mark.parametrize(("flags", "action"), [({}, "allow"), ({"requires_permission": True}, "ask"), ({"dangerous": True}, "ask")])
+@pytest.mark.parametrize(
+    ("flags", "action"), [({}, "allow"), ({"requires_permission": True}, "ask"), ({"dangerous": True}, "ask")]
+)
 def test_without_rules_the_spec_decides(flags: dict[str, bool], action: str) -> None:
     assert ApprovalPolicy().decide("acme", build_spec("t", **flags), {}).action == action
 
 
 @pytest.mark.parametrize(
-    ("command", "action"), [("ls", "allow"), ("rm -rf x", "allow"), ("rm -rf *", "ask"), ("eval x", "ask"), ("rm -rf /", "deny")]
+    ("command", "action"),
+    [("ls", "allow"), ("rm -rf x", "allow"), ("rm -rf *", "ask"), ("eval x", "ask"), ("rm -rf /", "deny")],
 )
 def test_without_rules_a_command_is_judged_by_its_danger(command: str, action: str) -> None:
     assert decide(command).action == action
@@ -54,7 +59,11 @@ def test_a_forbidden_command_is_a_security_refusal_and_a_forbidden_tool_is_not()
 
 def test_deny_goes_before_ask_and_ask_before_allow_whatever_their_order() -> None:
     rules = [Rule("allow"), Rule("ask"), Rule("deny")]
-    assert [decide("ls", *rules).action, decide("ls", *rules[:2]).action, decide("ls", rules[0]).action] == ["deny", "ask", "allow"]
+    assert [decide("ls", *rules).action, decide("ls", *rules[:2]).action, decide("ls", rules[0]).action] == [
+        "deny",
+        "ask",
+        "allow",
+    ]
 
 
 def test_rules_are_about_tools_and_tenants_that_match() -> None:
@@ -90,7 +99,9 @@ def test_a_denied_prefix_is_found_in_any_part(command: str) -> None:
     assert decide(command, deny("git", "push")).action == "deny"
 
 
-@pytest.mark.parametrize("command", ["git status", "git commit -m push", "echo git push", "echo 'git push'", "gitk push"])
+@pytest.mark.parametrize(
+    "command", ["git status", "git commit -m push", "echo git push", "echo 'git push'", "gitk push"]
+)
 def test_a_denied_prefix_leaves_other_commands_alone(command: str) -> None:
     assert decide(command, deny("git", "push")).action == "allow"
 
@@ -102,7 +113,12 @@ def test_an_ask_rule_asks_about_a_harmless_command() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["rm -rf /srv/build", "timeout 9 rm -rf /srv/build", "rm -rf /srv/build && rm -f /srv/x > /dev/null 2>&1", "ls | rm -f /srv/x"],
+    [
+        "rm -rf /srv/build",
+        "timeout 9 rm -rf /srv/build",
+        "rm -rf /srv/build && rm -f /srv/x > /dev/null 2>&1",
+        "ls | rm -f /srv/x",
+    ],
 )
 def test_an_allowed_prefix_is_not_asked_about(command: str) -> None:
     assert decide(command, allow("rm"), allow("ls")).action == "allow"
@@ -156,7 +172,13 @@ def test_a_command_parameter_that_a_tool_does_not_have_turns_nothing_off() -> No
 
 def test_the_folder_of_a_call_counts() -> None:
     assert ApprovalPolicy().decide("acme", BASH, {"command": "rm -rf *", "cwd": "/"}).action == "deny"
-    for folder, action in [("src", "allow"), ("/tmp/x", "allow"), ("/srv", "ask"), ("../srv", "ask"), ("/workspace/../srv", "ask")]:
+    for folder, action in [
+        ("src", "allow"),
+        ("/tmp/x", "allow"),
+        ("/srv", "ask"),
+        ("../srv", "ask"),
+        ("/workspace/../srv", "ask"),
+    ]:
         assert ApprovalPolicy().decide("acme", BASH, {"command": "rm -rf build", "cwd": folder}).action == action
 
 
@@ -195,8 +217,14 @@ def test_a_tool_without_a_sandbox_has_no_folder_of_its_own() -> None:
     assert ApprovalPolicy().decide("acme", spec, {"command": "rm -rf build"}).action == "ask"
 
 
-TOML = '[[rules]]\naction = "deny"\ntool = "bash_tool"\nargv_prefix = ["git", "push"]\n[[rules]]\naction = "allow"\ntenant = "a*"\n'
-JSON = '{"rules": [{"action": "deny", "tool": "bash_tool", "argv_prefix": ["git", "push"]}, {"action": "allow", "tenant": "a*"}]}'
+TOML = (
+    '[[rules]]\naction = "deny"\ntool = "bash_tool"\nargv_prefix = ["git", "push"]\n[[rules]]\naction = "allow"\n'
+    'tenant = "a*"\n'
+)
+JSON = (
+    '{"rules": [{"action": "deny", "tool": "bash_tool", "argv_prefix": ["git", "push"]}, {"action": "allow", "tenant": '
+    '"a*"}]}'
+)
 
 
 @pytest.mark.parametrize(("name", "text"), [("p.toml", TOML), ("p.json", JSON)])
@@ -214,11 +242,23 @@ def test_a_policy_is_read_from_toml_and_json(tmp_path: Path, name: str, text: st
         ("p.json", "[]", "an object with a list"),
         ("p.json", '{"rules": {}}', "no list of rules"),
         ("p.json", '{"rules": [], "default": "allow"}', "unknown field 'default'"),
-        ("p.json", '{"rules": [{"action": "ask"}, {"action": "permit"}]}', "rule 2: action is 'permit': write deny, ask or allow"),
+        (
+            "p.json",
+            '{"rules": [{"action": "ask"}, {"action": "permit"}]}',
+            "rule 2: action is 'permit': write deny, ask or allow",
+        ),
         ("p.json", '{"rules": [{"tool": "x"}]}', "rule 1: action is missing"),
         ("p.json", '{"rules": [{"action": "ask", "argv": ["x"]}]}', "rule 1: unknown field 'argv'"),
-        ("p.json", '{"rules": [{"action": "ask", "argv_prefix": "git push"}]}', "rule 1: argv_prefix must be a list of words"),
-        ("p.json", '{"rules": [{"action": "ask", "argv_prefix": ["git", ""]}]}', "rule 1: argv_prefix must be a list of words"),
+        (
+            "p.json",
+            '{"rules": [{"action": "ask", "argv_prefix": "git push"}]}',
+            "rule 1: argv_prefix must be a list of words",
+        ),
+        (
+            "p.json",
+            '{"rules": [{"action": "ask", "argv_prefix": ["git", ""]}]}',
+            "rule 1: argv_prefix must be a list of words",
+        ),
         ("p.json", '{"rules": [{"action": ["ask"]}]}', "rule 1: action is"),
         ("p.json", '{"rules": [{"action": "ask", "tenant": 5}]}', "rule 1: tenant is 5"),
         ("p.json", '{"rules": ["ask"]}', "rule 1: a rule is a table"),

@@ -1,4 +1,6 @@
-"""Cancels in pools that several workers share: the order reaches who runs the call, or keeps the call from ever starting."""
+"""Cancels in pools that several workers share: the order reaches who runs the call, or keeps the call from ever
+starting.
+"""
 
 import os
 import subprocess
@@ -69,7 +71,9 @@ class Floor:
     def hold(self, call_id: str, holder: str, tenant: str = "acme") -> None:
         self.store.hset(call_key("d", tenant, call_id), mapping={"state": "running", "attempt": 1, "holder": holder})
 
-    def order(self, call_id: str, queue: str = POOL_WEB, *, name: str = "session.cancel", key: SigningKeys = KEY) -> None:
+    def order(
+        self, call_id: str, queue: str = POOL_WEB, *, name: str = "session.cancel", key: SigningKeys = KEY
+    ) -> None:
         call = ToolCall(id="order", name=name, arguments={"call_id": call_id})
         self.store.lpush(control_queue(queue), encode_call(call, build_context(session=None), key))
 
@@ -114,15 +118,34 @@ def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:
     floor.order("c1")
     # Every order is obeyed in a thread of its own: that a later one has been says nothing of this one.
     wait_until(lambda: floor.store.exists(call_key("d", "acme", "c1")), 10, "the order is obeyed")
-    late = WorkerCallStore(floor.store, "d", SharedClock()).claim(ToolCall(id="c1", name="echo"), build_context(session=None), "late")
+    late = WorkerCallStore(floor.store, "d", SharedClock()).claim(
+        ToolCall(id="c1", name="echo"), build_context(session=None), "late"
+    )
     assert late is Claim.STARTED
 
 
 @pytest.mark.parametrize(
-    "holder", ["h1", "host.h1.b00t", "", f"{HERE}", f"{HERE}/", f"{HERE}/0", f"{HERE}/x", f"{HERE}/1/2", "pool.a b/1", "\xff", f"x{HERE}/1"]
+    "holder",
+    [
+        "h1",
+        "host.h1.b00t",
+        "",
+        f"{HERE}",
+        f"{HERE}/",
+        f"{HERE}/0",
+        f"{HERE}/x",
+        f"{HERE}/1/2",
+        "pool.a b/1",
+        "\xff",
+        f"x{HERE}/1",
+    ],
 )
-def test_a_marker_that_names_no_process_of_a_pool_ends_nothing_and_is_passed_to_nobody(floor: Floor, holder: str) -> None:
-    """The attacker's aim: a marker that he wrote has a worker write to a list of his choice, or end a process of his choice."""
+def test_a_marker_that_names_no_process_of_a_pool_ends_nothing_and_is_passed_to_nobody(
+    floor: Floor, holder: str
+) -> None:
+    """The attacker's aim: a marker that he wrote has a worker write to a list of his choice, or end a process of his
+    choice.
+    """
     before = set(floor.store.keys("*"))
     floor.hold("c1", holder)
     floor.order("c1")

@@ -1,4 +1,6 @@
-"""Where a call goes: by its tool's pool to that pool's queue, with its limits; and what the catalogs of all pools make together."""
+"""Where a call goes: by its tool's pool to that pool's queue, with its limits; and what the catalogs of all pools make
+together.
+"""
 
 import asyncio
 import json
@@ -61,7 +63,9 @@ def dispatcher(transport: AnsweringTransport, *specs: ToolSpec) -> Dispatcher:
     ("pool", "queue", "limit_s"),
     [("sandbox", ROUTE.queue, None), ("web", POOL_WEB, 3.0), ("tools", POOL_TOOLS, 3.0), ("local", ROUTE.queue, None)],
 )
-async def test_the_pool_of_a_tool_decides_the_queue_and_who_enforces_the_limit(pool: Any, queue: str, limit_s: float | None) -> None:
+async def test_the_pool_of_a_tool_decides_the_queue_and_who_enforces_the_limit(
+    pool: Any, queue: str, limit_s: float | None
+) -> None:
     transport = AnsweringTransport(fine)
     result = await dispatcher(transport, build_spec(pool=pool)).dispatch(build_call(), ROUTE, Terms(timeout_s=3))
     [delivery], [context] = transport.deliveries, transport.contexts
@@ -85,7 +89,9 @@ async def test_a_cancelled_call_beside_a_sandbox_is_its_sessions_to_tell() -> No
 def test_the_tasks_of_a_pool_have_limits_of_celerys_own() -> None:
     app = Celery("test", broker="memory://", set_as_current=False)
     spec = build_spec("web_tool", pool="web", max_timeout_s=40)
-    register_tasks(app, ToolRegistry([Tool(spec, lambda *_: Outcome())]), KEY, lambda: pytest.fail("nothing runs"), [].append, "d")
+    register_tasks(
+        app, ToolRegistry([Tool(spec, lambda *_: Outcome())]), KEY, lambda: pytest.fail("nothing runs"), [].append, "d"
+    )
     task = app.tasks["tool.web_tool"]
     assert (task.soft_time_limit, task.time_limit) == (40, 40 + POOL_GRACE_S)
 
@@ -104,12 +110,18 @@ def test_no_tool_beside_a_sandbox_is_of_another_pool() -> None:
         ((WEB, TOOLS), ["pool.tools", "pool.web"], ["web", "tools"]),
     ],
 )
-def test_a_worker_serves_the_pools_that_it_has_tools_for(specs: tuple[ToolSpec, ...], queues: list[str] | None, pools: list[str]) -> None:
+def test_a_worker_serves_the_pools_that_it_has_tools_for(
+    specs: tuple[ToolSpec, ...], queues: list[str] | None, pools: list[str]
+) -> None:
     assert choose_pools(specs, queues) == pools
 
 
-@pytest.mark.parametrize(("specs", "queues", "words"), [((WEB,), ["pool.tools"], "names pool.tools"), ((), None, "no tools to serve")])
-def test_a_worker_without_tools_for_a_queue_does_not_start(specs: tuple[ToolSpec, ...], queues: list[str] | None, words: str) -> None:
+@pytest.mark.parametrize(
+    ("specs", "queues", "words"), [((WEB,), ["pool.tools"], "names pool.tools"), ((), None, "no tools to serve")]
+)
+def test_a_worker_without_tools_for_a_queue_does_not_start(
+    specs: tuple[ToolSpec, ...], queues: list[str] | None, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_pools(specs, queues)
 
@@ -155,12 +167,18 @@ async def test_the_catalogs_are_read_in_one_round_trip(pools: Pools) -> None:
     pools.publish(sandbox=(build_spec("bash"),), web=(WEB,))
     pools.store.config_resetstat()
     await pools.names()
-    commands = {name: told["calls"] for name, told in pools.store.info("commandstats").items() if name not in ("cmdstat_config|resetstat",)}
+    commands = {
+        name: told["calls"]
+        for name, told in pools.store.info("commandstats").items()
+        if name not in ("cmdstat_config|resetstat",)
+    }
     assert commands.get("cmdstat_mget") == 1
     assert not {"cmdstat_get", "cmdstat_keys", "cmdstat_scan"} & commands.keys()
 
 
-async def test_calls_of_a_moment_share_a_reading_and_specs_are_made_again_only_when_the_text_changed(pools: Pools) -> None:
+async def test_calls_of_a_moment_share_a_reading_and_specs_are_made_again_only_when_the_text_changed(
+    pools: Pools,
+) -> None:
     pools.publish(sandbox=(build_spec("bash"),))
     pools.store.config_resetstat()
     read = await asyncio.gather(*(pools.catalog.specs() for _ in range(50)))

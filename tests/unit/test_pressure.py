@@ -1,4 +1,6 @@
-"""What autoscalers are told: of calls that wait for slots and not for their tenant's own limits, and of hosts that sessions fill."""
+"""What autoscalers are told: of calls that wait for slots and not for their tenant's own limits, and of hosts that
+sessions fill.
+"""
 
 import asyncio
 import json
@@ -56,7 +58,9 @@ async def test_calls_that_wait_for_slots_are_counted_from_when_they_came(redis_s
             ground.ask(queue=POOL_WEB, limit_s=0.5)
             ground.now += 1
         async with open_pressure(redis_server, ground) as pressure:
-            assert await pressure.queue(POOL_WEB) == QueuePressure(POOL_WEB, slots=2, held=3, waiting=2, stopped=0, oldest_s=2.0)
+            assert await pressure.queue(POOL_WEB) == QueuePressure(
+                POOL_WEB, slots=2, held=3, waiting=2, stopped=0, oldest_s=2.0
+            )
 
 
 async def test_who_waits_for_a_limit_of_his_own_asks_for_no_worker(redis_server: RedisProcess) -> None:
@@ -89,7 +93,9 @@ async def test_a_queue_that_nobody_uses_is_all_zero(redis_server: RedisProcess) 
     ],
     ids=["nobody", "idle", "at the mark", "full", "busy", "one drains", "web workers"],
 )
-async def test_hosts_are_wanted_by_sessions_and_by_calls(redis_server: RedisProcess, reports: list[HostReport], wanted: int) -> None:
+async def test_hosts_are_wanted_by_sessions_and_by_calls(
+    redis_server: RedisProcess, reports: list[HostReport], wanted: int
+) -> None:
     report_to(redis_server, *reports)
     async with open_pressure(redis_server) as pressure:
         assert (await pressure.hosts()).wanted == wanted

@@ -44,7 +44,9 @@ def find_commands(text: str) -> list[str]:
 
 
 def check_command(line: str) -> None:
-    """Fails for a command that is not in the tree, lacks an argument, or has an option that it does not take. X may be a number."""
+    """Fails for a command that is not in the tree, lacks an argument, or has an option that it does not take. X may be
+    a number.
+    """
     words = ["1" if word == "X" else word for word in shlex.split(line)[1:]]
     command: object = get_command(app)
     while isinstance(command, TyperGroup):
@@ -105,14 +107,23 @@ def test_every_command_in_a_message_is_marked() -> None:
     root = get_command(app)
     assert isinstance(root, TyperGroup)
     command = re.compile(rf"toolcrew (?:{'|'.join(root.commands)})\b[^\n]*")
-    unmarked = {(path, found) for path, text in printed_texts() for found in command.findall(_MARKED.sub("", text)) if path not in NO_HINTS}
+    unmarked = {
+        (path, found)
+        for path, text in printed_texts()
+        for found in command.findall(_MARKED.sub("", text))
+        if path not in NO_HINTS
+    }
     assert unmarked == set()
 
 
 def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
-    """Such commands name the tenant, which `build_command` does not forget. A call is found among those of all tenants."""
+    """Such commands name the tenant, which `build_command` does not forget. A call is found among those of all
+    tenants.
+    """
     by_hand = re.compile(r"toolcrew (batch|runs|session|trace|skills) [a-z]+ [^`]*X")
-    found = {(path, command) for path, command in printed_commands() if by_hand.search(command) and "--tenant" not in command}
+    found = {
+        (path, command) for path, command in printed_commands() if by_hand.search(command) and "--tenant" not in command
+    }
     assert found == set()
 
 
@@ -133,14 +144,20 @@ class Pool:
     """A Redis with the tenant acme and a catalog, and the command on it."""
 
     def __init__(self, server: RedisProcess) -> None:
-        self._environment = {"TOOLCREW_REDIS_URL": server.url, "COLUMNS": "400", "OPENAI_API_KEY": "k", "TOOLCREW_MODEL": "m"}
+        self._environment = {
+            "TOOLCREW_REDIS_URL": server.url,
+            "COLUMNS": "400",
+            "OPENAI_API_KEY": "k",
+            "TOOLCREW_MODEL": "m",
+        }
 
         async def prepare() -> None:
             keys = BrokerSettings.model_validate({"redis_url": server.url}).signing_keys()
             async with redis.asyncio.Redis.from_url(server.url) as client:
                 await RedisTenants(client, "default", keys).add("acme", TenantPolicy())
                 await client.set(
-                    catalog_key("default", "sandbox"), seal_catalog(server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),)))
+                    catalog_key("default", "sandbox"),
+                    seal_catalog(server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),))),
                 )
                 await client.set(catalog_names_key("default", "sandbox"), json.dumps(["echo_tool"]))
 
@@ -192,7 +209,9 @@ def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server
         ("worker drain nope", {"worker start"}),
     ],
 )
-def test_the_hints_of_a_command_work_when_they_are_pasted(line: str, hints: set[str], redis_server: RedisProcess) -> None:
+def test_the_hints_of_a_command_work_when_they_are_pasted(
+    line: str, hints: set[str], redis_server: RedisProcess
+) -> None:
     pool = Pool(redis_server)
     printed = find_commands(pool.paste(f"toolcrew {line}").output)
     assert {hint.removeprefix("toolcrew ") for hint in printed} == hints
@@ -239,7 +258,9 @@ def test_pages_of_lists_are_gone_on_with_by_the_printed_command(redis_server: Re
         async with redis.asyncio.Redis.from_url(redis_server.url) as client:
             for number in range(3):
                 start = seal_start(redis_server.keys, "acme", f"s{number}", {"image": "python"})
-                await SessionStore(client, "default").open("acme", f"s{number}", "host.a.b", start=start, ttl_s=60, limit=9)
+                await SessionStore(client, "default").open(
+                    "acme", f"s{number}", "host.a.b", start=start, ttl_s=60, limit=9
+                )
 
     asyncio.run(open_some())
     for line in ("toolcrew session ls --limit 1 --tenant acme", "toolcrew session ls -n 1"):

@@ -1,4 +1,6 @@
-"""How a call gets into its queue: one script, on a real Redis. What is checked, what is noted, and that nothing is ever sent twice."""
+"""How a call gets into its queue: one script, on a real Redis. What is checked, what is noted, and that nothing is ever
+sent twice.
+"""
 
 import asyncio
 import base64
@@ -83,7 +85,13 @@ async def test_a_call_is_in_its_queue_and_in_the_ledger(publisher: Publisher, se
     assert (message["headers"]["id"], message["headers"]["task"]) == ("hub-task", "tool.read_tool")
     assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": '{"v":2}'}
     noted = record(server)
-    assert (noted.state, noted.attempt, noted.tool, noted.session, noted.queue) == (CallState.QUEUED, 1, "read_tool", "s1", QUEUE)
+    assert (noted.state, noted.attempt, noted.tool, noted.session, noted.queue) == (
+        CallState.QUEUED,
+        1,
+        "read_tool",
+        "s1",
+        QUEUE,
+    )
     assert abs(noted.queued_at - time.time()) < 30
     assert 0 < server.ttl(call_key("d", "acme", "c1")) <= CALL_TTL_S
 
@@ -95,7 +103,9 @@ async def test_a_call_of_a_pool_needs_neither_host_nor_place(publisher: Publishe
         assert record(client).session == ""
 
 
-async def test_every_call_keeps_its_sessions_place_for_its_time_to_live(publisher: Publisher, server: "redis.Redis") -> None:
+async def test_every_call_keeps_its_sessions_place_for_its_time_to_live(
+    publisher: Publisher, server: "redis.Redis"
+) -> None:
     await publisher.publish(build_call_message(delivery(sticky=STICKY), "hub-task", "d"))
     assert 901 + LOCATION_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + LOCATION_MARGIN_S
 
@@ -144,7 +154,9 @@ async def test_nothing_is_sent_to_a_host_that_does_not_report(publisher: Publish
 
 
 @pytest.mark.parametrize("state", list(CallState))
-async def test_a_call_id_that_was_used_before_is_not_sent(publisher: Publisher, server: "redis.Redis", state: CallState) -> None:
+async def test_a_call_id_that_was_used_before_is_not_sent(
+    publisher: Publisher, server: "redis.Redis", state: CallState
+) -> None:
     await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
     server.hset(call_key("d", "acme", "c1"), "state", state.value)
     assert await reason_of(publisher, delivery()) == "duplicate"
@@ -161,7 +173,10 @@ async def test_a_renewed_call_is_sent_again_once_and_nothing_of_the_lost_attempt
     publisher: Publisher, server: "redis.Redis"
 ) -> None:
     await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
-    server.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2, "holder": "host.a.b00t/w1", "started_at": "5"})
+    server.hset(
+        call_key("d", "acme", "c1"),
+        mapping={"state": "queued", "attempt": 2, "holder": "host.a.b00t/w1", "started_at": "5"},
+    )
     second = delivery(attempt=2)
     assert [await reason_of(publisher, second), await reason_of(publisher, second)] == [None, "duplicate"]
     assert server.llen(QUEUE) == 2
@@ -180,9 +195,13 @@ async def test_an_attempt_that_the_ledger_does_not_expect_is_not_sent(
     assert server.llen(QUEUE) == 0
 
 
-async def test_many_of_one_turn_share_pipelines_and_keep_their_order(publisher: Publisher, server: "redis.Redis") -> None:
+async def test_many_of_one_turn_share_pipelines_and_keep_their_order(
+    publisher: Publisher, server: "redis.Redis"
+) -> None:
     server.config_resetstat()
-    await asyncio.gather(*(publisher.publish(build_call_message(delivery(f"c{number}"), f"hub-{number}", "d")) for number in range(500)))
+    await asyncio.gather(
+        *(publisher.publish(build_call_message(delivery(f"c{number}"), f"hub-{number}", "d")) for number in range(500))
+    )
     sent = [json.loads(item)["headers"]["id"] for item in server.lrange(QUEUE, 0, -1)]
     assert sent == [f"hub-{number}" for number in reversed(range(500))]
 
@@ -190,7 +209,9 @@ async def test_many_of_one_turn_share_pipelines_and_keep_their_order(publisher: 
 async def test_a_redis_that_forgot_its_scripts_is_told_them_again(publisher: Publisher, server: "redis.Redis") -> None:
     await publisher.publish(build_call_message(delivery("c1"), "hub-1", "d"))
     server.script_flush()
-    await asyncio.gather(*(publisher.publish(build_call_message(delivery(f"d{number}"), f"hub-{number}", "d")) for number in range(3)))
+    await asyncio.gather(
+        *(publisher.publish(build_call_message(delivery(f"d{number}"), f"hub-{number}", "d")) for number in range(3))
+    )
     assert server.llen(QUEUE) == 4
 
 
@@ -204,7 +225,9 @@ async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProc
     assert 55 < clock.offset_s < 65
 
 
-async def test_a_call_that_is_cancelled_before_its_turn_is_not_sent(publisher: Publisher, server: "redis.Redis") -> None:
+async def test_a_call_that_is_cancelled_before_its_turn_is_not_sent(
+    publisher: Publisher, server: "redis.Redis"
+) -> None:
     sending = asyncio.create_task(publisher.publish(build_call_message(delivery("c1"), "hub-1", "d")))
     cancelled = asyncio.create_task(publisher.publish(build_call_message(delivery("c2"), "hub-2", "d")))
     await asyncio.sleep(0)
@@ -236,7 +259,9 @@ async def test_it_is_known_that_nothing_is_sent_over_a_connection_that_has_ended
         await asyncio.to_thread(redis_server.start)
 
 
-async def test_a_full_redis_refuses_the_call_and_keeps_nothing_of_it(publisher: Publisher, server: "redis.Redis") -> None:
+async def test_a_full_redis_refuses_the_call_and_keeps_nothing_of_it(
+    publisher: Publisher, server: "redis.Redis"
+) -> None:
     server.config_set("maxmemory", 1024)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
@@ -269,7 +294,9 @@ async def test_a_redis_that_is_away_is_said_after_a_moment(
 
 
 class Cutting:
-    """Between a publisher and Redis: passes on what is sent, and cuts the connection instead of giving the first answers back."""
+    """Between a publisher and Redis: passes on what is sent, and cuts the connection instead of giving the first
+    answers back.
+    """
 
     def __init__(self, server: RedisProcess, cuts: int) -> None:
         self._server = server
@@ -302,7 +329,9 @@ class Cutting:
 
 @pytest.mark.parametrize("cuts", [1, 3])
 async def test_a_publish_whose_answer_was_lost_is_repeated_and_sent_once(redis_server: RedisProcess, cuts: int) -> None:
-    """The aim of an unlucky network: a call that runs twice, or one that runs while its sender was told that it was not sent."""
+    """The aim of an unlucky network: a call that runs twice, or one that runs while its sender was told that it was not
+    sent.
+    """
     async with Cutting(redis_server, cuts) as relay:
         client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
         scripts = ScriptConnection(client)
@@ -329,7 +358,10 @@ async def test_what_may_have_been_sent_is_not_told_as_not_sent_though_its_repeti
 ) -> None:
     """Whoever reads that it was not sent makes the call again, while the first one runs."""
     post = publisher._post
-    errors: list[RedisError] = [Unanswered("cut", may_have_run=True), ResponseError("BUSY Redis is busy running a script")]
+    errors: list[RedisError] = [
+        Unanswered("cut", may_have_run=True),
+        ResponseError("BUSY Redis is busy running a script"),
+    ]
 
     async def lose_an_answer(keys: list[str], arguments: list[str | int]) -> str:
         verdict = await post(keys, arguments) if len(errors) != 1 else ""
@@ -385,7 +417,9 @@ async def test_another_attempt_is_not_forbidden_by_the_one_before(publisher: Pub
     assert record(server).state is CallState.QUEUED
 
 
-@pytest.mark.parametrize(("state", "told"), [("queued", "queued"), ("lost", "queued"), ("running", "superseded"), ("done", "superseded")])
+@pytest.mark.parametrize(
+    ("state", "told"), [("queued", "queued"), ("lost", "queued"), ("running", "superseded"), ("done", "superseded")]
+)
 async def test_what_redis_forgot_to_renew_is_forbidden_unless_an_earlier_attempt_may_have_acted(
     publisher: Publisher, server: "redis.Redis", state: str, told: str
 ) -> None:

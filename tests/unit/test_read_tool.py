@@ -25,7 +25,9 @@ class Bench:
         self._executor = build_executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), facts)
 
     def read(self, **arguments: Any) -> ToolResult:
-        return self._executor.execute(ToolCall(id="call-1", name="read_tool", arguments={"file_path": "a.txt", **arguments}), self._context)
+        return self._executor.execute(
+            ToolCall(id="call-1", name="read_tool", arguments={"file_path": "a.txt", **arguments}), self._context
+        )
 
 
 def read(response: GuestResponse, **arguments: Any) -> ToolResult:
@@ -53,7 +55,15 @@ def test_the_guest_is_asked_for_a_page_that_fits_the_output_with_its_footer() ->
     bench.read(offset=5, limit=10, column=3, encoding="gbk")
     (request,) = bench.client.requests
     assert request.pop("max_bytes") < MAX_OUTPUT_BYTES
-    assert request == {"op": "read_text", "path": "a.txt", "offset": 5, "limit": 10, "column": 3, "encoding": "gbk", "timeout_s": 7}
+    assert request == {
+        "op": "read_text",
+        "path": "a.txt",
+        "offset": 5,
+        "limit": 10,
+        "column": 3,
+        "encoding": "gbk",
+        "timeout_s": 7,
+    }
 
 
 def test_without_a_range_it_asks_for_the_first_2000_lines_in_any_encoding() -> None:
@@ -78,7 +88,9 @@ def test_a_page_that_nobody_asked_to_be_so_short_is_truncated() -> None:
 def test_a_line_that_is_cut_says_how_to_go_on_in_it() -> None:
     cut = build_read_response(b"x" * 2000 + b"\n", lines=1, cuts=[[1, 2000, 9000]])
     result = read(cut)
-    assert str(result.output).endswith("x\n[line 1 cut at 2000 of 9000 characters; continue with offset=1 limit=1 column=2001]")
+    assert str(result.output).endswith(
+        "x\n[line 1 cut at 2000 of 9000 characters; continue with offset=1 limit=1 column=2001]"
+    )
     assert result.truncated
 
 
@@ -92,7 +104,9 @@ def test_every_line_that_is_cut_is_named_and_the_page_last() -> None:
 
 
 def test_the_end_of_a_long_line_leads_to_the_next_line() -> None:
-    assert footer(build_read_response(b"rest\n", lines=2), offset=1, limit=1, column=8001) == ["[lines 1-1 of 2; continue with offset=2]"]
+    assert footer(build_read_response(b"rest\n", lines=2), offset=1, limit=1, column=8001) == [
+        "[lines 1-1 of 2; continue with offset=2]"
+    ]
 
 
 def test_a_total_that_is_not_known_is_said_to_be_the_least() -> None:
@@ -100,7 +114,10 @@ def test_a_total_that_is_not_known_is_said_to_be_the_least() -> None:
     assert footer(part) == ["[lines 1-1 of at least 70000; continue with offset=2]"]
     assert read(part).metadata["lines_counted"] is False
     endless = build_read_response(b"a\nx\n", lines=2, is_counted=False, cuts=[[2, 2000, 10**8]])
-    assert footer(endless)[0] == "[line 2 cut at 2000 of at least 100000000 characters; continue with offset=2 limit=1 column=2001]"
+    assert (
+        footer(endless)[0]
+        == "[line 2 cut at 2000 of at least 100000000 characters; continue with offset=2 limit=1 column=2001]"
+    )
     assert footer(endless)[1].startswith("[lines 1-2 of at least 2;")
 
 
@@ -113,7 +130,10 @@ def test_a_total_that_is_not_known_is_said_to_be_the_least() -> None:
         ({"has_bom": True}, "byte order mark at the start"),
         ({"final_newline": False}, "no newline at the end of the file"),
         ({"encoding": "utf-16-le"}, "not UTF-8 but utf-16-le"),
-        ({"encoding": "gb18030", "is_guess": True}, "not UTF-8 but gb18030, which is a guess: pass encoding if it reads wrong"),
+        (
+            {"encoding": "gb18030", "is_guess": True},
+            "not UTF-8 but gb18030, which is a guess: pass encoding if it reads wrong",
+        ),
         ({"is_guess": True, "is_damaged": True}, "bytes that are no utf-8 are shown as U+FFFD"),
         ({"is_guess": True}, "bytes elsewhere in the file are no UTF-8"),
         ({"newline": "crlf", "has_bom": True}, "byte order mark at the start; CRLF line ends"),
@@ -124,7 +144,9 @@ def test_what_the_lines_do_not_show_is_a_note_above_the_last_line(fields: dict[s
 
 
 def test_a_missing_newline_is_only_noted_where_the_end_is_shown() -> None:
-    assert footer(build_read_response(b"a\n", lines=2, final_newline=False)) == ["[lines 1-1 of 2; continue with offset=2]"]
+    assert footer(build_read_response(b"a\n", lines=2, final_newline=False)) == [
+        "[lines 1-1 of 2; continue with offset=2]"
+    ]
 
 
 def test_nul_becomes_visible_and_is_noted() -> None:
@@ -145,7 +167,10 @@ def test_an_empty_file_is_said() -> None:
 
 def test_a_picture_is_described() -> None:
     result = read(build_read_response(b"", size=12345, kind="image", type="a PNG image", width=640, height=480))
-    assert (result.success, result.output) == (True, "[a PNG image, 640x480 pixels, 12345 bytes: nothing of it can be shown as text]")
+    assert (result.success, result.output) == (
+        True,
+        "[a PNG image, 640x480 pixels, 12345 bytes: nothing of it can be shown as text]",
+    )
     assert result.metadata == {"size_bytes": 12345, "type": "a PNG image", "width": 640, "height": 480}
     unsized = read(build_read_response(b"", size=9, kind="document", type="a PDF document"))
     assert unsized.output == "[a PDF document, 9 bytes: nothing of it can be shown as text]"
@@ -154,7 +179,10 @@ def test_a_picture_is_described() -> None:
 def test_a_directory_is_an_error_that_carries_the_names() -> None:
     result = read(build_read_response(b"a/\nb.txt\n", kind="directory", entries=2), file_path="src")
     assert (result.success, result.error_code, result.output) == (False, ErrorCode.IS_DIRECTORY, "a/\nb.txt\n")
-    assert result.error == "src is a directory, its 2 entries are below; read one of its files, or list more with glob_tool"
+    assert (
+        result.error
+        == "src is a directory, its 2 entries are below; read one of its files, or list more with glob_tool"
+    )
     many = read(build_read_response(b"a\n", kind="directory", entries=500))
     assert ("the first 1 of 500 entries are below" in str(many.error), many.truncated) == (True, True)
     empty = read(build_read_response(b"", kind="directory"))
@@ -178,7 +206,10 @@ def test_a_failure_names_the_next_move(code: str, next_move: str) -> None:
 
 
 def test_another_failure_is_told_as_it_is() -> None:
-    assert (refused("PATH_NOT_ALLOWED").error, refused("PATH_NOT_ALLOWED").error_code) == ("a.txt: words", ErrorCode.PATH_NOT_ALLOWED)
+    assert (refused("PATH_NOT_ALLOWED").error, refused("PATH_NOT_ALLOWED").error_code) == (
+        "a.txt: words",
+        ErrorCode.PATH_NOT_ALLOWED,
+    )
     assert refused("NOT_A_REGULAR_FILE").error_code is ErrorCode.PATH_NOT_ALLOWED
 
 

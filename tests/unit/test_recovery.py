@@ -1,4 +1,6 @@
-"""What becomes of a call when who has it is lost: sent again when that is safe, an honest error when it is not, never two acts."""
+"""What becomes of a call when who has it is lost: sent again when that is safe, an honest error when it is not, never
+two acts.
+"""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -30,8 +32,8 @@ SAFE, ACTS = build_spec("safe", idempotent=True), build_spec("acts")
 
 
 class Fleet:
-    """A transport whose deliveries of tools end as scripted, one after the other, then well; so do session verbs, by `verb_ends`. It keeps the ledger as
-    publishing does."""
+    """A transport whose deliveries of tools end as scripted, one after the other, then well; so do session verbs, by
+    `verb_ends`. It keeps the ledger as publishing does."""
 
     def __init__(self, client: "redis.asyncio.Redis", *ends: Any) -> None:
         self.client = client
@@ -49,22 +51,28 @@ class Fleet:
             if isinstance(end, NotSent):
                 raise end
             await self.client.hset(
-                call_key("d", delivery.tenant, call.id), mapping={"state": "queued", "attempt": delivery.attempt, "ticket": delivery.ticket}
+                call_key("d", delivery.tenant, call.id),
+                mapping={"state": "queued", "attempt": delivery.attempt, "ticket": delivery.ticket},
             )
             if isinstance(end, DeliveryFailed):
                 raise end
             if isinstance(end, CallLost):
-                await self.client.hset(call_key("d", delivery.tenant, call.id), "state", "done" if end is ENDED else "lost")
+                await self.client.hset(
+                    call_key("d", delivery.tenant, call.id), "state", "done" if end is ENDED else "lost"
+                )
                 if end.has_started:
                     await self.client.hdel(call_key("d", delivery.tenant, call.id), "ticket")
                 raise end
             if end is not None:
                 return encode_result(end(call), seal=ResultSeal(KEY, context.tenant, context.attempt))
         elif self.verb_ends:
-            await self.client.hset(call_key("d", delivery.tenant, call.id), mapping={"state": "running", "attempt": delivery.attempt})
+            await self.client.hset(
+                call_key("d", delivery.tenant, call.id), mapping={"state": "running", "attempt": delivery.attempt}
+            )
             return encode_result(self.verb_ends.pop(0)(call), seal=ResultSeal(KEY, context.tenant, context.attempt))
         return encode_result(
-            ToolResult(call_id=call.id, name=call.name, success=True, output="done"), seal=ResultSeal(KEY, context.tenant, context.attempt)
+            ToolResult(call_id=call.id, name=call.name, success=True, output="done"),
+            seal=ResultSeal(KEY, context.tenant, context.attempt),
         )
 
     async def command(self, queue: str, envelope: str) -> None:
@@ -78,10 +86,16 @@ class Ground:
     def __init__(self, client: "redis.asyncio.Redis", *ends: Any) -> None:
         self.hosts = Hosts("a", "b")
         self.fleet = Fleet(client, *ends)
-        opening = build_spec("session.open", audience="session", idempotent=True, properties={"moved": {"type": "object"}})
+        opening = build_spec(
+            "session.open", audience="session", idempotent=True, properties={"moved": {"type": "object"}}
+        )
         pool = Pool(SessionStore(client, "d"), self.hosts, CallStore(client, "d"))
         self.door = Dispatcher(
-            self.fleet, StaticCatalog(SAFE, ACTS, opening, build_spec("session.close", audience="session")), KEY, queue_wait_s=5, pool=pool
+            self.fleet,
+            StaticCatalog(SAFE, ACTS, opening, build_spec("session.close", audience="session")),
+            KEY,
+            queue_wait_s=5,
+            pool=pool,
         )
         self.client = client
 
@@ -107,7 +121,9 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 
 @pytest.mark.parametrize("has_started", [True, False])
-async def test_a_lost_call_of_an_idempotent_tool_is_sent_again(client: "redis.asyncio.Redis", has_started: bool) -> None:
+async def test_a_lost_call_of_an_idempotent_tool_is_sent_again(
+    client: "redis.asyncio.Redis", has_started: bool
+) -> None:
     ground = Ground(client, CallLost("gone", has_started=has_started))
     result = await ground.call("safe")
     assert result.success
@@ -132,13 +148,17 @@ async def test_a_lost_call_of_any_other_tool_that_has_begun_is_told_as_it_is(cli
     assert await ground.state() == CallState.UNKNOWN
 
 
-async def test_a_lost_call_that_has_surely_not_begun_is_sent_again_whatever_its_tool(client: "redis.asyncio.Redis") -> None:
+async def test_a_lost_call_that_has_surely_not_begun_is_sent_again_whatever_its_tool(
+    client: "redis.asyncio.Redis",
+) -> None:
     ground = Ground(client, CallLost("gone", has_started=False))
     assert (await ground.call("acts")).success
     assert [context.attempt for _, context in ground.fleet.calls] == [1, 2]
 
 
-async def test_a_call_that_is_lost_again_and_again_without_having_begun_was_not_run(client: "redis.asyncio.Redis") -> None:
+async def test_a_call_that_is_lost_again_and_again_without_having_begun_was_not_run(
+    client: "redis.asyncio.Redis",
+) -> None:
     ground = Ground(client, *(CallLost("the host is gone", has_started=False) for _ in range(9)))
     result = await ground.call("acts")
     assert (result.error_code, len(ground.fleet.calls)) == (ErrorCode.HOST_LOST, 3)
@@ -173,7 +193,9 @@ async def test_a_call_that_was_never_sent_goes_to_where_its_session_lives_by_now
     assert [delivery.sticky.fence for delivery in ground.fleet.deliveries if delivery.sticky] == [1, 2]
 
 
-async def test_a_call_that_its_host_refused_because_the_session_had_moved_is_sent_after_it(client: "redis.asyncio.Redis") -> None:
+async def test_a_call_that_its_host_refused_because_the_session_had_moved_is_sent_after_it(
+    client: "redis.asyncio.Redis",
+) -> None:
     def moved(call: ToolCall) -> ToolResult:
         return ToolResult.failed(call, ErrorCode.HOST_LOST, "moved", metadata={"not_run": "moved"})
 
@@ -182,7 +204,9 @@ async def test_a_call_that_its_host_refused_because_the_session_had_moved_is_sen
     assert [context.attempt for _, context in ground.fleet.calls] == [1, 2]
 
 
-async def test_a_call_does_not_follow_a_session_for_ever(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_does_not_follow_a_session_for_ever(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recovery, "RESEND_S", 0.3)
     ground = Ground(client, *(NotSent("moved") for _ in range(99)))
     result = await ground.call("acts")
@@ -191,7 +215,9 @@ async def test_a_call_does_not_follow_a_session_for_ever(client: "redis.asyncio.
 
 
 @pytest.mark.parametrize("reason", ["broker", "sandboxd"])
-async def test_a_call_that_a_worker_could_not_begin_is_sent_again_whatever_its_tool(client: "redis.asyncio.Redis", reason: str) -> None:
+async def test_a_call_that_a_worker_could_not_begin_is_sent_again_whatever_its_tool(
+    client: "redis.asyncio.Redis", reason: str
+) -> None:
     def refuse(call: ToolCall) -> ToolResult:
         return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": reason})
 
@@ -252,7 +278,9 @@ async def test_being_lost_and_not_being_taken_are_counted_apart(client: "redis.a
     assert (result.error_code, "attempt 3 of 3" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 
 
-async def test_a_call_of_which_an_earlier_attempt_may_have_acted_is_not_told_as_not_run(client: "redis.asyncio.Redis") -> None:
+async def test_a_call_of_which_an_earlier_attempt_may_have_acted_is_not_told_as_not_run(
+    client: "redis.asyncio.Redis",
+) -> None:
     ends = [CallLost("gone", has_started=True), *(CallLost("gone", has_started=False) for _ in range(2))]
     result = await Ground(client, *ends).call("safe")
     assert (result.error_code, "was not run" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, False)
@@ -291,13 +319,17 @@ async def test_a_call_during_which_the_hosts_sandboxd_died_is_sent_again_only_wh
     assert ((await ground.call(tool)).success, len(ground.fleet.calls)) == (sent == 2, sent)
 
 
-async def test_a_call_whose_worker_was_killed_at_its_limit_does_not_count_as_running(client: "redis.asyncio.Redis") -> None:
+async def test_a_call_whose_worker_was_killed_at_its_limit_does_not_count_as_running(
+    client: "redis.asyncio.Redis",
+) -> None:
     ground = Ground(client, DeliveryFailed(ErrorCode.TIMEOUT, "killed with its process"))
     assert (await ground.call("acts")).error_code is ErrorCode.TIMEOUT
     assert await ground.state() == CallState.UNKNOWN
 
 
-async def test_a_call_whose_id_is_in_use_leaves_the_record_of_the_one_in_flight_alone(client: "redis.asyncio.Redis") -> None:
+async def test_a_call_whose_id_is_in_use_leaves_the_record_of_the_one_in_flight_alone(
+    client: "redis.asyncio.Redis",
+) -> None:
     ground = Ground(client, CallIdInUse("c1"))
     assert (await ground.call("acts")).error_code is ErrorCode.INVALID_ARGUMENTS
     assert await ground.state() == CallState.QUEUED
@@ -308,7 +340,9 @@ async def test_a_call_id_that_was_used_is_not_run_again(client: "redis.asyncio.R
     assert (result.error_code, "id of its own" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 
 
-async def test_a_call_that_was_cancelled_while_it_was_sent_again_is_not_said_to_have_a_used_id(client: "redis.asyncio.Redis") -> None:
+async def test_a_call_that_was_cancelled_while_it_was_sent_again_is_not_said_to_have_a_used_id(
+    client: "redis.asyncio.Redis",
+) -> None:
     result = await Ground(client, CallLost("gone", has_started=True), NotSent("duplicate")).call("safe")
     assert (result.error_code, "cancelled" in str(result.error), "id" in str(result.error).split()) == (
         ErrorCode.OUTCOME_UNKNOWN,
@@ -359,7 +393,9 @@ async def test_a_session_whose_worker_was_restarted_is_closed_where_it_is_by_now
         if context.fence != 2:
             raise NotSent("moved")
         closed.append((delivery.queue, context.fence))
-        away = ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd is away", metadata={"not_run": "sandboxd"})
+        away = ToolResult.failed(
+            call, ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd is away", metadata={"not_run": "sandboxd"}
+        )
         done = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": True})
         return encode_result(done if len(closed) > 1 else away, seal=ResultSeal(KEY, context.tenant, context.attempt))
 

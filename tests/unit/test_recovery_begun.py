@@ -1,4 +1,6 @@
-"""A call that a process sent which has died since: awaited where it is, sent when it surely was not, and never acting twice."""
+"""A call that a process sent which has died since: awaited where it is, sent when it surely was not, and never acting
+twice.
+"""
 
 import time
 from collections.abc import AsyncIterator
@@ -28,7 +30,9 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
     await opened.aclose()
 
 
-async def gone_on_with(client: "redis.asyncio.Redis", tool: str, terms: Terms = TERMS, **record: str) -> tuple[ToolResult, list[Delivery]]:
+async def gone_on_with(
+    client: "redis.asyncio.Redis", tool: str, terms: Terms = TERMS, **record: str
+) -> tuple[ToolResult, list[Delivery]]:
     """The result of a call of which the ledger knows this, and what was delivered for it."""
     ground = Ground(client)
     await ground.open()
@@ -48,7 +52,9 @@ async def test_a_call_that_was_never_sent_is_sent(client: "redis.asyncio.Redis")
 async def test_a_call_whose_record_has_expired_is_sent_again_only_when_that_is_safe(
     client: "redis.asyncio.Redis", tool: str, sent: int
 ) -> None:
-    """A run lives longer than the record of its calls: after 25 hours a missing record no longer says that the call was not sent."""
+    """A run lives longer than the record of its calls: after 25 hours a missing record no longer says that the call was
+    not sent.
+    """
     terms = Terms(keeps_result=True, sent_since=time.time() - 25 * 3600)
     result, deliveries = await gone_on_with(client, tool, terms)
     assert len(deliveries) == sent
@@ -59,7 +65,9 @@ async def test_a_call_whose_record_has_expired_is_sent_again_only_when_that_is_s
 async def test_the_age_of_a_call_is_counted_by_the_clock_of_redis(
     client: "redis.asyncio.Redis", tool: str, sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock of this host is five hours behind. By it the call was sent 20 hours ago, and its record would still be there."""
+    """The clock of this host is five hours behind. By it the call was sent 20 hours ago, and its record would still be
+    there.
+    """
 
     async def now() -> tuple[int, int]:
         return int(time.time()) + 5 * 3600, 0
@@ -73,9 +81,16 @@ async def test_the_age_of_a_call_is_counted_by_the_clock_of_redis(
 
 @pytest.mark.parametrize("state", ["queued", "running", "done"])
 @pytest.mark.parametrize("tool", ["safe", "acts"])
-async def test_a_call_on_its_way_is_awaited_where_it_was_sent(client: "redis.asyncio.Redis", tool: str, state: str) -> None:
+async def test_a_call_on_its_way_is_awaited_where_it_was_sent(
+    client: "redis.asyncio.Redis", tool: str, state: str
+) -> None:
     result, (delivery,) = await gone_on_with(client, tool, state=state, attempt="2", nonce="2:ab", queue="host.z.b00t")
-    assert (result.success, delivery.published_as, delivery.attempt, delivery.queue) == (True, "hub-c1", 2, "host.z.b00t")
+    assert (result.success, delivery.published_as, delivery.attempt, delivery.queue) == (
+        True,
+        "hub-c1",
+        2,
+        "host.z.b00t",
+    )
 
 
 async def test_an_attempt_that_was_noted_and_never_sent_is_sent(client: "redis.asyncio.Redis") -> None:
@@ -83,9 +98,13 @@ async def test_an_attempt_that_was_noted_and_never_sent_is_sent(client: "redis.a
     assert (result.success, delivery.published_as, delivery.attempt) == (True, None, 2)
 
 
-@pytest.mark.parametrize(("state", "code"), [("forbidden", ErrorCode.CANCELLED), ("unknown", ErrorCode.OUTCOME_UNKNOWN)])
+@pytest.mark.parametrize(
+    ("state", "code"), [("forbidden", ErrorCode.CANCELLED), ("unknown", ErrorCode.OUTCOME_UNKNOWN)]
+)
 @pytest.mark.parametrize("tool", ["safe", "acts"])
-async def test_what_was_given_up_is_not_sent_again(client: "redis.asyncio.Redis", tool: str, state: str, code: ErrorCode) -> None:
+async def test_what_was_given_up_is_not_sent_again(
+    client: "redis.asyncio.Redis", tool: str, state: str, code: ErrorCode
+) -> None:
     result, deliveries = await gone_on_with(client, tool, state=state)
     assert (result.error_code, deliveries) == (code, [])
 

@@ -1,4 +1,6 @@
-"""A connection that was lost while nobody used it costs no command: neither after a restart of Redis, nor after a reset on the way."""
+"""A connection that was lost while nobody used it costs no command: neither after a restart of Redis, nor after a reset
+on the way.
+"""
 
 import asyncio
 import socket

@@ -72,8 +72,23 @@ REACHED = {
     "orchestrator": KEYS.keys() - {"unacknowledged", "another deployment", "a key of a stranger"},
     # What a session is, and what its host says: nothing that a worker with the network could change.
     "worker": WORKERS
-    | {"blob of sandboxes", "host queue", "host control", "place", "open sessions", "session's state", "tools of sandboxes"}
-    | {"report of a host", "end of a host", "slots of a host", "sums of metrics", "counts of a host", "gauges of a host"},
+    | {
+        "blob of sandboxes",
+        "host queue",
+        "host control",
+        "place",
+        "open sessions",
+        "session's state",
+        "tools of sandboxes",
+    }
+    | {
+        "report of a host",
+        "end of a host",
+        "slots of a host",
+        "sums of metrics",
+        "counts of a host",
+        "gauges of a host",
+    },
     "web": WORKERS
     | {"blob of the web", "web queue", "web cache", "session's state", "tools of the web", "operators' tools"}
     | {"report of a web worker", "end of a web worker", "slots of the web"},
@@ -101,13 +116,18 @@ def is_refused(client: "redis.Redis", *command: str) -> bool:
 @pytest.mark.parametrize("role", LIMITED)
 def test_no_role_but_the_admin_looks_around_or_changes_the_server(server: Server, role: str) -> None:
     with server.client(role) as client:
-        assert [command for command in LOOKING_AROUND + CHANGING_REDIS if not is_refused(client, *command.split())] == []
+        assert [
+            command for command in LOOKING_AROUND + CHANGING_REDIS if not is_refused(client, *command.split())
+        ] == []
         assert client.ping()
 
 
 def test_only_who_watches_redis_or_keeps_pages_where_there_is_room_asks_how_full_it_is(server: Server) -> None:
     asking = {role: server.client(role) for role in LIMITED}
-    assert [role for role, client in asking.items() if not is_refused(client, "INFO", "memory")] == ["orchestrator", "web"]
+    assert [role for role, client in asking.items() if not is_refused(client, "INFO", "memory")] == [
+        "orchestrator",
+        "web",
+    ]
     for client in asking.values():
         client.close()
 
@@ -121,13 +141,19 @@ def test_a_role_reaches_the_keys_that_it_needs_and_no_others(server: Server, rol
 @pytest.mark.parametrize("role", LIMITED)
 def test_a_script_reaches_no_more_than_its_user(server: Server, role: str) -> None:
     with server.client(role) as client:
-        for source in ("return redis.call('GET', 'somebody-elses')", "return redis.call('KEYS', '*')", "return redis.call('FLUSHALL')"):
+        for source in (
+            "return redis.call('GET', 'somebody-elses')",
+            "return redis.call('KEYS', '*')",
+            "return redis.call('FLUSHALL')",
+        ):
             with pytest.raises(redis.exceptions.ResponseError, match="user executing the script can't"):
                 client.execute_command("EVAL", source, 0)
 
 
 @pytest.mark.parametrize(("role", "pool"), [("worker", "sandbox"), ("web", "web")])
-def test_a_worker_counts_the_blobs_of_its_pool(server: Server, role: str, pool: names.BlobPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_counts_the_blobs_of_its_pool(
+    server: Server, role: str, pool: names.BlobPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store.blobs, "TENANT_BLOB_BYTES", store.blobs.LEAST_CHARGE)
     with server.client(role) as client:
         blobs = WorkerBlobs(client, DEP, pool)
@@ -155,7 +181,11 @@ def test_an_orchestrator_hears_its_results_whatever_its_hub_is_called(server: Se
 
 
 def test_a_user_without_its_password_and_the_default_one_are_refused(server: Server) -> None:
-    for url in (f"redis://127.0.0.1:{server.port}", f"redis://worker:guess@127.0.0.1:{server.port}", f"redis://:x@127.0.0.1:{server.port}"):
+    for url in (
+        f"redis://127.0.0.1:{server.port}",
+        f"redis://worker:guess@127.0.0.1:{server.port}",
+        f"redis://:x@127.0.0.1:{server.port}",
+    ):
         with redis.Redis.from_url(url, socket_timeout=5) as client, pytest.raises(redis.exceptions.AuthenticationError):
             client.ping()
 
@@ -219,7 +249,9 @@ def test_a_file_that_cannot_be_written_leaves_none_of_the_two(folder: Path, lost
 
 
 def test_the_command_writes_the_roles_that_are_asked_for(folder: Path) -> None:
-    ran = CliRunner().invoke(redis_app, ["users", "--role", "worker", "--role", "web", "--out", "w.acl", "--passwords", "w.env"])
+    ran = CliRunner().invoke(
+        redis_app, ["users", "--role", "worker", "--role", "web", "--out", "w.acl", "--passwords", "w.env"]
+    )
     assert ran.exit_code == 0, ran.output
     lines = (folder / "w.acl").read_text().splitlines()
     assert [line.split()[1] for line in lines] == ["default", "worker", "web"]
@@ -227,5 +259,9 @@ def test_the_command_writes_the_roles_that_are_asked_for(folder: Path) -> None:
 
 def test_the_command_tells_programs_what_it_wrote(folder: Path) -> None:
     ran = CliRunner().invoke(redis_app, ["users", "--role", "web", "--json"])
-    assert json.loads(ran.stdout) == {"acl_file": "users.acl", "passwords_file": "redis-passwords.env", "roles": ["web"]}
+    assert json.loads(ran.stdout) == {
+        "acl_file": "users.acl",
+        "passwords_file": "redis-passwords.env",
+        "roles": ["web"],
+    }
     assert ran.stderr == ""

@@ -1,4 +1,6 @@
-"""A reply on its way: read ahead within bounds, and text that came again is not shown twice, but withdrawn where it does not hold."""
+"""A reply on its way: read ahead within bounds, and text that came again is not shown twice, but withdrawn where it
+does not hold.
+"""
 
 import asyncio
 import time

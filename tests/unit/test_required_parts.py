@@ -1,4 +1,6 @@
-"""With TOOLCREW_TEST_REQUIRE a missing part of the machine fails the tests that need it. Without it they are skipped."""
+"""With TOOLCREW_TEST_REQUIRE a missing part of the machine fails the tests that need it. Without it they are
+skipped.
+"""
 
 import os
 import subprocess

@@ -58,7 +58,9 @@ def test_a_result_that_lies_beside_is_none_without_its_record() -> None:
         decode_result(encode_result(result(output="x" * 200_000), Shelf().keep))
 
 
-@pytest.mark.parametrize("record", [b"", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"call_id": "other", "name": "x", "success": true}'])
+@pytest.mark.parametrize(
+    "record", [b"", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"call_id": "other", "name": "x", "success": true}']
+)
 def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes) -> None:
     encoded = encode_result(result(output="x" * 200_000), Shelf().keep)
     with pytest.raises(EnvelopeRefused):
@@ -66,13 +68,27 @@ def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes) -> No
 
 
 @pytest.mark.parametrize(
-    "data", [None, 1, "x", [], {}, {"kept": None}, {"kept": "k"}, {"kept": [["k"]]}, {"kept": [[[1]]]}, {"kept": [[["a", "b"]]]}]
+    "data",
+    [
+        None,
+        1,
+        "x",
+        [],
+        {},
+        {"kept": None},
+        {"kept": "k"},
+        {"kept": [["k"]]},
+        {"kept": [[[1]]]},
+        {"kept": [[["a", "b"]]]},
+    ],
 )
 def test_what_names_no_key_names_none(data: Any) -> None:
     assert kept_result_key(data) is None
 
 
-@pytest.mark.parametrize("data", [[[]], [[[]]], [[[1]]], [[["{}"]]], [[["x"]]], [[[{}]]], [[['{"call_id":"c"}']]]], ids=str)
+@pytest.mark.parametrize(
+    "data", [[[]], [[[]]], [[[1]]], [[["{}"]]], [[["x"]]], [[[{}]]], [[['{"call_id":"c"}']]]], ids=str
+)
 def test_a_record_of_another_shape_is_refused(data: Any) -> None:
     with pytest.raises(EnvelopeRefused):
         decode_result({**encode_result(result()), "data": data})

@@ -4,9 +4,26 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from contract.errors import ConfigError, ErrorCode, ModelDenied, ModelInterrupted, ModelRefused, ModelUnavailable, ToolFailure
+from contract.errors import (
+    ConfigError,
+    ErrorCode,
+    ModelDenied,
+    ModelInterrupted,
+    ModelRefused,
+    ModelUnavailable,
+    ToolFailure,
+)
 from orchestrator.models.base import Chunk, ModelRequest
-from orchestrator.runs.brake import MAX_HOLDS, MAX_LONE_HOLDS, PAUSES_S, ROOM_AGAIN_S, Brake, EndpointAway, HeldModel, NotNow
+from orchestrator.runs.brake import (
+    MAX_HOLDS,
+    MAX_LONE_HOLDS,
+    PAUSES_S,
+    ROOM_AGAIN_S,
+    Brake,
+    EndpointAway,
+    HeldModel,
+    NotNow,
+)
 
 REQUEST = ModelRequest([{"role": "user", "content": "hello"}])
 
@@ -47,7 +64,9 @@ def brake(clock: Clock) -> Brake:
     return Brake(clock)
 
 
-def fail(brake: Brake, run: str = "a", error: ModelUnavailable | None = None, answered: str | None = None) -> ModelUnavailable:
+def fail(
+    brake: Brake, run: str = "a", error: ModelUnavailable | None = None, answered: str | None = None
+) -> ModelUnavailable:
     """What a run hears of a request that failed so, while that other run was answered."""
 
     def ask() -> None:
@@ -123,7 +142,9 @@ async def test_the_first_chunk_says_that_the_model_is_there(brake: Brake) -> Non
     model.check_heard()
 
 
-def test_a_quota_lets_begin_as_many_as_there_was_room_for_and_then_one_more_at_a_time(brake: Brake, clock: Clock) -> None:
+def test_a_quota_lets_begin_as_many_as_there_was_room_for_and_then_one_more_at_a_time(
+    brake: Brake, clock: Clock
+) -> None:
     brake.note_quota(4)
     assert [brake.room(12, 4), brake.room(13, 3)] == [0, 1]
     clock.now += ROOM_AGAIN_S
@@ -143,7 +164,12 @@ def test_what_ended_a_runs_work_is_judged_by_whose_fault_it_is(brake: Brake) -> 
         brake.judge(ToolFailure(ErrorCode.QUOTA_EXCEEDED, "full"), None),
         brake.judge(ToolFailure(ErrorCode.RATE_LIMITED, "slower"), None),
     ]
-    assert [reason.cause if isinstance(reason, NotNow) else reason for reason in told] == ["endpoint", "request", "quota", "quota"]
+    assert [reason.cause if isinstance(reason, NotNow) else reason for reason in told] == [
+        "endpoint",
+        "request",
+        "quota",
+        "quota",
+    ]
     assert brake.judge(ToolFailure(ErrorCode.FILE_NOT_FOUND, "gone"), None) is None
     assert brake.judge(ConfigError("no"), None) is None
 

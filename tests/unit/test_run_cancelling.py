@@ -1,4 +1,6 @@
-"""A batch that is being cancelled ends, wherever its items are: waiting, waiting for another attempt, or held by a process that died."""
+"""A batch that is being cancelled ends, wherever its items are: waiting, waiting for another attempt, or held by a
+process that died.
+"""
 
 from collections.abc import AsyncIterator
 

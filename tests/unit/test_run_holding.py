@@ -1,4 +1,6 @@
-"""Runs that have to wait go back into the queue as they are, and whoever watches is told what for; a model that refuses the process ends its work."""
+"""Runs that have to wait go back into the queue as they are, and whoever watches is told what for; a model that refuses
+the process ends its work.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +16,16 @@ from orchestrator.runs.brake import Brake, NotNow
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.places import Places
 from orchestrator.runs.runner import Runner
-from store.batches import BatchDefaults, BatchEvent, BatchEventWriter, BatchNotice, BatchState, ItemRetried, Outcome, parse_batch_event
+from store.batches import (
+    BatchDefaults,
+    BatchEvent,
+    BatchEventWriter,
+    BatchNotice,
+    BatchState,
+    ItemRetried,
+    Outcome,
+    parse_batch_event,
+)
 from store.runs import Claim
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
@@ -32,7 +43,9 @@ class Troubled:
         self.abandoned: list[str] = []
         self._troubles = list(troubles)
 
-    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]) -> Outcome:
+    async def work(
+        self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]
+    ) -> Outcome:
         self.begun.append((claim.run, claim.record.attempt, claim.is_resumed))
         if not journal.is_resumed:
             await journal.note_opening("s")
@@ -102,7 +115,11 @@ async def test_who_watches_is_told_once_what_is_waited_for_and_when_it_is_there(
     await work(ground, troubled)
     heard = await notes(ground)
     assert sum("full" in note for note in heard) == 1
-    assert sum("the batch waits for its model" in note for note in heard) == sum("answers again" in note for note in heard) >= 1
+    assert (
+        sum("the batch waits for its model" in note for note in heard)
+        == sum("answers again" in note for note in heard)
+        >= 1
+    )
 
 
 async def test_a_model_that_refuses_the_process_ends_its_work_and_fails_no_item(ground: RunGround) -> None:

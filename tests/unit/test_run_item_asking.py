@@ -135,7 +135,10 @@ def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_
     assert "asks_people" not in BatchDefaults().model_dump()
     fields = {"state": "in_progress", "total": "1", "sha256": "x", "concurrency": "1", "created_at": "0"}
     for defaults in (BatchDefaults(), ASKING):
-        kept = {name.encode(): value.encode() for name, value in {**fields, "defaults": seal_defaults(KEY, "acme", "b", defaults)}.items()}
+        kept = {
+            name.encode(): value.encode()
+            for name, value in {**fields, "defaults": seal_defaults(KEY, "acme", "b", defaults)}.items()
+        }
         assert parse_batch(KEY, "acme", "b", kept).defaults == defaults
 
 

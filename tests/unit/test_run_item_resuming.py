@@ -1,4 +1,6 @@
-"""Items that another process goes on with, that are left in the middle, or begun anew: nothing is paid for, or acts, twice."""
+"""Items that another process goes on with, that are left in the middle, or begun anew: nothing is paid for, or acts,
+twice.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +19,17 @@ from orchestrator.runs import item_work
 from store.batches import BatchDefaults, CallDone, FailureKind, ItemReady, RunLimits, StepDone
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
-from tests.item_ground import ItemGround, Made, archive_of, build_run, build_tool_call, echo_then, failed, open_maker, with_ground
+from tests.item_ground import (
+    ItemGround,
+    Made,
+    archive_of,
+    build_run,
+    build_tool_call,
+    echo_then,
+    failed,
+    open_maker,
+    with_ground,
+)
 
 SOON_S = 15.0
 
@@ -150,7 +162,9 @@ async def test_somebody_who_was_asked_is_not_asked_again(make: Made) -> None:
     assert len(asked) == 1
 
 
-async def test_a_run_whose_time_was_used_up_ends_so_with_all_that_its_log_has(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_whose_time_was_used_up_ends_so_with_all_that_its_log_has(
+    make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(item_work, "LEAST_WALL_S", 0.5)
     reached = asyncio.Event()
     first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["never"])
@@ -166,7 +180,9 @@ async def test_a_run_whose_time_was_used_up_ends_so_with_all_that_its_log_has(ma
     assert (outcome.body["steps"], second.asked()) == (3, 0)
 
 
-async def test_a_run_whose_sandbox_was_removed_meanwhile_is_not_told_to_its_model_as_a_tools_failure(make: Made) -> None:
+async def test_a_run_whose_sandbox_was_removed_meanwhile_is_not_told_to_its_model_as_a_tools_failure(
+    make: Made,
+) -> None:
     reached = asyncio.Event()
     first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["a guess"])
     claim = await first.put(build_run())
@@ -267,7 +283,9 @@ async def test_an_attempt_begun_anew_shares_neither_calls_nor_session_with_the_o
     assert (outcome.failure, outcome.attempt) == (None, 2)
     assert second.sent() == ["open", "echo", "close"]
     assert {call.id for call in first.transport.calls}.isdisjoint(call.id for call in second.transport.calls)
-    assert {one.session for one in first.transport.contexts}.isdisjoint(one.session for one in second.transport.contexts)
+    assert {one.session for one in first.transport.contexts}.isdisjoint(
+        one.session for one in second.transport.contexts
+    )
 
 
 async def test_a_single_call_begun_anew_has_an_id_of_its_own(make: Made) -> None:

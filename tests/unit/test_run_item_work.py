@@ -1,4 +1,6 @@
-"""What becomes of an item: worked to its outcome, gone on with where a process left it, begun anew without a trace of the attempt before."""
+"""What becomes of an item: worked to its outcome, gone on with where a process left it, begun anew without a trace of
+the attempt before.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -65,7 +67,9 @@ async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None
         (ErrorCode.SESSION_NOT_FOUND, FailureKind.INFRASTRUCTURE),
     ],
 )
-async def test_a_single_call_that_fails_fails_its_item_by_whose_fault_it_is(make: Made, code: ErrorCode, kind: FailureKind) -> None:
+async def test_a_single_call_that_fails_fails_its_item_by_whose_fault_it_is(
+    make: Made, code: ErrorCode, kind: FailureKind
+) -> None:
     ground = make(answers={"echo": failed(code, "a sentence")})
     outcome = await ground.worked(await ground.put(build_tool_call()))
     assert outcome.failure is not None
@@ -80,7 +84,10 @@ async def test_a_tool_that_fails_in_a_run_is_the_models_to_deal_with(make: Made)
 async def test_a_run_that_reaches_a_limit_is_a_failure_of_the_model_with_what_there_is(make: Made) -> None:
     ground = make(echo_then("never", "a", "b", "c"))
     outcome = await ground.worked(await ground.put(build_run(limits=RunLimits(max_iterations=2))))
-    assert (outcome.failure and outcome.failure.kind, outcome.failure and outcome.failure.code) == (FailureKind.MODEL, "max_iterations")
+    assert (outcome.failure and outcome.failure.kind, outcome.failure and outcome.failure.code) == (
+        FailureKind.MODEL,
+        "max_iterations",
+    )
     assert outcome.body is not None
     assert outcome.body["steps"] == 2
 
@@ -158,7 +165,12 @@ async def test_a_session_of_whose_closing_nothing_is_known_is_closed_for_everybo
 
 def build_chat() -> Any:
     """As a line of /v1/chat/completions becomes one."""
-    item = build_run(instruction="hi", tools=(), history=({"role": "system", "content": "be brief"},), limits=RunLimits(max_iterations=1))
+    item = build_run(
+        instruction="hi",
+        tools=(),
+        history=({"role": "system", "content": "be brief"},),
+        limits=RunLimits(max_iterations=1),
+    )
     return item.model_copy(update={"url": "/v1/chat/completions"})
 
 
@@ -169,7 +181,10 @@ async def test_a_chat_asks_for_no_sandbox_and_says_what_its_line_says(make: Made
     assert ground.sent() == []
     assert isinstance(ground.model, ScriptedModel)
     (request,) = ground.model.requests
-    assert (request.messages, request.tools) == ([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], [])
+    assert (request.messages, request.tools) == (
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+        [],
+    )
 
 
 async def test_a_chat_needs_no_pool_that_works(make: Made) -> None:

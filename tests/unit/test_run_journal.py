@@ -38,7 +38,9 @@ async def claimed(ground: RunGround) -> Claim:
 
 async def journal_of(ground: RunGround, claim: Claim, on_taken: Any = lambda: None) -> Journal:
     return Journal(
-        await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.token, claim.record.attempt), on_taken, clock=lambda: 1.0
+        await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.token, claim.record.attempt),
+        on_taken,
+        clock=lambda: 1.0,
     )
 
 
@@ -121,7 +123,9 @@ async def test_halves_of_characters_do_not_keep_a_reply_out_of_the_log(ground: R
             yield chunk(text)
 
     claim = await claimed(ground)
-    assert await read(LoggedModel(StreamModel(halves), await journal_of(ground, claim), {})) == "a \U0001f600 and \ufffd!"
+    assert (
+        await read(LoggedModel(StreamModel(halves), await journal_of(ground, claim), {})) == "a \U0001f600 and \ufffd!"
+    )
     assert await read(LoggedModel(ScriptedModel([]), await journal_of(ground, claim), {})) == "a \U0001f600 and \ufffd!"
 
 
@@ -196,7 +200,9 @@ async def test_a_model_is_not_asked_to_go_on_when_its_sandbox_is_gone(ground: Ru
     claim = await claimed(ground)
     journal = await journal_of(ground, claim)
     await read(LoggedModel(ScriptedModel([Calls([("echo", {})])]), journal, {}))
-    await journal.note_result("c1", ToolResult.failed(build_call(call_id="c1"), ErrorCode.SESSION_NOT_FOUND, "there is no such session"))
+    await journal.note_result(
+        "c1", ToolResult.failed(build_call(call_id="c1"), ErrorCode.SESSION_NOT_FOUND, "there is no such session")
+    )
     played = ScriptedModel(["a guess"])
     resumed = await journal_of(ground, claim)
     assert resumed.next_reply() is not None

@@ -11,7 +11,16 @@ from contract.names import place_key
 from orchestrator.runs import runner as runner_module
 from store import run_log
 from store.batches import BatchState
-from store.run_log import Replied, RunLog, SessionOpened, SessionOpening, close_left_sessions, entry_purpose, run_key, run_log_key
+from store.run_log import (
+    Replied,
+    RunLog,
+    SessionOpened,
+    SessionOpening,
+    close_left_sessions,
+    entry_purpose,
+    run_key,
+    run_log_key,
+)
 from store.runs import Claim
 from store.sessions import SessionStore
 from tests.builders import KEY
@@ -73,7 +82,10 @@ async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_b
     names = [f"s{number}" for number in range(2 * run_log.PAGE)]
     await ground.open(first, *names)
     await ground.open(other, "other")
-    assert await close_left_sessions(ground.client, "d", KEY, "acme", [first.run, other.run, "never-begun"]) == len(names) + 1
+    assert (
+        await close_left_sessions(ground.client, "d", KEY, "acme", [first.run, other.run, "never-begun"])
+        == len(names) + 1
+    )
     assert await ground.closed(*names, "other") == [True] * (len(names) + 1)
 
 
@@ -100,7 +112,9 @@ async def test_a_run_that_was_given_up_for_what_its_holders_died_of_keeps_no_san
     assert await ground.closed("s1") == [True]
 
 
-async def test_a_run_that_is_cancelled_before_its_log_was_read_keeps_no_sandbox(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_is_cancelled_before_its_log_was_read_keeps_no_sandbox(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 0.2)
     await ground.submit(1)
     (claim,) = await ground.queue.claim(1)

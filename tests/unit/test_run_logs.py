@@ -71,7 +71,9 @@ async def test_whoever_lost_the_run_appends_nothing(ground: RunGround) -> None:
     assert await ground.client.llen(LOG) == 0
 
 
-async def test_an_entry_whose_answer_was_lost_is_not_appended_twice(ground: RunGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_entry_whose_answer_was_lost_is_not_appended_twice(
+    ground: RunGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_log, "RETRY_S", (0.0,))
     log = await claimed(ground)
     real, lost = log._append, [LostConnection("cut"), LostConnection("cut")]
@@ -112,7 +114,14 @@ def call_start(index: int) -> dict[str, Any]:
 
 
 def test_pieces_of_a_text_and_of_a_calls_arguments_are_joined() -> None:
-    chunks = [text_chunk("a"), text_chunk("b"), call_start(0), call_chunk(0, '{"x"'), call_chunk(0, ": 1}"), call_chunk(1, "{}")]
+    chunks = [
+        text_chunk("a"),
+        text_chunk("b"),
+        call_start(0),
+        call_chunk(0, '{"x"'),
+        call_chunk(0, ": 1}"),
+        call_chunk(1, "{}"),
+    ]
     assert join_chunks(chunks) == [text_chunk("ab"), call_start(0), call_chunk(0, '{"x": 1}'), call_chunk(1, "{}")]
     assert chunks[0] == text_chunk("a")
 
@@ -120,7 +129,13 @@ def test_pieces_of_a_text_and_of_a_calls_arguments_are_joined() -> None:
 def test_what_is_more_than_a_piece_stays_as_it_is() -> None:
     end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 1}}
-    odd = [text_chunk("a", usage={"prompt_tokens": 1}), {"odd": 1}, {"choices": None}, {"choices": [1]}, text_chunk("b", id="other")]
+    odd = [
+        text_chunk("a", usage={"prompt_tokens": 1}),
+        {"odd": 1},
+        {"choices": None},
+        {"choices": [1]},
+        text_chunk("b", id="other"),
+    ]
     assert join_chunks([*odd, end, usage]) == [*odd, end, usage]
 
 

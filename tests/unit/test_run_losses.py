@@ -44,7 +44,9 @@ async def losses(house: House, run: str = "b-1") -> int:
     return record.losses
 
 
-async def test_a_run_that_kills_whoever_works_it_ends_for_the_infrastructure_and_is_not_begun_anew_by_itself(house: House) -> None:
+async def test_a_run_that_kills_whoever_works_it_ends_for_the_infrastructure_and_is_not_begun_anew_by_itself(
+    house: House,
+) -> None:
     await house.submit(2)
     for claim in await claimed_and_lost(house, MAX_LOSSES - 1):
         if claim.run == "b-1":
@@ -60,7 +62,11 @@ async def test_a_run_that_kills_whoever_works_it_ends_for_the_infrastructure_and
     assert record.outcome is not None
     assert record.outcome.failure is not None
     failure = record.outcome.failure
-    assert (failure.kind, failure.code, "5 times in a row" in failure.message) == (FailureKind.INFRASTRUCTURE, ORCHESTRATOR_LOST, True)
+    assert (failure.kind, failure.code, "5 times in a row" in failure.message) == (
+        FailureKind.INFRASTRUCTURE,
+        ORCHESTRATOR_LOST,
+        True,
+    )
     assert await house.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
     assert await losses(house) == 0
 
@@ -114,7 +120,8 @@ async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_ot
     async with house.working(house.runner(worker)):
         await worker.has_begun.wait()
         # The two others have been put back by then, to come again later.
-        while await house.client.zcard("toolcrew:d:runs:delayed") < 2:  # noqa: ASYNC110  # Redis has no event of ours for it
+        while await house.client.zcard("toolcrew:d:runs:delayed") < 2:  # noqa: ASYNC110
+            # Redis has no event of ours for it
             await asyncio.sleep(0.01)
         worker.may_end.set()
         await house.until(BatchState.COMPLETED)

@@ -1,4 +1,6 @@
-"""What Redis does to a batch: away for a moment it costs no item anything, having forgotten its last second no row, and having forgotten all an honest sentence."""
+"""What Redis does to a batch: away for a moment it costs no item anything, having forgotten its last second no row, and
+having forgotten all an honest sentence.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -63,7 +65,9 @@ async def test_an_outage_that_lasts_too_long_is_told() -> None:
     assert away.asked > 1
 
 
-async def test_a_call_that_redis_was_away_for_is_made_again_and_the_model_never_hears_of_it(client: "redis.asyncio.Redis") -> None:
+async def test_a_call_that_redis_was_away_for_is_made_again_and_the_model_never_hears_of_it(
+    client: "redis.asyncio.Redis",
+) -> None:
     away = Away(2)
     ground = ItemGround(client, echo_then("done", "a"), answers={"echo": away.answer})
 
@@ -122,7 +126,9 @@ class Followed(RunGround):
         self.output = folder / "out.jsonl"
         self.rows = RowFiles.open(self.output, folder / "errors.jsonl", any_row)
         reader = BatchEventReader(client, "d", "acme", "b")
-        self.follower = Follower(self.queue, reader, "acme", "b", rows=self.rows, show=lambda _: None, tick=lambda: None)
+        self.follower = Follower(
+            self.queue, reader, "acme", "b", rows=self.rows, show=lambda _: None, tick=lambda: None
+        )
 
     async def end(self, claim: Claim) -> None:
         assert await self.queue.finish(claim, build_outcome(claim))
@@ -132,7 +138,9 @@ class Followed(RunGround):
         key = batch_key("d", "acme", "b")
         await self.client.zrem(f"{key}:ended", claim.run)
         await self.client.hset(key, mapping={"ends": 0, "succeeded": 0})
-        await self.client.hset(run_key("d", "acme", claim.run), mapping={"state": "running", "claim": claim.token, "outcome": ""})
+        await self.client.hset(
+            run_key("d", "acme", claim.run), mapping={"state": "running", "claim": claim.token, "outcome": ""}
+        )
 
 
 @pytest.fixture

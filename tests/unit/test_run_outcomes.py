@@ -52,7 +52,9 @@ def test_every_error_is_somebodys(error: Exception, kind: FailureKind) -> None:
     [(ContextWindowExceeded("x"), "context_window_exceeded"), (ModelRefused("x"), "model_refused")],
     ids=["window", "refusal"],
 )
-def test_what_the_model_cannot_or_will_not_answer_is_not_told_as_trouble_of_the_network(error: Exception, code: str) -> None:
+def test_what_the_model_cannot_or_will_not_answer_is_not_told_as_trouble_of_the_network(
+    error: Exception, code: str
+) -> None:
     assert judge_error(error).code == code
 
 
@@ -60,7 +62,15 @@ def test_what_the_model_cannot_or_will_not_answer_is_not_told_as_trouble_of_the_
 def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(code: ErrorCode) -> None:
     failure = judge_call(ToolResult.failed(build_call(), code, "no"))
     assert failure is not None
-    ours = {"SANDBOX_UNAVAILABLE", "BROKER_UNAVAILABLE", "HOST_LOST", "OUTCOME_UNKNOWN", "ENVELOPE_REFUSED", "CONFIG_MISSING", "INTERNAL"}
+    ours = {
+        "SANDBOX_UNAVAILABLE",
+        "BROKER_UNAVAILABLE",
+        "HOST_LOST",
+        "OUTCOME_UNKNOWN",
+        "ENVELOPE_REFUSED",
+        "CONFIG_MISSING",
+        "INTERNAL",
+    }
     busy = {"RATE_LIMITED", "QUOTA_EXCEEDED", "SESSION_NOT_FOUND"}
     assert (failure.kind is FailureKind.INFRASTRUCTURE) == (code.value in ours | busy)
     assert (failure.code, failure.message) == (code.value, "no")

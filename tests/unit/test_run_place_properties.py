@@ -1,5 +1,5 @@
-"""Runs that wait for sandboxes, and whose calls ask, work, run out of time and are cancelled in any order: places are neither exceeded nor left empty, and
-everybody comes to an end."""
+"""Runs that wait for sandboxes, and whose calls ask, work, run out of time and are cancelled in any order: places are
+neither exceeded nor left empty, and everybody comes to an end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -15,7 +15,9 @@ TURNS = 30
 """Of the loop, after which everything has gone on that can: nothing here waits for anything but the loop itself."""
 Calls = list[list[str]]
 """Phases of each: "work" or "ask"."""
-CALLS: st.SearchStrategy[Calls] = st.lists(st.lists(st.sampled_from(("work", "ask")), max_size=3), min_size=1, max_size=3)
+CALLS: st.SearchStrategy[Calls] = st.lists(
+    st.lists(st.sampled_from(("work", "ask")), max_size=3), min_size=1, max_size=3
+)
 RUNS = st.lists(st.lists(CALLS, min_size=1, max_size=2), min_size=1, max_size=5)
 Doing = Callable[[], None]
 
@@ -32,7 +34,9 @@ class Gate:
 
 
 class Run:
-    """Steps, in each of which calls are made side by side; between them it works by itself. `at_work`: of its calls, "" for itself."""
+    """Steps, in each of which calls are made side by side; between them it works by itself. `at_work`: of its calls, ""
+    for itself.
+    """
 
     def __init__(self, places: Places, sandboxes: asyncio.Semaphore, steps: list[Calls]) -> None:
         self._places, self._sandboxes, self._steps = places, sandboxes, steps

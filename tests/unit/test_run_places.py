@@ -1,4 +1,6 @@
-"""A run that only waits for people holds up no other one: it gives up its place, and goes on when there is one again."""
+"""A run that only waits for people holds up no other one: it gives up its place, and goes on when there is one
+again.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine

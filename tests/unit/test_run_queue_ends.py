@@ -61,7 +61,9 @@ async def test_a_run_whose_record_is_gone_is_given_to_nobody_and_its_batch_ends_
     assert await ground.client.exists("toolcrew:d:t:acme:run.b-1") == 0
 
 
-async def test_who_watches_a_batch_is_told_once_of_items_that_can_have_no_row(ground: RunGround, tmp_path: Path) -> None:
+async def test_who_watches_a_batch_is_told_once_of_items_that_can_have_no_row(
+    ground: RunGround, tmp_path: Path
+) -> None:
     await ground.submit(3)
     await lose(ground, "b-1", "b-2")
     (claim,) = await ground.queue.claim(9)
@@ -103,7 +105,9 @@ async def test_a_batch_that_is_complete_is_not_opened_again_for_nothing(ground: 
     assert (await ground.queue.batch("acme", "b")).state is BatchState.COMPLETED
 
 
-async def test_what_a_dead_process_ran_of_a_cancelled_batch_is_ended_by_whoever_looks_for_work(ground: RunGround) -> None:
+async def test_what_a_dead_process_ran_of_a_cancelled_batch_is_ended_by_whoever_looks_for_work(
+    ground: RunGround,
+) -> None:
     await ground.submit(2, is_detached=False)
     claims = await ground.queue.claim(9, ("acme", "b"))
     await ground.queue.cancel("acme", "b")
@@ -165,7 +169,9 @@ async def test_every_key_of_a_batch_is_forgotten_some_day(ground: RunGround) -> 
 async def test_batches_are_listed_in_pages_that_stay_good_while_batches_come_and_go(ground: RunGround) -> None:
     for number in range(7):
         await ground.submit(1, batch=f"b{number}")
-        await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number // 2})  # some in the same instant
+        await ground.client.zadd(
+            "toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number // 2}
+        )  # some in the same instant
     first = await ground.queue.list_batches("acme", most=3)
     assert (list(first.batches), first.older) == (["b6", "b5", "b4"], 4)
     await ground.submit(1, batch="newer")
@@ -193,7 +199,9 @@ class Forgetful(redis.asyncio.Redis):
         return told
 
 
-async def test_a_batch_that_is_forgotten_while_a_page_is_read_hides_no_other_one(ground: RunGround, redis_server: RedisProcess) -> None:
+async def test_a_batch_that_is_forgotten_while_a_page_is_read_hides_no_other_one(
+    ground: RunGround, redis_server: RedisProcess
+) -> None:
     for number in range(5):
         await ground.submit(1, batch=f"b{number}")
         await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number})

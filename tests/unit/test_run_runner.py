@@ -1,4 +1,6 @@
-"""Who works runs: as many as it may, kept while it lives, each ended once; what fails for no fault of the item's is begun anew."""
+"""Who works runs: as many as it may, kept while it lives, each ended once; what fails for no fault of the item's is
+begun anew.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -145,7 +147,9 @@ async def test_a_run_that_another_process_has_is_let_go_and_its_end_is_not_told(
     assert (await house.ends(), worker.abandoned) == ([], [])
 
 
-async def test_its_own_run_whose_lease_ran_out_is_worked_once_at_a_time(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_its_own_run_whose_lease_ran_out_is_worked_once_at_a_time(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 1000.0)
     at_work: list[str] = []
     again = asyncio.Event()
@@ -180,7 +184,9 @@ async def test_an_outcome_is_noted_however_long_redis_is_away(house: House) -> N
     assert (worker.begun, queue.outages, len(await house.ends())) == ([("b-1", 1)], 0, 1)
 
 
-async def test_a_run_whose_log_cannot_be_read_now_waits_and_is_not_begun_anew(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_whose_log_cannot_be_read_now_waits_and_is_not_begun_anew(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load, outages = RunLog.load, [BrokerUnavailable("away")] * 3
 
     async def load_later(*arguments: Any) -> RunLog:
@@ -217,7 +223,11 @@ async def test_an_end_tells_what_the_item_took(house: House) -> None:
             tell(CallDone.model_validate({**told, "call": f"c{number}", "tool": "echo", "seconds": 0.1}))
             tell(StepDone.model_validate({**told, "step": number}))
         usage = {"prompt_tokens": 1000, "completion_tokens": 10}
-        bodies: dict[str, dict[str, Any]] = {"b-1": {"usage": usage}, "b-2": {"usage": usage, "cost": 7.0, "steps": 3}, "b-3": {}}
+        bodies: dict[str, dict[str, Any]] = {
+            "b-1": {"usage": usage},
+            "b-2": {"usage": usage, "cost": 7.0, "steps": 3},
+            "b-3": {},
+        }
         return outcome_of(claim, body=bodies[claim.run])
 
     await house.submit(3)
@@ -226,7 +236,11 @@ async def test_an_end_tells_what_the_item_took(house: House) -> None:
     async with house.working(house.runner(Worker(work))):
         await house.until(BatchState.COMPLETED)
     ends = {end.run: end for end in await house.ends()}
-    assert [(ends[run].calls, ends[run].steps, ends[run].prompt_tokens) for run in sorted(ends)] == [(2, 2, 1000), (2, 3, 1000), (2, 2, 0)]
+    assert [(ends[run].calls, ends[run].steps, ends[run].prompt_tokens) for run in sorted(ends)] == [
+        (2, 2, 1000),
+        (2, 3, 1000),
+        (2, 2, 0),
+    ]
     assert [ends[run].cost for run in sorted(ends)] == [pytest.approx(0.003), 7.0, None]
 
 

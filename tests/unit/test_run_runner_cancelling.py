@@ -1,4 +1,6 @@
-"""What a runner does with runs whose batch is being cancelled: each ends, once, and none is left that nobody goes on with."""
+"""What a runner does with runs whose batch is being cancelled: each ends, once, and none is left that nobody goes on
+with.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

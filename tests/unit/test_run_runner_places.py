@@ -38,7 +38,9 @@ class SlowQueue(RunQueue):
 
 
 class Story:
-    """The first run's one call waits for an answer, and no claim is answered from then on until it may be; the other run works until it may end."""
+    """The first run's one call waits for an answer, and no claim is answered from then on until it may be; the other
+    run works until it may end.
+    """
 
     def __init__(self, queue: SlowQueue) -> None:
         self.queue, self.worker = queue, Worker(self._work)
@@ -57,7 +59,9 @@ class Story:
         return outcome_of(claim)
 
 
-async def test_a_run_that_is_answered_while_another_one_is_claimed_for_its_place_waits_for_the_next(house: House) -> None:
+async def test_a_run_that_is_answered_while_another_one_is_claimed_for_its_place_waits_for_the_next(
+    house: House,
+) -> None:
     await house.submit(2)
     story = Story(queue := SlowQueue(house.client))
     async with house.working(house.runner(story.worker, queue, concurrency=1)):

@@ -1,4 +1,6 @@
-"""Spans of runs and calls without a collector: attempts that were lost, runs that another process goes on with, items of batches."""
+"""Spans of runs and calls without a collector: attempts that were lost, runs that another process goes on with, items
+of batches.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -49,7 +51,10 @@ def traced(ground: ItemGround, ended: list[Span]) -> ItemGround:
     door = Dispatcher(ground.transport, ground.pool.catalog, KEY, queue_wait_s=60, pool=pool, tracer=tracer)
     ground.pool = replace(ground.pool, dispatcher=door, tracer=tracer)
     ground.parts = RunParts(
-        OrchestratorSettings(deployment="d", dialect="native", redis_url=None), ground.pool, AutoApprover(), ApprovalPolicy()
+        OrchestratorSettings(deployment="d", dialect="native", redis_url=None),
+        ground.pool,
+        AutoApprover(),
+        ApprovalPolicy(),
     )
     ground.work._pool, ground.work._parts = ground.pool, ground.parts
     return ground
@@ -67,13 +72,19 @@ def assert_one_tree(spans: list[Span]) -> None:
     assert [span.name for span in spans if span.parent is not None and span.parent.span_id not in known] == []
 
 
-async def test_each_attempt_at_a_lost_call_has_a_span_that_is_linked_to_the_one_before(client: "redis.asyncio.Redis") -> None:
+async def test_each_attempt_at_a_lost_call_has_a_span_that_is_linked_to_the_one_before(
+    client: "redis.asyncio.Redis",
+) -> None:
     ended: list[Span] = []
     ground = recovery.Ground(client, CallLost("gone", has_started=True))
     ground.door._tracer = Tracer(ended.append, lambda _: True)
     ground.door._carrier._is_traced = True
     assert (await ground.call("safe")).success
-    of_call = [span for span in ended if span.ref.trace_id == next(one for one in ended if one.name == "execute_tool safe").ref.trace_id]
+    of_call = [
+        span
+        for span in ended
+        if span.ref.trace_id == next(one for one in ended if one.name == "execute_tool safe").ref.trace_id
+    ]
     assert_one_tree(of_call)
     first, second = [span for span in of_call if span.name == "send safe"]
     assert (first.ref.span_id, second.ref.span_id) == (attempt_span_id("c1", 1), attempt_span_id("c1", 2))
@@ -92,9 +103,16 @@ async def test_an_item_with_its_session_is_one_trace_under_ids_made_of_its_run(m
     assert (root.ref.trace_id, root.ref.span_id) == (trace_id_of("acme", claim.run), run_span_id("acme", claim.run))
     assert (root.name, root.attributes["toolcrew.batch"], root.error) == ("invoke_agent toolcrew", "b", "")
     assert {"session.open", "session.close", "execute_tool echo", "send echo"} <= {span.name for span in ended}
-    (sent,) = [context for call, context in zip(ground.transport.calls, ground.transport.contexts, strict=True) if call.name == "echo"]
+    (sent,) = [
+        context
+        for call, context in zip(ground.transport.calls, ground.transport.contexts, strict=True)
+        if call.name == "echo"
+    ]
     assert sent.trace is not None
-    assert parse_traceparent(sent.trace).span_id == by_name([span for span in ended if span.name == "send echo"])["send echo"].ref.span_id
+    assert (
+        parse_traceparent(sent.trace).span_id
+        == by_name([span for span in ended if span.name == "send echo"])["send echo"].ref.span_id
+    )
 
 
 async def test_an_item_that_is_one_call_is_a_trace_too_and_a_failure_is_told(make: Made) -> None:
@@ -157,7 +175,9 @@ async def test_a_run_whose_batch_was_cancelled_is_told_of_by_whoever_had_it(make
     await asyncio.wait({working}, timeout=SOON_S)
     await ground.work.abandon(claim, await ground.journal(claim))
     assert_one_tree(ended)
-    assert {span.error for span in ended if span.name in ("invoke_agent toolcrew", "execute_tool echo")} == {"CANCELLED"}
+    assert {span.error for span in ended if span.name in ("invoke_agent toolcrew", "execute_tool echo")} == {
+        "CANCELLED"
+    }
 
 
 class _Asked(AutoApprover):
@@ -169,7 +189,9 @@ async def test_the_wait_for_an_approval_is_a_part_of_its_call(make: Made) -> Non
     ended: list[Span] = []
     ground = traced(make(echo_then("one", "a")), ended)
     policy = ApprovalPolicy(rules=(Rule(action="ask", tool="echo"),))
-    ground.work._parts = RunParts(OrchestratorSettings(deployment="d", dialect="native", redis_url=None), ground.pool, _Asked(), policy)
+    ground.work._parts = RunParts(
+        OrchestratorSettings(deployment="d", dialect="native", redis_url=None), ground.pool, _Asked(), policy
+    )
     await ground.worked(await ground.put(build_run()))
     assert_one_tree(ended)
     approval, call = (next(span for span in ended if span.name == name) for name in ("approval", "execute_tool echo"))

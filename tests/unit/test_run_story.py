@@ -1,4 +1,6 @@
-"""What a run has done, folded out of its events: steps with text, calls and results, whatever of them is missing or told again."""
+"""What a run has done, folded out of its events: steps with text, calls and results, whatever of them is missing or
+told again.
+"""
 
 import json
 from typing import Any
@@ -38,7 +40,9 @@ def test_a_step_has_its_text_its_call_and_what_came_of_it() -> None:
 
 
 def test_text_that_was_withdrawn_is_gone() -> None:
-    story = told(("StepStarted", {"step": 1}), ("TextArrived", {"text": "abcdef"}), ("TextWithdrawn", {"characters": 4}))
+    story = told(
+        ("StepStarted", {"step": 1}), ("TextArrived", {"text": "abcdef"}), ("TextWithdrawn", {"characters": 4})
+    )
     assert story.steps["step-1-1"].text == "ab"
 
 
@@ -51,7 +55,9 @@ def test_of_a_running_calls_output_the_end_is_kept_and_the_rest_counted() -> Non
 
 
 def test_a_call_that_waits_for_a_person_says_so_until_it_is_decided() -> None:
-    story = told(("StepStarted", {"step": 1}), ("CallStarted", {"call": CALL}), ("ApprovalAsked", {"call": CALL, "warning": "w"}))
+    story = told(
+        ("StepStarted", {"step": 1}), ("CallStarted", {"call": CALL}), ("ApprovalAsked", {"call": CALL, "warning": "w"})
+    )
     call = story.steps["step-1-1"].calls["r-1-1"]
     assert call.state == "waiting for approval"
     tell(story, "ApprovalDecided", call_id="r-1-1", is_allowed=True)
@@ -100,7 +106,16 @@ def test_an_event_of_which_only_the_kind_was_kept_is_noted_and_does_no_harm() ->
     kept = build_event({"type": "CallStarted", "run": "r", "at": 1.0, "attempt": 1, "step": 1, "call": call})
     assert "call" not in json.loads(kept)
     story = RunStory()
-    for kind in ("CallStarted", "CallSent", "ApprovalAsked", "ApprovalDecided", "OutputArrived", "CallFinished", "TextArrived", "Warned"):
+    for kind in (
+        "CallStarted",
+        "CallSent",
+        "ApprovalAsked",
+        "ApprovalDecided",
+        "OutputArrived",
+        "CallFinished",
+        "TextArrived",
+        "Warned",
+    ):
         story.add(kept.replace("CallStarted", kind))
     assert story.notes[0] == "What CallStarted tells was too large to be kept: the transcript has it."
     assert len(story.notes) == 8

@@ -1,4 +1,6 @@
-"""Calls that do what another tool does, skill_tool's runs: whatever forbids that one, turns it off or asks about it does so with them."""
+"""Calls that do what another tool does, skill_tool's runs: whatever forbids that one, turns it off or asks about it
+does so with them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,10 @@ def test_a_tenant_that_may_not_have_bash_may_load_and_not_run() -> None:
 
 
 def test_rules_of_a_tenant_about_bash_are_about_runs_and_those_about_its_commands_are_not() -> None:
-    whole, push = CommandRule(action="deny", tool="bash_tool"), CommandRule(action="deny", tool="bash_tool", argv_prefix=("git", "push"))
+    whole, push = (
+        CommandRule(action="deny", tool="bash_tool"),
+        CommandRule(action="deny", tool="bash_tool", argv_prefix=("git", "push")),
+    )
     assert refused(TenantPolicy(commands=(whole,)), RUN) is ErrorCode.PERMISSION_DENIED
     assert refused(TenantPolicy(commands=(whole,)), LOAD) is None
     assert refused(TenantPolicy(commands=(push,)), RUN) is None
@@ -84,7 +89,10 @@ def test_rules_of_a_tenant_about_bash_are_about_runs_and_those_about_its_command
 )
 def test_the_approval_policy_judges_a_run_as_both(rules: tuple[Rule, ...], run: str, load: str) -> None:
     policy = ApprovalPolicy(rules)
-    assert (policy.decide("acme", SKILL_TOOL, RUN).action, policy.decide("acme", SKILL_TOOL, LOAD).action) == (run, load)
+    assert (policy.decide("acme", SKILL_TOOL, RUN).action, policy.decide("acme", SKILL_TOOL, LOAD).action) == (
+        run,
+        load,
+    )
 
 
 def test_a_tenants_own_rules_ask_about_runs_too() -> None:
@@ -116,7 +124,12 @@ def test_a_worker_runs_no_script_while_bash_is_off(tmp_path: Path) -> None:
     client = FakeSandboxClient(build_exec_response())
     registry = ToolRegistry((build_skill_tool(load_skills([tmp_path])),))
     executor = build_executor(
-        registry, client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}, policy=CallPolicy(registry, _Off())
+        registry,
+        client,
+        MemoryLedger(),
+        MemoryBlobs(),
+        {"host": "h1", "queue": "host.h1.b00t"},
+        policy=CallPolicy(registry, _Off()),
     )
     results = [
         executor.execute(ToolCall(id=f"call-{number}", name="skill_tool", arguments=arguments), build_context())

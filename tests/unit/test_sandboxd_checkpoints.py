@@ -37,11 +37,16 @@ async def no_body(size: int) -> AsyncIterator[bytes]:
 
 
 async def test_two_checkpoints_of_a_session_are_made_one_after_the_other(tmp_path: Path) -> None:
-    """Each opens files that their owner may not read and closes them again: at once, one would find closed what it counts on."""
+    """Each opens files that their owner may not read and closes them again: at once, one would find closed what it
+    counts on.
+    """
     checkpoints = GatedCheckpoints()
     async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
         _, name = await daemon.open()
-        asked = [asyncio.create_task(daemon.control.answer({"verb": "checkpoint", "sandbox": name}, no_body)) for _ in range(2)]
+        asked = [
+            asyncio.create_task(daemon.control.answer({"verb": "checkpoint", "sandbox": name}, no_body))
+            for _ in range(2)
+        ]
         await asyncio.wait_for(checkpoints.saving.wait(), SOON_S)
         await asyncio.sleep(0)
         checkpoints.go.set()

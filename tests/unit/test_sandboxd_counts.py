@@ -1,4 +1,6 @@
-"""What sandboxd counts becomes the deployment's metrics: once, whichever worker takes it over, and whenever Redis is there."""
+"""What sandboxd counts becomes the deployment's metrics: once, whichever worker takes it over, and whenever Redis is
+there.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,10 +102,14 @@ async def test_states_are_told_of_containers_that_there_are(tmp_path: Path) -> N
         assert count_states(host.sessions.all(), 3) == {"busy": 0, "idle": 2, "paused": 0, "lost": 0, "warm": 3}
 
 
-async def test_what_sandboxd_counted_is_taken_over_once_whoever_is_its_worker(redis_server: RedisProcess, client: "redis.Redis") -> None:
+async def test_what_sandboxd_counted_is_taken_over_once_whoever_is_its_worker(
+    redis_server: RedisProcess, client: "redis.Redis"
+) -> None:
     report(client, build_report("h1"))
     starts = {"count": 2.0, "sum": 1.5, "le:1": 2.0}
-    first, statuses = build_taker(client, build_status(oom=2, starts=starts, kills={"tree": 1}, lost={"ended": 1, "invented": 9}))
+    first, statuses = build_taker(
+        client, build_status(oom=2, starts=starts, kills={"tree": 1}, lost={"ended": 1, "invented": 9})
+    )
     first.keep()
     first.keep()
     statuses.append(build_status(oom=5, starts=starts, failed_starts=1))
@@ -119,7 +125,9 @@ async def test_what_sandboxd_counted_is_taken_over_once_whoever_is_its_worker(re
     assert counted(found, "toolcrew_warm_sandboxes_total") == {("handed_out",): 4}
 
 
-async def test_a_sandboxd_that_begins_anew_adds_to_what_its_predecessor_counted(redis_server: RedisProcess, client: "redis.Redis") -> None:
+async def test_a_sandboxd_that_begins_anew_adds_to_what_its_predecessor_counted(
+    redis_server: RedisProcess, client: "redis.Redis"
+) -> None:
     taker, statuses = build_taker(client, build_status(oom=2))
     taker.keep()
     statuses.append(build_status("0ther", oom=1))
@@ -137,7 +145,12 @@ async def test_states_are_told_while_the_worker_reports(redis_server: RedisProce
 
 
 @pytest.mark.parametrize(
-    "status", [{"boot": "b"}, {"boot": "b", "counts": 3}, {"boot": "b", "counts": {"oom": "x", "starts": [], "kills": {"tree": -1}}}]
+    "status",
+    [
+        {"boot": "b"},
+        {"boot": "b", "counts": 3},
+        {"boot": "b", "counts": {"oom": "x", "starts": [], "kills": {"tree": -1}}},
+    ],
 )
 async def test_a_sandboxd_of_another_release_tells_what_it_can(
     redis_server: RedisProcess, client: "redis.Redis", status: dict[str, Any]

@@ -1,4 +1,6 @@
-"""Beginnings and ends of sandboxes that meet: a start under way, a removal that failed, a sandboxd that ends or was killed."""
+"""Beginnings and ends of sandboxes that meet: a start under way, a removal that failed, a sandboxd that ends or was
+killed.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,6 @@
-"""What a guest may not do: outlive its limit, say too much, say nonsense, claim what only sandboxd knows. Each names the attacker's aim."""
+"""What a guest may not do: outlive its limit, say too much, say nonsense, claim what only sandboxd knows. Each names
+the attacker's aim.
+"""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +27,9 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "GUEST_GRACE_S", 0.05)
 
 
-async def call(client: SandboxClient, name: str, request: dict[str, Any] = PATIENT, body: bytes = b"") -> dict[str, Any]:
+async def call(
+    client: SandboxClient, name: str, request: dict[str, Any] = PATIENT, body: bytes = b""
+) -> dict[str, Any]:
     response = await asyncio.wait_for(asyncio.to_thread(client.call, name, request, body), SOON_S)
     return dict(response.done)
 
@@ -35,7 +39,9 @@ async def emptied(daemon: Sandboxd) -> None:
 
 
 def answering(*parts: Any) -> Behaviour:
-    """A guest that greets and answers its first request with these: headers (the id is filled in), (header, body), or raw bytes."""
+    """A guest that greets and answers its first request with these: headers (the id is filled in), (header, body), or
+    raw bytes.
+    """
 
     async def play(guest: FakeGuest) -> None:
         await guest.hello()
@@ -116,7 +122,10 @@ async def test_sending_more_than_was_asked_for_costs_the_container(tmp_path: Pat
     async with running_sandboxd(tmp_path, answering(*flood)) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)
-        assert (done["error"]["code"], "more output than was asked for" in done["error"]["message"]) == ("SANDBOX_UNAVAILABLE", True)
+        assert (done["error"]["code"], "more output than was asked for" in done["error"]["message"]) == (
+            "SANDBOX_UNAVAILABLE",
+            True,
+        )
         await emptied(daemon)
 
 
@@ -128,7 +137,9 @@ async def test_filling_the_workers_memory_with_frames_that_have_no_body_costs_th
 
 
 async def test_a_stream_that_no_request_has_is_a_breach(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, answering(({"ev": "data", "stream": "../evil"}, b"x"), {"ev": "done"})) as daemon:
+    async with running_sandboxd(
+        tmp_path, answering(({"ev": "data", "stream": "../evil"}, b"x"), {"ev": "done"})
+    ) as daemon:
         client, name = await daemon.open()
         assert (await call(client, name)).get("sandbox_lost")
 
@@ -167,7 +178,9 @@ async def test_a_last_header_of_the_largest_size_is_answered_and_not_blamed_on_s
     ],
     ids=lambda data: repr(data[:24]),
 )
-async def test_nonsense_in_the_middle_of_a_call_is_one_typed_error_and_costs_the_container(tmp_path: Path, nonsense: bytes) -> None:
+async def test_nonsense_in_the_middle_of_a_call_is_one_typed_error_and_costs_the_container(
+    tmp_path: Path, nonsense: bytes
+) -> None:
     async with running_sandboxd(tmp_path, answering(nonsense), echoing) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)
@@ -331,9 +344,13 @@ async def test_frames_without_a_body_are_not_free(tmp_path: Path) -> None:
 
 
 async def test_a_file_request_has_no_stream_of_a_program(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, answering(({"ev": "data", "stream": "stdout"}, b"x"), {"ev": "done"})) as daemon:
+    async with running_sandboxd(
+        tmp_path, answering(({"ev": "data", "stream": "stdout"}, b"x"), {"ev": "done"})
+    ) as daemon:
         client, name = await daemon.open()
-        assert (await call(client, name, {"op": "read_file", "path": "x", "max_bytes": 9, "timeout_s": 60})).get("sandbox_lost")
+        assert (await call(client, name, {"op": "read_file", "path": "x", "max_bytes": 9, "timeout_s": 60})).get(
+            "sandbox_lost"
+        )
 
 
 async def test_a_done_is_no_answer_to_a_ping(tmp_path: Path) -> None:

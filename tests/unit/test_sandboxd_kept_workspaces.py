@@ -8,7 +8,16 @@ import pytest
 
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemorySuspensionStore, build_host, end_host, open_host, running_sandboxd
+from tests.fake_sandboxd import (
+    PLAN,
+    FakeHost,
+    KeptWorkspaces,
+    MemorySuspensionStore,
+    build_host,
+    end_host,
+    open_host,
+    running_sandboxd,
+)
 from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.sessions import NewSession
@@ -111,7 +120,10 @@ async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_
 
 async def test_a_full_host_takes_the_container_of_the_session_that_was_idle_longest(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), limit=2) as host:
-        old, new = await host.sessions.open("acme:old", NewSession(PLAN, 60)), await host.sessions.open("acme:new", NewSession(PLAN, 60))
+        old, new = (
+            await host.sessions.open("acme:old", NewSession(PLAN, 60)),
+            await host.sessions.open("acme:new", NewSession(PLAN, 60)),
+        )
         old.used_at -= 100
         new.used_at -= 50
         await host.sessions.open("acme:third", NewSession(PLAN, 60))
@@ -225,7 +237,9 @@ async def test_a_restarted_host_with_memory_workspaces_keeps_what_was_packed(tmp
     await end_host(second)
 
 
-async def test_what_writes_is_ended_before_the_hosts_disk_is_full_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+async def test_what_writes_is_ended_before_the_hosts_disk_is_full_and_goes_on_when_there_is_room(
+    tmp_path: Path,
+) -> None:
     class Disk(DiskMonitor):
         words: str | None = "the disk has only 5 bytes free: make room"
 

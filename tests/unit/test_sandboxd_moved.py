@@ -27,7 +27,9 @@ class Shelf:
         self.loaded.append(checkpoint)
 
 
-async def open_moved(daemon: Sandboxd, generation: int, restore: str | None = "c1", **told: Any) -> tuple[Any, str, dict[str, Any]]:
+async def open_moved(
+    daemon: Sandboxd, generation: int, restore: str | None = "c1", **told: Any
+) -> tuple[Any, str, dict[str, Any]]:
     client = daemon.client()
     moved = {"generation": generation, **told}
     answer = await asyncio.to_thread(client.describe_open, "acme:s1", None, 60, restore=restore, moved=moved)
@@ -40,7 +42,11 @@ async def test_a_restored_session_tells_once_what_is_gone_and_of_when_its_files_
         assert (sandbox["generation"], sandbox["rebuilt"]) == (5, True)
         told = (await call(client, name)).done["sandbox"]
         assert (told["generation"], told["rebuilt"]) == (5, True)
-        for words in ("host that had this session was lost", f"checkpoint of {AT}", "background jobs and /tmp are lost"):
+        for words in (
+            "host that had this session was lost",
+            f"checkpoint of {AT}",
+            "background jobs and /tmp are lost",
+        ):
             assert words in told["news"]
         assert "news" not in (await call(client, name)).done["sandbox"]
 
@@ -53,11 +59,14 @@ async def test_a_drained_hosts_session_is_told_of_no_loss_of_a_host(tmp_path: Pa
         assert "its last checkpoint" in news
 
 
-async def test_without_a_checkpoint_the_first_call_is_refused_and_the_next_works_in_an_empty_sandbox(tmp_path: Path) -> None:
+async def test_without_a_checkpoint_the_first_call_is_refused_and_the_next_works_in_an_empty_sandbox(
+    tmp_path: Path,
+) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         client, name, _ = await open_moved(daemon, 2, restore=None)
         with pytest.raises(
-            SandboxUnavailable, match="there was no checkpoint of it: the sandbox and its files are lost; the next call gets"
+            SandboxUnavailable,
+            match="there was no checkpoint of it: the sandbox and its files are lost; the next call gets",
         ):
             await call(client, name, body=bytes(1_000_000))
         done = (await call(client, name, body=b"x")).done
@@ -71,7 +80,9 @@ async def test_an_untold_loss_is_not_kept_as_a_checkpoint(tmp_path: Path) -> Non
             await asyncio.to_thread(client.checkpoint, name)
 
 
-async def test_a_loss_that_no_call_was_told_outlives_sandboxd_and_one_that_was_told_is_not_told_again(tmp_path: Path) -> None:
+async def test_a_loss_that_no_call_was_told_outlives_sandboxd_and_one_that_was_told_is_not_told_again(
+    tmp_path: Path,
+) -> None:
     workspaces, is_told = KeptWorkspaces(), False
     host = build_host(tmp_path, workspaces=workspaces)
     await host.sessions.open("acme:s", NewSession(PLAN, 60, moved=SessionMove(7)))
@@ -96,7 +107,9 @@ async def test_a_sandbox_that_dies_before_the_first_call_adds_to_the_news(tmp_pa
 
         async def nothing(*_: object) -> None: ...
 
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60, nothing, moved=SessionMove(2, datetime(2030, 1, 31, tzinfo=UTC))))
+        entry = await host.sessions.open(
+            "acme:s", NewSession(PLAN, 60, nothing, moved=SessionMove(2, datetime(2030, 1, 31, tzinfo=UTC)))
+        )
         assert entry.sandbox is not None
         entry.sandbox.end("out of memory")
         entry, sandbox = await host.sessions.use("acme:s", "c")

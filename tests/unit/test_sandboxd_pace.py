@@ -1,4 +1,6 @@
-"""Workers and guests that take too slowly: what waits is bounded, nobody is blamed for another, nothing waits for ever."""
+"""Workers and guests that take too slowly: what waits is bounded, nobody is blamed for another, nothing waits for
+ever.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -50,7 +52,9 @@ async def _flood(guest: FakeGuest, request: dict[str, Any], lock: asyncio.Lock) 
 
 
 async def start_unread_call(daemon: Sandboxd) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A worker that has asked for a stream, and reads nothing of it. Returns when sandboxd has stopped reading the guest."""
+    """A worker that has asked for a stream, and reads nothing of it. Returns when sandboxd has stopped reading the
+    guest.
+    """
     reader, writer = await asyncio.open_unix_connection(str(daemon.path), limit=1024)
     writer.write(frame({"verb": "call", "sandbox": "acme:s1", "request": STREAM}))
     entry = daemon.sessions.find("acme:s1")
@@ -59,7 +63,9 @@ async def start_unread_call(daemon: Sandboxd) -> tuple[asyncio.StreamReader, asy
     return reader, writer
 
 
-async def test_a_worker_that_is_slow_gets_all_of_its_output_and_costs_no_sandbox(tmp_path: Path, short_grace: None) -> None:
+async def test_a_worker_that_is_slow_gets_all_of_its_output_and_costs_no_sandbox(
+    tmp_path: Path, short_grace: None
+) -> None:
     async with running_sandboxd(tmp_path, flooding) as daemon:
         await daemon.open()
         reader, writer = await start_unread_call(daemon)
@@ -163,7 +169,9 @@ async def test_a_call_begun_in_a_lost_sandbox_is_answered_at_once(tmp_path: Path
 
 async def test_what_comes_and_nobody_takes_is_bounded(tmp_path: Path) -> None:
     links: list[WorkerLink] = []
-    server = await asyncio.get_running_loop().create_unix_server(lambda: WorkerLink(links.append), path=str(tmp_path / "s"))
+    server = await asyncio.get_running_loop().create_unix_server(
+        lambda: WorkerLink(links.append), path=str(tmp_path / "s")
+    )
     _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
     sent = [frame({"n": number}, PIECE) for number in range(200)]
     writer.write(b"".join(sent))

@@ -48,13 +48,21 @@ async def test_a_session_gets_a_warm_sandbox_with_its_workspace_and_the_pool_fil
 async def test_a_sandbox_of_the_pool_serves_one_session_only(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK) as host:
         (await filled(host)).cancel()
-        entries = await asyncio.gather(*(host.sessions.open(f"acme:{number}", NewSession(PLAN, 60)) for number in range(4)))
+        entries = await asyncio.gather(
+            *(host.sessions.open(f"acme:{number}", NewSession(PLAN, 60)) for number in range(4))
+        )
         assert len({entry.sandbox.container for entry in entries if entry.sandbox is not None}) == 4
 
 
 @pytest.mark.parametrize(
     "dirt",
-    [{"processes": 1}, {"zombies": 1}, {"jobs": 1}, {"entries": {"workspace": 1, "tmp": 0, "output": 0, "shm": 0}}, {"processes": "none"}],
+    [
+        {"processes": 1},
+        {"zombies": 1},
+        {"jobs": 1},
+        {"entries": {"workspace": 1, "tmp": 0, "output": 0, "shm": 0}},
+        {"processes": "none"},
+    ],
 )
 async def test_a_sandbox_that_is_not_clean_is_never_handed_out(tmp_path: Path, dirt: dict[str, object]) -> None:
     async with open_host(tmp_path, pool=replace(QUICK, target=1)) as host:
@@ -117,7 +125,9 @@ async def test_it_is_filled_at_the_given_rate(tmp_path: Path) -> None:
         assert asyncio.get_running_loop().time() - started >= 3 / 20
 
 
-async def test_a_pool_that_cannot_be_filled_leaves_no_workspace_and_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_that_cannot_be_filled_leaves_no_workspace_and_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def stillborn(guest: FakeGuest) -> None:
         guest.die()
 
@@ -161,7 +171,9 @@ async def test_a_sandbox_that_is_taken_while_another_is_replaced_does_not_end_th
         filling.cancel()
 
 
-async def test_a_sandbox_whose_image_has_been_built_anew_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_whose_image_has_been_built_anew_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pool_module, "RETRY_S", 0.01)
     async with open_host(tmp_path, pool=QUICK) as host:
         filling = await filled(host)

@@ -77,12 +77,17 @@ async def test_a_deadline_that_tells_nothing_never_passes(tmp_path: Path, deadli
 async def test_what_was_never_started_goes_after_a_while(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         fresh, old = time.time() - 10, time.time() - 1000
-        host.engine.listed = [listed("new", state="created", created_at=fresh), listed("old", state="created", created_at=old)]
+        host.engine.listed = [
+            listed("new", state="created", created_at=fresh),
+            listed("old", state="created", created_at=old),
+        ]
         assert await host.reaper.sweep() == 1
         assert [one.name for one in host.engine.listed] == ["new"]
 
 
-async def test_what_a_dead_sandboxd_left_goes_and_what_a_living_one_has_stays(tmp_path: Path, neighbour: tuple[str, Any, Any]) -> None:
+async def test_what_a_dead_sandboxd_left_goes_and_what_a_living_one_has_stays(
+    tmp_path: Path, neighbour: tuple[str, Any, Any]
+) -> None:
     label, go, process = neighbour
     async with open_host(tmp_path) as host:
         host.engine.listed = [listed("a", lease=label)]
@@ -147,7 +152,9 @@ def test_a_record_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:
 
 async def test_idle_sessions_are_frozen_then_given_up_and_working_ones_are_left(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), idle=IdleTimes(pause_s=10, evict_s=100)) as host:
-        fresh, idle, long = [await host.sessions.open(f"acme:{name}", NewSession(PLAN, 9999)) for name in ("fresh", "idle", "long")]
+        fresh, idle, long = [
+            await host.sessions.open(f"acme:{name}", NewSession(PLAN, 9999)) for name in ("fresh", "idle", "long")
+        ]
         idle.used_at -= 20
         long.used_at -= 200
         await host.monitor.evict_idle()

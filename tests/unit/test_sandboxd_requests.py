@@ -127,7 +127,9 @@ async def test_too_many_arguments_are_the_callers_fault_and_not_sandboxds(tmp_pa
     ],
     ids=lambda header: str(header)[:60],
 )
-async def test_a_field_out_of_all_measure_is_answered_in_a_short_sentence(tmp_path: Path, header: dict[str, Any]) -> None:
+async def test_a_field_out_of_all_measure_is_answered_in_a_short_sentence(
+    tmp_path: Path, header: dict[str, Any]
+) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         [refused] = await raw_exchange(daemon.path, frame(header))
         assert (refused["code"], len(refused["message"]) < 5000) == ("INVALID_ARGUMENTS", True)
@@ -154,7 +156,10 @@ async def test_what_comes_instead_of_a_body_ends_the_connection_and_cancels_the_
 
 
 async def test_requests_sent_in_advance_are_answered_in_their_order(tmp_path: Path) -> None:
-    calls = [frame({"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 1}}, text) for text in (b"1", b"2")]
+    calls = [
+        frame({"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 1}}, text)
+        for text in (b"1", b"2")
+    ]
     async with running_sandboxd(tmp_path) as daemon:
         await daemon.open()
         answers = await raw_exchange(daemon.path, *calls, frame({"verb": "status"}), answers=5)

@@ -1,4 +1,6 @@
-"""Sessions that are frozen, packed and brought back while something else happens: calls, cancels, ends, disks that refuse."""
+"""Sessions that are frozen, packed and brought back while something else happens: calls, cancels, ends, disks that
+refuse.
+"""
 
 import asyncio
 import json
@@ -9,7 +11,16 @@ import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemorySuspensionStore, build_host, end_host, open_host, running_sandboxd
+from tests.fake_sandboxd import (
+    PLAN,
+    FakeHost,
+    KeptWorkspaces,
+    MemorySuspensionStore,
+    build_host,
+    end_host,
+    open_host,
+    running_sandboxd,
+)
 from workers.sandboxd.monitor import IdleTimes
 from workers.sandboxd.runtime import factory as factory_module
 from workers.sandboxd.sandbox import Sandbox
@@ -81,7 +92,9 @@ async def test_a_frozen_session_is_thawed_before_it_is_asked_for_its_files(tmp_p
 
 async def test_one_session_that_is_packed_slowly_does_not_keep_others_from_being_frozen(tmp_path: Path) -> None:
     suspension_store = SlowSuspensionStore()
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, idle=IdleTimes(10, 100)) as host:
+    async with open_host(
+        tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, idle=IdleTimes(10, 100)
+    ) as host:
         slow, idle = (
             await host.sessions.open("acme:slow", NewSession(PLAN, 9999)),
             await host.sessions.open("acme:idle", NewSession(PLAN, 9999)),
@@ -99,7 +112,9 @@ async def test_one_session_that_is_packed_slowly_does_not_keep_others_from_being
 # Places
 
 
-async def test_nobody_waits_for_a_place_longer_than_its_time_whatever_a_guest_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_for_a_place_longer_than_its_time_whatever_a_guest_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(factory_module, "GIVE_UP_S", 0.05)
     suspension_store = SlowSuspensionStore()
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, limit=1) as host:
@@ -138,7 +153,11 @@ async def test_an_archive_that_cannot_be_unpacked_does_not_lock_its_session_up(t
         assert (host.alive, host.factory.slots.taken) == ([], 0)
         _, sandbox = await host.sessions.use("acme:s", "c")
         told = entry.describe_sandbox(sandbox)
-        assert (told["rebuilt"], "cannot be unpacked" in told["news"], host.suspension_store.archives) == (True, True, {})
+        assert (told["rebuilt"], "cannot be unpacked" in told["news"], host.suspension_store.archives) == (
+            True,
+            True,
+            {},
+        )
 
 
 async def test_a_lost_archive_with_all_files_is_told_before_an_empty_sandbox_is_shown(tmp_path: Path) -> None:
@@ -250,21 +269,37 @@ async def test_a_workspace_of_another_kind_does_not_pass_for_the_one_that_was_ke
 async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
-    await first.sessions.open("acme:s", NewSession(replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60))
+    await first.sessions.open(
+        "acme:s", NewSession(replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60)
+    )
     await next_life(first)
     async with open_host(tmp_path, workspaces=workspaces) as second:
         second.sessions.adopt()
         await second.sessions.use("acme:s", "c")
         config = second.engine.guests[0].config
-        assert (config["HostConfig"]["Runtime"], config["Image"], config["HostConfig"]["PidsLimit"]) == ("runc", "default", PLAN.pids)
+        assert (config["HostConfig"]["Runtime"], config["Image"], config["HostConfig"]["PidsLimit"]) == (
+            "runc",
+            "default",
+            PLAN.pids,
+        )
         assert "--proxy" not in config["Entrypoint"]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("workspace", "../../etc"), ("id", "a:b:c"), ("ttl_s", "long"), ("plan", {}), ("version", 2), ("kind", "disk"), ("ttl_s", None)],
+    [
+        ("workspace", "../../etc"),
+        ("id", "a:b:c"),
+        ("ttl_s", "long"),
+        ("plan", {}),
+        ("version", 2),
+        ("kind", "disk"),
+        ("ttl_s", None),
+    ],
 )
-async def test_a_record_of_another_version_is_set_aside_and_not_guessed_at(tmp_path: Path, name: str, value: object) -> None:
+async def test_a_record_of_another_version_is_set_aside_and_not_guessed_at(
+    tmp_path: Path, name: str, value: object
+) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         await host.sessions.open("acme:s", NewSession(PLAN, 60))
         (path,) = (tmp_path / "test" / "sessions").glob("*.json")
@@ -287,7 +322,9 @@ async def test_a_call_whose_worker_left_while_it_waited_never_reaches_the_guest(
             await guest.done(request)
 
     suspension_store = SlowSuspensionStore()
-    async with running_sandboxd(tmp_path, echoing, noting, workspaces=KeptWorkspaces(), suspension_store=suspension_store) as daemon:
+    async with running_sandboxd(
+        tmp_path, echoing, noting, workspaces=KeptWorkspaces(), suspension_store=suspension_store
+    ) as daemon:
         client, name = await daemon.open()
         entry = daemon.sessions.find(name)
         assert entry is not None
@@ -393,4 +430,10 @@ async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(ToolFailure, match="no such checkpoint"):
             await daemon.open(restore="c")
         host = daemon.host
-        assert (host.alive, workspaces.alive, host.records.sessions(), host.factory.slots.taken, len(host.sessions)) == ([], {}, [], 0, 0)
+        assert (
+            host.alive,
+            workspaces.alive,
+            host.records.sessions(),
+            host.factory.slots.taken,
+            len(host.sessions),
+        ) == ([], {}, [], 0, 0)

@@ -155,7 +155,9 @@ async def test_a_start_that_failed_frees_its_place(tmp_path: Path) -> None:
 
 async def test_a_session_opened_twice_at_once_has_one_sandbox(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        one, two = await asyncio.gather(sessions.open("s", NewSession(PLAN, 60)), sessions.open("s", NewSession(PLAN, 60)))
+        one, two = await asyncio.gather(
+            sessions.open("s", NewSession(PLAN, 60)), sessions.open("s", NewSession(PLAN, 60))
+        )
         assert one is two
         assert len(engine.alive) == 1
 

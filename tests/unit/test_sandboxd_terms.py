@@ -1,4 +1,6 @@
-"""What a tenant's terms make of a class: never more than the class has, and less from the next call on when they change."""
+"""What a tenant's terms make of a class: never more than the class has, and less from the next call on when they
+change.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -24,14 +26,19 @@ MIB = 1024 * 1024
 IMAGES = ("default", "python", "node", "evil")
 CLASSES = {
     "open": TenantClass(
-        network="egress", egress=EgressRules(hosts=("site.example",)), images=("python", "node"), workspace_bytes=512 * MIB
+        network="egress",
+        egress=EgressRules(hosts=("site.example",)),
+        images=("python", "node"),
+        workspace_bytes=512 * MIB,
     ),
     "closed": TenantClass(runtime="runsc", pids=32, image="node", images=()),
 }
 
 
 def build_plans(classes: dict[str, TenantClass] = CLASSES) -> Plans:
-    return Plans(SandboxdSettings(sandbox_image="default", tenant_classes=classes, egress_socket=Path("/run/egress.sock")))
+    return Plans(
+        SandboxdSettings(sandbox_image="default", tenant_classes=classes, egress_socket=Path("/run/egress.sock"))
+    )
 
 
 PLANS = build_plans()
@@ -100,7 +107,10 @@ def test_an_image_beyond_the_tenants_terms_is_refused_with_the_ones_within() -> 
 
 @pytest.mark.parametrize("network", ["egress", "everything"])
 def test_more_network_than_terms_and_class_both_have_is_refused(network: str) -> None:
-    for terms in (SandboxTerms(tenant_class="open", network="none"), SandboxTerms(tenant_class="closed", network="egress")):
+    for terms in (
+        SandboxTerms(tenant_class="open", network="none"),
+        SandboxTerms(tenant_class="closed", network="egress"),
+    ):
         with pytest.raises(ToolFailure, match="is not allowed for this tenant"):
             PLANS.choose(terms, network=network)
         assert (PLANS.choose(terms).network, PLANS.rules(terms)) == ("none", EgressRules())
@@ -151,9 +161,13 @@ def standing(entry: Session | None) -> Standing:
 async def test_open_gives_what_class_and_terms_allow_and_tells_it(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS) as daemon:
         client = daemon.client()
-        told = await asyncio.to_thread(client.describe_open, "acme:s1", None, 60, terms=OPEN.model_copy(update={"images": ("node",)}))
+        told = await asyncio.to_thread(
+            client.describe_open, "acme:s1", None, 60, terms=OPEN.model_copy(update={"images": ("node",)})
+        )
         assert (told["image"], told["network"], told["hosts"]) == ("node", "egress", ["site.example"])
-        less = await asyncio.to_thread(client.describe_open, "acme:s2", None, 60, terms=OPEN.model_copy(update={"network": "none"}))
+        less = await asyncio.to_thread(
+            client.describe_open, "acme:s2", None, 60, terms=OPEN.model_copy(update={"network": "none"})
+        )
         assert (less["image"], less["network"], less["hosts"]) == ("default", "none", [])
 
 
@@ -203,15 +217,23 @@ async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         await host.sessions.use("acme:s", "c", SandboxTerms(tenant_class="closed"))
         config = host.engine.guests[-1].config
-        assert (config["HostConfig"]["Runtime"], config["HostConfig"]["PidsLimit"], config["Image"]) == ("runsc", 32, "node")
+        assert (config["HostConfig"]["Runtime"], config["HostConfig"]["PidsLimit"], config["Image"]) == (
+            "runsc",
+            32,
+            "node",
+        )
         assert (entry.plan.network, entry.plan.workspace_bytes) == ("none", 5 * MIB)
 
 
-async def test_a_session_whose_class_is_gone_gets_no_sandbox_and_keeps_its_files_until_it_has_another(tmp_path: Path) -> None:
+async def test_a_session_whose_class_is_gone_gets_no_sandbox_and_keeps_its_files_until_it_has_another(
+    tmp_path: Path,
+) -> None:
     async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
-        with pytest.raises(SandboxUnavailable, match=r"cannot be made again: this host has no tenant class 'gone'.* it has: closed"):
+        with pytest.raises(
+            SandboxUnavailable, match=r"cannot be made again: this host has no tenant class 'gone'.* it has: closed"
+        ):
             await host.sessions.use("acme:s", "c", SandboxTerms(tenant_class="gone"))
         assert host.factory.slots.taken == 0
         await host.sessions.use("acme:s", "c", SandboxTerms())

@@ -1,4 +1,6 @@
-"""What sandboxd tells workers of each session: whether its files may have changed, what runs in it, since when it is idle."""
+"""What sandboxd tells workers of each session: whether its files may have changed, what runs in it, since when it is
+idle.
+"""
 
 import asyncio
 from pathlib import Path
@@ -10,7 +12,15 @@ from hypothesis import strategies as st
 
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import FakeGuest
-from tests.fake_sandboxd import PLAN, KeptWorkspaces, MemorySuspensionStore, Sandboxd, build_host, open_host, running_sandboxd
+from tests.fake_sandboxd import (
+    PLAN,
+    KeptWorkspaces,
+    MemorySuspensionStore,
+    Sandboxd,
+    build_host,
+    open_host,
+    running_sandboxd,
+)
 from tests.sandboxd_calls import SOON_S, call
 from workers.sandboxd.archives.checkpoints import Checkpoint
 from workers.sandboxd.session import SessionActivity
@@ -53,7 +63,9 @@ def test_reading_changes_nothing(op: str) -> None:
     assert not activity.changed
 
 
-@pytest.mark.parametrize("op", ["exec", "write_file", "write_text", "edit_text", "job_start", "job_input", "job_kill", "to_come"])
+@pytest.mark.parametrize(
+    "op", ["exec", "write_file", "write_text", "edit_text", "job_start", "job_input", "job_kill", "to_come"]
+)
 def test_all_else_may_have_changed_files_whatever_came_of_it(op: str) -> None:
     activity = SessionActivity()
     activity.note(op, {})
@@ -80,7 +92,9 @@ def test_jobs_that_end_unasked_are_seen_by_the_next_attestation() -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=80),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(["job", "state", "jobs", "x"]), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(["job", "state", "jobs", "x"]), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -104,7 +118,10 @@ async def test_a_row_has_what_a_worker_decides_by(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         await daemon.open(ttl_s=77.0)
         told = await row(daemon)
-        figures = {name: told[name] for name in ("name", "generation", "fence", "calls", "jobs", "changed", "checkpoint", "ttl_s", "image")}
+        figures = {
+            name: told[name]
+            for name in ("name", "generation", "fence", "calls", "jobs", "changed", "checkpoint", "ttl_s", "image")
+        }
         assert figures == {
             "name": "acme:s1",
             "generation": 1,
@@ -153,19 +170,28 @@ async def test_a_job_that_was_started_is_counted(tmp_path: Path) -> None:
         assert (await row(daemon))["jobs"] == 1
 
 
-async def test_rows_of_more_sessions_than_a_page_has_come_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rows_of_more_sessions_than_a_page_has_come_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("sessions", "control"):
         monkeypatch.setattr(f"workers.sandboxd.{module}.MAX_ROWS", 2)
     async with running_sandboxd(tmp_path) as daemon:
         for session in ("d", "b", "a", "c"):
             client, _ = await daemon.open(session)
-        assert [found["name"] for found in await asyncio.to_thread(client.sessions)] == ["acme:a", "acme:b", "acme:c", "acme:d"]
+        assert [found["name"] for found in await asyncio.to_thread(client.sessions)] == [
+            "acme:a",
+            "acme:b",
+            "acme:c",
+            "acme:d",
+        ]
 
 
 # Checkpoints
 
 
-async def test_a_checkpoint_answers_for_what_was_written_before_it_and_not_for_what_ends_meanwhile(tmp_path: Path) -> None:
+async def test_a_checkpoint_answers_for_what_was_written_before_it_and_not_for_what_ends_meanwhile(
+    tmp_path: Path,
+) -> None:
     store = Store()
     async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
         client, name = await daemon.open()
@@ -222,7 +248,9 @@ async def test_an_automatic_checkpoint_that_grows_old_is_worth_another(tmp_path:
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-async def test_after_a_restart_only_what_was_packed_is_known_not_to_have_changed(tmp_path: Path, is_packed: bool) -> None:
+async def test_after_a_restart_only_what_was_packed_is_known_not_to_have_changed(
+    tmp_path: Path, is_packed: bool
+) -> None:
     workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
     first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
     await first.sessions.open("acme:s", NewSession(PLAN, 60))

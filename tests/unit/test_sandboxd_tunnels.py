@@ -1,4 +1,6 @@
-"""sandboxd's ends of a sandbox's connections: bytes, ends and room both ways, and the answer where there is no proxy."""
+"""sandboxd's ends of a sandbox's connections: bytes, ends and room both ways, and the answer where there is no
+proxy.
+"""
 
 import asyncio
 import os
@@ -221,7 +223,9 @@ async def test_a_program_reads_why_nothing_can_be_reached(tmp_path: Path) -> Non
         assert await guest.hear_ops(1) == ["net_end", "net_close"]
 
 
-async def test_a_program_that_is_still_sending_is_heard_out_before_it_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_that_is_still_sending_is_heard_out_before_it_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(relay_module, "LINGER_S", 30.0)
     async with running_tunnels(tmp_path, unreachable) as guest:
         guest.open(1)

@@ -1,4 +1,6 @@
-"""The two engines of grep agree, and the walk agrees with ripgrep on what ignore files hide: over trees, rules and patterns made at random."""
+"""The two engines of grep agree, and the walk agrees with ripgrep on what ignore files hide: over trees, rules and
+patterns made at random.
+"""
 
 import os
 import shutil
@@ -32,7 +34,9 @@ LISTING = (
     "--glob=!.git",
 )
 
-NAMES = st.sampled_from(["a", "b", "ab", "a.py", "b.py", "a.log", "b.tar.gz", ".hid", "x y", "é.py", "build", "[a]", "Makefile"])
+NAMES = st.sampled_from(
+    ["a", "b", "ab", "a.py", "b.py", "a.log", "b.tar.gz", ".hid", "x y", "é.py", "build", "[a]", "Makefile"]
+)
 FOLDERS = st.sampled_from(["", "src/", "build/", "src/deep/", ".cfg/", "build/src/", "a b/"])
 LINES = st.text(st.sampled_from("ab01_ .(é文\t-"), max_size=8)
 FILES = st.dictionaries(st.tuples(FOLDERS, NAMES).map("".join), st.lists(LINES, max_size=6), max_size=10)
@@ -47,7 +51,9 @@ RULES = st.builds(
     st.sampled_from(["", "", "/"]),
 )
 RULE_FILES = st.dictionaries(
-    st.tuples(st.sampled_from(["", "src/", "build/"]), st.sampled_from([".gitignore", ".ignore", ".rgignore"])).map("".join),
+    st.tuples(st.sampled_from(["", "src/", "build/"]), st.sampled_from([".gitignore", ".ignore", ".rgignore"])).map(
+        "".join
+    ),
     st.lists(st.one_of(RULES, st.sampled_from(["# note", "", "  ", "a.log  ", "\\!a", "[a"])), max_size=4),
     max_size=3,
 )
@@ -56,7 +62,28 @@ REPOSITORIES = st.sampled_from([[], [], ["src"], [""]])
 
 def _patterns() -> st.SearchStrategy[str]:
     atoms = st.sampled_from(
-        ["a", "b", "0", "1", "_", " ", "é", "文", ".", "\\.", "\\(", "\\d", "\\w", "\\s", "\\S", "[ab]", "[^a]", "[a-b0-9_]", "\\b", "\\t"]
+        [
+            "a",
+            "b",
+            "0",
+            "1",
+            "_",
+            " ",
+            "é",
+            "文",
+            ".",
+            "\\.",
+            "\\(",
+            "\\d",
+            "\\w",
+            "\\s",
+            "\\S",
+            "[ab]",
+            "[^a]",
+            "[a-b0-9_]",
+            "\\b",
+            "\\t",
+        ]
     )
     repeated = st.tuples(
         atoms.filter(lambda atom: atom != "\\b"), st.sampled_from(["", "", "*", "+", "?", "{2}", "{1,2}", "*?", "+?"])
@@ -106,7 +133,9 @@ def list_by_ripgrep(ground: Ground, path: str) -> set[str]:
     """As the tool asks it: rules above the folder hold unless they hide it."""
     rules_above = path == "." or path in ground.glob("*", kind="dir").lines
     options = [*LISTING] if rules_above else [*LISTING, "--no-ignore-parent"]
-    listed = subprocess.run(["rg", *options], cwd=ground.workspace / path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+    listed = subprocess.run(
+        ["rg", *options], cwd=ground.workspace / path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False
+    )
     return {os.fsdecode(name.removeprefix(b"./")) for name in listed.stdout.split(b"\0") if name}
 
 
@@ -135,7 +164,14 @@ def test_both_engines_find_the_same_files_lines_and_counts_in_the_same_order(
     limit: int,
 ) -> None:
     plant(ground, files, rules, [])
-    how = {"ignore_case": ignore_case, "before": before, "after": after, "include": include, "mode": mode, "limit": limit}
+    how = {
+        "ignore_case": ignore_case,
+        "before": before,
+        "after": after,
+        "include": include,
+        "mode": mode,
+        "limit": limit,
+    }
     by_ripgrep = ground.grep(pattern, **how)
     assert by_ripgrep["engine"] == "ripgrep"
     assert told(ground.grep(pattern, use_ripgrep=False, **how)) == told(by_ripgrep)

@@ -88,7 +88,9 @@ def test_no_call_is_named_twice_but_for_its_arguments() -> None:
     without_arguments = [name for rule in PROFILE["syscalls"] if "args" not in rule for name in rule["names"]]
 
     assert len(without_arguments) == len(set(without_arguments))
-    assert {name for rule in PROFILE["syscalls"] if "args" in rule for name in rule["names"]}.isdisjoint(without_arguments)
+    assert {name for rule in PROFILE["syscalls"] if "args" in rule for name in rule["names"]}.isdisjoint(
+        without_arguments
+    )
 
 
 def test_the_size_of_the_profile_is_a_decision() -> None:
@@ -105,7 +107,9 @@ def allow_ptrace(profile: dict[str, Any]) -> None:
 
 
 def allow_mount_by_capability(profile: dict[str, Any]) -> None:
-    profile["syscalls"].append({"names": ["sethostname"], "action": "SCMP_ACT_ALLOW", "includes": {"caps": ["CAP_SYS_ADMIN"]}})
+    profile["syscalls"].append(
+        {"names": ["sethostname"], "action": "SCMP_ACT_ALLOW", "includes": {"caps": ["CAP_SYS_ADMIN"]}}
+    )
 
 
 def kill_for_a_call(profile: dict[str, Any]) -> None:
@@ -164,6 +168,8 @@ def test_damage_is_found(damage: Callable[[dict[str, Any]], None], words: str) -
     assert any(words in fault for fault in find_profile_faults(json.dumps(profile)))
 
 
-@pytest.mark.parametrize("text", ["", "unconfined", "[]", "{}", "null", '{"defaultAction": "SCMP_ACT_ERRNO"}', '{"syscalls": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "unconfined", "[]", "{}", "null", '{"defaultAction": "SCMP_ACT_ERRNO"}', '{"syscalls": 3}']
+)
 def test_what_is_not_a_profile_is_a_fault_and_not_an_exception(text: str) -> None:
     assert len(find_profile_faults(text)) == 1

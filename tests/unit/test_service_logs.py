@@ -1,4 +1,6 @@
-"""How the logs of services are set up, in processes of their own: one form for our events, libraries, warnings and what nobody caught."""
+"""How the logs of services are set up, in processes of their own: one form for our events, libraries, warnings and what
+nobody caught.
+"""
 
 import json
 import subprocess
@@ -29,8 +31,15 @@ SIDES = pytest.mark.parametrize("side", [WORKERS, ORCHESTRATOR], ids=["workers",
 
 
 def say(side: str, code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    given = {"TOOLCREW_REDIS_URL": "redis://:url-password-1@127.0.0.1:1/0", "TOOLCREW_SECRET": SECRET, "PYTHONSAFEPATH": "", **environment}
-    return subprocess.run([sys.executable, "-c", side + code], env=given, capture_output=True, text=True, check=False, timeout=60)
+    given = {
+        "TOOLCREW_REDIS_URL": "redis://:url-password-1@127.0.0.1:1/0",
+        "TOOLCREW_SECRET": SECRET,
+        "PYTHONSAFEPATH": "",
+        **environment,
+    }
+    return subprocess.run(
+        [sys.executable, "-c", side + code], env=given, capture_output=True, text=True, check=False, timeout=60
+    )
 
 
 def events_of(side: str, code: str, **environment: str) -> list[dict[str, Any]]:
@@ -73,14 +82,26 @@ except KeyError:
 raise ValueError("the end")
 """
     told = events_of(side, code)
-    assert [one["event"] for one in told] == ["library_said", "library_said", "thread_failed", "tool_bug", "process_failed"]
+    assert [one["event"] for one in told] == [
+        "library_said",
+        "library_said",
+        "thread_failed",
+        "tool_bug",
+        "process_failed",
+    ]
     assert (told[0]["logger"], told[0]["message"], told[1]["logger"]) == ("some.library", "two\\nlines", "py.warnings")
-    assert [one["exception"] for one in told[2:]] == ["ZeroDivisionError: division by zero", "KeyError: 'k'", "ValueError: the end"]
+    assert [one["exception"] for one in told[2:]] == [
+        "ZeroDivisionError: division by zero",
+        "KeyError: 'k'",
+        "ValueError: the end",
+    ]
 
 
 @SIDES
 def test_form_and_level_are_the_operators_choice(side: str) -> None:
-    lines = say(side, 'log.debug("one", a="b c"); log.info("two")', TOOLCREW_LOG_FORMAT="logfmt", TOOLCREW_LOG_LEVEL="debug").stderr
+    lines = say(
+        side, 'log.debug("one", a="b c"); log.info("two")', TOOLCREW_LOG_FORMAT="logfmt", TOOLCREW_LOG_LEVEL="debug"
+    ).stderr
     assert "level=debug event=one service=" in lines
     assert 'a="b c"\n' in lines
     assert say(side, 'log.info("two")', TOOLCREW_LOG_FORMAT="console").stderr.endswith("\n")
@@ -98,7 +119,12 @@ def test_a_worker_with_a_level_or_form_that_there_is_not_does_not_start(name: st
         timeout=60,
     )
     (told,) = read_events(done.stderr)
-    assert (done.returncode, told["level"], told["event"], told["error"].startswith(name)) == (1, "critical", "not_started", True)
+    assert (done.returncode, told["level"], told["event"], told["error"].startswith(name)) == (
+        1,
+        "critical",
+        "not_started",
+        True,
+    )
 
 
 def test_a_program_that_uses_the_sdk_keeps_its_own_logging() -> None:

@@ -112,7 +112,16 @@ async def test_a_session_of_another_tenant_is_told_as_one_that_never_was() -> No
     house = House()
     foreign = (await house.open("bolt")).id
     told = set()
-    for name in (foreign, "never-was", "", "x" * 65, f"../bolt:session:{foreign}", f"{foreign}:place", "ä", f"{foreign}\n"):
+    for name in (
+        foreign,
+        "never-was",
+        "",
+        "x" * 65,
+        f"../bolt:session:{foreign}",
+        f"{foreign}:place",
+        "ä",
+        f"{foreign}\n",
+    ):
         with pytest.raises(ToolFailure) as refused:
             await house.attach(name, "acme")
         told.add((refused.value.code, refused.value.message))

@@ -1,4 +1,6 @@
-"""Which sessions are listed: the newest first, page by page, each tenant's alone, and none that is gone. Over a real Redis."""
+"""Which sessions are listed: the newest first, page by page, each tenant's alone, and none that is gone. Over a real
+Redis.
+"""
 
 from collections.abc import AsyncIterator
 
@@ -30,7 +32,9 @@ async def open_some(client: "redis.asyncio.Redis", count: int, tenant: str = "ac
     """Sessions of the tenant, the newest first."""
     names = [f"{tenant}-{number}" for number in range(count)]
     for name in names:
-        await SessionStore(client, "d").open(tenant, name, "host.a.b1", start=signed_start(tenant, name), ttl_s=60, limit=1000)
+        await SessionStore(client, "d").open(
+            tenant, name, "host.a.b1", start=signed_start(tenant, name), ttl_s=60, limit=1000
+        )
     return names[::-1]
 
 
@@ -68,7 +72,13 @@ async def test_a_session_tells_where_it_lives_and_of_its_last_checkpoint(client:
     await open_some(client, 1)
     await client.hset(place_key("d", "acme", "acme-0"), mapping={"checkpoint": "c1", "checkpoint_at": 1_700_000_000.0})
     [session] = (await SessionList(client, "d", KEYS).read("acme")).sessions
-    assert (session.id, session.tenant, session.state, session.host, session.queue) == ("acme-0", "acme", "open", "a", "host.a.b1")
+    assert (session.id, session.tenant, session.state, session.host, session.queue) == (
+        "acme-0",
+        "acme",
+        "open",
+        "a",
+        "host.a.b1",
+    )
     assert (session.fence, session.image, session.ttl_s, session.checkpoint) == (1, "python", 60.0, "c1")
     assert session.to_json()["checkpoint_at"] == "2023-11-14T22:13:20Z"
 
@@ -107,7 +117,9 @@ async def test_the_lists_do_not_grow_with_sessions_that_expired(client: "redis.a
     assert await client.zcard(tenant_open_sessions_key("d", "acme")) < 50
 
 
-async def test_a_place_that_a_later_release_has_written_stays_listed_for_that_one(client: "redis.asyncio.Redis") -> None:
+async def test_a_place_that_a_later_release_has_written_stays_listed_for_that_one(
+    client: "redis.asyncio.Redis",
+) -> None:
     names = await open_some(client, 2)
     await client.hset(place_key("d", "acme", names[0]), "colour", "red")
     assert await read_all(client, "acme", 50) == names[1:]
@@ -116,10 +128,17 @@ async def test_a_place_that_a_later_release_has_written_stays_listed_for_that_on
 
 @pytest.mark.parametrize(
     "start",
-    ['{"image": "python"}', signed_start("acme", "acme-0", SigningKeys.of("a guess")), signed_start("acme", "another"), "{"],
+    [
+        '{"image": "python"}',
+        signed_start("acme", "acme-0", SigningKeys.of("a guess")),
+        signed_start("acme", "another"),
+        "{",
+    ],
     ids=["unsigned", "another secret", "another session", "not JSON"],
 )
-async def test_a_session_whose_start_is_not_signed_is_not_listed_and_hides_no_other(client: "redis.asyncio.Redis", start: str) -> None:
+async def test_a_session_whose_start_is_not_signed_is_not_listed_and_hides_no_other(
+    client: "redis.asyncio.Redis", start: str
+) -> None:
     names = await open_some(client, 2)
     await client.hset(place_key("d", "acme", "acme-0"), "start", start)
     assert await read_all(client, "acme", 50) == names[:1]

@@ -1,4 +1,6 @@
-"""Where sessions live: one host each, chosen once, given anew by one of many when it is lost. Over a real Redis; hosts and their answers are scripted."""
+"""Where sessions live: one host each, chosen once, given anew by one of many when it is lost. Over a real Redis; hosts
+and their answers are scripted.
+"""
 
 import asyncio
 import contextlib
@@ -83,7 +85,9 @@ async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redi
     assert unknown.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
-async def test_a_tenant_has_no_more_sessions_than_it_may_and_closed_ones_do_not_count(client: "redis.asyncio.Redis") -> None:
+async def test_a_tenant_has_no_more_sessions_than_it_may_and_closed_ones_do_not_count(
+    client: "redis.asyncio.Redis",
+) -> None:
     locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=2)
     for name in ("s1", "s2"):
         await locator.open("acme", name, policy, {})
@@ -112,7 +116,9 @@ async def test_an_opening_goes_to_another_host_when_the_first_is_lost_on_the_way
     assert await locator.find("acme", "s1", DEFAULT) == SessionAddress("host.b.b00t", 2)
 
 
-async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_asked_for_there(client: "redis.asyncio.Redis") -> None:
+async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_asked_for_there(
+    client: "redis.asyncio.Redis",
+) -> None:
     """Left, its sandbox would stay where nobody knows of it."""
     hosts = Hosts("a", "b")
     asked: list[tuple[str, int]] = []
@@ -135,7 +141,8 @@ async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_ask
 
 
 @pytest.mark.parametrize(
-    "answer", [NotSent("host_lost"), ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")]
+    "answer",
+    [NotSent("host_lost"), ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")],
 )
 async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Redis", answer: Any) -> None:
     hosts = Hosts("a")
@@ -169,7 +176,9 @@ async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redi
     await hosts.lose(client, "host.a.b00t")
     hosts.all["host.b.b00t"] = build_report("b")
     programs = [first, *(build_locator(client, hosts) for _ in range(4))]
-    found = await asyncio.gather(*(locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) for locator in programs for _ in range(3)))
+    found = await asyncio.gather(
+        *(locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) for locator in programs for _ in range(3))
+    )
     assert set(found) == {SessionAddress("host.b.b00t", 2)}
     assert len(hosts.opened) == 2
 
@@ -201,13 +210,17 @@ async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis
     assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
 
 
-async def test_what_the_host_is_asked_to_open_is_remembered_without_the_checkpoint_it_began_with(client: "redis.asyncio.Redis") -> None:
+async def test_what_the_host_is_asked_to_open_is_remembered_without_the_checkpoint_it_began_with(
+    client: "redis.asyncio.Redis",
+) -> None:
     locator = build_locator(client, Hosts("a"))
     await locator.open("acme", "s1", DEFAULT, {"ttl_s": 5, "restore": "c0"})
     assert await locator.start("acme", "s1") == {"ttl_s": 5}
 
 
-async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_back(client: "redis.asyncio.Redis") -> None:
+async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_back(
+    client: "redis.asyncio.Redis",
+) -> None:
     """As after an outage of Redis, when every report has expired."""
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
@@ -222,11 +235,15 @@ async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_
     assert len(hosts.opened) == 1
 
 
-async def test_a_checkpoint_that_its_owner_deleted_is_followed_by_the_hosts_own_and_then_by_nothing(client: "redis.asyncio.Redis") -> None:
+async def test_a_checkpoint_that_its_owner_deleted_is_followed_by_the_hosts_own_and_then_by_nothing(
+    client: "redis.asyncio.Redis",
+) -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c1", "automatic": "auto-1", "checkpoint_at": 1})
+    await client.hset(
+        place_key("d", "acme", "s1"), mapping={"checkpoint": "c1", "automatic": "auto-1", "checkpoint_at": 1}
+    )
     seen = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, seen.queue)
     hosts.all["host.b.b00t"] = build_report("b")
@@ -269,11 +286,16 @@ async def test_incarnations_that_are_gone_are_forgotten(client: "redis.asyncio.R
     assert len(locator._placed) == 1
 
 
-async def test_what_is_told_of_a_move_is_not_the_time_of_a_checkpoint_that_was_not_restored(client: "redis.asyncio.Redis") -> None:
+async def test_what_is_told_of_a_move_is_not_the_time_of_a_checkpoint_that_was_not_restored(
+    client: "redis.asyncio.Redis",
+) -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "asked", "automatic": "older", "checkpoint_at": 1_700_000_000})
+    await client.hset(
+        place_key("d", "acme", "s1"),
+        mapping={"checkpoint": "asked", "automatic": "older", "checkpoint_at": 1_700_000_000},
+    )
     seen = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, seen.queue)
     hosts.all["host.b.b00t"] = build_report("b")
@@ -303,7 +325,8 @@ async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redi
     await client.hset(place, mapping={"state": "moving", "fence": 2, "moving_until": 9_000_000_000})
     waiting = [asyncio.create_task(build_locator(client, hosts).find("acme", "s1", DEFAULT)) for _ in range(2)]
     waiting += [
-        asyncio.create_task(locator.refresh("acme", "s1", SessionAddress("host.a.b00t", 1), DEFAULT, is_lost=False)) for _ in range(4)
+        asyncio.create_task(locator.refresh("acme", "s1", SessionAddress("host.a.b00t", 1), DEFAULT, is_lost=False))
+        for _ in range(4)
     ]
     await asyncio.sleep(0.3)
     assert (await locator.open("acme", "s2", DEFAULT, {})).success
@@ -311,7 +334,9 @@ async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redi
     assert set(await asyncio.gather(*waiting)) == {SessionAddress("host.a.b00t", 2)}
 
 
-async def test_a_session_of_a_host_that_left_in_order_or_long_ago_goes_on_elsewhere(client: "redis.asyncio.Redis") -> None:
+async def test_a_session_of_a_host_that_left_in_order_or_long_ago_goes_on_elsewhere(
+    client: "redis.asyncio.Redis",
+) -> None:
     """Such a host has neither a report nor a tombstone."""
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
@@ -337,7 +362,9 @@ async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.a
     """By who saw it under way: what was done since then would be lost."""
     places = SessionStore(client, "d")
     await places.open("acme", "s1", "host.a.b00t", start=seal_start(KEY, "acme", "s1", {}), ttl_s=60, limit=1)
-    assert await places.begin_move("acme", "s1", 1, LocationState.OPEN, "host.b.b00t") == SessionAddress("host.b.b00t", 2)
+    assert await places.begin_move("acme", "s1", 1, LocationState.OPEN, "host.b.b00t") == SessionAddress(
+        "host.b.b00t", 2
+    )
     seen = await places.find("acme", "s1")
     assert seen is not None
     assert await places.settle("acme", "s1", 2, LocationState.OPEN)
@@ -357,19 +384,30 @@ async def test_an_opening_that_a_full_host_refuses_goes_to_another(client: "redi
     assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
 
 
-async def test_when_all_hosts_refuse_their_own_words_are_told_and_nothing_is_left(client: "redis.asyncio.Redis") -> None:
+async def test_when_all_hosts_refuse_their_own_words_are_told_and_nothing_is_left(
+    client: "redis.asyncio.Redis",
+) -> None:
     hosts = Hosts("a", "b")
     for queue in hosts.all:
         words = f"{queue} has no engine"
-        hosts.answers[queue] = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, words)
+        hosts.answers[queue] = ToolResult.failed(
+            ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, words
+        )
     told = await build_locator(client, hosts).open("acme", "s1", DEFAULT, {})
-    assert (told.error_code, "has no engine" in str(told.error), len(hosts.opened)) == (ErrorCode.SANDBOX_UNAVAILABLE, True, 2)
+    assert (told.error_code, "has no engine" in str(told.error), len(hosts.opened)) == (
+        ErrorCode.SANDBOX_UNAVAILABLE,
+        True,
+        2,
+    )
     assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
 
 
 async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts()
-    hosts.all = {name: build_report(name.split(".")[1], max_sessions=3, reported_at=1.0) for name in ("host.a.b00t", "host.b.b00t")}
+    hosts.all = {
+        name: build_report(name.split(".")[1], max_sessions=3, reported_at=1.0)
+        for name in ("host.a.b00t", "host.b.b00t")
+    }
     locator = build_locator(client, hosts)
     for number in range(6):
         await locator.open("acme", f"s{number}", DEFAULT, {})
@@ -381,7 +419,9 @@ async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "re
 
 
 @pytest.mark.parametrize("forgery", ["unsigned", "of another session", "changed"])
-async def test_a_session_is_not_opened_again_with_arguments_that_another_process_wrote(client: "redis.asyncio.Redis", forgery: str) -> None:
+async def test_a_session_is_not_opened_again_with_arguments_that_another_process_wrote(
+    client: "redis.asyncio.Redis", forgery: str
+) -> None:
     """The attacker's aim: a network for a session that was opened without one."""
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
@@ -391,7 +431,11 @@ async def test_a_session_is_not_opened_again_with_arguments_that_another_process
     place = await SessionStore(client, "d").find("acme", "s1")
     other = await client.hget(place_key("d", "acme", "s2"), "start")  # type: ignore[misc]
     assert place is not None
-    forged = {"unsigned": '{"network": "egress"}', "of another session": other, "changed": place.start.replace("none", "egress")}[forgery]
+    forged = {
+        "unsigned": '{"network": "egress"}',
+        "of another session": other,
+        "changed": place.start.replace("none", "egress"),
+    }[forgery]
     await client.hset(place_key("d", "acme", "s1"), "start", forged)  # type: ignore[misc]
     await hosts.lose(client, place.queue)
     opened = len(hosts.opened)

@@ -38,7 +38,13 @@ class Liar:
             on_data("out", b"own/SKILL.md\nnot a name/SKILL.md\n\xff\n")
             return GuestResponse({}, {})
         total = self._total if self._total is not None else len(self._archive)
-        done = {"cancelled": False, "timed_out": False, "exit_code": 0, "streams": {"stdout": {"total": total}}, **self._done}
+        done = {
+            "cancelled": False,
+            "timed_out": False,
+            "exit_code": 0,
+            "streams": {"stdout": {"total": total}},
+            **self._done,
+        }
         return GuestResponse(done, {"stdout": self._archive})
 
 
@@ -63,8 +69,14 @@ def find(bench: Any) -> Any:
 
 def test_only_plain_files_within_the_folder_are_the_skills() -> None:
     odd = [entry("./../x"), entry("/etc/x"), entry("./a/../b"), entry("./link", tarfile.SYMTYPE, "/etc/passwd")]
-    odd += [entry("./hard", tarfile.LNKTYPE, "SKILL.md"), entry("./pipe", tarfile.FIFOTYPE), entry("./device", tarfile.CHRTYPE)]
-    archive = archive_of((entry("./SKILL.md"), FRONT), (entry("./data/x"), b"0"), (entry("./data/x"), b"1"), *((one, b"") for one in odd))
+    odd += [
+        entry("./hard", tarfile.LNKTYPE, "SKILL.md"),
+        entry("./pipe", tarfile.FIFOTYPE),
+        entry("./device", tarfile.CHRTYPE),
+    ]
+    archive = archive_of(
+        (entry("./SKILL.md"), FRONT), (entry("./data/x"), b"0"), (entry("./data/x"), b"1"), *((one, b"") for one in odd)
+    )
     skill = find(Liar(archive))
     assert [file.path for file in skill.files] == ["SKILL.md", "data/x"]
     assert skill.place == "/workspace/.skills/own"
@@ -104,7 +116,8 @@ def test_whatever_comes_out_of_the_sandbox_is_a_skill_or_refused(junk: bytes, at
 
 
 BOMB = b"---\nname: own\ndescription: x\na0: &a0 {x: 1}\n" + b"".join(
-    b"a%d: &a%d\n  <<:\n%b" % (level, level, b"".join(b"  - *a%d\n" % (level - 1) for _ in range(10))) for level in range(1, 12)
+    b"a%d: &a%d\n  <<:\n%b" % (level, level, b"".join(b"  - *a%d\n" % (level - 1) for _ in range(10)))
+    for level in range(1, 12)
 )
 SIDECAR = json.dumps(
     {"entrypoint": "scripts/run.py", "parameters": {"type": "object", "properties": {"a": {"pattern": "(a+)+$"}}}}
@@ -120,7 +133,9 @@ def test_a_front_matter_that_would_expand_to_gigabytes_is_refused_before_it_is_b
 
 
 def test_a_schema_of_a_session_is_bounded_like_those_of_tenants() -> None:
-    archive = archive_of((entry("./SKILL.md"), FRONT), (entry("./scripts/run.py"), b"x"), (entry("./skill.tool.json"), SIDECAR))
+    archive = archive_of(
+        (entry("./SKILL.md"), FRONT), (entry("./scripts/run.py"), b"x"), (entry("./skill.tool.json"), SIDECAR)
+    )
     assert find(Liar(archive)).tool.spec.parameters["properties"] == {"a": {}}
 
 

@@ -22,7 +22,11 @@ def rows_of(settings: Any) -> dict[str, tuple[str | None, str]]:
 
 
 def test_values_are_told_as_one_writes_them_and_what_was_not_given_is_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SANDBOXD_SOCKET_MODE": "0660", "EGRESS_UIDS": "[7]", "SANDBOXD_KEEP_SESSIONS": "false"}.items():
+    for name, value in {
+        "SANDBOXD_SOCKET_MODE": "0660",
+        "EGRESS_UIDS": "[7]",
+        "SANDBOXD_KEEP_SESSIONS": "false",
+    }.items():
         monkeypatch.setenv(f"TOOLCREW_{name}", value)
     rows = rows_of(SandboxdSettings())
 
@@ -34,7 +38,9 @@ def test_values_are_told_as_one_writes_them_and_what_was_not_given_is_default(mo
 
 
 def test_what_a_row_says_gives_the_same_settings_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = SandboxdSettings(sandboxd_socket=Path("/run/x.sock"), tenant_classes={"gold": {"runtime": "runsc"}}, sandbox_cpus=1.5)  # type: ignore[dict-item]
+    settings = SandboxdSettings(
+        sandboxd_socket=Path("/run/x.sock"), tenant_classes={"gold": {"runtime": "runsc"}}, sandbox_cpus=1.5
+    )  # type: ignore[dict-item]
     for row in build_rows(settings):
         if row.value is not None:
             monkeypatch.setenv(row.name, row.value)
@@ -53,8 +59,12 @@ def test_no_secret_is_told_and_of_redis_where_it_is() -> None:
             "OPENAI_BASE_URL": "http://user:geheim6@host/v1",
         }
     )
-    web = WebSettings(searxng_url=SecretStr("https://geheim7@host/?key=geheim8"), tavily_url="https://user:geheim9@host/")
-    worker = WorkerSettings(redis_url=SecretStr("redis://:gehe/im@h:1/0"), tool_config={"dsn": "pg://user:geheim10@host/db"})
+    web = WebSettings(
+        searxng_url=SecretStr("https://geheim7@host/?key=geheim8"), tavily_url="https://user:geheim9@host/"
+    )
+    worker = WorkerSettings(
+        redis_url=SecretStr("redis://:gehe/im@h:1/0"), tool_config={"dsn": "pg://user:geheim10@host/db"}
+    )
     rows = [row for settings in (orchestrator, web, worker) for row in build_rows(settings)]
 
     assert [row for row in rows if "gehe" in f"{row.value}{row.default}"] == []
@@ -65,7 +75,14 @@ def test_no_secret_is_told_and_of_redis_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://:p?w#geheim@h:1/0", "redis://h:1/0?password=geheim", "redis://[geheim", "geheim", "redis://u:a/b:geheim@h"]
+    "url",
+    [
+        "redis://:p?w#geheim@h:1/0",
+        "redis://h:1/0?password=geheim",
+        "redis://[geheim",
+        "geheim",
+        "redis://u:a/b:geheim@h",
+    ],
 )
 def test_a_redis_url_that_is_none_tells_nothing_of_what_may_be_its_password(url: str) -> None:
     told = rows_of(OrchestratorSettings.model_validate({"redis_url": url}))
@@ -90,7 +107,9 @@ def test_a_worker_with_something_else_wrong_says_that(monkeypatch: pytest.Monkey
     assert ["TOOLCREW_CONCURRENCY" in one["problem"] for one in build_list() if one["process"] == "worker"] == [True]
 
 
-def test_the_command_shows_what_is_set_and_fails_where_a_process_would_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_shows_what_is_set_and_fails_where_a_process_would_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TOOLCREW_DEPLOYMENT", "blue")
     shown = CliRunner().invoke(app, ["config", "show", "--set", "--origin"])
     monkeypatch.setenv("TOOLCREW_APPROVALS", "maybe")

@@ -1,4 +1,6 @@
-"""The skills that come with the product: what their scripts answer, and that their sidecars make tools of them. They use nothing but Python's own library."""
+"""The skills that come with the product: what their scripts answer, and that their sidecars make tools of them. They
+use nothing but Python's own library.
+"""
 
 import ast
 import json
@@ -17,7 +19,10 @@ from workers.skills.loader import load_skills
 SKILLS = {skill.name: skill for skill in load_skills([SHIPPED])}
 NAMES = ("table-profile", "vector-search", "word-count")
 TEXTS = {
-    "billing.md": "# Billing\n\nInvoices are cancelled by the accounting team within two days.\nA credit note is sent afterwards.\n",
+    "billing.md": (
+        "# Billing\n\nInvoices are cancelled by the accounting team within two days.\nA credit note is sent "
+        "afterwards.\n"
+    ),
     "garden.md": "# Garden\n\nWater the tomatoes in the evening.\nRoses are cut in spring.\n",
     "deep/network.txt": "The gateway drops packets that are larger than the configured size.\n"
     + "filler line\n" * 40
@@ -32,7 +37,9 @@ def run(name: str, folder: Path, asked: Any) -> "subprocess.CompletedProcess[str
     script = SHIPPED / name / tool.sidecar.entrypoint
     text = asked if isinstance(asked, str) else json.dumps(asked)
     # Isolated: as in a sandbox there is nothing of ours, and no package.
-    return subprocess.run([sys.executable, "-I", script], input=text, capture_output=True, text=True, cwd=folder, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-I", script], input=text, capture_output=True, text=True, cwd=folder, timeout=60
+    )
 
 
 def told(name: str, folder: Path, **asked: Any) -> dict[str, Any]:
@@ -75,7 +82,9 @@ def test_all_are_tools_without_faults_and_need_no_package() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("asked", ["", "no json", "[]", "{}", "null", '{"query": 1, "files": 1}', '{"query": "!", "files": []}'])
+@pytest.mark.parametrize(
+    "asked", ["", "no json", "[]", "{}", "null", '{"query": 1, "files": 1}', '{"query": "!", "files": []}']
+)
 def test_what_cannot_be_answered_is_said_in_a_sentence(name: str, asked: str, tmp_path: Path) -> None:
     done = run(name, tmp_path, asked)
     assert (done.returncode, done.stdout) == (1, "")
@@ -150,11 +159,23 @@ def test_a_table_is_described_by_its_columns(tmp_path: Path) -> None:
     table = told("table-profile", tmp_path, files=["t.csv"], top=1)["t.csv"]
     columns = {column.pop("name"): column for column in table["columns"]}
     assert (table["rows"], "notes" in table) == (3, False)
-    assert columns["id"] == {"type": "integer", "missing": 0, "distinct": 3, "least": 1, "most": 3, "mean": 2.0, "top": [["1", 1]]}
+    assert columns["id"] == {
+        "type": "integer",
+        "missing": 0,
+        "distinct": 3,
+        "least": 1,
+        "most": 3,
+        "mean": 2.0,
+        "top": [["1", 1]],
+    }
     assert (columns["when"]["type"], columns["when"]["missing"], columns["when"]["most"]) == ("date", 1, "2026-02-01")
     assert (columns["amount"]["type"], columns["amount"]["mean"]) == ("number", 2.25)
     # A code, for its zeros in front; with others it is no number, either.
-    assert (columns["paid"]["type"], columns["zip"]["kinds"], columns["note"]["top"]) == ("boolean", {"text": 2, "integer": 1}, [["a", 2]])
+    assert (columns["paid"]["type"], columns["zip"]["kinds"], columns["note"]["top"]) == (
+        "boolean",
+        {"text": 2, "integer": 1},
+        [["a", 2]],
+    )
 
 
 def test_rows_that_do_not_fit_are_noted_and_counted(tmp_path: Path) -> None:
@@ -170,7 +191,12 @@ def test_rows_that_do_not_fit_are_noted_and_counted(tmp_path: Path) -> None:
 def test_a_table_of_many_rows_is_read_whole_and_its_values_are_told_apart_up_to_a_bound(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("n\n" + "".join(f"{number}\n" for number in range(30_000)))
     (column,) = told("table-profile", tmp_path, files=["t.csv"], top=0)["t.csv"]["columns"]
-    assert (column["distinct"], column["distinct_is_more"], column["most"], column["mean"]) == (10_000, True, 29_999, 14_999.5)
+    assert (column["distinct"], column["distinct_is_more"], column["most"], column["mean"]) == (
+        10_000,
+        True,
+        29_999,
+        14_999.5,
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\0", b"a,b\n", b'"', b"\n\n\n", b"{", os.urandom(4000)])

@@ -19,14 +19,21 @@ WISHES = st.dictionaries(st.integers(0, 50), st.tuples(st.floats(0, 100), st.flo
 def test_a_fair_hand_gives_nobody_more_than_wanted_and_leaves_nothing_that_is_wanted(
     slots: float, asked: dict[int, tuple[float, float]]
 ) -> None:
-    wanted, weights = {name: wish for name, (wish, _) in asked.items()}, {name: weight for name, (_, weight) in asked.items()}
+    wanted, weights = (
+        {name: wish for name, (wish, _) in asked.items()},
+        {name: weight for name, (_, weight) in asked.items()},
+    )
     given_out = share_out(slots, wanted, weights)
     assert given_out.keys() == wanted.keys()
     assert all(given_out[name] <= wanted[name] + 1e-6 for name in wanted)
     assert sum(given_out.values()) == pytest.approx(min(slots, sum(wanted.values())), rel=1e-6, abs=1e-6)
     # Who got less than he wanted has, for his weight, as much as anybody.
     short = [name for name in wanted if given_out[name] < wanted[name] - 1e-6]
-    assert all(given_out[name] / weights[name] >= given_out[other] / weights[other] - 1e-6 for name in short for other in wanted)
+    assert all(
+        given_out[name] / weights[name] >= given_out[other] / weights[other] - 1e-6
+        for name in short
+        for other in wanted
+    )
 
 
 def test_what_is_misgiven_is_the_part_that_others_should_have_had() -> None:

@@ -34,7 +34,10 @@ def read(value: Any) -> tuple[list[tuple[str, tuple[str, ...]]], list[str]]:
         ("Bash(git log --oneline:*), WebFetch", [("bash_tool", ("git", "log", "--oneline")), ("webfetch_tool", ())]),
         ("Bash(npm run *)", [("bash_tool", ("npm", "run"))]),
         ("Bash Bash(*)", [("bash_tool", ()), ("bash_tool", ())]),
-        (["Bash(jq:*)", "bash_tool", "mcp__docs__search"], [("bash_tool", ("jq",)), ("bash_tool", ()), ("mcp__docs__search", ())]),
+        (
+            ["Bash(jq:*)", "bash_tool", "mcp__docs__search"],
+            [("bash_tool", ("jq",)), ("bash_tool", ()), ("mcp__docs__search", ())],
+        ),
     ],
 )
 def test_both_forms_of_it_are_read(value: Any, expected: list[tuple[str, tuple[str, ...]]]) -> None:
@@ -54,7 +57,9 @@ def test_both_forms_of_it_are_read(value: Any, expected: list[tuple[str, tuple[s
         ("Read " * 60, [("read_tool", ())] * MAX_ALLOWED_TOOLS, "the rest is ignored"),
     ],
 )
-def test_what_cannot_be_kept_to_is_left_out_and_told(value: Any, expected: list[tuple[str, tuple[str, ...]]], warning: str) -> None:
+def test_what_cannot_be_kept_to_is_left_out_and_told(
+    value: Any, expected: list[tuple[str, tuple[str, ...]]], warning: str
+) -> None:
     found, warnings = read(value)
     assert found == expected
     assert warning in warnings[0]
@@ -89,7 +94,9 @@ def load(digest: str = DIGEST, **fields: Any) -> tuple[ToolCall, ToolResult]:
     return call, ToolResult(call_id="c", name="skill_tool", success=True, metadata={"digest": digest}, **fields)
 
 
-def verdict(active: ActiveSkills, command: str = "git clean -fd", trusted: tuple[str, ...] = (DIGEST,), *rules: Rule) -> str:
+def verdict(
+    active: ActiveSkills, command: str = "git clean -fd", trusted: tuple[str, ...] = (DIGEST,), *rules: Rule
+) -> str:
     policy = ApprovalPolicy((*rules, *active.rules(trusted, "acme")))
     return policy.decide("acme", BASH, {"command": command}).action
 
@@ -102,7 +109,14 @@ def test_nobody_is_asked_about_what_a_trusted_skill_names_once_it_is_loaded() ->
 
 
 @pytest.mark.parametrize(
-    "command", ["git push --force", "git clean -fd; git push --force", "$G clean -fd", "git clean -fd > /etc/x", "X=1 git clean -fd"]
+    "command",
+    [
+        "git push --force",
+        "git clean -fd; git push --force",
+        "$G clean -fd",
+        "git clean -fd > /etc/x",
+        "X=1 git clean -fd",
+    ],
 )
 def test_what_it_does_not_name_is_asked_about(command: str) -> None:
     active = ActiveSkills([SKILL])
@@ -140,9 +154,16 @@ def test_a_skill_that_could_not_be_loaded_is_not_active() -> None:
 
 def test_other_calls_are_of_no_skill() -> None:
     active = ActiveSkills([SKILL])
-    for name, arguments in (("bash_tool", {"name": "keep-house"}), ("skill_tool", {"name": ["keep-house"]}), ("skill_tool", {})):
+    for name, arguments in (
+        ("bash_tool", {"name": "keep-house"}),
+        ("skill_tool", {"name": ["keep-house"]}),
+        ("skill_tool", {}),
+    ):
         call = ToolCall(id="c", name=name, arguments=arguments)
         assert active.note(call, ToolResult(call_id="c", name=name, success=True, metadata={"digest": DIGEST})) is None
     own = ToolCall(id="c", name="keep-house", arguments={})
-    assert active.note(own, ToolResult(call_id="c", name="keep-house", success=True, metadata={"digest": DIGEST})) == "keep-house"
+    assert (
+        active.note(own, ToolResult(call_id="c", name="keep-house", success=True, metadata={"digest": DIGEST}))
+        == "keep-house"
+    )
     assert verdict(active) == "ask"

@@ -1,4 +1,6 @@
-"""Skills as .zip files and bundles: what is packed comes back, and what is not plain is refused before it is unpacked."""
+"""Skills as .zip files and bundles: what is packed comes back, and what is not plain is refused before it is
+unpacked.
+"""
 
 import contextlib
 import io
@@ -39,7 +41,9 @@ def entry(name: str, kind: int = stat.S_IFREG, mode: int = 0o644) -> zipfile.Zip
 
 
 def test_a_skill_that_is_packed_comes_back_as_it_was(tmp_path: Path) -> None:
-    folder = write_skill(tmp_path, "pdf", files={"scripts/a.py": "#!/bin/sh\n", "references/ü b.md": b"\x00\xff", "empty": b""})
+    folder = write_skill(
+        tmp_path, "pdf", files={"scripts/a.py": "#!/bin/sh\n", "references/ü b.md": b"\x00\xff", "empty": b""}
+    )
     skill = load_skill(folder)
     packed = [io.BytesIO(), io.BytesIO()]
     for target in packed:
@@ -63,7 +67,10 @@ def test_a_folder_or_what_is_in_it_may_be_packed_and_what_other_programs_add_is_
     assert load_zip(at_top).summary.warnings == ()
     noisy = zip_of(
         tmp_path,
-        lambda archive: [archive.writestr(name, "x") for name in ("pdf/.git/config", "__MACOSX/pdf/._SKILL.md", "pdf/a/__pycache__/b")],
+        lambda archive: [
+            archive.writestr(name, "x")
+            for name in ("pdf/.git/config", "__MACOSX/pdf/._SKILL.md", "pdf/a/__pycache__/b")
+        ],
     )
     assert [file.path for file in load_zip(noisy).files] == ["SKILL.md"]
 
@@ -82,7 +89,10 @@ def test_a_folder_or_what_is_in_it_may_be_packed_and_what_other_programs_add_is_
         (lambda archive: archive.writestr("pdf/" + "a/" * 40 + "x", "x"), "nested more than"),
         (lambda archive: archive.writestr("pdf/" + "a" * 2000, "x"), "is no path within a folder"),
         (lambda archive: [archive.writestr(name, "x") for name in ("pdf/a", "pdf/a/b")], "lies in a file"),
-        (lambda archive: [archive.writestr(f"pdf/{number}", "") for number in range(MAX_BUNDLE_FILES + 1)], "more than 2000 files"),
+        (
+            lambda archive: [archive.writestr(f"pdf/{number}", "") for number in range(MAX_BUNDLE_FILES + 1)],
+            "more than 2000 files",
+        ),
         (lambda archive: archive.writestr("pdf/zeros", bytes(MAX_BUNDLE_BYTES)), "larger than 64 MiB"),
     ],
 )
@@ -123,7 +133,9 @@ def test_what_is_no_skill_says_what_is_missing(tmp_path: Path) -> None:
 
 def test_a_hostile_archive_is_examined_in_a_program_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(SkillBroken, match="is no plain file"):
-        examine_skill(zip_of(tmp_path, lambda archive: archive.writestr(entry("pdf/link", stat.S_IFLNK), "/etc/passwd")))
+        examine_skill(
+            zip_of(tmp_path, lambda archive: archive.writestr(entry("pdf/link", stat.S_IFLNK), "/etc/passwd"))
+        )
     (tmp_path / "x.zip").write_bytes(b"PK\x03\x04nothing")
     with pytest.raises(SkillBroken, match=r"no .zip file"):
         examine_skill(tmp_path / "x.zip")
@@ -135,7 +147,9 @@ def test_a_hostile_archive_is_examined_in_a_program_of_its_own(tmp_path: Path) -
 
 @settings(deadline=None)
 @given(st.binary(max_size=2000), st.integers(0, 400))
-def test_a_damaged_archive_is_refused_or_is_a_skill(tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int) -> None:
+def test_a_damaged_archive_is_refused_or_is_a_skill(
+    tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int
+) -> None:
     folder = tmp_path_factory.mktemp("zip")
     path = zip_of(folder, lambda archive: archive.writestr("pdf/a", "x" * 50))
     data = path.read_bytes()
@@ -165,4 +179,6 @@ def test_the_program_that_examines_a_skill_has_no_secret(tmp_path: Path, monkeyp
         monkeypatch.setenv(name, "secret")
     with pytest.raises(SkillBroken) as told:
         examine_skill(tmp_path)
-    assert not {"TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"} & set(str(told.value).split())
+    assert not {"TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"} & set(
+        str(told.value).split()
+    )

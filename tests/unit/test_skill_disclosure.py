@@ -46,7 +46,10 @@ def test_a_small_window_has_less_room() -> None:
     assert [name for name in ("alpha", "beta", "gamma") if f"- {name}" in told(skills, {"beta": 1}, 2000)] == ["beta"]
 
 
-@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 4000)), max_size=60, unique_by=lambda pair: pair[0]), st.integers(0, 300_000))
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 4000)), max_size=60, unique_by=lambda pair: pair[0]),
+    st.integers(0, 300_000),
+)
 def test_no_more_is_told_than_there_is_room_for(sizes: list[tuple[int, int]], window: int) -> None:
     skills = [build_skill(f"s{number}", "x" * size) for number, size in sizes]
     description = told(skills, {}, window)

@@ -23,7 +23,20 @@ from workers.skills.loader import Skill, load_skill, load_skills, pack_skill
 
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=80).filter(str.strip)
 
-TAGS = ("int", "float", "bool", "timestamp", "binary", "set", "omap", "pairs", "null", "merge", "value", "python/name:os.system")
+TAGS = (
+    "int",
+    "float",
+    "bool",
+    "timestamp",
+    "binary",
+    "set",
+    "omap",
+    "pairs",
+    "null",
+    "merge",
+    "value",
+    "python/name:os.system",
+)
 YAML_WORDS = (
     *"-:?[]{},#&*!|>'\"%@`ab1\n \t",
     "name: a\n",
@@ -51,9 +64,14 @@ def warnings_of(matter: str) -> str:
 
 def test_a_skill_is_its_front_matter_its_text_and_its_files(tmp_path: Path) -> None:
     matter = (
-        "name: pdf-forms\ndescription: Fills forms.\nlicense: MIT\ncompatibility: needs python\nallowed-tools: [Read]\nmetadata: {a: b}"
+        "name: pdf-forms\ndescription: Fills forms.\nlicense: MIT\ncompatibility: needs python\nallowed-tools: [Read]\n"
+        "metadata: {a: b}"
     )
-    skill = load_skill(write_skill(tmp_path, "pdf-forms", matter, "# Forms", {"scripts/run.py": "#!/usr/bin/env python3\n", "a/b.md": "b"}))
+    skill = load_skill(
+        write_skill(
+            tmp_path, "pdf-forms", matter, "# Forms", {"scripts/run.py": "#!/usr/bin/env python3\n", "a/b.md": "b"}
+        )
+    )
     assert skill.body == "# Forms"
     assert [file.path for file in skill.files] == ["SKILL.md", "a/b.md", "scripts/run.py"]
     summary = skill.summary
@@ -135,7 +153,10 @@ def test_a_broken_skill_is_told_and_costs_no_other(tmp_path: Path) -> None:
     (write_skill(tmp_path, "c") / "SKILL.md").write_bytes(b"---\nname: \xff\n---\n")
     with capture_logs() as logs:
         assert [skill.name for skill in load_skills([tmp_path])] == ["b"]
-    assert [(one["event"], Path(one["folder"]).name) for one in logs] == [("skill_not_loaded", "a"), ("skill_not_loaded", "c")]
+    assert [(one["event"], Path(one["folder"]).name) for one in logs] == [
+        ("skill_not_loaded", "a"),
+        ("skill_not_loaded", "c"),
+    ]
 
 
 def test_of_two_with_one_name_the_first_root_wins_and_it_is_told(tmp_path: Path) -> None:
@@ -237,7 +258,12 @@ def test_the_digest_tells_names_run_bits_and_bytes_apart(tmp_path: Path) -> None
 
     base = digest("1", {"b": "c", "d": ""})
     assert digest("2", {"b": "c", "d": ""}) == base
-    assert len({base, digest("3", {"b": "", "d": "c"}), digest("4", {"bc": "", "d": ""}), digest("5", {"b": "c", "e": ""})}) == 4
+    assert (
+        len(
+            {base, digest("3", {"b": "", "d": "c"}), digest("4", {"bc": "", "d": ""}), digest("5", {"b": "c", "e": ""})}
+        )
+        == 4
+    )
     os.chmod(tmp_path / "2" / "a" / "b", 0o755)
     assert load_skill(tmp_path / "2" / "a").summary.digest != base
 
@@ -257,7 +283,12 @@ def test_files_that_have_changed_are_not_packed(tmp_path: Path) -> None:
 
 def test_two_hundred_skills_are_loaded_in_a_blink(tmp_path: Path) -> None:
     for number in range(200):
-        write_skill(tmp_path, f"skill-{number}", body="text\n" * 200, files={"scripts/a.py": "#!/bin/sh\n", "references/b.md": "b" * 5000})
+        write_skill(
+            tmp_path,
+            f"skill-{number}",
+            body="text\n" * 200,
+            files={"scripts/a.py": "#!/bin/sh\n", "references/b.md": "b" * 5000},
+        )
 
     def timed() -> float:
         started = time.process_time()

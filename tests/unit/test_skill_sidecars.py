@@ -27,14 +27,26 @@ def test_the_entrypoint_is_enough() -> None:
     sidecar = parse()
     assert (sidecar.args, sidecar.interpreter, sidecar.timeout, sidecar.network) == ("json-stdin", None, None, False)
     spec = build_skill_spec(summary(), sidecar)
-    assert (spec.name, spec.pool, spec.requires_permission, spec.dangerous, spec.timeout_s) == ("word-count", "sandbox", False, False, None)
+    assert (spec.name, spec.pool, spec.requires_permission, spec.dangerous, spec.timeout_s) == (
+        "word-count",
+        "sandbox",
+        False,
+        False,
+        None,
+    )
     assert spec.description == "Counts words. It runs in the session's sandbox, without network."
 
 
 def test_all_that_it_says_is_in_the_spec() -> None:
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     sidecar = parse(
-        parameters=parameters, timeout=30, requires_permission=True, dangerous=True, network=True, args="argv", interpreter="python3"
+        parameters=parameters,
+        timeout=30,
+        requires_permission=True,
+        dangerous=True,
+        network=True,
+        args="argv",
+        interpreter="python3",
     )
     spec = build_skill_spec(summary(), sidecar)
     assert (spec.parameters, spec.timeout_s, spec.requires_permission, spec.dangerous) == (parameters, 30, True, True)
@@ -70,7 +82,9 @@ def test_what_makes_no_tool_is_told(fields: dict[str, Any], words: str) -> None:
         parse(**fields)
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b"null", b"{}", b"[" * 10_000, b" " * (MAX_SIDECAR_BYTES + 1)])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{", b"\xff", b"null", b"{}", b"[" * 10_000, b" " * (MAX_SIDECAR_BYTES + 1)]
+)
 def test_what_is_no_sidecar_is_told(text: bytes) -> None:
     with pytest.raises(SidecarBroken):
         parse_sidecar(text, FILES)
@@ -92,7 +106,11 @@ def test_a_name_that_no_tool_can_have_is_told(name: str) -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_json_does_not_have_are_told(number: str) -> None:
-    text = b'{"entrypoint": "scripts/run.py", "parameters": {"type": "object", "properties": {"a": {"default": ' + number.encode() + b"}}}}"
+    text = (
+        b'{"entrypoint": "scripts/run.py", "parameters": {"type": "object", "properties": {"a": {"default": '
+        + number.encode()
+        + b"}}}}"
+    )
     with pytest.raises(SidecarBroken):
         build_skill_spec(summary(), parse_sidecar(text, FILES))
 

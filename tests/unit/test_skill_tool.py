@@ -34,14 +34,20 @@ class Bench:
         self.skills = load_skills([root])
         self.tool = build_skill_tool(self.skills)
         executor = build_executor(
-            ToolRegistry((self.tool,)), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}
+            ToolRegistry((self.tool,)),
+            self.client,
+            MemoryLedger(),
+            MemoryBlobs(),
+            {"host": "h1", "queue": "host.h1.b00t"},
         )
         self.executor = executor
         self.calls = 0
 
     def use(self, **arguments: Any) -> ToolResult:
         self.calls += 1
-        return self.executor.execute(ToolCall(id=f"call-{self.calls}", name="skill_tool", arguments=arguments), build_context())
+        return self.executor.execute(
+            ToolCall(id=f"call-{self.calls}", name="skill_tool", arguments=arguments), build_context()
+        )
 
 
 @pytest.fixture
@@ -119,7 +125,11 @@ def test_a_script_is_run_with_json_from_where_the_bundle_lies(root: Path) -> Non
     assert bench.use(name="alpha", action="run", script="a.py", args={"x": 1}).text() == "1\n"
     place, archive = bench.client.skills[bench.skills[0].summary.digest]
     (run,) = bench.client.requests
-    assert (run["argv"], run["cwd"], run["env"]) == (["python3", f"{place}/scripts/a.py"], "/workspace", {"SKILL_DIR": place})
+    assert (run["argv"], run["cwd"], run["env"]) == (
+        ["python3", f"{place}/scripts/a.py"],
+        "/workspace",
+        {"SKILL_DIR": place},
+    )
     assert json.loads(bench.client.bodies[-1]) == {"x": 1}
     with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
         assert packed.getnames() == [file.path for file in bench.skills[0].files]
@@ -181,11 +191,15 @@ def test_only_scripts_of_the_bundle_are_run(root: Path, script: str, code: Error
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"timeout": "5m"}, {"timeout": None}, {"timeout": 5000}, {"cwd": 7}, {"command": [1], "background": 1}]
+    "arguments",
+    [{"timeout": "5m"}, {"timeout": None}, {"timeout": 5000}, {"cwd": 7}, {"command": [1], "background": 1}],
 )
 def test_parameters_of_a_skills_own_are_its_own_whatever_their_names(tmp_path: Path, arguments: dict[str, Any]) -> None:
     sidecar = json.dumps(
-        {"entrypoint": "scripts/a.sh", "parameters": {"type": "object", "properties": {name: {"description": "any"} for name in arguments}}}
+        {
+            "entrypoint": "scripts/a.sh",
+            "parameters": {"type": "object", "properties": {name: {"description": "any"} for name in arguments}},
+        }
     )
     write_skill(tmp_path, "a", files={"scripts/a.sh": "cat", SIDECAR_FILE: sidecar})
     client, registry = FakeSandboxClient(build_exec_response(b"1\n")), ToolRegistry[Handler]()
@@ -210,7 +224,9 @@ def test_word_count_counts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Two words\ntwo more\n")
     asked = json.dumps({"files": ["a.txt", "none.txt"], "top": 1})
     script = SHIPPED / "word-count" / "scripts" / "count.py"
-    told = subprocess.run([sys.executable, script], input=asked, capture_output=True, text=True, cwd=tmp_path, check=True)
+    told = subprocess.run(
+        [sys.executable, script], input=asked, capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert json.loads(told.stdout) == {
         "a.txt": {"lines": 2, "words": 4, "characters": 19, "top": [["two", 2]]},
         "none.txt": {"error": "No such file or directory"},

@@ -1,4 +1,6 @@
-"""`toolcrew top`, the pages, the metrics and `tenants ls` show the same numbers of slots in use and of calls in flight."""
+"""`toolcrew top`, the pages, the metrics and `tenants ls` show the same numbers of slots in use and of calls in
+flight.
+"""
 
 import json
 import re
@@ -33,7 +35,10 @@ def test_calls_beyond_the_slots_use_none(in_flight: int, slots: int, in_use: int
 
 async def fill(client: "redis.asyncio.Redis", server: RedisProcess) -> None:
     """Two workers whose reports are older than the calls: 3 calls in flight on 4 slots, and 3 on 2 slots."""
-    reports = [build_report("h1", queue=QUEUE, slots=4, busy=0, pools=()), build_report("w1", queue=POOL_WEB, kind="web", slots=2, busy=0)]
+    reports = [
+        build_report("h1", queue=QUEUE, slots=4, busy=0, pools=()),
+        build_report("w1", queue=POOL_WEB, kind="web", slots=2, busy=0),
+    ]
     for report in reports:
         await client.zadd(hosts_key(DEPLOYMENT), {report.queue: time.time()})
         await client.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
@@ -53,7 +58,10 @@ async def test_every_surface_shows_the_same_numbers(redis_server: RedisProcess) 
         metrics = read_page(await MetricsPage(client, DEPLOYMENT).render())
 
     assert (look.slots_in_use, look.slots) == (5, 6)
-    assert {queue.queue: (queue.slots_in_use, queue.slots) for queue in look.queues if queue.slots} == {QUEUE: (3, 4), POOL_WEB: (2, 2)}
+    assert {queue.queue: (queue.slots_in_use, queue.slots) for queue in look.queues if queue.slots} == {
+        QUEUE: (3, 4),
+        POOL_WEB: (2, 2),
+    }
     check_top(look)
     check_pages(look)
     in_use = counted(metrics, "toolcrew_queue_slots_in_use")
@@ -68,7 +76,10 @@ def check_top(look: Overview) -> None:
     assert any(re.match(r"acme +6/100 ", line) for line in screen)
     found = json.loads(json.dumps(look.to_json()))
     assert (found["slots_in_use"], found["slots"]) == (5, 6)
-    assert {queue["queue"]: queue["slots_in_use"] for queue in found["queues"] if queue["slots"]} == {QUEUE: 3, POOL_WEB: 2}
+    assert {queue["queue"]: queue["slots_in_use"] for queue in found["queues"] if queue["slots"]} == {
+        QUEUE: 3,
+        POOL_WEB: 2,
+    }
 
 
 def check_pages(look: Overview) -> None:
@@ -82,7 +93,9 @@ def check_pages(look: Overview) -> None:
     assert '<td data-label="in flight" class="number">6 of 100</td>' in rows
 
 
-def test_the_list_of_tenants_shows_calls_in_flight_and_waiting(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_tenants_shows_calls_in_flight_and_waiting(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     monkeypatch.setenv("TOOLCREW_DEPLOYMENT", DEPLOYMENT)
     assert CliRunner().invoke(app, ["tenants", "add", "acme", "--in-flight", "2", "--queued", "9"]).exit_code == 0

@@ -1,4 +1,6 @@
-"""Spans on their way to a collector that is there, slow, broken or dead: nobody waits for it, and what is lost is said."""
+"""Spans on their way to a collector that is there, slow, broken or dead: nobody waits for it, and what is lost is
+said.
+"""
 
 import logging
 import os
@@ -43,7 +45,9 @@ def tell(tracer: Tracer, count: int = 1) -> list[Span]:
 def test_what_has_ended_reaches_the_collector_at_the_latest_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_collector() as collector:
         warned: list[str] = []
-        tracer = opened(monkeypatch, collector.url, warned, OTEL_SERVICE_NAME="mine", OTEL_EXPORTER_OTLP_COMPRESSION="gzip")
+        tracer = opened(
+            monkeypatch, collector.url, warned, OTEL_SERVICE_NAME="mine", OTEL_EXPORTER_OTLP_COMPRESSION="gzip"
+        )
         (span,) = tell(tracer)
         tracer.close()
         found = collector.one("work")
@@ -172,7 +176,9 @@ def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     ),
     st.text(st.characters(codec=None), max_size=400),
 )
-def test_whatever_an_attribute_holds_a_collector_can_read_all_of_the_batch(attributes: dict[str, object], name: str) -> None:
+def test_whatever_an_attribute_holds_a_collector_can_read_all_of_the_batch(
+    attributes: dict[str, object], name: str
+) -> None:
     ended: list[Span] = []
     tracer = Tracer(ended.append, lambda _: True)
     tracer.start(name, attributes).end(error="\ud800")  # type: ignore[arg-type]
@@ -180,7 +186,9 @@ def test_whatever_an_attribute_holds_a_collector_can_read_all_of_the_batch(attri
 
 
 def test_content_is_masked_before_it_is_cut() -> None:
-    tracer = Tracer(lambda _: None, lambda _: True, has_content=True, masker=Masker({"password": "correct-horse-battery"}))
+    tracer = Tracer(
+        lambda _: None, lambda _: True, has_content=True, masker=Masker({"password": "correct-horse-battery"})
+    )
     text = "x" * (MAX_CONTENT_CHARS - 5) + "correct-horse-battery" + "y" * 10_000
     told = str(clean(tracer.content(names.TOOL_RESULT, lambda: text))[names.TOOL_RESULT])
     assert "corre" not in told

@@ -45,7 +45,12 @@ def send(number: int) -> Callable[[StackInfo], None]:
 def test_the_end_is_announced_once_where_a_terminal_can_show_it(number: int, ends: int) -> None:
     announced: list[str] = []
     code = asyncio.run(
-        keep(OrchestratorSettings.model_validate({}), send(number), until_eof=False, announce_end=lambda: announced.append("end"))
+        keep(
+            OrchestratorSettings.model_validate({}),
+            send(number),
+            until_eof=False,
+            announce_end=lambda: announced.append("end"),
+        )
     )
     assert (code, len(announced)) == (0, ends)
 
@@ -57,7 +62,9 @@ def test_the_end_is_announced_once_where_a_terminal_can_show_it(number: int, end
         (True, "tenants, API keys, runs and batches remain in the Redis that TOOLCREW_REDIS_URL names"),
     ],
 )
-def test_the_sentence_says_what_is_deleted_and_what_remains(is_kept: bool, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sentence_says_what_is_deleted_and_what_remains(
+    is_kept: bool, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     asyncio.run(
         keep(
             OrchestratorSettings.model_validate({}),

@@ -1,4 +1,6 @@
-"""The program that runs the test suite in parts: nothing is left out, nothing that fails is hidden, and a signal ends it in order."""
+"""The program that runs the test suite in parts: nothing is left out, nothing that fails is hidden, and a signal ends
+it in order.
+"""
 
 import signal
 import subprocess
@@ -32,7 +34,9 @@ def start(root: Path, **parts: str) -> "subprocess.Popen[str]":
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"test_{folder.name}.py").write_text(source)
     (root / "pytest.ini").write_text("[pytest]\naddopts = -ra -p no:cacheprovider\n")
-    return subprocess.Popen([sys.executable, str(SCRIPT), str(root)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(root)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def run(root: Path, **parts: str) -> tuple[int, str]:
@@ -77,7 +81,9 @@ def test_what_fails_and_what_dies_fails_all_is_told_whole_and_named_last(tmp_pat
 
 def test_a_fault_of_pytest_itself_fails_all_and_names_what_ran(tmp_path: Path) -> None:
     (tmp_path / "tests" / "one").mkdir(parents=True)
-    (tmp_path / "tests" / "one" / "conftest.py").write_text("def pytest_runtest_logfinish(nodeid): raise RuntimeError('a plugin')\n")
+    (tmp_path / "tests" / "one" / "conftest.py").write_text(
+        "def pytest_runtest_logfinish(nodeid): raise RuntimeError('a plugin')\n"
+    )
     (tmp_path / "tests" / "one" / "test_one.py").write_text(PASSES)
 
     status, told = run(tmp_path, two=PASSES)

@@ -1,4 +1,6 @@
-"""Processes that are kept running: started again with growing pauses, given up when that does not help, and never left over."""
+"""Processes that are kept running: started again with growing pauses, given up when that does not help, and never left
+over.
+"""
 
 import asyncio
 import os
@@ -79,7 +81,9 @@ async def watching(house: House) -> AsyncIterator["asyncio.Task[str]"]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_process_that_is_killed_is_started_again_at_once_and_its_neighbour_is_not_touched(tmp_path: Path) -> None:
+async def test_a_process_that_is_killed_is_started_again_at_once_and_its_neighbour_is_not_touched(
+    tmp_path: Path,
+) -> None:
     async with opened(tmp_path, "a", "b") as house:
         first, neighbour = await house.start("a", FOREVER), await house.start("b", FOREVER)
         async with watching(house):
@@ -92,7 +96,9 @@ async def test_a_process_that_is_killed_is_started_again_at_once_and_its_neighbo
             assert house.changes == 2
 
 
-async def test_a_process_that_ends_again_and_again_is_given_up_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_ends_again_and_again_is_given_up_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with opened(tmp_path, "broken", "fine") as house:
         monkeypatch.setattr(supervision, "PAUSES_S", (0.0, 0.01))
         await house.start("broken", "print('cannot'); raise SystemExit(3)")
@@ -102,7 +108,10 @@ async def test_a_process_that_ends_again_and_again_is_given_up_and_named(tmp_pat
 
         assert given_up == "broken"
         assert house.log("broken").split() == ["cannot"] * MOST_ENDS
-        assert house.said[-1] == f"broken has ended {MOST_ENDS} times within {WINDOW_S:g} s (exit code 3) and is not started again"
+        assert (
+            house.said[-1]
+            == f"broken has ended {MOST_ENDS} times within {WINDOW_S:g} s (exit code 3) and is not started again"
+        )
         assert house.supervisor.pids()["broken"] == []
 
 
@@ -121,7 +130,10 @@ async def test_a_worker_that_ends_in_order_is_not_started_again(tmp_path: Path) 
 
 
 async def test_what_a_killed_process_leaves_of_its_own_goes_before_the_next_is_started(tmp_path: Path) -> None:
-    program = f"import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', '{FOREVER}']).pid, flush=True); time.sleep(600)"
+    program = (
+        f"import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', '{FOREVER}']).pid, flush=True); "
+        "time.sleep(600)"
+    )
     async with opened(tmp_path, "parent") as house:
         first = await house.start("parent", program)
         left = int(await eventually(lambda: house.log("parent").strip(), SOON_S, "it has a child"))
@@ -185,4 +197,10 @@ def test_the_first_end_costs_no_pause_and_each_further_one_within_the_window_mor
 
 
 def test_an_end_is_told_by_its_code_or_its_signal() -> None:
-    assert [str(End(code, 0.0)) for code in (0, 3, -9, -64, -99)] == ["exit code 0", "exit code 3", "SIGKILL", "SIGRTMAX", "signal 99"]
+    assert [str(End(code, 0.0)) for code in (0, 3, -9, -64, -99)] == [
+        "exit code 0",
+        "exit code 3",
+        "SIGKILL",
+        "SIGRTMAX",
+        "signal 99",
+    ]

@@ -1,4 +1,6 @@
-"""Turning tools off and on: the shared switches, what a worker and the dispatcher make of them, and what a bad or silent Redis means."""
+"""Turning tools off and on: the shared switches, what a worker and the dispatcher make of them, and what a bad or
+silent Redis means.
+"""
 
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -69,7 +71,9 @@ async def test_a_tool_that_was_turned_off_is_off_until_it_is_turned_on(switches:
     assert not await switches.turn_on("echo")
 
 
-async def test_a_worker_sees_a_switch_once_what_it_knows_is_old(switches: RedisSwitches, redis_server: RedisProcess) -> None:
+async def test_a_worker_sees_a_switch_once_what_it_knows_is_old(
+    switches: RedisSwitches, redis_server: RedisProcess
+) -> None:
     clock = Clock()
     with redis_server.client() as client:
         board = WorkerSwitches(client, "test", KEY, clock)
@@ -82,7 +86,9 @@ async def test_a_worker_sees_a_switch_once_what_it_knows_is_old(switches: RedisS
         assert board.find("echo", "acme") is None
 
 
-async def test_another_orchestrator_sees_a_switch_once_what_it_knows_is_old(switches: RedisSwitches, redis_server: RedisProcess) -> None:
+async def test_another_orchestrator_sees_a_switch_once_what_it_knows_is_old(
+    switches: RedisSwitches, redis_server: RedisProcess
+) -> None:
     client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
     other = RedisSwitches(client, "test", KEY)
     assert await other.switches() == {}
@@ -93,7 +99,9 @@ async def test_another_orchestrator_sees_a_switch_once_what_it_knows_is_old(swit
     await client.aclose()
 
 
-async def test_the_switches_of_one_deployment_are_not_anothers(switches: RedisSwitches, redis_server: RedisProcess) -> None:
+async def test_the_switches_of_one_deployment_are_not_anothers(
+    switches: RedisSwitches, redis_server: RedisProcess
+) -> None:
     await switches.turn_off("echo", OFF)
     with redis_server.client() as client:
         assert WorkerSwitches(client, "other", KEY).find("echo", "acme") is None
@@ -132,7 +140,9 @@ async def test_an_orchestrator_that_cannot_ask_calls_nothing() -> None:
     await client.aclose()
 
 
-async def test_a_switch_that_was_set_is_not_reported_as_failed_because_nothing_can_be_read(switches: RedisSwitches) -> None:
+async def test_a_switch_that_was_set_is_not_reported_as_failed_because_nothing_can_be_read(
+    switches: RedisSwitches,
+) -> None:
     class WriteOnly(redis.asyncio.Redis):
         def hgetall(self, *_: Any) -> Any:
             raise redis.ConnectionError("away")
@@ -223,7 +233,10 @@ def fine(call: ToolCall, _: ToolContext) -> ToolResult:
 
 
 async def dispatch(name: str, board: Any, audience: Any = "model") -> tuple[ToolResult, int]:
-    transport, catalog = AnsweringTransport(fine), StaticCatalog(build_spec("echo"), build_spec("session.close", audience="session"))
+    transport, catalog = (
+        AnsweringTransport(fine),
+        StaticCatalog(build_spec("echo"), build_spec("session.close", audience="session")),
+    )
     door = Dispatcher(transport, catalog, KEY, queue_wait_s=60, switches=board)
     result = await door.dispatch(build_call(name), Route("acme", "s1", "q"), Terms(audience=audience))
     return result, len(transport.deliveries)

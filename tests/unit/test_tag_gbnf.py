@@ -32,7 +32,9 @@ RICH = build_spec(
     },
     required=["query", "mode", "is_deep"],
 )
-PLAIN = build_spec("plain_tool", properties={"first": {"type": "string"}, "second": {"type": "string"}}, required=["second"])
+PLAIN = build_spec(
+    "plain_tool", properties={"first": {"type": "string"}, "second": {"type": "string"}}, required=["second"]
+)
 BARE = build_spec("bare_tool", properties={})
 ODD = build_spec("odd \"<&>' name\n\\", properties={"值": {"type": "string"}}, required=["值"])
 ALL = [RICH, PLAIN, BARE, ODD]
@@ -51,7 +53,9 @@ def read_by_hand(call: str) -> dict[str, str]:
     body = call[call.index(">") + 1 : call.rindex("</tool_action>")]
     found = list(_CHILD.finditer(body))
     assert "".join(child[0] for child in found) == body
-    return {child[1] or child[3]: decode_attribute(child[2], '"') if child[1] else strip_body(child[4]) for child in found}
+    return {
+        child[1] or child[3]: decode_attribute(child[2], '"') if child[1] else strip_body(child[4]) for child in found
+    }
 
 
 @pytest.mark.parametrize(("index", "spec"), list(enumerate(ALL)), ids=["rich", "plain", "bare", "odd"])
@@ -69,7 +73,8 @@ def test_what_is_written_for_a_type_fits_it() -> None:
     for _ in range(SAMPLES):
         (call,) = read(grammar.sample(random, "call-0"))
         assert isinstance(call, Call)
-        # Between two tags text may be all line breaks, which are dropped; and enums of other types than text are not read as text.
+        # Between two tags text may be all line breaks, which are dropped; and enums of other types than text are not
+        # read as text.
         prepare_arguments(RICH, {**call.arguments, "query": "x", "mode": "a b"}, text=True)
 
 
@@ -112,7 +117,9 @@ def test_an_enum_allows_its_values_and_no_others() -> None:
 
 
 def test_a_schema_that_says_little_is_taken_as_text() -> None:
-    spec = ToolSpec(name="loose", description="Loose.", parameters={"type": "object", "properties": {"a": True, "b": {"anyOf": []}}})
+    spec = ToolSpec(
+        name="loose", description="Loose.", parameters={"type": "object", "properties": {"a": True, "b": {"anyOf": []}}}
+    )
     assert '"<a value=\\"" line "\\" />"' in build_tag_grammar([spec])
 
 

@@ -1,4 +1,6 @@
-"""Bad input for the tag parser: huge, cut anywhere, half characters, NUL; and that size costs time and memory in proportion only."""
+"""Bad input for the tag parser: huge, cut anywhere, half characters, NUL; and that size costs time and memory in
+proportion only.
+"""
 
 import time
 import tracemalloc
@@ -27,7 +29,9 @@ def test_a_hundred_megabytes_of_text_pass_through_one_chunk_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "head", [OPEN, OPEN[:24], '<tool_action name="t">{', "<tool_action name='"], ids=["value", "name", "error", "header"]
+    "head",
+    [OPEN, OPEN[:24], '<tool_action name="t">{', "<tool_action name='"],
+    ids=["value", "name", "error", "header"],
 )
 def test_a_hundred_megabytes_in_one_tag_are_errors_of_the_limit_and_bounded_memory(head: str) -> None:
     parser, chunk, size = TagStreamParser(), "x" * 65_536, len(head)
@@ -76,14 +80,20 @@ def test_a_tag_of_exactly_the_limit_is_a_call_and_one_more_character_is_too_long
     text = OPEN + "x" * (300 - len(OPEN) - len(CLOSE)) + CLOSE
     for chunks in ([text], list(text)):
         assert [type(event) for event in read(chunks, max_tag_chars=300)] == [Call]
-        assert {event.reason for event in read(chunks, max_tag_chars=299) if isinstance(event, Malformed)} == {"too long"}
+        assert {event.reason for event in read(chunks, max_tag_chars=299) if isinstance(event, Malformed)} == {
+            "too long"
+        }
 
 
 def test_a_call_comes_with_the_chunk_that_completes_it_however_long_its_value() -> None:
     for value in ("x" * 10, "x > y\n" * 1000, "<b>", "->" * 500):
         parser = TagStreamParser()
         text = f'{OPEN}{value}" /></tool_action>'
-        before = [event for start in range(0, len(text) - 1, 5) for event in parser.feed(text[start : min(start + 5, len(text) - 1)])]
+        before = [
+            event
+            for start in range(0, len(text) - 1, 5)
+            for event in parser.feed(text[start : min(start + 5, len(text) - 1)])
+        ]
         assert before == []
         assert [type(event) for event in parser.feed(">")] == [Call]
 

@@ -8,7 +8,9 @@ from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.tags import TagsDialect
 
-SPEC = ToolSpec(name="bash_tool", description="Runs.", parameters={"type": "object", "properties": {"command": {"type": "string"}}})
+SPEC = ToolSpec(
+    name="bash_tool", description="Runs.", parameters={"type": "object", "properties": {"command": {"type": "string"}}}
+)
 TAG = '<tool_action name="read_tool"><path value="a" /></tool_action>'
 
 
@@ -92,7 +94,10 @@ def test_a_result_is_sent_as_a_user_message_that_names_the_tool() -> None:
 
 
 def test_results_of_one_reply_share_a_message_in_order() -> None:
-    assert sent(result("1"), result("2", "r1-2-1"))["content"] == "Tool result for read_tool:\n1\n\nTool result for read_tool:\n2"
+    assert (
+        sent(result("1"), result("2", "r1-2-1"))["content"]
+        == "Tool result for read_tool:\n1\n\nTool result for read_tool:\n2"
+    )
 
 
 def test_a_closing_hint_ends_the_message() -> None:
@@ -100,5 +105,7 @@ def test_a_closing_hint_ends_the_message() -> None:
 
 
 def test_a_failure_is_told_with_its_code() -> None:
-    failed = ToolResult(call_id="a", name="x", success=False, error="Tool not found: x", error_code=ErrorCode.TOOL_NOT_FOUND)
+    failed = ToolResult(
+        call_id="a", name="x", success=False, error="Tool not found: x", error_code=ErrorCode.TOOL_NOT_FOUND
+    )
     assert sent(failed)["content"] == "Tool result for x:\nError [TOOL_NOT_FOUND]: Tool not found: x"

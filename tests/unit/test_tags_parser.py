@@ -36,7 +36,11 @@ def tag(body: str) -> str:
 
 
 SEARCH = '<tool_action name="vector-search">\n<query value="读取文件" />\n<limit value="5" />\n</tool_action>'
-S0_CHUNKS = ['思考: 我需要搜索...<tool_action name="', 'vector-search"><query value="test"', '" /></tool_action>接下来...']
+S0_CHUNKS = [
+    '思考: 我需要搜索...<tool_action name="',
+    'vector-search"><query value="test"',
+    '" /></tool_action>接下来...',
+]
 
 
 def test_a_tag_gives_its_name_and_string_values() -> None:
@@ -146,7 +150,9 @@ def test_a_value_is_read_as_written(body: str, value: str) -> None:
     assert only_call(tag(body)).arguments == {"v": value}
 
 
-@pytest.mark.parametrize("text", ['<tool_action name="t"/>', '<tool_action id="1" name="t" />', tag(""), tag(" <!-- none --> ")])
+@pytest.mark.parametrize(
+    "text", ['<tool_action name="t"/>', '<tool_action id="1" name="t" />', tag(""), tag(" <!-- none --> ")]
+)
 def test_a_call_may_have_no_parameters(text: str) -> None:
     assert only_call(text).arguments == {}
 
@@ -178,7 +184,8 @@ def test_a_json_body_is_refused_with_the_canonical_form() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['<tool_action><v value="1"/></tool_action>', '<tool_action id="1"/>', '<tool_action name=""></tool_action>']
+    "text",
+    ['<tool_action><v value="1"/></tool_action>', '<tool_action id="1"/>', '<tool_action name=""></tool_action>'],
 )
 def test_a_call_without_a_tool_name_is_an_error(text: str) -> None:
     error = only_error(text)
@@ -186,7 +193,8 @@ def test_a_call_without_a_tool_name_is_an_error(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['<tool_action name="t"', '<tool_action name="t"><v value="rm -rf', '<tool_action name="t"><v>a</v></tool_action']
+    "text",
+    ['<tool_action name="t"', '<tool_action name="t"><v value="rm -rf', '<tool_action name="t"><v>a</v></tool_action'],
 )
 def test_a_tag_that_never_closes_is_an_error_and_no_text(text: str) -> None:
     assert [type(event) for event in parse("a " + text)] == [Text, Malformed]
@@ -263,7 +271,9 @@ def test_what_looks_like_an_attribute_is_one_wherever_it_is_cut(word: str, place
     parser = TagStreamParser()
     for chunk in (text[:22], text[22:23], text[23:split], text[split:]):
         events = parser.feed(chunk)
-    assert [(type(event), getattr(event, "reason", "")) for event in events] == [(Malformed, f"unexpected attribute '{word}'")]
+    assert [(type(event), getattr(event, "reason", "")) for event in events] == [
+        (Malformed, f"unexpected attribute '{word}'")
+    ]
 
 
 def test_a_tag_beyond_the_limit_is_an_error_and_what_follows_is_text() -> None:

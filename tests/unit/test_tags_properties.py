@@ -1,4 +1,6 @@
-"""What holds for every input of the tag parser: nothing is lost, chunks do not matter, calls survive the round trip, time is linear."""
+"""What holds for every input of the tag parser: nothing is lost, chunks do not matter, calls survive the round trip,
+time is linear.
+"""
 
 import itertools
 import time
@@ -15,9 +17,9 @@ PIECES = [
 ]  # fmt: skip
 HOSTILE = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
 OPTIONS = st.sampled_from([{}, {"ignore_fenced": True}, {"max_tag_chars": 70}])
-NAMES = st.text(st.characters(exclude_characters=" \t\r\n/>=<\"'!?&", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
-    lambda name: name != "tool_action"
-)
+NAMES = st.text(
+    st.characters(exclude_characters=" \t\r\n/>=<\"'!?&", exclude_categories=["Cs"]), min_size=1, max_size=8
+).filter(lambda name: name != "tool_action")
 VALUES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
@@ -58,14 +60,20 @@ def test_single_characters_give_the_same_events(text: str, options: dict[str, ob
 @given(st.text(max_size=60))
 def test_at_most_twelve_characters_of_text_are_held(text: str) -> None:
     parser = TagStreamParser()
-    shown = sum(len(event.text if isinstance(event, Text) else event.raw) for character in text for event in parser.feed(character))
+    shown = sum(
+        len(event.text if isinstance(event, Text) else event.raw)
+        for character in text
+        for event in parser.feed(character)
+    )
     assert "<tool_action" in text or len(text) - shown <= 12
 
 
 @given(NAMES, st.dictionaries(NAMES, VALUES, max_size=4), VALUES)
 def test_a_written_call_is_read_back(name: str, arguments: dict[str, str], around: str) -> None:
     before, after = around.replace("<", "("), around
-    calls = [event for event in parse([before + build_tag_call(name, arguments) + after], {}) if isinstance(event, Call)]
+    calls = [
+        event for event in parse([before + build_tag_call(name, arguments) + after], {}) if isinstance(event, Call)
+    ]
     assert (calls[0].name, calls[0].arguments) == (name, arguments)
 
 

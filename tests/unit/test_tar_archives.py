@@ -1,4 +1,6 @@
-"""Tar archives of strangers: those that tar and Python make are read as they are, hostile ones are refused in linear time."""
+"""Tar archives of strangers: those that tar and Python make are read as they are, hostile ones are refused in linear
+time.
+"""
 
 import io
 import subprocess
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from contract.tar_archives import TarEntry, TarRefused, read_tar
 
 NAMES = st.lists(
-    st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=120), min_size=1, max_size=4
+    st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=120),
+    min_size=1,
+    max_size=4,
 )
 FORMATS = [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
 
@@ -59,7 +63,9 @@ def test_what_tar_packs_is_read(tmp_path: Path, form: str) -> None:
     (folder / "file").write_bytes(b"x" * 1000)
     (folder / ("n" * 90)).hardlink_to(folder / "file")
     (folder / "link").symlink_to("file")
-    done = subprocess.run(["tar", "-c", f"--format={form}", "-C", str(tmp_path), "."], capture_output=True, check=True, timeout=20)
+    done = subprocess.run(
+        ["tar", "-c", f"--format={form}", "-C", str(tmp_path), "."], capture_output=True, check=True, timeout=20
+    )
     kinds = {one.name.rpartition("/")[2]: one for one in read(done.stdout)}
     assert {one.kind for one in kinds.values()} == {"folder", "file", "hardlink", "symlink"}
     assert (kinds["link"].link, sum(one.size for one in kinds.values())) == ("file", 1000)

@@ -59,7 +59,9 @@ async def installed(redis_server: RedisProcess) -> AsyncIterator[SkillStore]:
 async def install(installed: SkillStore, names: Mapping[str, bool]) -> None:
     """`names`: with whether they are tools, by their sidecars."""
     for name, is_tool in names.items():
-        await installed.install("acme", summary(name), b"bundle", spec(name, description="the tenant's") if is_tool else None)
+        await installed.install(
+            "acme", summary(name), b"bundle", spec(name, description="the tenant's") if is_tool else None
+        )
 
 
 def described(offer: Offer, name: str) -> tuple[str | bool, ...]:
@@ -83,7 +85,10 @@ async def test_a_tenants_skill_is_a_tool_where_the_name_is_free_or_a_skills(inst
     ]
     rivals = await catalog.of("rival")
     assert not any(tool.is_installed_skill for tool in rivals.tools)
-    assert (described(rivals, "late"), described(rivals, "plain")) == (("system", "yes", False), ("system", "no", False))
+    assert (described(rivals, "late"), described(rivals, "plain")) == (
+        ("system", "yes", False),
+        ("system", "no", False),
+    )
     assert [skill.name for skill in rivals.skills] == ["late", "mcp__git__log", "plain"]
 
 

@@ -31,7 +31,9 @@ def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool(redis_server: RedisProcess) -> SwitchedPool:
-    return SwitchedPool(redis_server, *(WorkerTool(build_spec(name), lambda *_: Outcome("ran")) for name in ("echo", "other")))
+    return SwitchedPool(
+        redis_server, *(WorkerTool(build_spec(name), lambda *_: Outcome("ran")) for name in ("echo", "other"))
+    )
 
 
 @pytest.fixture
@@ -46,7 +48,9 @@ async def call(client: ToolClient, name: str = "echo") -> ErrorCode | None:
         return (await session.call(name, {})).error_code
 
 
-async def test_a_tool_that_is_off_for_a_tenant_is_neither_told_nor_run_for_it_and_for_others_it_is(client: ToolClient) -> None:
+async def test_a_tool_that_is_off_for_a_tenant_is_neither_told_nor_run_for_it_and_for_others_it_is(
+    client: ToolClient,
+) -> None:
     state = await client.disable("echo", reason="no", tenant="acme")
     assert state is not None
     assert (state.state, state.scope) == ("disabled", "tenant")
@@ -67,7 +71,10 @@ async def test_a_tool_that_a_tenants_policy_does_not_allow_is_forbidden_in_lists
     async with redis.asyncio.Redis.from_url(redis_server.url) as opened:
         await RedisTenants(opened, "default", KEY).add("acme", TenantPolicy(tools=("ec*",)))
     client._tenants._known.forget()
-    assert [(state.name, state.state) for state in await client.tool_states()] == [("echo", "enabled"), ("other", "forbidden")]
+    assert [(state.name, state.state) for state in await client.tool_states()] == [
+        ("echo", "enabled"),
+        ("other", "forbidden"),
+    ]
     assert (await client.tool_state("other")).state == "forbidden"
     assert {state.state for state in await client.tool_states("default")} == {"enabled"}
     assert [spec.name for spec in await client.tools()] == ["echo"]
@@ -163,6 +170,14 @@ async def test_an_operators_key_is_named_in_the_audit(pool: SwitchedPool, client
         await client.disable("echo", reason="why", tenant="acme")
         (kept, _) = (await Audit(opened, "default").read()).entries
         entry = kept.entry
-        assert (entry.action, entry.tenant, entry.target, entry.details) == ("tool.disable", "acme", "echo", {"reason": "why"})
+        assert (entry.action, entry.tenant, entry.target, entry.details) == (
+            "tool.disable",
+            "acme",
+            "echo",
+            {"reason": "why"},
+        )
         assert (entry.actor.key, entry.actor.name) == (made.id, "op")
-        assert [one.entry.action for one in (await (await client.audit()).read()).entries] == ["tool.disable", "key.add"]
+        assert [one.entry.action for one in (await (await client.audit()).read()).entries] == [
+            "tool.disable",
+            "key.add",
+        ]

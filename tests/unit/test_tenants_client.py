@@ -1,4 +1,6 @@
-"""The SDK for tenants: a client with an API key is its tenant's, until the key is revoked; models are told of what the tenant may use."""
+"""The SDK for tenants: a client with an API key is its tenant's, until the key is revoked; models are told of what the
+tenant may use.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -32,7 +34,8 @@ class House:
     async def furnish(self) -> None:
         specs = tuple(build_spec(name) for name in ("bash_tool", "grep_tool", "read_tool"))
         await self.redis.set(
-            catalog_key("default", "sandbox"), seal_catalog(self.settings.broker().signing_keys(), "sandbox", Catalog(tools=specs))
+            catalog_key("default", "sandbox"),
+            seal_catalog(self.settings.broker().signing_keys(), "sandbox", Catalog(tools=specs)),
         )
         await self.tenants.add("acme", TenantPolicy(tools=("read_*", "grep_tool")))
         await self.tenants.add("zeta", TenantPolicy())
@@ -62,8 +65,14 @@ async def test_a_client_with_a_key_is_its_tenants(house: House) -> None:
 
 
 async def test_a_client_is_not_another_tenants_unless_its_role_is_for_all(house: House) -> None:
-    assert await refusal_of(house.connect((await house.keys.add("acme")).text, tenant="zeta")) is ErrorCode.PERMISSION_DENIED
-    assert await refusal_of(house.connect((await house.keys.add("acme")).text, tenant="default")) is ErrorCode.PERMISSION_DENIED
+    assert (
+        await refusal_of(house.connect((await house.keys.add("acme")).text, tenant="zeta"))
+        is ErrorCode.PERMISSION_DENIED
+    )
+    assert (
+        await refusal_of(house.connect((await house.keys.add("acme")).text, tenant="default"))
+        is ErrorCode.PERMISSION_DENIED
+    )
     operator = (await house.keys.add("acme", "operator")).text
     for tenant in ("zeta", "default"):
         async with house.connect(operator, tenant=tenant) as client:

@@ -17,7 +17,9 @@ PAGE = (Path(__file__).parent.parent.parent / "docs" / "tenants.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
 
-def test_every_command_of_the_page_works(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_command_of_the_page_works(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     monkeypatch.chdir(tmp_path)
     [policy] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
@@ -33,15 +35,21 @@ def test_every_command_of_the_page_works(redis_server: RedisProcess, monkeypatch
 
 def test_the_table_has_every_option_with_its_field_and_default() -> None:
     rows = {row[0]: row[1:] for row in re.findall(r"^\| `--([\w-]+)` \| `([\w.]+)` \| ([^|]+) \|", PAGE, re.MULTILINE)}
-    assert {option: field for option, (field, _) in rows.items()} == {option: ".".join(path) for option, path in OPTIONS.items()}
+    assert {option: field for option, (field, _) in rows.items()} == {
+        option: ".".join(path) for option, path in OPTIONS.items()
+    }
     defaults = TenantPolicy().model_dump(mode="json")
     for option, (_, told) in rows.items():
         value = defaults
         for name in OPTIONS[option]:
             value = value[name]
-        words = {"tools": "all", "rate": "no limit", "command-rule": "none", "trust-skill": "none", "class": "`default`"}.get(
-            option, "as the class says"
-        )
+        words = {
+            "tools": "all",
+            "rate": "no limit",
+            "command-rule": "none",
+            "trust-skill": "none",
+            "class": "`default`",
+        }.get(option, "as the class says")
         expected = f"{value:,.0f}" if isinstance(value, int | float) else words
         assert told.strip() == expected, option
 

@@ -1,4 +1,6 @@
-"""A tenant's policy where calls pass: the dispatcher does not send what it forbids, and a worker does not run what came nevertheless."""
+"""A tenant's policy where calls pass: the dispatcher does not send what it forbids, and a worker does not run what came
+nevertheless.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,7 +26,9 @@ from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, Memo
 from workers.call_policy import CallPolicy
 from workers.tools.base import Outcome, WorkerTool
 
-BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", aliases={"cmd": "command"})
+BASH = build_spec(
+    "bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", aliases={"cmd": "command"}
+)
 CLOSE = build_spec("session.close", audience="session")
 NO_PUSH = TenantPolicy(commands=(CommandRule(action="deny", argv_prefix=("git", "push")),))
 
@@ -94,7 +98,9 @@ def test_a_worker_runs_what_the_policy_allows_with_the_terms_of_its_sandboxes() 
         (ConfigError("the policy cannot be read"), {"command": "ls"}, ErrorCode.CONFIG_MISSING),
     ],
 )
-def test_a_worker_refuses_before_it_claims_the_call(policy: TenantPolicy | Exception, arguments: dict[str, str], code: ErrorCode) -> None:
+def test_a_worker_refuses_before_it_claims_the_call(
+    policy: TenantPolicy | Exception, arguments: dict[str, str], code: ErrorCode
+) -> None:
     house = House(acme=policy)
     assert house.run(**arguments) is code
     assert (house.terms, house.ledger.claimed, house.counted) == ([], set(), [])
@@ -107,7 +113,10 @@ def test_a_call_for_a_tenant_that_is_none_is_refused_and_counted() -> None:
 
 
 def test_a_session_can_be_closed_whatever_became_of_its_tenant() -> None:
-    house = House(broken=ConfigError("the policy cannot be read"), bare=TenantPolicy(tools=(), commands=(CommandRule(action="deny"),)))
+    house = House(
+        broken=ConfigError("the policy cannot be read"),
+        bare=TenantPolicy(tools=(), commands=(CommandRule(action="deny"),)),
+    )
     assert [house.run("session.close", tenant=tenant) for tenant in ("gone", "broken", "bare")] == [None] * 3
     assert house.counted == []
 
@@ -117,13 +126,18 @@ def test_a_worker_that_cannot_ask_runs_nothing() -> None:
     policy = CallPolicy(registry, None, WorkerTenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEY))
     parts = (FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
     executor = build_executor(registry, *parts, policy=policy)
-    assert executor.execute(build_call("bash_tool", command="ls"), build_context()).error_code is ErrorCode.BROKER_UNAVAILABLE
+    assert (
+        executor.execute(build_call("bash_tool", command="ls"), build_context()).error_code
+        is ErrorCode.BROKER_UNAVAILABLE
+    )
 
 
 def test_what_was_refused_is_counted_in_redis(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         client.hset(tenants_key("test"), "acme", seal_policy(KEY, "acme", TenantPolicy()))
-        policy = CallPolicy(ToolRegistry(), None, WorkerTenants(client, "test", KEY), RefusalCounter(client, "test").count)
+        policy = CallPolicy(
+            ToolRegistry(), None, WorkerTenants(client, "test", KEY), RefusalCounter(client, "test").count
+        )
         for _ in range(2):
             with pytest.raises(ToolFailure):
                 policy.admit("mallory", BASH, {"command": "ls"})
@@ -135,7 +149,9 @@ def fine(call: ToolCall, _: ToolContext) -> ToolResult:
     return ToolResult(call_id=call.id, name=call.name, success=True, output="ran")
 
 
-async def dispatch(policy: TenantPolicy | None, name: str = "bash_tool", **arguments: Any) -> tuple[ErrorCode | None, int]:
+async def dispatch(
+    policy: TenantPolicy | None, name: str = "bash_tool", **arguments: Any
+) -> tuple[ErrorCode | None, int]:
     """The code of a call for acme, and how many messages were sent for it."""
     transport, tenants = AnsweringTransport(fine), OrchestratorTenants({"acme": policy} if policy is not None else {})
     door = Dispatcher(transport, StaticCatalog(BASH, CLOSE), KEY, queue_wait_s=60, tenants=tenants)

@@ -1,4 +1,6 @@
-"""What a tenant's policy says: its bounds, the tools and commands it is about, and what is made of one that cannot be read."""
+"""What a tenant's policy says: its bounds, the tools and commands it is about, and what is made of one that cannot be
+read.
+"""
 
 import json
 from typing import Any
@@ -28,7 +30,9 @@ from store.tenants import StoredPolicy
 from tests.builders import KEY, build_context, build_spec
 from workers.tools.builtin import build_registry
 
-BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", input_parameter="stdin")
+BASH = build_spec(
+    "bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", input_parameter="stdin"
+)
 EXEC = build_spec("session.exec", properties={"argv": {"type": "array"}}, command_parameter="argv", audience="session")
 NO_PUSH = CommandRule(action="deny", tool="bash_tool", argv_prefix=("git", "push"))
 
@@ -44,7 +48,9 @@ def refusal(policy: TenantPolicy, spec: Any, **arguments: Any) -> ErrorCode | No
 HEAVY_DEFAULT = seal_policy(KEY, "default", TenantPolicy(weight=3)).encode()
 
 
-def look(own: bytes | None = None, default: bytes | None = None, fields: int = 0, version: bytes | None = None) -> StoredPolicy:
+def look(
+    own: bytes | None = None, default: bytes | None = None, fields: int = 0, version: bytes | None = None
+) -> StoredPolicy:
     return StoredPolicy(version, own, default, fields)
 
 
@@ -83,7 +89,8 @@ def test_a_policy_outside_its_bounds_or_with_an_unknown_field_is_none(fields: di
 
 
 @pytest.mark.parametrize(
-    "name", ["", "a" * 65, "a b", "a:b", "a\n", "../x", "tenant\u0000", "ähm", VERSION_FIELD, "a*", "{acme}", "a'; drop", "٣"]
+    "name",
+    ["", "a" * 65, "a b", "a:b", "a\n", "../x", "tenant\u0000", "ähm", VERSION_FIELD, "a*", "{acme}", "a'; drop", "٣"],
 )
 def test_what_could_leave_its_place_in_a_key_is_no_tenant(name: str) -> None:
     with pytest.raises(ValidationError):
@@ -111,20 +118,25 @@ def test_what_could_leave_its_place_in_a_key_is_no_tenant(name: str) -> None:
         (("read_tool",), "session.read_file", True),
     ],
 )
-def test_tools_are_allowed_by_name_and_verbs_that_do_the_same_with_them(tools: tuple[str, ...] | None, name: str, is_allowed: bool) -> None:
+def test_tools_are_allowed_by_name_and_verbs_that_do_the_same_with_them(
+    tools: tuple[str, ...] | None, name: str, is_allowed: bool
+) -> None:
     assert TenantPolicy(tools=tools).allows_tool(name) is is_allowed
     assert refusal(TenantPolicy(tools=tools), build_spec(name)) is (None if is_allowed else ErrorCode.PERMISSION_DENIED)
 
 
 @pytest.mark.parametrize(
-    "command", ["git push", "ls; git -C x push", "bash -c 'git push'", "$(git push)", "timeout 5 git push", "$GIT git push"]
+    "command",
+    ["git push", "ls; git -C x push", "bash -c 'git push'", "$(git push)", "timeout 5 git push", "$GIT git push"],
 )
 def test_a_denied_command_is_refused_in_any_part_of_the_line(command: str) -> None:
     assert refusal(TenantPolicy(commands=(NO_PUSH,)), BASH, command=command) is ErrorCode.SECURITY_REFUSED
 
 
 def test_a_denied_command_is_refused_where_it_is_sent_to_a_shell_that_runs() -> None:
-    assert refusal(TenantPolicy(commands=(NO_PUSH,)), BASH, command="", stdin="git push\n") is ErrorCode.SECURITY_REFUSED
+    assert (
+        refusal(TenantPolicy(commands=(NO_PUSH,)), BASH, command="", stdin="git push\n") is ErrorCode.SECURITY_REFUSED
+    )
 
 
 def test_a_program_that_is_run_past_the_tool_is_judged_as_the_tool_is() -> None:
@@ -160,7 +172,8 @@ def test_rules_that_ask_or_allow_refuse_nothing_of_a_program() -> None:
 
 def test_a_refusal_names_tool_and_tenant_and_what_to_do() -> None:
     with pytest.raises(
-        ToolFailure, match=r"bash_tool was not run: it is not allowed for tenant acme; .* \(toolcrew tenants set acme --tools"
+        ToolFailure,
+        match=r"bash_tool was not run: it is not allowed for tenant acme; .* \(toolcrew tenants set acme --tools",
     ):
         check_call(TenantPolicy(tools=()), "acme", BASH, {"command": "ls"})
     with pytest.raises(ToolFailure, match="commands with 'git push' are forbidden by the policy of tenant acme"):
@@ -178,9 +191,17 @@ async def test_the_orchestrator_refuses_the_same_however_long_the_command(paddin
 
 def test_a_tenants_rules_stand_beside_those_of_the_program() -> None:
     own = ApprovalPolicy((Rule("ask", argv_prefix=("make",)),))
-    rules = (NO_PUSH, CommandRule(action="allow", argv_prefix=("rm",)), CommandRule(action="allow", argv_prefix=("make",)))
+    rules = (
+        NO_PUSH,
+        CommandRule(action="allow", argv_prefix=("rm",)),
+        CommandRule(action="allow", argv_prefix=("make",)),
+    )
     joined = with_tenant_rules(own, TenantPolicy(commands=rules), "acme")
-    assert [joined.decide("acme", BASH, {"command": text}).action for text in ("git push", "rm -rf *", "make")] == ["deny", "allow", "ask"]
+    assert [joined.decide("acme", BASH, {"command": text}).action for text in ("git push", "rm -rf *", "make")] == [
+        "deny",
+        "allow",
+        "ask",
+    ]
     assert joined.decide("other", BASH, {"command": "git push"}).action == "allow"
     assert with_tenant_rules(own, TenantPolicy(), "acme") is own
 
@@ -201,16 +222,28 @@ def test_once_somebody_is_registered_only_those_and_the_default_tenant_are_serve
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"{", b"[]", b"\xff", b'{"weight": NaN}', b'{"weight": "3"}', b'{"unknown": 1}', b"[" * 100_000, b'{"in_flight": 1.5}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"weight": NaN}',
+        b'{"weight": "3"}',
+        b'{"unknown": 1}',
+        b"[" * 100_000,
+        b'{"in_flight": 1.5}',
+    ],
 )
 def test_a_policy_that_cannot_be_read_serves_nothing_and_says_what_to_do(text: bytes) -> None:
     sealed = KEY.seal("policy acme", text.decode(errors="replace")).encode()
     with pytest.raises(
-        ConfigError, match=r"policy of tenant acme cannot be read .*nothing is served.*toolcrew tenants set acme --from FILE"
+        ConfigError,
+        match=r"policy of tenant acme cannot be read .*nothing is served.*toolcrew tenants set acme --from FILE",
     ):
         look(own=sealed, fields=1).policy("acme", KEY)
     found = parse_tenants(
-        KEY, {b"acme": sealed, b"other": seal_policy(KEY, "other", TenantPolicy()).encode(), VERSION_FIELD.encode(): b"v"}
+        KEY,
+        {b"acme": sealed, b"other": seal_policy(KEY, "other", TenantPolicy()).encode(), VERSION_FIELD.encode(): b"v"},
     )
     assert isinstance(found["acme"], ConfigError)
     assert (found["other"], len(found)) == (TenantPolicy(), 2)
@@ -227,7 +260,9 @@ def test_a_policy_that_cannot_be_read_serves_nothing_and_says_what_to_do(text: b
     ids=["unsigned", "another secret", "of another tenant", "changed"],
 )
 def test_a_policy_that_cannot_be_verified_gives_no_rights_and_says_what_to_do(forged: bytes) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be verified, so nothing is served.*tenants set acme --from FILE.*TOOLCREW_SECRET"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be verified, so nothing is served.*tenants set acme --from FILE.*TOOLCREW_SECRET"
+    ):
         look(own=forged, fields=1).policy("acme", KEY)
 
 
@@ -239,9 +274,13 @@ def test_a_policy_of_a_megabyte_is_not_even_read() -> None:
 
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)
-RULES = st.builds(CommandRule, action=st.sampled_from(["deny", "ask", "allow"]), argv_prefix=st.lists(WORDS, max_size=4).map(tuple))
+RULES = st.builds(
+    CommandRule, action=st.sampled_from(["deny", "ask", "allow"]), argv_prefix=st.lists(WORDS, max_size=4).map(tuple)
+)
 TERMS = st.builds(
-    SandboxTerms, images=st.none() | st.lists(WORDS, max_size=3).map(tuple), network=st.sampled_from([None, "none", "egress"])
+    SandboxTerms,
+    images=st.none() | st.lists(WORDS, max_size=3).map(tuple),
+    network=st.sampled_from([None, "none", "egress"]),
 )
 POLICIES = st.builds(
     TenantPolicy,

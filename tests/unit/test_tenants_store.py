@@ -1,4 +1,6 @@
-"""The tenants in Redis: both sides see a change once what they know is old, no change is lost, and asking costs one small read a second."""
+"""The tenants in Redis: both sides see a change once what they know is old, no change is lost, and asking costs one
+small read a second.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -95,15 +97,23 @@ async def test_the_name_of_a_removed_tenant_cannot_be_used_again(tenants: RedisT
         with pytest.raises(ToolFailure, match="its name stays reserved; choose another name"):
             await work()
     assert await failure_of(tenants.remove("acme")) is ErrorCode.UNKNOWN_TENANT
-    assert await failure_of(ApiKeys(tenants._client, tenants._deployment, tenants._signing).add("acme")) is ErrorCode.UNKNOWN_TENANT
+    assert (
+        await failure_of(ApiKeys(tenants._client, tenants._deployment, tenants._signing).add("acme"))
+        is ErrorCode.UNKNOWN_TENANT
+    )
     assert dict(await tenants.all()) == {}
 
 
 async def test_the_name_of_a_removed_tenant_stays_reserved_after_the_secret_was_replaced(tenants: RedisTenants) -> None:
     await tenants.add("acme", TenantPolicy())
     await tenants.remove("acme")
-    with_new_secret = RedisTenants(tenants._client, tenants._deployment, SigningKeys.of("a new secret", (), tenants._deployment))
-    for work in (lambda: with_new_secret.add("acme", TenantPolicy()), lambda: with_new_secret.replace("acme", TenantPolicy())):
+    with_new_secret = RedisTenants(
+        tenants._client, tenants._deployment, SigningKeys.of("a new secret", (), tenants._deployment)
+    )
+    for work in (
+        lambda: with_new_secret.add("acme", TenantPolicy()),
+        lambda: with_new_secret.replace("acme", TenantPolicy()),
+    ):
         with pytest.raises(ToolFailure, match="its name stays reserved"):
             await work()
 
@@ -186,7 +196,9 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
             worker.policy("acme")
 
 
-async def test_the_tenants_of_one_deployment_are_not_anothers(tenants: RedisTenants, redis_server: RedisProcess) -> None:
+async def test_the_tenants_of_one_deployment_are_not_anothers(
+    tenants: RedisTenants, redis_server: RedisProcess
+) -> None:
     await tenants.add("acme", TenantPolicy(weight=3))
     with redis_server.client() as blocking:
         assert WorkerTenants(blocking, "live", KEYS).policy("acme").weight == 1
@@ -223,14 +235,19 @@ async def test_what_was_written_by_hand_is_seen_as_long_as_nobody_counts_version
 
 async def test_when_redis_is_away_nothing_is_assumed_on_either_side() -> None:
     away = redis.asyncio.Redis(port=1, retry=AsyncRetry(NoBackoff(), 0))
-    for work in (RedisTenants(away, "test", KEYS).policy("acme"), RedisTenants(away, "test", KEYS).add("acme", TenantPolicy())):
+    for work in (
+        RedisTenants(away, "test", KEYS).policy("acme"),
+        RedisTenants(away, "test", KEYS).add("acme", TenantPolicy()),
+    ):
         with pytest.raises(BrokerUnavailable):
             await work
     with pytest.raises(BrokerUnavailable):
         WorkerTenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEYS).policy("acme")
 
 
-async def test_a_redis_that_takes_no_writes_is_told_as_such(tenants: RedisTenants, client: "redis.asyncio.Redis") -> None:
+async def test_a_redis_that_takes_no_writes_is_told_as_such(
+    tenants: RedisTenants, client: "redis.asyncio.Redis"
+) -> None:
     await client.config_set("maxmemory", "1")
     try:
         with pytest.raises(BrokerUnavailable, match="acme was not changed"):
@@ -239,7 +256,9 @@ async def test_a_redis_that_takes_no_writes_is_told_as_such(tenants: RedisTenant
         await client.config_set("maxmemory", "0")
 
 
-async def test_a_thousand_calls_of_a_tenant_at_once_ask_redis_once(tenants: RedisTenants, redis_server: RedisProcess) -> None:
+async def test_a_thousand_calls_of_a_tenant_at_once_ask_redis_once(
+    tenants: RedisTenants, redis_server: RedisProcess
+) -> None:
     await tenants.add("acme", TenantPolicy())
     before = count_commands(redis_server)
     await asyncio.gather(*(tenants.policy("acme") for _ in range(1000)))
@@ -252,7 +271,9 @@ async def test_with_ten_thousand_tenants_a_second_of_calls_costs_no_more_than_wi
     client: "redis.asyncio.Redis", redis_server: RedisProcess
 ) -> None:
     await client.hset(
-        KEY, mapping={f"t{number}": seal_policy(KEYS, f"t{number}", TenantPolicy()) for number in range(10_000)} | {VERSION_FIELD: "v"}
+        KEY,
+        mapping={f"t{number}": seal_policy(KEYS, f"t{number}", TenantPolicy()) for number in range(10_000)}
+        | {VERSION_FIELD: "v"},
     )  # type: ignore[misc]
     clock = Clock()
     with redis_server.client() as blocking:

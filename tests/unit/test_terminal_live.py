@@ -14,7 +14,9 @@ from orchestrator.terminal.output import MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL,
 
 
 def run_view(*events: RunEvent, is_terminal: bool = False) -> str:
-    console = Console(file=io.StringIO(), width=300, force_terminal=is_terminal, color_system="standard" if is_terminal else None)
+    console = Console(
+        file=io.StringIO(), width=300, force_terminal=is_terminal, color_system="standard" if is_terminal else None
+    )
     view = RunView(console)
     for event in events:
         view.on_event(event)
@@ -32,7 +34,12 @@ def finished(text: str, call_id: str = "c1") -> CallFinished:
 
 
 def test_a_run_shows_lines_as_they_come_and_then_the_result() -> None:
-    shown = run_view(CallStarted(run="r", call=ToolCall(id="c1", name="echo")), output("one\ntw"), output("o\n"), finished("one\ntwo"))
+    shown = run_view(
+        CallStarted(run="r", call=ToolCall(id="c1", name="echo")),
+        output("one\ntw"),
+        output("o\n"),
+        finished("one\ntwo"),
+    )
     lines = shown.splitlines()
     assert lines[1:3] == ["   | one", "   | two"]
     assert lines[3:5] == ["   one", "   two"]

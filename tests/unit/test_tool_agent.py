@@ -64,7 +64,8 @@ async def test_a_conversation_that_was_cancelled_in_a_call_can_go_on() -> None:
 @pytest.mark.parametrize("arguments", ["", '{"text": "b"}'])
 async def test_the_last_call_of_a_cut_reply_is_not_run(arguments: str) -> None:
     entries = [
-        {"index": n, "id": f"c{n}", "function": {"name": "echo", "arguments": text}} for n, text in enumerate(['{"text": "a"}', arguments])
+        {"index": n, "id": f"c{n}", "function": {"name": "echo", "arguments": text}}
+        for n, text in enumerate(['{"text": "a"}', arguments])
     ]
     tool, model = Echo(), ScriptedModel([Raw([chunk(tool_calls=entries), chunk("", "length")]), "ok"])
     await CustomAgent(ToolAgent(model).bind_tools([tool])).run("go")

@@ -23,7 +23,11 @@ def test_a_page_tells_parameters_limits_flags_and_other_names() -> None:
             "properties": {
                 "number": {"type": "integer", "minimum": 1, "description": "which | order"},
                 "fields": {"type": "array", "items": {"type": "string"}, "default": []},
-                "edits": {"type": "array", "items": {"type": "object", "properties": {"old": {}, "new": {}}}, "maxItems": 3},
+                "edits": {
+                    "type": "array",
+                    "items": {"type": "object", "properties": {"old": {}, "new": {}}},
+                    "maxItems": 3,
+                },
                 "kind": {"type": ["string", "null"], "enum": ["a", "b"]},
             },
             "required": ["number"],
@@ -41,14 +45,19 @@ def test_a_page_tells_parameters_limits_flags_and_other_names() -> None:
     assert "| `fields` | array of string | `[]` |  |  |" in page
     assert "| `edits` | array of {old, new} |  | at most 3 items |  |" in page
     assert '| `kind` | string or null |  | one of `"a"`, `"b"` |  |' in page
-    assert "- Runs in the pool of operators' tools, outside the sandbox, at most 5 s unless told otherwise, 60 s at most." in page
+    assert (
+        "- Runs in the pool of operators' tools, outside the sandbox, at most 5 s unless told otherwise, 60 s at most."
+        in page
+    )
     assert "- Flags: dangerous." in page
     assert "`id` for `number`" in page
     assert "command in `kind`" in page
 
 
 def test_a_parameter_that_may_be_anything_has_a_row() -> None:
-    page = render_tool(ToolSpec(name="any", description="Any.", parameters={"type": "object", "properties": {"x": True}}))
+    page = render_tool(
+        ToolSpec(name="any", description="Any.", parameters={"type": "object", "properties": {"x": True}})
+    )
     assert "| `x` | any |  |  |  |" in page
 
 

@@ -15,14 +15,18 @@ REPLY = json.dumps({"tool": None, "reply": "hi"})
 
 
 @pytest.mark.parametrize(
-    "given", [REPLY, {"role": "assistant", "content": REPLY}, SimpleNamespace(content=REPLY)], ids=["text", "mapping", "message"]
+    "given",
+    [REPLY, {"role": "assistant", "content": REPLY}, SimpleNamespace(content=REPLY)],
+    ids=["text", "mapping", "message"],
 )
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_a_gateway_gives_the_content_or_a_message_with_it(given: Any, is_async: bool) -> None:
     async def later(_: list[Message]) -> Any:
         return given
 
-    result = await run_tool_loop({"chat": later if is_async else lambda _: given, "tool_registry": create_tool_registry()}, "s", "hello")
+    result = await run_tool_loop(
+        {"chat": later if is_async else lambda _: given, "tool_registry": create_tool_registry()}, "s", "hello"
+    )
     assert (result.reply, result.rounds, result.stop_reason) == ("hi", 1, StopReason.ANSWERED)
 
 
@@ -47,7 +51,12 @@ async def test_a_session_remembers_and_another_one_does_not() -> None:
 async def test_a_registry_lists_gets_and_executes() -> None:
     registry = create_tool_registry()
     registry.register(
-        {"name": "double", "description": "Doubles.", "parameters": {"type": "object"}, "execute": lambda args: args["n"] * 2}
+        {
+            "name": "double",
+            "description": "Doubles.",
+            "parameters": {"type": "object"},
+            "execute": lambda args: args["n"] * 2,
+        }
     )
     found = registry.get("double")
     assert found is not None

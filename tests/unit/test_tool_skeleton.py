@@ -29,7 +29,10 @@ def test_the_command_says_what_it_made_and_what_is_next(tmp_path: Path) -> None:
 
 def test_it_says_so_as_json_too(tmp_path: Path) -> None:
     code, told = new("sum_column", "--dir", str(tmp_path), "--json")
-    assert (code, json.loads(told)) == (0, {"name": "sum_column", "folder": str(tmp_path / "sum_column"), "files": FILES})
+    assert (code, json.loads(told)) == (
+        0,
+        {"name": "sum_column", "folder": str(tmp_path / "sum_column"), "files": FILES},
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,9 @@ def test_it_says_so_as_json_too(tmp_path: Path) -> None:
         *((name, "built-in") for name in sorted(BUILTIN_TOOLS)),
     ],
 )
-def test_a_name_that_cannot_be_is_refused_with_another_and_nothing_is_written(tmp_path: Path, name: str, told: str) -> None:
+def test_a_name_that_cannot_be_is_refused_with_another_and_nothing_is_written(
+    tmp_path: Path, name: str, told: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         write_skeleton(name, tmp_path / "new")
     assert told in str(raised.value)

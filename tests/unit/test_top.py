@@ -1,4 +1,6 @@
-"""`toolcrew top`: what fits is shown whatever the size, strangers' names drive no terminal, and a Redis that is away is said and comes back."""
+"""`toolcrew top`: what fits is shown whatever the size, strangers' names drive no terminal, and a Redis that is away is
+said and comes back.
+"""
 
 import json
 import os
@@ -41,17 +43,27 @@ def build_tenant(name: str, **fields: Any) -> TenantLook:
 
 
 def build_overview(*, tenants: int = 3, hosts: int = 2, batches: int = 2, **fields: Any) -> Overview:
-    batch = {"tenant": "acme", "name": "", "state": "in_progress", "created_at": 1.0, "total": 10, "succeeded": 3, "failed": 1}
+    batch = {
+        "tenant": "acme",
+        "name": "",
+        "state": "in_progress",
+        "created_at": 1.0,
+        "total": 10,
+        "succeeded": 3,
+        "failed": 1,
+    }
     told: dict[str, Any] = {
         "at": 1_700_000_000.5,
         "deployment": "default",
         "hosts": tuple(build_report(f"h{number}", busy=1, sessions=4) for number in range(hosts)),
         "queues": tuple(
-            QueueLook(queue=f"host.h{number}.b00t", length=1, slots=4, held=3, waiting=2, oldest_s=75.0) for number in range(hosts)
+            QueueLook(queue=f"host.h{number}.b00t", length=1, slots=4, held=3, waiting=2, oldest_s=75.0)
+            for number in range(hosts)
         ),
         "tenants": tuple(build_tenant(f"tenant-{number}") for number in range(tenants)),
         "batches": tuple(
-            BatchLook.model_validate({**batch, "batch": f"b{number}", "running": 2, "waiting": 4}) for number in range(batches)
+            BatchLook.model_validate({**batch, "batch": f"b{number}", "running": 2, "waiting": 4})
+            for number in range(batches)
         ),
         "batch_count": batches,
         "running": 5,
@@ -78,7 +90,9 @@ def test_a_small_terminal_shows_something_of_everything() -> None:
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (20, 5), (1, 1), (300, 100), (40, 2)])
 def test_whatever_the_size_it_is_kept(width: int, height: int, view: Any) -> None:
-    lines = build_overview_screen(Shown(build_overview(tenants=1000), trouble="Redis is away " * 20, view=view, offset=7), width, height)
+    lines = build_overview_screen(
+        Shown(build_overview(tenants=1000), trouble="Redis is away " * 20, view=view, offset=7), width, height
+    )
 
     assert 0 < len(lines) <= height
     assert max(cell_len(line.plain) for line in lines) <= width
@@ -136,7 +150,9 @@ def environment(url: str) -> dict[str, str]:
 
 def test_where_there_is_no_terminal_it_looks_once(redis_server: RedisProcess) -> None:
     def run(url: str, *options: str) -> Any:
-        return CliRunner().invoke(app, ["top", *options], env={"TOOLCREW_REDIS_URL": url, "TOOLCREW_DEPLOYMENT": "default"})
+        return CliRunner().invoke(
+            app, ["top", *options], env={"TOOLCREW_REDIS_URL": url, "TOOLCREW_DEPLOYMENT": "default"}
+        )
 
     text, as_json, nowhere = run(redis_server.url), run(redis_server.url, "--json"), run("redis://:pw@127.0.0.1:1/0")
 
@@ -168,7 +184,9 @@ class Screen:
 @contextmanager
 def open_top(url: str) -> Iterator[Screen]:
     master, slave = pty.openpty()
-    process = subprocess.Popen([TOOLCREW, "top"], env=environment(url), stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    process = subprocess.Popen(
+        [TOOLCREW, "top"], env=environment(url), stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+    )
     os.close(slave)
     try:
         yield Screen(master, process)

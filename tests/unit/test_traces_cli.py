@@ -61,7 +61,8 @@ def test_stats_counts_all_runs(trace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("to", "key"), [("atif", "schema_version"), ("openai", "messages"), ("traj", "trajectory"), ("otel", "resourceSpans")]
+    ("to", "key"),
+    [("atif", "schema_version"), ("openai", "messages"), ("traj", "trajectory"), ("otel", "resourceSpans")],
 )
 def test_export_prints_or_writes_each_format(trace: Path, tmp_path: Path, to: str, key: str) -> None:
     assert key in json.loads(run("export", "run1", "--to", to)[1])
@@ -112,7 +113,9 @@ def test_replay_exits_with_0_when_all_is_the_same_and_1_when_not(trace: Path, mo
     assert run("replay", "run1", "--ignore", "^a.*")[0] == 0
 
 
-def test_replay_leaves_alone_what_acts_outside_of_the_sandbox_unless_told(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_leaves_alone_what_acts_outside_of_the_sandbox_unless_told(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replay_with(monkeypatch, echo, pool="tools")
     code, told, _ = run("replay", "run1")
     assert (code, "left alone  echo" in told, told.splitlines()[-1]) == (

@@ -27,16 +27,28 @@ async def client(redis_server: RedisProcess) -> AsyncIterator[ToolClient]:
         yield opened
 
 
-async def test_a_run_tells_its_sandbox_before_it_starts_and_each_call_when_it_is_sent(client: ToolClient, tmp_path: Path) -> None:
+async def test_a_run_tells_its_sandbox_before_it_starts_and_each_call_when_it_is_sent(
+    client: ToolClient, tmp_path: Path
+) -> None:
     seen: list[RunEvent] = []
     model = ScriptedModel([Calls([("say", {"text": "a"})]), "ok"])
     await client.run("go", session=await client.open_session(), model=model, on_event=seen.append, shows_output=False)
     kinds = [type(event) for event in seen]
     assert kinds.index(SandboxReady) < kinds.index(RunStarted)
-    assert [kind for kind in kinds if kind in (CallStarted, CallSent, CallFinished)] == [CallStarted, CallSent, CallFinished]
+    assert [kind for kind in kinds if kind in (CallStarted, CallSent, CallFinished)] == [
+        CallStarted,
+        CallSent,
+        CallFinished,
+    ]
     with open_trace(tmp_path, "acme", seen[0].run, masker=Masker()) as trace:
         for event in seen:
             trace(event)
     read = load_trace(trace.path)
-    assert (read.faults(), [record.type for record in read.records][:3]) == ([], ["run.start", "sandbox.start", "llm.request"])
-    assert ({record.session for record in read.records[1:]}, [call.arguments for call in read.calls]) == ({SESSION}, [{"text": "a"}])
+    assert (read.faults(), [record.type for record in read.records][:3]) == (
+        [],
+        ["run.start", "sandbox.start", "llm.request"],
+    )
+    assert ({record.session for record in read.records[1:]}, [call.arguments for call in read.calls]) == (
+        {SESSION},
+        [{"text": "a"}],
+    )

@@ -32,7 +32,12 @@ async def export(folder: Path, build: Any, *turns: Any, **options: Any) -> dict[
 async def test_a_trajectory_has_prompt_instruction_and_a_step_for_each_reply(tmp_path: Path) -> None:
     told = await export(tmp_path, build_atif)
     assert (told["schema_version"], told["session_id"], told["trajectory_id"]) == ("ATIF-v1.7", "s1", "run1")
-    assert [(step["step_id"], step["source"]) for step in told["steps"]] == [(1, "system"), (2, "user"), (3, "agent"), (4, "agent")]
+    assert [(step["step_id"], step["source"]) for step in told["steps"]] == [
+        (1, "system"),
+        (2, "user"),
+        (3, "agent"),
+        (4, "agent"),
+    ]
     step = told["steps"][2]
     assert (step["message"], step["tool_calls"][0]["function_name"], step["tool_calls"][0]["arguments"]) == (
         "Let me see.",
@@ -41,12 +46,20 @@ async def test_a_trajectory_has_prompt_instruction_and_a_step_for_each_reply(tmp
     )
     [result] = step["observation"]["results"]
     assert (result["source_call_id"], result["content"]) == (step["tool_calls"][0]["tool_call_id"], "a")
-    assert (told["steps"][3]["message"], told["final_metrics"]["total_steps"], told["final_metrics"]["total_prompt_tokens"]) == (
+    assert (
+        told["steps"][3]["message"],
+        told["final_metrics"]["total_steps"],
+        told["final_metrics"]["total_prompt_tokens"],
+    ) == (
         "It is a.",
         4,
         2,
     )
-    assert (told["agent"]["name"], told["agent"]["model_name"], len(told["agent"]["tool_definitions"])) == ("toolcrew", "scripted", 1)
+    assert (told["agent"]["name"], told["agent"]["model_name"], len(told["agent"]["tool_definitions"])) == (
+        "toolcrew",
+        "scripted",
+        1,
+    )
 
 
 async def test_what_a_model_thinks_is_no_message(tmp_path: Path) -> None:
@@ -55,7 +68,12 @@ async def test_what_a_model_thinks_is_no_message(tmp_path: Path) -> None:
 
 
 async def test_replies_of_an_earlier_conversation_are_marked_as_copied(tmp_path: Path) -> None:
-    told = await export(tmp_path, build_atif, "ok", history=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}])
+    told = await export(
+        tmp_path,
+        build_atif,
+        "ok",
+        history=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
+    )
     assert [step.get("is_copied_context") for step in told["steps"]] == [None, None, True, None, None]
 
 
@@ -69,7 +87,13 @@ async def test_replies_of_an_earlier_conversation_are_marked_as_copied(tmp_path:
         {"steps": [{"step_id": 1, "source": "agent", "message": [{"type": "text"}]}]},
         {
             "steps": [
-                {"step_id": 1, "source": "agent", "message": "", "tool_calls": [], "observation": {"results": [{"source_call_id": "x"}]}}
+                {
+                    "step_id": 1,
+                    "source": "agent",
+                    "message": "",
+                    "tool_calls": [],
+                    "observation": {"results": [{"source_call_id": "x"}]},
+                }
             ]
         },
         {"surprise": 1},
@@ -86,10 +110,14 @@ def test_the_schema_refuses_what_breaks_its_rules(change: dict[str, Any]) -> Non
 
 @settings(max_examples=25, deadline=None)
 @given(scripts)
-async def test_calls_come_back_from_atif_as_they_are_in_the_trace(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
+async def test_calls_come_back_from_atif_as_they_are_in_the_trace(
+    tmp_path_factory: pytest.TempPathFactory, script: list[Any]
+) -> None:
     folder = tmp_path_factory.mktemp("t")
     answers = iter([echo, fail] * 20)
-    path, _, _ = await run_traced(folder, ScriptedModel(script), answer=lambda call: next(answers)(call), max_malformed_replies=9)
+    path, _, _ = await run_traced(
+        folder, ScriptedModel(script), answer=lambda call: next(answers)(call), max_malformed_replies=9
+    )
     trace = load_trace(path)
     exported = folder / "x.json"
     exported.write_text(json.dumps(build_atif(trace), indent=1))
@@ -100,7 +128,9 @@ async def test_calls_come_back_from_atif_as_they_are_in_the_trace(tmp_path_facto
 
 async def test_why_a_call_was_not_run_comes_back(tmp_path: Path) -> None:
     def refuse(call: Any) -> Any:
-        return fail(call).model_copy(update={"error_code": ErrorCode.PERMISSION_DENIED, "metadata": {"was_refused": True}})
+        return fail(call).model_copy(
+            update={"error_code": ErrorCode.PERMISSION_DENIED, "metadata": {"was_refused": True}}
+        )
 
     turns = [Calls([("echo", {"text": "a"}), ("echo", "{broken"), ("nope", {})]), "done"]
     told = await export(tmp_path, build_atif, *turns, answer=refuse)
@@ -125,7 +155,9 @@ async def test_results_that_a_limit_kept_from_the_model_are_there(tmp_path: Path
 
 
 async def test_results_of_calls_by_tag_that_a_limit_kept_from_the_model_are_told_as_text(tmp_path: Path) -> None:
-    told = await export(tmp_path, build_openai, build_tag_call("echo", {"text": "a"}), max_iterations=1, dialect=TagsDialect())
+    told = await export(
+        tmp_path, build_openai, build_tag_call("echo", {"text": "a"}), max_iterations=1, dialect=TagsDialect()
+    )
     assert told["messages"][-1] == {"role": "user", "content": "Tool result for echo:\na"}
 
 
@@ -172,7 +204,10 @@ async def test_spans_are_one_tree_with_the_conventions_names(tmp_path: Path) -> 
     assert all(int(span["startTimeUnixNano"]) <= int(span["endTimeUnixNano"]) for span in spans)
     attributes = {entry["key"]: entry["value"] for entry in spans[3]["attributes"]}
     assert attributes["gen_ai.operation.name"] == {"stringValue": "execute_tool"}
-    assert (attributes["gen_ai.tool.call.id"], attributes["gen_ai.tool.type"]) == ({"stringValue": "run1-1-0"}, {"stringValue": "function"})
+    assert (attributes["gen_ai.tool.call.id"], attributes["gen_ai.tool.type"]) == (
+        {"stringValue": "run1-1-0"},
+        {"stringValue": "function"},
+    )
     usage = {entry["key"]: entry["value"] for entry in spans[0]["attributes"]}["gen_ai.usage.input_tokens"]
     assert usage == {"intValue": "2"}
 
@@ -180,7 +215,10 @@ async def test_spans_are_one_tree_with_the_conventions_names(tmp_path: Path) -> 
 async def test_spans_hold_no_text_of_the_run_unless_it_is_asked_for(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path, ScriptedModel([call_echo("needle"), "needle"]))
     trace = load_trace(path)
-    assert ("needle" in json.dumps(build_otel(trace)), "needle" in json.dumps(build_otel(trace, with_content=True))) == (False, True)
+    assert (
+        "needle" in json.dumps(build_otel(trace)),
+        "needle" in json.dumps(build_otel(trace, with_content=True)),
+    ) == (False, True)
 
 
 async def test_a_call_that_failed_has_its_code_as_error_type(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ def test_a_known_secret_is_in_no_text(secret: str, before: str, after: str) -> N
 
 
 @given(known, st.binary(max_size=20), st.binary(max_size=20), st.booleans())
-def test_a_known_secret_inside_a_base64_text_is_masked_wherever_it_begins(secret: str, before: bytes, after: bytes, is_url: bool) -> None:
+def test_a_known_secret_inside_a_base64_text_is_masked_wherever_it_begins(
+    secret: str, before: bytes, after: bytes, is_url: bool
+) -> None:
     encode = base64.urlsafe_b64encode if is_url else base64.b64encode
     text = encode(before + secret.encode() + after).decode()
     assert Masker({"k": secret}).mask(f"got: {text}, done") == "got: [masked: k], done"
@@ -83,7 +85,10 @@ def test_a_key_is_known_by_its_shape(text: str, kind: str) -> None:
     [
         ("redis://:p4ss@host:6379/0", "redis://:[masked: password]@host:6379/0"),
         ("https://me:p@ss:word@host/x", "https://me:[masked: password]@host/x"),
-        ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "aws_secret_access_key = [masked: AWS key]"),
+        (
+            "aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
+            "aws_secret_access_key = [masked: AWS key]",
+        ),
         ("Authorization: Bearer abc123def456", "Authorization: Bearer [masked: bearer token]"),
         ('{"Authorization": "Basic dXNlcjpwYXNz"}', '{"Authorization": "Basic [masked: credentials]"}'),
     ],
@@ -119,7 +124,11 @@ def test_of_two_secrets_of_which_one_holds_the_other_nothing_stays() -> None:
 
 def test_keys_and_values_of_an_object_are_masked() -> None:
     masked = MASKER.mask_value({SECRET: [{"x": f"a{SECRET}"}, 1, None]})
-    assert (SECRET in json.dumps(masked, ensure_ascii=False), is_masked(masked), is_masked({"x": [1]})) == (False, True, False)
+    assert (SECRET in json.dumps(masked, ensure_ascii=False), is_masked(masked), is_masked({"x": [1]})) == (
+        False,
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,14 +181,23 @@ def test_a_password_in_a_url_is_known_as_it_is_written_and_as_it_is_meant(monkey
 
 
 def test_what_a_client_of_a_pool_was_given_or_has_made_up_is_known() -> None:
-    known = secrets_of_pool("redis://:redis-made-up@h", flower_url="http://toolcrew:flower-made-up@h/", api_key="key-of-the-tenant")
+    known = secrets_of_pool(
+        "redis://:redis-made-up@h", flower_url="http://toolcrew:flower-made-up@h/", api_key="key-of-the-tenant"
+    )
     assert sorted(known.values()) == ["flower-made-up", "key-of-the-tenant", "redis-made-up"]
     assert secrets_of_pool("redis://h:1") == {}
 
 
 def test_every_secret_setting_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings()
-    fields = [name for name, field in type(settings).model_fields.items() if "SecretStr" in str(field.annotation) and name != "redis_url"]
-    values = {name: [SecretStr(f"value-of-{name}")] if name == "secrets_previous" else SecretStr(f"value-of-{name}") for name in fields}
+    fields = [
+        name
+        for name, field in type(settings).model_fields.items()
+        if "SecretStr" in str(field.annotation) and name != "redis_url"
+    ]
+    values = {
+        name: [SecretStr(f"value-of-{name}")] if name == "secrets_previous" else SecretStr(f"value-of-{name}")
+        for name in fields
+    }
     masker = build_masker(settings.model_copy(update=values))
     assert [name for name in fields if f"value-of-{name}" in masker.mask(f"value-of-{name}")] == []

@@ -38,14 +38,25 @@ async def test_a_line_that_broke_off_is_dropped_and_told(tmp_path: Path) -> None
 async def test_lines_of_a_later_release_are_passed_over_and_counted(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     line = json.loads(path.read_text().splitlines()[0])
-    append(path, *(json.dumps(line | change).encode() + b"\n" for change in ({"type": "run.dream"}, {"v": 2}, {"new_field": 1})))
+    append(
+        path,
+        *(json.dumps(line | change).encode() + b"\n" for change in ({"type": "run.dream"}, {"v": 2}, {"new_field": 1})),
+    )
     trace = load_trace(path)
     assert (trace.later, trace.damaged, len(trace.records)) == (2, 0, 10)
 
 
 @pytest.mark.parametrize(
     "line",
-    [b"not json\n", b"[1]\n", b"{}\n", b'{"v":1,"type":"run.start"}\n', b"\xff\xfe}\n", b"[" * 100_000 + b"\n", b'{"v":"x","type":[]}\n'],
+    [
+        b"not json\n",
+        b"[1]\n",
+        b"{}\n",
+        b'{"v":1,"type":"run.start"}\n',
+        b"\xff\xfe}\n",
+        b"[" * 100_000 + b"\n",
+        b'{"v":"x","type":[]}\n',
+    ],
 )
 async def test_lines_that_are_none_are_left_out_and_counted(tmp_path: Path, line: bytes) -> None:
     path, _, _ = await run_traced(tmp_path)
@@ -83,15 +94,21 @@ async def test_a_large_part_names_no_file_elsewhere(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     (tmp_path / "acme" / "private").write_text("mine")
     line = json.loads(path.read_text().splitlines()[0])
-    append(path, json.dumps(line | {"instruction": {"$blob": "../private", "bytes": 4, "kind": "text"}}).encode() + b"\n")
+    append(
+        path, json.dumps(line | {"instruction": {"$blob": "../private", "bytes": 4, "kind": "text"}}).encode() + b"\n"
+    )
     trace = load_trace(path)
     assert trace.start is not None
     assert "mine" not in trace.start.instruction
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=5), st.floats(0, 1))
-async def test_no_damage_raises(tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[float, int]], kept: float) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=5), st.floats(0, 1)
+)
+async def test_no_damage_raises(
+    tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[float, int]], kept: float
+) -> None:
     path, _, _ = await run_traced(tmp_path_factory.mktemp("t"))
     content = bytearray(path.read_bytes())
     for place, byte in damages:
@@ -130,7 +147,11 @@ async def test_half_a_surrogate_pair_of_a_foreign_writer_can_be_shown_and_export
 
 async def test_a_trace_is_found_by_its_run_or_its_path(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
-    assert (find_trace(tmp_path, "run1"), find_trace(tmp_path, "run1", "acme"), find_trace(tmp_path, str(path))) == (path, path, path)
+    assert (find_trace(tmp_path, "run1"), find_trace(tmp_path, "run1", "acme"), find_trace(tmp_path, str(path))) == (
+        path,
+        path,
+        path,
+    )
     assert (list_traces(tmp_path), list_traces(tmp_path, "other")) == ([path], [])
 
 
@@ -182,17 +203,30 @@ async def test_the_sandbox_that_a_run_begins_in_is_told_before_its_steps(tmp_pat
     records = [json.loads(line) for line in path.read_text().splitlines()]
     opened = {**records[0], "type": "sandbox.start", "sandbox": "box1", "host": "a", "image": "base"}
     path.write_text(
-        "".join(json.dumps(one) + "\n" for one in [records[0], opened, {**opened, "sandbox": "box2", "why": "replaced"}, *records[1:]])
+        "".join(
+            json.dumps(one) + "\n"
+            for one in [records[0], opened, {**opened, "sandbox": "box2", "why": "replaced"}, *records[1:]]
+        )
     )
     lines = build_lines(load_trace(path))
-    assert lines.index("   sandbox box1 on a base") < lines.index("step 1") < lines.index("sandbox replaced: box2 on a base")
+    assert (
+        lines.index("   sandbox box1 on a base")
+        < lines.index("step 1")
+        < lines.index("sandbox replaced: box2 on a base")
+    )
 
 
 async def test_a_long_text_is_shortened_and_told_unless_all_is_wanted(tmp_path: Path) -> None:
-    path, _, _ = await run_traced(tmp_path, answer=lambda call: echo(call).model_copy(update={"output": "\n".join(map(str, range(500)))}))
+    path, _, _ = await run_traced(
+        tmp_path, answer=lambda call: echo(call).model_copy(update={"output": "\n".join(map(str, range(500)))})
+    )
     trace = load_trace(path)
     short, full = build_lines(trace), build_lines(trace, is_full=True)
-    assert (any("characters more (--full shows them)" in line for line in short), "   499" in short, "   499" in full) == (
+    assert (
+        any("characters more (--full shows them)" in line for line in short),
+        "   499" in short,
+        "   499" in full,
+    ) == (
         True,
         False,
         True,
@@ -231,7 +265,9 @@ class Tags(HTMLParser):
 
 
 async def test_a_page_needs_no_network_and_runs_nothing_of_what_it_shows(tmp_path: Path) -> None:
-    model = ScriptedModel([Calls([("echo", {"text": HOSTILE}), (f"x{HOSTILE}", {})], f"<think>{HOSTILE}</think>{HOSTILE}"), HOSTILE])
+    model = ScriptedModel(
+        [Calls([("echo", {"text": HOSTILE}), (f"x{HOSTILE}", {})], f"<think>{HOSTILE}</think>{HOSTILE}"), HOSTILE]
+    )
     path, _, _ = await run_traced(tmp_path, model)
     found = Tags(build_page(load_trace(path)))
     assert not found.tags & {"script", "img", "link", "iframe", "object", "a", "form", "base"}

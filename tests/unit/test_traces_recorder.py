@@ -1,4 +1,6 @@
-"""What a trace holds: every event of a run, masked, large parts apart; and that nothing that befalls it ends the run."""
+"""What a trace holds: every event of a run, masked, large parts apart; and that nothing that befalls it ends the
+run.
+"""
 
 import asyncio
 import base64
@@ -61,19 +63,30 @@ async def test_a_request_holds_what_is_new_since_the_last_one_and_its_tools_once
     model = ScriptedModel([call_echo("a"), call_echo("b"), "done"])
     path, _, _ = await run_traced(tmp_path, model)
     requests = of_type(path, "llm.request")
-    assert [(line["kept"], len(line["messages"]), line["total"]) for line in requests] == [(0, 2, 2), (2, 2, 4), (4, 2, 6)]
-    assert (["tool_definitions" in line for line in requests], len({line["tools"] for line in requests})) == ([True, False, False], 1)
+    assert [(line["kept"], len(line["messages"]), line["total"]) for line in requests] == [
+        (0, 2, 2),
+        (2, 2, 4),
+        (4, 2, 6),
+    ]
+    assert (["tool_definitions" in line for line in requests], len({line["tools"] for line in requests})) == (
+        [True, False, False],
+        1,
+    )
     assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
 
 
 async def test_a_request_that_changes_what_was_sent_is_told_from_there_on(tmp_path: Path) -> None:
-    model = ScriptedModel([build_tag_call("echo", {"text": "a" * 3000}), build_tag_call("echo", {"text": "b" * 3000}), "done"])
+    model = ScriptedModel(
+        [build_tag_call("echo", {"text": "a" * 3000}), build_tag_call("echo", {"text": "b" * 3000}), "done"]
+    )
     path, _, _ = await run_traced(tmp_path, model, dialect=TagsDialect(), context_tokens=2500)
     assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
 
 
 async def test_calls_by_tag_are_told_before_the_reply_has_ended(tmp_path: Path) -> None:
-    path, _, _ = await run_traced(tmp_path, ScriptedModel([build_tag_call("echo", {"text": "a"}) + " more", "done"]), dialect=TagsDialect())
+    path, _, _ = await run_traced(
+        tmp_path, ScriptedModel([build_tag_call("echo", {"text": "a"}) + " more", "done"]), dialect=TagsDialect()
+    )
     kinds = [line["type"] for line in lines_of(path)]
     assert kinds.index("tool.result") < kinds.index("llm.response")
 
@@ -87,7 +100,10 @@ async def test_an_aborted_run_says_why(tmp_path: Path) -> None:
 
 async def test_a_malformed_call_has_a_result_and_was_not_called(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path, ScriptedModel([Calls([("echo", "{broken")]), "done"]))
-    assert (of_type(path, "tool.call"), [line["error_code"] for line in of_type(path, "tool.result")]) == ([], ["INVALID_ARGUMENTS"])
+    assert (of_type(path, "tool.call"), [line["error_code"] for line in of_type(path, "tool.result")]) == (
+        [],
+        ["INVALID_ARGUMENTS"],
+    )
 
 
 async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(tmp_path: Path) -> None:
@@ -98,7 +114,13 @@ async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(
     with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
         options = ReActOptions(max_wall_s=1.0)
         agent = Agent(
-            ScriptedModel([call_echo("a")]), NativeDialect(), [build_spec("echo")], stall, options=options, on_event=trace, run_id=RUN
+            ScriptedModel([call_echo("a")]),
+            NativeDialect(),
+            [build_spec("echo")],
+            stall,
+            options=options,
+            on_event=trace,
+            run_id=RUN,
         )
         result = await agent.run("do it")
     assert result.stop_reason is StopReason.MAX_WALL
@@ -153,7 +175,9 @@ async def test_questions_and_answers_of_approvals_are_told(tmp_path: Path) -> No
 
 async def test_nobody_is_asked_and_nothing_told_of_a_call_that_needs_no_approval(tmp_path: Path) -> None:
     seen: list[Any] = []
-    await review(build_call("echo"), build_spec("echo"), CallbackApprover(lambda _: Decision(False)), on_event=seen.append)
+    await review(
+        build_call("echo"), build_spec("echo"), CallbackApprover(lambda _: Decision(False)), on_event=seen.append
+    )
     assert seen == []
 
 
@@ -185,14 +209,19 @@ def all_of(folder: Path) -> tuple[bytes, str]:
 async def test_a_secret_is_nowhere_in_the_folder_in_any_form(tmp_path: Path) -> None:
     forms = [CANARY, base64.b64encode(b"user:" + CANARY.encode()).decode(), CANARY.encode().hex()]
     model = ScriptedModel(
-        [Calls([("echo", {"text": f"say {CANARY}"}), (f"x{CANARY}", {CANARY: 1})], f"I use {CANARY}."), f"It is {CANARY}."]
+        [
+            Calls([("echo", {"text": f"say {CANARY}"}), (f"x{CANARY}", {CANARY: 1})], f"I use {CANARY}."),
+            f"It is {CANARY}.",
+        ]
     )
 
     def answer(call: ToolCall) -> ToolResult:
         large = f"{forms[1]} {forms[2]} " + "x" * 2 * MAX_INLINE_BYTES + CANARY
         return echo(call).model_copy(update={"output": large, "metadata": {"note": CANARY, CANARY: [CANARY]}})
 
-    await run_traced(tmp_path, model, secrets={"the canary": CANARY}, answer=answer, history=[{"role": "user", "content": CANARY}])
+    await run_traced(
+        tmp_path, model, secrets={"the canary": CANARY}, answer=answer, history=[{"role": "user", "content": CANARY}]
+    )
     whole, names = all_of(tmp_path)
     assert [form for form in forms if form.encode() in whole or form in names] == []
     assert whole.count(b"[masked: the canary]") >= 8
@@ -202,13 +231,16 @@ async def test_a_secret_is_nowhere_in_the_folder_in_any_form(tmp_path: Path) -> 
 async def test_no_field_with_content_is_left_unmasked() -> None:
     # Whoever adds a field must say whether it is ours: only these may hold what a model or a tool wrote.
     assert (
-        IDENTIFIERS & {"instruction", "messages", "message", "arguments", "tool", "output", "error", "metadata", "reason", "answer"}
+        IDENTIFIERS
+        & {"instruction", "messages", "message", "arguments", "tool", "output", "error", "metadata", "reason", "answer"}
         == set()
     )
 
 
 async def test_files_and_folders_are_the_owners_alone(tmp_path: Path) -> None:
-    await run_traced(tmp_path / "traces", answer=lambda call: echo(call).model_copy(update={"output": "x" * 3 * MAX_INLINE_BYTES}))
+    await run_traced(
+        tmp_path / "traces", answer=lambda call: echo(call).model_copy(update={"output": "x" * 3 * MAX_INLINE_BYTES})
+    )
     modes = {file.is_file(): file.stat().st_mode & 0o777 for file in (tmp_path / "traces" / "acme").rglob("*")}
     assert modes == {True: 0o600, False: 0o700}
 
@@ -242,7 +274,9 @@ async def test_a_field_of_many_small_parts_is_kept_apart_as_well(tmp_path: Path)
 async def test_arguments_that_look_like_a_large_part_bring_no_file_into_the_trace(tmp_path: Path) -> None:
     await run_traced(tmp_path, run="first", answer=lambda call: echo(call).model_copy(update={"output": "z" * 50_000}))
     forged = {"$blob": hashlib.sha256(b"z" * 50_000).hexdigest(), "bytes": 50_000, "kind": "text"}
-    model = ScriptedModel([Calls([("echo", {"text": forged}), ("echo", forged), ("echo", {"$literal": {"$blob": "x"}})]), "done"])
+    model = ScriptedModel(
+        [Calls([("echo", {"text": forged}), ("echo", forged), ("echo", {"$literal": {"$blob": "x"}})]), "done"]
+    )
     path, _, _ = await run_traced(tmp_path, model, answer=lambda call: echo(call).model_copy(update={"output": ""}))
     told = [call.called.arguments for call in load_trace(path).calls if call.called]
     assert told == [{"text": forged}, forged, {"$literal": {"$blob": "x"}}]
@@ -265,12 +299,20 @@ async def test_what_nests_too_deep_is_left_out_and_the_rest_is_there(tmp_path: P
 
 @settings(max_examples=25, deadline=None)
 @given(scripts)
-async def test_whatever_a_run_says_all_of_it_can_be_read_back(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
+async def test_whatever_a_run_says_all_of_it_can_be_read_back(
+    tmp_path_factory: pytest.TempPathFactory, script: list[Any]
+) -> None:
     seen: list[Any] = []
     model = ScriptedModel(script)
-    path, result, recorder = await run_traced(tmp_path_factory.mktemp("t"), model, also=seen.append, max_malformed_replies=9)
+    path, result, recorder = await run_traced(
+        tmp_path_factory.mktemp("t"), model, also=seen.append, max_malformed_replies=9
+    )
     trace = load_trace(path)
-    assert (trace.faults(), recorder.lost_lines, trace.end is not None and trace.end.stop_reason) == ([], 0, result.stop_reason.value)
+    assert (trace.faults(), recorder.lost_lines, trace.end is not None and trace.end.stop_reason) == (
+        [],
+        0,
+        result.stop_reason.value,
+    )
     told = [(call.call_id, call.result.text()) for call in trace.calls if call.result]
     assert told == [(event.result.call_id, event.result.text()) for event in seen if isinstance(event, CallFinished)]
 
@@ -293,13 +335,23 @@ async def test_another_process_that_takes_the_run_over_continues_the_trace(tmp_p
         file.write(b'{"v":1,"seq":9,"type":"warn')
     await run_traced(tmp_path, ScriptedModel(["Better."]))
     trace = load_trace(path)
-    assert (trace.attempts, trace.torn, trace.damaged, trace.end and trace.end.answer, len(trace.steps)) == (2, 1, 0, "Better.", 1)
-    assert [line["is_continued"] for line in map(json.loads, re.findall(r'.*"run.start".*', path.read_text()))] == [False, True]
+    assert (trace.attempts, trace.torn, trace.damaged, trace.end and trace.end.answer, len(trace.steps)) == (
+        2,
+        1,
+        0,
+        "Better.",
+        1,
+    )
+    assert [line["is_continued"] for line in map(json.loads, re.findall(r'.*"run.start".*', path.read_text()))] == [
+        False,
+        True,
+    ]
     assert len({record.trace_id for record in trace.records}) == 1
 
 
 @pytest.mark.parametrize(
-    ("tenant", "run"), [("../x", "r"), ("acme", "../r"), ("acme", "a/b"), ("", "r"), ("acme", "x" * 65), ("acme", "r\n")]
+    ("tenant", "run"),
+    [("../x", "r"), ("acme", "../r"), ("acme", "a/b"), ("", "r"), ("acme", "x" * 65), ("acme", "r\n")],
 )
 def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, tenant: str, run: str) -> None:
     with pytest.raises(ConfigError, match="give one of at most 64 letters"):
@@ -322,7 +374,12 @@ async def test_a_folder_that_cannot_be_written_ends_no_run_and_is_told_once(tmp_
         for _ in range(3):
             trace(RunStarted(run=RUN, instruction="x" * 20_000, model="m", dialect="native"))
             trace.close()
-    assert (trace.lost_lines, len(told), "make room, or set TOOLCREW_TRACES" in told[0], trace.warnings == told) == (3, 1, True, True)
+    assert (trace.lost_lines, len(told), "make room, or set TOOLCREW_TRACES" in told[0], trace.warnings == told) == (
+        3,
+        1,
+        True,
+        True,
+    )
 
 
 async def test_a_disk_that_is_full_in_the_middle_costs_lines_and_the_end_says_how_many(
@@ -347,6 +404,12 @@ async def test_a_disk_that_is_full_in_the_middle_costs_lines_and_the_end_says_ho
         trace(RunStarted(run=RUN, instruction="again", model="m", dialect="native"))
         trace.close()
     told = load_trace(trace.path)
-    assert (lost > 0, trace.lost_lines, told.torn + told.damaged, told.gaps, len(told.records)) == (True, lost, 1, lost, 6 - lost)
+    assert (lost > 0, trace.lost_lines, told.torn + told.damaged, told.gaps, len(told.records)) == (
+        True,
+        lost,
+        1,
+        lost,
+        6 - lost,
+    )
     assert told.start is not None
     assert told.start.instruction == "again"

@@ -71,7 +71,11 @@ async def test_calls_that_give_the_same_are_the_same_whatever_the_clocks(tmp_pat
     calls = await record(tmp_path, call_echo("a"), call_echo("b"), "done")
     session = FakeSession(lambda call: echo(call).model_copy(update={"clocks": {}}))
     report = await replay(calls, session)
-    assert (states(report), report.is_same, session.calls) == (["same", "same"], True, [("echo", {"text": "a"}), ("echo", {"text": "b"})])
+    assert (states(report), report.is_same, session.calls) == (
+        ["same", "same"],
+        True,
+        [("echo", {"text": "a"}), ("echo", {"text": "b"})],
+    )
 
 
 async def test_another_output_is_shown_as_a_difference(tmp_path: Path) -> None:
@@ -87,7 +91,10 @@ async def test_another_exit_code_or_error_is_named(tmp_path: Path) -> None:
     [code] = (await replay(calls, FakeSession(put("a", metadata={"exit_code": 3})))).calls
     [failed] = (await replay(calls, FakeSession(fail))).calls
     assert code.why == "exit_code was 0 and is 3"
-    assert failed.why == "success was true and is false; error_code was none and is TIMEOUT; exit_code was 0 and is none; the text differs"
+    assert failed.why == (
+        "success was true and is false; error_code was none and is TIMEOUT; exit_code was 0 and is none; the text "
+        "differs"
+    )
 
 
 async def test_what_is_to_be_ignored_is_the_same_and_nothing_else_is(tmp_path: Path) -> None:
@@ -149,7 +156,9 @@ async def test_an_approver_changed_arguments_are_those_that_are_run(tmp_path: Pa
     assert session.calls == [("echo", {"text": "changed"})]
 
 
-async def test_calls_that_an_earlier_attempt_sent_are_run_though_the_last_one_knew_their_results(tmp_path: Path) -> None:
+async def test_calls_that_an_earlier_attempt_sent_are_run_though_the_last_one_knew_their_results(
+    tmp_path: Path,
+) -> None:
     model = [call_echo("a"), call_echo("b"), "done"]
     await run_traced(tmp_path, ScriptedModel([model[0]]), max_iterations=1)
     sent: list[int] = []
@@ -162,7 +171,9 @@ async def test_calls_that_an_earlier_attempt_sent_are_run_though_the_last_one_kn
                 trace.on_event(CallSent(run=RUN, call=call))
             return echo(call).model_copy(update={"sandbox": None, "clocks": Clocks()})
 
-        await Agent(ScriptedModel(model), NativeDialect(), [build_spec("echo")], run_call, on_event=trace, run_id=RUN).run("do it")
+        await Agent(
+            ScriptedModel(model), NativeDialect(), [build_spec("echo")], run_call, on_event=trace, run_id=RUN
+        ).run("do it")
     calls, faults = load_calls(trace.path)
     assert (len(sent), [call.unrun for call in calls], faults) == (1, ["", ""], [])
 
@@ -177,7 +188,10 @@ def test_very_long_texts_are_compared_to_their_first_difference() -> None:
     lines = ["same"] * (MAX_COMPARED_LINES + 10)
     call = RecordedCall("c", "echo", {}, Told("\n".join([*lines, "a"]), True, None, 0))
     told = Comparing().compare(call, put("\n".join([*lines, "b"]))(build_call()))
-    assert (told.diff[0].startswith(f"the first difference is in line {len(lines) + 1}"), told.diff[1:]) == (True, ("-a", "+b"))
+    assert (told.diff[0].startswith(f"the first difference is in line {len(lines) + 1}"), told.diff[1:]) == (
+        True,
+        ("-a", "+b"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +206,10 @@ def test_very_long_texts_are_compared_to_their_first_difference() -> None:
         ("bash: line 1:    17 Killed                  sleep 9", "bash: line 1:  2041 Killed                  sleep 9"),
         ("/tmp/tmp.Z1CaTsW1Fq", "/tmp/tmp.rAQvaVJrHh"),
         ("in /tmp/tmpyee2xpxa/a", "in /tmp/tmpv9z_u6hb/a"),
-        ("all of it is in /output/command-9d9e840e.txt (7 lines)", "all of it is in /output/command-537d3755.txt (7 lines)"),
+        (
+            "all of it is in /output/command-9d9e840e.txt (7 lines)",
+            "all of it is in /output/command-537d3755.txt (7 lines)",
+        ),
         ("-rw-r--r-- 1 root root 12 Nov 22 17:40 a.txt", "-rw-r--r-- 1 root root 12 Dec  1 03:02 a.txt"),
     ],
 )
@@ -228,9 +245,15 @@ async def test_which_of_stdout_and_stderr_came_first_says_nothing_but_their_own_
         return put(text, metadata={"exit_code": 0, "stdout": out, "stderr": "e\n"})
 
     calls = await record(tmp_path, answer=mixed("a\nb\ne\n", "a\nb\n"))
-    for text, out, state in (("e\na\nb\n", "a\nb\n", "same"), ("b\na\ne\n", "b\na\n", "different"), ("e\na\nc\n", "a\nc\n", "different")):
+    for text, out, state in (
+        ("e\na\nb\n", "a\nb\n", "same"),
+        ("b\na\ne\n", "b\na\n", "different"),
+        ("e\na\nc\n", "a\nc\n", "different"),
+    ):
         assert states(await replay(calls, FakeSession(mixed(text, out)))) == [state]
-    assert states(await replay(calls, FakeSession(mixed("e\na\nb\n", "a\nb\n")), Comparing(is_exact=True))) == ["different"]
+    assert states(await replay(calls, FakeSession(mixed("e\na\nb\n", "a\nb\n")), Comparing(is_exact=True))) == [
+        "different"
+    ]
     assert states(await replay(calls, FakeSession(put("e\na\nb\n")))) == ["different"]
 
 
@@ -273,7 +296,15 @@ def test_of_a_long_line_the_place_of_its_difference_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["1" * 200_000, "/tmp/tmp" * 30_000, "pid " * 50_000, "-rw-r--r-- 1 a" + " a" * 100_000, "1.1" * 60_000, "line 1: " * 30_000]
+    "text",
+    [
+        "1" * 200_000,
+        "/tmp/tmp" * 30_000,
+        "pid " * 50_000,
+        "-rw-r--r-- 1 a" + " a" * 100_000,
+        "1.1" * 60_000,
+        "line 1: " * 30_000,
+    ],
 )
 def test_hostile_texts_are_compared_in_little_time(text: str) -> None:
     started = time.process_time()

@@ -1,4 +1,6 @@
-"""The guest's tunnels and sandboxd's, joined as they are in a sandbox: whatever both ends do, bytes arrive in order and nothing is left."""
+"""The guest's tunnels and sandboxd's, joined as they are in a sandbox: whatever both ends do, bytes arrive in order and
+nothing is left.
+"""
 
 import asyncio
 import contextlib
@@ -191,7 +193,9 @@ _DOINGS = st.builds(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(_DOINGS, _DOINGS), min_size=1, max_size=4))
-def test_whatever_both_ends_do_every_byte_arrives_in_order_and_nothing_is_left(pair: Pair, doings: list[tuple[Doing, Doing]]) -> None:
+def test_whatever_both_ends_do_every_byte_arrives_in_order_and_nothing_is_left(
+    pair: Pair, doings: list[tuple[Doing, Doing]]
+) -> None:
     async def play() -> None:
         ends = []
         for program, proxy in doings:
@@ -203,7 +207,12 @@ def test_whatever_both_ends_do_every_byte_arrives_in_order_and_nothing_is_left(p
             assert other.sent.startswith(bytes(one.got))
             assert one.sent.startswith(bytes(other.got))
             if one.doing.leaves_after is None and other.doing.leaves_after is None:
-                assert (one.is_cut, other.is_cut, len(one.got), len(other.got)) == (False, False, len(other.sent), len(one.sent))
+                assert (one.is_cut, other.is_cut, len(one.got), len(other.got)) == (
+                    False,
+                    False,
+                    len(other.sent),
+                    len(one.sent),
+                )
         await pair.until_over()
 
     pair.loop.run_until_complete(play())

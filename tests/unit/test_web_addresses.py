@@ -112,7 +112,9 @@ def test_an_isatap_address_is_as_good_as_the_one_within(address: str, refused: b
 def test_behind_the_prefix_of_a_nat64_gateway_the_embedded_address_is_judged(prefix: str) -> None:
     network = ipaddress.IPv6Network(prefix)
     rules = AddressRules(nat64_prefix=network)
-    inside = [str(network[int(ipaddress.IPv4Address(address))]) for address in ("8.8.8.8", "169.254.169.254", "10.0.0.1")]
+    inside = [
+        str(network[int(ipaddress.IPv4Address(address))]) for address in ("8.8.8.8", "169.254.169.254", "10.0.0.1")
+    ]
     assert [is_refused(address, rules) for address in inside] == [False, True, True]
 
 

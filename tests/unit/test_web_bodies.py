@@ -39,7 +39,13 @@ def refusal(encoding: str, pieces: Iterable[bytes], limits: FetchLimits = LIMITS
     return failed.value
 
 
-PACKERS: dict[str, Any] = {"gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes, "": bytes}
+PACKERS: dict[str, Any] = {
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "identity": bytes,
+    "": bytes,
+}
 
 
 @given(st.sampled_from(sorted(PACKERS)), st.binary(max_size=2000), st.integers(1, 50))
@@ -83,7 +89,10 @@ def test_a_bomb_is_stopped_inside_the_decoder(encoding: str) -> None:
 
 def test_the_ratio_is_counted_over_what_has_come_so_far() -> None:
     good = bytes(range(256)) * 16
-    assert refusal("gzip", [gzip.compress(good, 0), gzip.compress(bytes(2_000_000))], FetchLimits()).code is ErrorCode.FILE_TOO_LARGE
+    assert (
+        refusal("gzip", [gzip.compress(good, 0), gzip.compress(bytes(2_000_000))], FetchLimits()).code
+        is ErrorCode.FILE_TOO_LARGE
+    )
 
 
 @pytest.mark.parametrize("encoding", ["", "gzip"])
@@ -121,7 +130,12 @@ def test_what_is_not_packed_as_the_header_says_is_refused() -> None:
         ("\ufeffh\u00e9".encode(), None, "utf-8", "mark"),
         (b"\xff\xfe" + "h\u00e9".encode("utf-16-le"), None, "utf-16-le", "mark"),
         ('<meta charset="windows-1251">\u0434\u0430'.encode("cp1251"), None, "cp1251", "meta"),
-        ('<meta http-equiv=x content="text/html; charset=koi8-r">\u0434\u0430'.encode("koi8-r"), None, "koi8-r", "meta"),
+        (
+            '<meta http-equiv=x content="text/html; charset=koi8-r">\u0434\u0430'.encode("koi8-r"),
+            None,
+            "koi8-r",
+            "meta",
+        ),
         ('<meta charset="windows-1251">\u0434\u0430'.encode(), "utf-8", "utf-8", "header"),
         ('<meta charset="utf-16">\u00e9'.encode(), None, "utf-8", "meta"),
         ("h\u00e9".encode(), "no-such-charset", "utf-8", "guess"),
@@ -138,9 +152,9 @@ def test_the_charset_is_taken_from_header_mark_meta_or_a_guess_in_this_order(
 
 def test_text_without_any_sign_of_its_charset_is_guessed_well_enough_to_read() -> None:
     text = (
-        "\u0412 \u043d\u0430\u0447\u0430\u043b\u0435 \u0431\u044b\u043b\u043e \u0441\u043b\u043e\u0432\u043e, \u0438 \u0441\u043b\u043e\u0432\u043e \u0431\u044b\u043b\u043e \u0443 \u043d\u0438\u0445. "
-        * 20
-    )
+        "\u0412 \u043d\u0430\u0447\u0430\u043b\u0435 \u0431\u044b\u043b\u043e \u0441\u043b\u043e\u0432\u043e, \u0438 "
+        "\u0441\u043b\u043e\u0432\u043e \u0431\u044b\u043b\u043e \u0443 \u043d\u0438\u0445. "
+    ) * 20
     decoded = decode_body(text.encode("cp1251"), None, is_html=False)
     assert (decoded.text, decoded.how) == (text, "guess")
 
@@ -151,7 +165,20 @@ def test_bytes_that_the_charset_does_not_have_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "label", ["rot13", "zlib", "base64", "idna", "punycode", "unicode_escape", "raw_unicode_escape", "utf-7", "mbcs", "x" * 200, "\0"]
+    "label",
+    [
+        "rot13",
+        "zlib",
+        "base64",
+        "idna",
+        "punycode",
+        "unicode_escape",
+        "raw_unicode_escape",
+        "utf-7",
+        "mbcs",
+        "x" * 200,
+        "\0",
+    ],
 )
 def test_codecs_that_are_no_charsets_of_the_web_are_not_used(label: str) -> None:
     assert known_charset(label) is None
@@ -166,9 +193,17 @@ def test_every_body_is_read(body: bytes, declared: str | None) -> None:
 
 
 def json_values() -> st.SearchStrategy[Any]:
-    leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=10)
+    leaves = (
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=10)
+    )
     return st.recursive(
-        leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4), max_leaves=20
+        leaves,
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+        max_leaves=20,
     )
 
 
@@ -182,7 +217,9 @@ def test_no_token_of_json_is_changed() -> None:
     assert lay_out_json('{"a":1.50,"a":1e5,"b":"\\u00e9\\/"}') == '{\n  "a": 1.50,\n  "a": 1e5,\n  "b": "\\u00e9\\/"\n}'
 
 
-@pytest.mark.parametrize("text", ["", "{", "{'a': 1}", "[1,]", "[" * 5000 + "]" * 5000, "1" * 5000, '"' + "a" * 1024 * 1024 + '"'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "{'a': 1}", "[1,]", "[" * 5000 + "]" * 5000, "1" * 5000, '"' + "a" * 1024 * 1024 + '"']
+)
 def test_what_is_no_json_or_too_much_of_it_is_left_as_it_is(text: str) -> None:
     assert lay_out_json(text) is None
 

@@ -42,7 +42,11 @@ def site() -> Iterator[Site]:
 
 
 def test_a_page_is_fetched_once_in_a_quarter_of_an_hour(site: Site) -> None:
-    assert [site.fetch().source, site.fetch(after_s=FRESH_S - 1).source, site.fetch(after_s=2).source] == ["network", "cache", "network"]
+    assert [site.fetch().source, site.fetch(after_s=FRESH_S - 1).source, site.fetch(after_s=2).source] == [
+        "network",
+        "cache",
+        "network",
+    ]
     assert len(site.server.requests) == 2
 
 
@@ -70,14 +74,20 @@ def test_reading_on_does_not_fetch_again_whatever_the_page_says_of_its_age(site:
 
 def test_a_page_that_says_it_gets_old_sooner_is_asked_for_sooner(site: Site) -> None:
     site.server.replies["/"] = answer("one", cache_control="max-age=60")
-    assert [site.fetch().source, site.fetch(after_s=59).source, site.fetch(after_s=2).source] == ["network", "cache", "network"]
+    assert [site.fetch().source, site.fetch(after_s=59).source, site.fetch(after_s=2).source] == [
+        "network",
+        "cache",
+        "network",
+    ]
 
 
 @pytest.mark.parametrize(
     ("header", "value", "sent"),
     [("etag", '"v1"', "if-none-match"), ("last_modified", "Sun, 01 Nov 2026 00:00:00 GMT", "if-modified-since")],
 )
-def test_an_old_page_that_has_not_changed_is_confirmed_and_not_sent_again(site: Site, header: str, value: str, sent: str) -> None:
+def test_an_old_page_that_has_not_changed_is_confirmed_and_not_sent_again(
+    site: Site, header: str, value: str, sent: str
+) -> None:
     site.server.replies["/"] = answer("one", **{header: value})
     site.fetch()
     site.server.replies["/"] = b"HTTP/1.1 304 Not Modified\r\n\r\n"
@@ -146,7 +156,14 @@ def test_a_validator_that_would_be_no_good_header_is_not_kept(value: str) -> Non
 
 
 def build_page(url: str = "http://a.example/", body: bytes = b"\x00\xffbody\n{}", **fields: object) -> Page:
-    plain = {"final_url": url, "status": 200, "phrase": "200 OK", "content_type": "text/html", "fetched_at": 1.0, "fresh_until": 2.0}
+    plain = {
+        "final_url": url,
+        "status": 200,
+        "phrase": "200 OK",
+        "content_type": "text/html",
+        "fetched_at": 1.0,
+        "fresh_until": 2.0,
+    }
     return Page(**{**plain, "url": url, "body": body, **fields})  # type: ignore[arg-type]
 
 
@@ -223,4 +240,8 @@ def test_what_is_no_page_is_not_taken_for_one(redis_server: RedisProcess, data: 
 
 def test_without_redis_pages_are_fetched_and_not_kept() -> None:
     cache = PageCache(redis.Redis(port=free_port(), retry=Retry(NoBackoff(), 0)), "test")
-    assert (cache.take("acme", "http://a.example/"), cache.keep("acme", build_page()), cache.count("acme")) == (None, False, 0)
+    assert (cache.take("acme", "http://a.example/"), cache.keep("acme", build_page()), cache.count("acme")) == (
+        None,
+        False,
+        0,
+    )

@@ -22,7 +22,9 @@ def server() -> Iterator[WebServer]:
         yield opened
 
 
-def fetch(server: WebServer, path: str = "/", *, limits: FetchLimits = QUICK, total_s: float = 5.0, host: str = "site.example") -> Fetched:
+def fetch(
+    server: WebServer, path: str = "/", *, limits: FetchLimits = QUICK, total_s: float = 5.0, host: str = "site.example"
+) -> Fetched:
     return build_web(server, limits=limits).fetcher.fetch("acme", server.url(path, host), Deadline(total_s))
 
 
@@ -63,7 +65,12 @@ def test_a_page_comes_with_its_status_type_and_body(server: WebServer) -> None:
     server.replies["/"] = answer("hello", content_type="text/plain; charset=utf-8")
     fetched = fetch(server)
     page = fetched.page
-    assert (page.status, page.phrase, page.content_type, page.body) == (200, "200 OK", "text/plain; charset=utf-8", b"hello")
+    assert (page.status, page.phrase, page.content_type, page.body) == (
+        200,
+        "200 OK",
+        "text/plain; charset=utf-8",
+        b"hello",
+    )
     assert (fetched.source, page.redirects, page.is_whole) == ("network", (), True)
 
 
@@ -76,11 +83,16 @@ def test_a_request_says_what_it_must_and_nothing_of_this_machine(server: WebServ
 
 
 @pytest.mark.parametrize(
-    ("encoding", "packed"), [("gzip", gzip.compress(b"hello" * 100)), ("deflate", zlib.compress(b"hello" * 100)), ("", b"hello" * 100)]
+    ("encoding", "packed"),
+    [("gzip", gzip.compress(b"hello" * 100)), ("deflate", zlib.compress(b"hello" * 100)), ("", b"hello" * 100)],
 )
-def test_bodies_come_packed_chunked_or_until_the_end_of_the_connection(server: WebServer, encoding: str, packed: bytes) -> None:
+def test_bodies_come_packed_chunked_or_until_the_end_of_the_connection(
+    server: WebServer, encoding: str, packed: bytes
+) -> None:
     head = HEAD + (f"content-encoding: {encoding}\r\n".encode() if encoding else b"")
-    chunks = b"".join(b"%x\r\n%b\r\n" % (len(packed[at : at + 7]), packed[at : at + 7]) for at in range(0, len(packed), 7))
+    chunks = b"".join(
+        b"%x\r\n%b\r\n" % (len(packed[at : at + 7]), packed[at : at + 7]) for at in range(0, len(packed), 7)
+    )
     server.replies["/chunked"] = [head, b"transfer-encoding: chunked\r\n\r\n", chunks, b"0\r\n\r\n"]
     server.replies["/closed"] = head + b"\r\n" + packed
     assert fetch(server, "/chunked").page.body == fetch(server, "/closed").page.body == b"hello" * 100
@@ -191,7 +203,10 @@ def test_a_flood_of_headers_is_refused(server: WebServer, reply: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("first", "piece"),
-    [(HEAD + b"\r\n", b"x" * 65536), (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"ffff\r\n" + b"x" * 0xFFFF + b"\r\n")],
+    [
+        (HEAD + b"\r\n", b"x" * 65536),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"ffff\r\n" + b"x" * 0xFFFF + b"\r\n"),
+    ],
     ids=["without a length", "chunked"],
 )
 def test_an_endless_body_is_stopped_at_the_cap(server: WebServer, first: bytes, piece: bytes) -> None:
@@ -217,7 +232,9 @@ def test_a_gzip_bomb_is_stopped_long_before_it_is_unpacked(server: WebServer) ->
 
 
 def test_of_binary_content_only_the_head_is_read(server: WebServer) -> None:
-    server.replies["/"] = flood(server, b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ncontent-length: 99999999\r\n\r\n", b"x" * 1000)
+    server.replies["/"] = flood(
+        server, b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ncontent-length: 99999999\r\n\r\n", b"x" * 1000
+    )
     page = fetch(server).page
     assert (page.body, page.is_whole, page.told_bytes) == (b"", False, 99999999)
 
@@ -283,7 +300,9 @@ def test_the_next_address_is_tried_when_one_refuses(server: WebServer) -> None:
 # TLS
 
 
-def fetch_over_tls(server: WebServer, host: str = "site.example", trusted: bool = True, limits: FetchLimits = QUICK) -> bytes:
+def fetch_over_tls(
+    server: WebServer, host: str = "site.example", trusted: bool = True, limits: FetchLimits = QUICK
+) -> bytes:
     web = build_web(server, limits=limits, tls=trusting_context() if trusted else None)
     return web.fetcher.fetch("acme", server.url("/", host, "https"), Deadline(5)).page.body
 
@@ -293,7 +312,9 @@ def test_https_is_fetched_when_the_certificate_is_good_for_the_name() -> None:
         assert fetch_over_tls(server) == b"hello"
 
 
-@pytest.mark.parametrize(("host", "trusted"), [("other.example", True), ("site.example", False)], ids=["another name", "unknown authority"])
+@pytest.mark.parametrize(
+    ("host", "trusted"), [("other.example", True), ("site.example", False)], ids=["another name", "unknown authority"]
+)
 def test_a_certificate_for_another_name_or_of_nobody_is_refused(host: str, trusted: bool) -> None:
     with open_web_server({"/": answer("hello")}, tls=server_context()) as server:
         with pytest.raises(ToolFailure) as failed:

@@ -146,7 +146,8 @@ def test_a_redirect_is_read_from_where_it_was_given(location: str, url: str) -> 
 
 
 @pytest.mark.parametrize(
-    "location", ["https:other.example", "\thttps://other.example/", "https://x\n.example/", "/\\evil.example", "\\\\evil.example"]
+    "location",
+    ["https:other.example", "\thttps://other.example/", "https://x\n.example/", "/\\evil.example", "\\\\evil.example"],
 )
 def test_a_redirect_that_two_readers_would_follow_differently_is_not_followed(location: str) -> None:
     with pytest.raises(ToolFailure):

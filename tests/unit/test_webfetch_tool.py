@@ -89,7 +89,9 @@ def test_the_main_part_comes_as_markdown_without_what_is_around_it(server: WebSe
 def test_that_a_part_was_left_out_is_said_with_the_way_to_all_of_it(server: WebServer) -> None:
     server.replies["/"] = answer(ARTICLE.replace("</nav>", "<p>menu</p>" * 100 + "</nav>"))
     result = fetch(server)
-    found = re.search(r"the main part of a page with (\d+) characters of text; format=html gives all of it", footer_of(result))
+    found = re.search(
+        r"the main part of a page with (\d+) characters of text; format=html gives all of it", footer_of(result)
+    )
     assert found is not None
     assert int(found[1]) > len(body_of(result))
 
@@ -119,7 +121,9 @@ def test_what_nests_too_deep_is_read_whole_and_that_is_said(server: WebServer) -
 
 def test_the_titles_of_pictures_are_not_the_pages(server: WebServer) -> None:
     icon = "<svg><title>Icon</title></svg>"
-    server.replies["/"] = answer(f"<html><head><title>Page</title></head><body>{icon}<p>{WORDS}</p><title>again</title></body></html>")
+    server.replies["/"] = answer(
+        f"<html><head><title>Page</title></head><body>{icon}<p>{WORDS}</p><title>again</title></body></html>"
+    )
     server.replies["/none"] = answer(f"<body>{icon}<p>{WORDS}</p></body>")
     assert (fetch(server).metadata["title"], fetch(server, "/none").metadata["title"]) == ("Page", "")
 
@@ -175,7 +179,9 @@ def test_broken_json_is_shown_as_it_came_and_that_is_said(server: WebServer) -> 
     assert "shown as it came" in footer_of(fetch(server))
 
 
-@pytest.mark.parametrize(("kind", "size"), [("image/png", "9 bytes"), ("application/pdf", "9 bytes"), ("application/zip", "9 bytes")])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("image/png", "9 bytes"), ("application/pdf", "9 bytes"), ("application/zip", "9 bytes")]
+)
 def test_of_binary_content_type_and_size_are_told(server: WebServer, kind: str, size: str) -> None:
     server.replies["/"] = answer(b"\x89PNG\0\0\0\0\0", content_type=kind)
     assert fetch(server).text().endswith(f"[{kind}, {size}: not text, so it was not read]")
@@ -197,7 +203,11 @@ def test_a_guessed_charset_and_broken_characters_are_said(server: WebServer) -> 
 
 def test_a_redirect_to_another_host_is_said_and_one_within_a_host_is_not(server: WebServer) -> None:
     there = server.url("/there", "other.example")
-    server.replies |= {"/": redirect(there), "/near": redirect("/there"), "/there": answer("x", content_type="text/plain")}
+    server.replies |= {
+        "/": redirect(there),
+        "/near": redirect("/there"),
+        "/there": answer("x", content_type="text/plain"),
+    }
     assert f"[redirected to another host: {server.url()} -> {there}]" in fetch(server).text()
     near = fetch(server, "/near").text()
     assert (f"final url: {server.url('/there')}" in near, "another host" in near) == (True, False)
@@ -219,7 +229,9 @@ def test_the_text_of_an_error_page_is_told_without_its_tags(server: WebServer) -
     assert "\n# Gone\n" in fetch(server).text()
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1/", "http://localhost/", "file:///etc/passwd", "http://169.254.169.254/latest"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1/", "http://localhost/", "file:///etc/passwd", "http://169.254.169.254/latest"]
+)
 def test_a_refused_address_is_a_security_error(server: WebServer, url: str) -> None:
     assert run_tool(build_tool(server), url=url).error_code is ErrorCode.SECURITY_REFUSED
 
@@ -236,7 +248,8 @@ def test_the_callers_own_limit_holds_when_it_is_shorter(server: WebServer) -> No
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"format": "pdf"}, {"timeout": 0}, {"timeout": 121}, {"start": -1}, {"max_chars": 999}, {"max_chars": 100_001}]
+    "arguments",
+    [{"format": "pdf"}, {"timeout": 0}, {"timeout": 121}, {"start": -1}, {"max_chars": 999}, {"max_chars": 100_001}],
 )
 def test_arguments_out_of_bounds_are_refused(server: WebServer, arguments: dict[str, object]) -> None:
     assert fetch(server, **arguments).error_code is ErrorCode.INVALID_ARGUMENTS
@@ -292,7 +305,9 @@ def test_a_page_past_the_deadline_is_a_timeout(server: WebServer) -> None:
     ],
     ids=["crash", "memory", "no JSON", "another type", "another field"],
 )
-def test_a_parser_that_a_page_took_over_is_not_believed(program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_parser_that_a_page_took_over_is_not_believed(
+    program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     taken_over = tmp_path / "program.py"
     taken_over.write_text(program)
     monkeypatch.setattr(pages, "_PROGRAM", taken_over)
@@ -300,13 +315,16 @@ def test_a_parser_that_a_page_took_over_is_not_believed(program: str, monkeypatc
         Extractor().extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20))
 
 
-def test_the_parser_has_no_environment_and_what_it_leaves_behind_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_parser_has_no_environment_and_what_it_leaves_behind_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     spy = tmp_path / "program.py"
     spy.write_text(
         "import json, os, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
         "told = {'names': sorted(os.environ), 'child': child.pid}\n"
-        "print(json.dumps({'title': '', 'text': json.dumps(told), 'is_main': True, 'is_too_deep': False, 'whole_chars': 0}))\n"
+        "print(json.dumps({'title': '', 'text': json.dumps(told), 'is_main': True, 'is_too_deep': False, "
+        "'whole_chars': 0}))\n"
     )
     monkeypatch.setenv("TOOLCREW_SECRET", "hidden")
     monkeypatch.setattr(pages, "_PROGRAM", spy)
@@ -319,8 +337,12 @@ def test_the_parser_has_no_environment_and_what_it_leaves_behind_is_ended(monkey
         time.sleep(0.01)
 
 
-def test_the_parser_reaches_nothing_even_when_a_page_took_it_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What code of a page in the parser would go for: the worker's secrets in /proc, files, servers, the worker itself."""
+def test_the_parser_reaches_nothing_even_when_a_page_took_it_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What code of a page in the parser would go for: the worker's secrets in /proc, files, servers, the worker
+    itself.
+    """
     spy = tmp_path / "program.py"
     spy.write_text(
         f"import json, os, resource, runpy, signal, socket\nprogram = runpy.run_path({str(pages._PROGRAM)!r})\n"
@@ -331,13 +353,15 @@ def test_the_parser_reaches_nothing_even_when_a_page_took_it_over(monkeypatch: p
         "    except OSError: pass\n"
         "keeper = os.getppid()\n"
         "for name, aim in (\n"
-        "    ('environ', lambda: open(f'/proc/{keeper}/environ')), ('file', lambda: open('/etc/passwd')), ('write', lambda: open('/tmp/x', 'w')),\n"
+        "    ('environ', lambda: open(f'/proc/{keeper}/environ')), ('file', lambda: open('/etc/passwd')), ('write', "
+        "lambda: open('/tmp/x', 'w')),\n"
         "    ('program', lambda: os.execv('/bin/true', ['true'])),\n"
         "):\n"
         "    try: aim(); told['reached'].append(name)\n"
         "    except PermissionError: pass\n"
         "told['alarm_s'], told['memory'] = signal.alarm(0), resource.getrlimit(resource.RLIMIT_AS)[0]\n"
-        "print(json.dumps({'title': '', 'text': json.dumps(told), 'is_main': True, 'is_too_deep': False, 'whole_chars': 0}))\n"
+        "print(json.dumps({'title': '', 'text': json.dumps(told), 'is_main': True, 'is_too_deep': False, "
+        "'whole_chars': 0}))\n"
     )
     monkeypatch.setattr(pages, "_PROGRAM", spy)
     told = json.loads(Extractor().extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20)).text)

@@ -62,7 +62,10 @@ class Service:
 def entries(kind: str, *urls: str) -> dict[str, Any]:
     """What a provider of this kind answers for these hits."""
     snippet = {"tavily": "content", "brave": "description", "exa": "text", "searxng": "content"}[kind]
-    hits = [{"title": f"Title {n}", "url": url, snippet: f"Snippet {n}", "score": 0.5} for n, url in enumerate(urls, start=1)]
+    hits = [
+        {"title": f"Title {n}", "url": url, snippet: f"Snippet {n}", "score": 0.5}
+        for n, url in enumerate(urls, start=1)
+    ]
     return {"web": {"results": hits}} if kind == "brave" else {"results": hits}
 
 
@@ -71,7 +74,11 @@ def says(content: Any, status: int = 200, **headers: str) -> bytes:
 
 
 def search(*services: Service, timeout_s: float = 30, **arguments: Any) -> ToolResult:
-    return run_tool(build_websearch([service.provider for service in services]), timeout_s=timeout_s, **{"query": "needle", **arguments})
+    return run_tool(
+        build_websearch([service.provider for service in services]),
+        timeout_s=timeout_s,
+        **{"query": "needle", **arguments},
+    )
 
 
 KINDS = ["tavily", "brave", "exa", "searxng"]
@@ -102,7 +109,12 @@ def test_results_are_numbered_with_title_url_and_snippet_within_a_fence(server: 
     }
 
 
-FILTERS = {"max_results": 3, "include_domains": ["A.example", "*.b.example"], "exclude_domains": ["c.example"], "time_range": "week"}
+FILTERS = {
+    "max_results": 3,
+    "include_domains": ["A.example", "*.b.example"],
+    "exclude_domains": ["c.example"],
+    "time_range": "week",
+}
 
 
 def test_tavily_is_asked_in_its_own_words(server: WebServer) -> None:
@@ -129,7 +141,11 @@ def test_exa_is_asked_in_its_own_words(server: WebServer) -> None:
     assert search(Service(server, "exa"), **FILTERS).success
     assert (server.requests[0].split()[0], server.header("x-api-key")) == ("POST", KEY)
     asked = json.loads(server.bodies[0])
-    assert (asked["numResults"], asked["includeDomains"], asked["excludeDomains"]) == (3, ["a.example", "b.example"], ["c.example"])
+    assert (asked["numResults"], asked["includeDomains"], asked["excludeDomains"]) == (
+        3,
+        ["a.example", "b.example"],
+        ["c.example"],
+    )
     assert asked["startPublishedDate"] == "2026-09-14T14:13:20.000Z"
 
 
@@ -176,7 +192,10 @@ def test_no_more_results_than_asked_for_and_none_twice(server: WebServer) -> Non
 def test_nothing_found_is_a_result(server: WebServer) -> None:
     server.replies["*"] = says({"results": []})
     result = search(Service(server, "searxng"), time_range="day")
-    assert (result.success, result.text()) == (True, "(no results: use other words or fewer filters)\n[0 results from searxng]")
+    assert (result.success, result.text()) == (
+        True,
+        "(no results: use other words or fewer filters)\n[0 results from searxng]",
+    )
 
 
 def test_markup_in_descriptions_is_taken_out(server: WebServer) -> None:
@@ -184,7 +203,12 @@ def test_markup_in_descriptions_is_taken_out(server: WebServer) -> None:
         {
             "web": {
                 "results": [
-                    {"title": "A &amp; B", "url": "https://a.example/", "description": "the <strong>needle</strong>", "age": "2 days ago"}
+                    {
+                        "title": "A &amp; B",
+                        "url": "https://a.example/",
+                        "description": "the <strong>needle</strong>",
+                        "age": "2 days ago",
+                    }
                 ]
             }
         }
@@ -214,16 +238,23 @@ def test_without_a_configured_service_the_tool_says_what_to_set() -> None:
         ({"retry_after": "Mon, 21 Sep 2026 00:00:00 GMT"}, 0.0),
     ],
 )
-def test_a_busy_service_is_asked_again_after_the_pause_it_wants(server: WebServer, headers: dict[str, str], pause: float) -> None:
+def test_a_busy_service_is_asked_again_after_the_pause_it_wants(
+    server: WebServer, headers: dict[str, str], pause: float
+) -> None:
     server.replies["*"] = says({}, 429, **headers)
     service = Service(server, "tavily")
     assert search(service).error_code is ErrorCode.HTTP_ERROR
     assert (service.pauses, len(server.requests)) == ([pause], 2)
 
 
-@pytest.mark.parametrize("wait", ["60", "5.5", "999999999999", "Mon, 21 Sep 2026 15:00:00 GMT", "Fri, 31 Dec 9999 23:59:59 GMT"])
+@pytest.mark.parametrize(
+    "wait", ["60", "5.5", "999999999999", "Mon, 21 Sep 2026 15:00:00 GMT", "Fri, 31 Dec 9999 23:59:59 GMT"]
+)
 def test_a_service_that_wants_too_long_a_pause_is_passed_over(server: WebServer, wait: str) -> None:
-    server.replies |= {"/search": says({}, 429, retry_after=wait), "/res/v1/web/search": says(entries("brave", "https://a.example/"))}
+    server.replies |= {
+        "/search": says({}, 429, retry_after=wait),
+        "/res/v1/web/search": says(entries("brave", "https://a.example/")),
+    }
     first, second = Service(server, "tavily"), Service(server, "brave")
     result = search(first, second)
     assert (result.success, result.metadata["provider"], first.pauses) == (True, "brave", [])
@@ -232,7 +263,15 @@ def test_a_service_that_wants_too_long_a_pause_is_passed_over(server: WebServer,
 
 @pytest.mark.parametrize(
     "reply",
-    [says({}, 500), says({}, 401), says("<html>", 200), says("[" * 100_000), says("[" + "[]," * 500_000 + "0]"), b"garbage\r\n\r\n", b""],
+    [
+        says({}, 500),
+        says({}, 401),
+        says("<html>", 200),
+        says("[" * 100_000),
+        says("[" + "[]," * 500_000 + "0]"),
+        b"garbage\r\n\r\n",
+        b"",
+    ],
 )
 def test_when_a_service_fails_the_next_is_asked(server: WebServer, reply: bytes) -> None:
     server.replies |= {"/search": reply, "/res/v1/web/search": says(entries("brave", "https://a.example/"))}
@@ -240,7 +279,14 @@ def test_when_a_service_fails_the_next_is_asked(server: WebServer, reply: bytes)
 
 
 @pytest.mark.parametrize(
-    "content", [[], None, "x", {"results": None}, {"results": [None, 5, {}, {"url": 7}, {"url": "javascript:x"}, {"url": "https://a b"}]}]
+    "content",
+    [
+        [],
+        None,
+        "x",
+        {"results": None},
+        {"results": [None, 5, {}, {"url": 7}, {"url": "javascript:x"}, {"url": "https://a b"}]},
+    ],
 )
 def test_an_answer_without_results_in_it_is_none_found(server: WebServer, content: Any) -> None:
     server.replies["*"] = says(content) if content != "x" else says('"x"')
@@ -261,7 +307,13 @@ def test_a_key_that_is_refused_everywhere_is_the_operators_to_mend(server: WebSe
 
 
 @pytest.mark.parametrize(
-    "reply", [says({"error": f"bad key {KEY}"}, 401), says({"error": KEY}, 500), says({"error": KEY}, 429), b"HTTP/1.1 " + KEY.encode()]
+    "reply",
+    [
+        says({"error": f"bad key {KEY}"}, 401),
+        says({"error": KEY}, 500),
+        says({"error": KEY}, 429),
+        b"HTTP/1.1 " + KEY.encode(),
+    ],
 )
 @pytest.mark.parametrize("kind", ["tavily", "brave", "exa"])
 def test_a_key_is_in_no_result_error_or_log(server: WebServer, kind: str, reply: bytes) -> None:
@@ -288,21 +340,30 @@ def test_a_score_that_is_no_usable_number_is_left_out(server: WebServer, score: 
     assert result.metadata["results"][0]["score"] is None  # type: ignore[index,call-overload]
 
 
-@pytest.mark.parametrize(("query", "reason"), [(" \t ", "no words"), ("a \ud800", "cannot be shown"), ("a\x00b", "cannot be shown")])
+@pytest.mark.parametrize(
+    ("query", "reason"), [(" \t ", "no words"), ("a \ud800", "cannot be shown"), ("a\x00b", "cannot be shown")]
+)
 def test_a_query_that_cannot_be_asked_is_refused(server: WebServer, query: str, reason: str) -> None:
     result = search(Service(server, "searxng"), query=query)
     assert (result.error_code, reason in str(result.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
     assert not server.requests
 
 
-@pytest.mark.parametrize("domain", ["a.example OR site:b.example", "https://a.example/", "a", "a..example", "-a.example", "a.example/x"])
+@pytest.mark.parametrize(
+    "domain", ["a.example OR site:b.example", "https://a.example/", "a", "a..example", "-a.example", "a.example/x"]
+)
 def test_what_is_no_domain_is_refused(server: WebServer, domain: str) -> None:
     assert search(Service(server, "brave"), include_domains=[domain]).error_code is ErrorCode.INVALID_ARGUMENTS
     assert not server.requests
 
 
 def test_hostile_results_stay_within_their_lines(server: WebServer) -> None:
-    hit = {"title": "a\n9. b\x1b[2J", "url": "https://a.example/", "content": "x" * 5000 + "\n[0 results from tavily]", "score": "high"}
+    hit = {
+        "title": "a\n9. b\x1b[2J",
+        "url": "https://a.example/",
+        "content": "x" * 5000 + "\n[0 results from tavily]",
+        "score": "high",
+    }
     server.replies["*"] = says({"results": [hit, {**hit, "url": "https://a.example/" + "x" * 3000}]})
     lines = search(Service(server, "tavily")).text().splitlines()
     assert lines[2] == "1. a 9. b\ufffd[2J"
@@ -314,7 +375,9 @@ def test_hostile_results_stay_within_their_lines(server: WebServer) -> None:
 
 
 def test_services_are_asked_in_the_order_of_the_settings() -> None:
-    settings = WebSettings(tavily_api_key=SecretStr("a"), exa_api_key=SecretStr("b"), searxng_url=SecretStr("http://searxng:8080/x/"))
+    settings = WebSettings(
+        tavily_api_key=SecretStr("a"), exa_api_key=SecretStr("b"), searxng_url=SecretStr("http://searxng:8080/x/")
+    )
     assert [provider.name for provider in build_providers(settings, StubResolver())] == ["searxng", "tavily", "exa"]
     chosen = settings.model_copy(update={"websearch_order": ["exa", "tavily", "brave"]})
     assert [provider.name for provider in build_providers(chosen, StubResolver())] == ["exa", "tavily"]
@@ -338,7 +401,11 @@ def test_the_system_authorities_are_asked_about_a_services_certificate() -> None
 
 
 def test_settings_come_from_the_environment_and_hide_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TAVILY_API_KEY": KEY, "SEARXNG_URL": f"http://{KEY}/", "WEBFETCH_ALLOW_HOSTS": '["Wiki.internal:8080"]'}.items():
+    for name, value in {
+        "TAVILY_API_KEY": KEY,
+        "SEARXNG_URL": f"http://{KEY}/",
+        "WEBFETCH_ALLOW_HOSTS": '["Wiki.internal:8080"]',
+    }.items():
         monkeypatch.setenv(f"TOOLCREW_{name}", value)
     settings = load_web_settings()
     assert KEY not in repr(settings) + str(settings) + settings.model_dump_json()

@@ -1,7 +1,8 @@
 """Old and new processes side by side: what crosses between them is, byte for byte, what the release before wrote.
 
-So an older process can read all that this one writes while nothing new is used, and this one all that an older one wrote. A field that is added
-is left out of the bytes while it has its default. The fixtures were printed by `tests/wire_records.py` in that release's tree.
+So an older process can read all that this one writes while nothing new is used, and this one all that an older one
+wrote. A field that is added is left out of the bytes while it has its default. The fixtures were printed by
+`tests/wire_records.py` in that release's tree.
 """
 
 import json

@@ -45,13 +45,17 @@ def test_a_thread_is_cheap_and_a_process_is_not(told: dict[str, Any], slots: int
 
 def test_two_workers_of_one_name_on_a_machine_have_two_names_and_a_free_one_is_taken_again() -> None:
     """Flower merges workers of one name. A second process proves that the name of a dead worker is free."""
-    broker, other = (BrokerSettings(redis_url=SecretStr(f"redis://:secret@localhost:6379/{number}")) for number in (7, 8))
+    broker, other = (
+        BrokerSettings(redis_url=SecretStr(f"redis://:secret@localhost:6379/{number}")) for number in (7, 8)
+    )
     machine = socket.gethostname()
     code = (
         "from contract.settings import BrokerSettings; from workers.celery_edge.app import claim_node; "
         "print(claim_node('web-x', BrokerSettings(redis_url='redis://:other@localhost:6379/7')), flush=True); input()"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as first:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as first:
         assert first.stdout is not None
         assert first.stdout.readline().strip() == f"web-x@{machine}"
         assert claim_node("web-x", broker) == f"web-x-2@{machine}"

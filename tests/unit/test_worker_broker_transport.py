@@ -21,8 +21,18 @@ QUEUE = "host.h1.b00t"
 
 
 def build_message(**fields: Any) -> dict[str, Any]:
-    properties = {"delivery_tag": secrets.token_hex(4), "delivery_info": {"exchange": "", "routing_key": QUEUE}, "body_encoding": "base64"}
-    plain = {"body": "e30=", "content-type": "application/json", "content-encoding": "utf-8", "headers": {}, "properties": properties}
+    properties = {
+        "delivery_tag": secrets.token_hex(4),
+        "delivery_info": {"exchange": "", "routing_key": QUEUE},
+        "body_encoding": "base64",
+    }
+    plain = {
+        "body": "e30=",
+        "content-type": "application/json",
+        "content-encoding": "utf-8",
+        "headers": {},
+        "properties": properties,
+    }
     return {**plain, **fields}
 
 
@@ -120,8 +130,12 @@ def test_garbage_is_dropped_and_counted_and_the_next_message_arrives(
     assert refused == ["malformed"]
 
 
-@pytest.mark.parametrize("error", [KeyError("id"), TypeError("unhashable"), ValueError("x"), RuntimeError("x")], ids=repr)
-def test_a_message_that_its_reader_chokes_on_is_refused_for_good(app: Celery, redis_server: RedisProcess, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [KeyError("id"), TypeError("unhashable"), ValueError("x"), RuntimeError("x")], ids=repr
+)
+def test_a_message_that_its_reader_chokes_on_is_refused_for_good(
+    app: Celery, redis_server: RedisProcess, error: Exception
+) -> None:
     def choke(message: Any) -> None:
         if "bad" in message.headers:
             raise error
@@ -162,7 +176,9 @@ def test_a_message_is_nobodys_but_its_readers(app: Celery, redis_server: RedisPr
 def test_a_message_that_redis_gives_out_again_is_dropped_over_all_connections_of_the_worker(
     app: Celery, redis_server: RedisProcess, refused: list[str]
 ) -> None:
-    """As after a crash of Redis that has forgotten the last second: the message lies in the queue again, while its call runs."""
+    """As after a crash of Redis that has forgotten the last second: the message lies in the queue again, while its call
+    runs.
+    """
     message = json.dumps(build_message(headers={"number": 1}))
     with redis_server.client() as client, capture_logs() as logs:
         for number in (1, 2):
@@ -176,7 +192,9 @@ def test_a_message_that_redis_gives_out_again_is_dropped_over_all_connections_of
     assert refused == ["repeated"]
 
 
-def test_what_came_for_a_queue_that_is_read_no_more_goes_back_for_others(app: Celery, redis_server: RedisProcess) -> None:
+def test_what_came_for_a_queue_that_is_read_no_more_goes_back_for_others(
+    app: Celery, redis_server: RedisProcess
+) -> None:
     reader = Reader(app)
     reader.connection.transport._callbacks.clear()
     with redis_server.client() as client:

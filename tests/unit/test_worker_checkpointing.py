@@ -1,4 +1,6 @@
-"""Checkpoints that workers take by themselves: of what changed, when it is in nobody's way, and never of what is elsewhere."""
+"""Checkpoints that workers take by themselves: of what changed, when it is in nobody's way, and never of what is
+elsewhere.
+"""
 
 import threading
 import time
@@ -106,7 +108,9 @@ def test_sessions_without_a_place_of_ours_are_not_kept(host: Host) -> None:
 
 def test_a_session_that_moved_while_it_was_kept_leaves_nothing(host: Host) -> None:
     host.add("acme:s1")
-    host.sandboxd.before_checkpoint = lambda name: host.ground.put_place(name, queue="host.b.b1", fence=2, checkpoint="theirs")
+    host.sandboxd.before_checkpoint = lambda name: host.ground.put_place(
+        name, queue="host.b.b1", fence=2, checkpoint="theirs"
+    )
     assert host.look() == 0
     assert host.sandboxd.deleted == ["c1"]
     assert host.ground.place("acme:s1").checkpoint == "theirs"
@@ -159,7 +163,10 @@ def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: Ses
 
 @given(
     # Eighths of a second, whose sums are exact.
-    st.lists(st.tuples(st.integers(1, 240).map(lambda n: n / 8), st.booleans(), st.integers(0, 2), st.floats(0, 100)), max_size=60),
+    st.lists(
+        st.tuples(st.integers(1, 240).map(lambda n: n / 8), st.booleans(), st.integers(0, 2), st.floats(0, 100)),
+        max_size=60,
+    ),
     st.integers(8, 800).map(lambda n: n / 8),
 )
 def test_what_stays_changed_is_kept_within_three_times_the_interval_and_never_within_one(

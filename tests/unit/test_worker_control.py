@@ -1,4 +1,6 @@
-"""The control list of a host: signed cancels and closes are obeyed at once, anything else is dropped and ends nothing."""
+"""The control list of a host: signed cancels and closes are obeyed at once, anything else is dropped and ends
+nothing.
+"""
 
 import threading
 import time
@@ -25,7 +27,12 @@ QUEUE = "host.h1.b00t"
 
 
 def order(
-    name: str = "session.cancel", *, key: SigningKeys = KEY, deadline_s: float = 60, session: str | None = "s1", **arguments: object
+    name: str = "session.cancel",
+    *,
+    key: SigningKeys = KEY,
+    deadline_s: float = 60,
+    session: str | None = "s1",
+    **arguments: object,
 ) -> str:
     call = ToolCall(id="order-1", name=name, arguments=arguments)  # type: ignore[arg-type]
     return encode_call(call, build_context(deadline_at=time.time() + deadline_s, session=session), key)

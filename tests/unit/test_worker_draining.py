@@ -225,7 +225,9 @@ def test_a_sandboxd_that_stays_silent_holds_a_drain_up_until_its_deadline_only(h
     host.add("acme:s1", checkpoint="older")
     host.sandboxd.silent = True
     host.run(limit_s=0.1)
-    assert host.ground.place("acme:s1").checkpoint == "older", "its next call finds the host gone, and goes on from there"
+    assert host.ground.place("acme:s1").checkpoint == "older", (
+        "its next call finds the host gone, and goes on from there"
+    )
 
 
 def test_a_silent_sandboxd_holds_a_drain_up_and_does_not_end_it(host: Host) -> None:

@@ -37,7 +37,9 @@ def quiet_logs() -> Iterator[None]:
 class House:
     """An executor with fakes around it, and one tool `echo` whose handler the test gives."""
 
-    def __init__(self, handler: Any = None, *answers: Any, checks: Any = (), verdict: Claim | None = None, **spec: Any) -> None:
+    def __init__(
+        self, handler: Any = None, *answers: Any, checks: Any = (), verdict: Claim | None = None, **spec: Any
+    ) -> None:
         self.client = FakeSandboxClient(*answers)
         self.ledger = MemoryLedger(verdict)
         self.blobs = MemoryBlobs()
@@ -74,7 +76,8 @@ def test_an_unknown_tool_is_named_exactly_and_never_starts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "code", "why"), [(Claim.EXPIRED, ErrorCode.TIMEOUT, "expired"), (Claim.MOVED, ErrorCode.HOST_LOST, "moved")]
+    ("verdict", "code", "why"),
+    [(Claim.EXPIRED, ErrorCode.TIMEOUT, "expired"), (Claim.MOVED, ErrorCode.HOST_LOST, "moved")],
 )
 def test_a_call_that_may_not_start_says_so_to_whoever_sends_it_again(verdict: Claim, code: ErrorCode, why: str) -> None:
     house = House(verdict=verdict)
@@ -140,7 +143,10 @@ def test_arguments_are_checked_again_and_invalid_ones_claim_nothing() -> None:
 
 
 def test_text_is_coerced_only_when_the_context_says_that_it_came_as_text() -> None:
-    house = House(lambda arguments, _: Outcome(repr(arguments["n"])), properties={"n": {"type": ["integer", "null"], "default": None}})
+    house = House(
+        lambda arguments, _: Outcome(repr(arguments["n"])),
+        properties={"n": {"type": ["integer", "null"], "default": None}},
+    )
     assert house.execute(build_call(n="5"), build_context(text_arguments=True)).output == "5"
 
 
@@ -158,7 +164,11 @@ def test_a_failure_of_the_tool_is_the_models_to_read() -> None:
 
     with capture_logs() as logs:
         result = House(fail).execute()
-    assert (result.error_code, result.error, result.metadata) == (ErrorCode.NO_MATCH, "nothing like it", {"nearest": "b"})
+    assert (result.error_code, result.error, result.metadata) == (
+        ErrorCode.NO_MATCH,
+        "nothing like it",
+        {"nearest": "b"},
+    )
     assert logs == []
 
 
@@ -221,13 +231,19 @@ def test_kill_report_sandbox_and_clocks_are_passed_on() -> None:
 def test_they_are_passed_on_also_when_the_guest_failed() -> None:
     done = {"error": {"code": "TIMEOUT", "message": "too slow"}, "kill": KILL, "sandbox": {"id": "c0ffee"}}
     result = House(ask_guest, GuestResponse(done)).execute()
-    assert (result.error_code, result.kill, result.sandbox) == (ErrorCode.TIMEOUT, KillReport(**KILL), SandboxInfo(id="c0ffee"))
+    assert (result.error_code, result.kill, result.sandbox) == (
+        ErrorCode.TIMEOUT,
+        KillReport(**KILL),
+        SandboxInfo(id="c0ffee"),
+    )
 
 
 def test_the_time_in_the_queue_starts_when_the_call_was_sent() -> None:
     context = build_context(sent_at=1000.0, deadline_at=2000.0)
     house = House()
-    executor = build_executor(house.executor._registry, house.client, house.ledger, house.blobs, FACTS, clock=lambda: 1002.5)
+    executor = build_executor(
+        house.executor._registry, house.client, house.ledger, house.blobs, FACTS, clock=lambda: 1002.5
+    )
     assert executor.execute(build_call(), context).clocks.queued_s == pytest.approx(2.5, abs=0.5)
 
 
@@ -242,16 +258,31 @@ def test_a_lost_sandbox_is_said_in_the_error() -> None:
 
 
 def test_a_lost_sandbox_whose_files_are_kept_is_said_so() -> None:
-    done = {"error": {"code": "SANDBOX_UNAVAILABLE", "message": "it died"}, "sandbox_lost": "the guest went", "workspace_kept": True}
+    done = {
+        "error": {"code": "SANDBOX_UNAVAILABLE", "message": "it died"},
+        "sandbox_lost": "the guest went",
+        "workspace_kept": True,
+    }
     error = str(House(ask_guest, GuestResponse(done)).execute().error)
     assert ("files in /workspace are kept" in error, "files are lost" in error) == (True, False)
 
 
 def test_what_happened_to_the_sandbox_before_stands_at_the_end_of_the_output() -> None:
     sandbox = {"id": "c0ffee", "generation": 2, "rebuilt": True, "news": "it was rebuilt"}
-    done = {"exit_code": 0, "signal": None, "timed_out": False, "cancelled": False, "oom": False, "streams": {}, "sandbox": sandbox}
+    done = {
+        "exit_code": 0,
+        "signal": None,
+        "timed_out": False,
+        "cancelled": False,
+        "oom": False,
+        "streams": {},
+        "sandbox": sandbox,
+    }
     result = House(ask_guest, GuestResponse(done)).execute()
-    assert (result.output.endswith("\n[it was rebuilt]"), result.sandbox and result.sandbox.news) == (True, "it was rebuilt")
+    assert (result.output.endswith("\n[it was rebuilt]"), result.sandbox and result.sandbox.news) == (
+        True,
+        "it was rebuilt",
+    )
 
 
 # Content beside the envelope
@@ -277,7 +308,11 @@ def test_content_that_is_gone_stops_the_call_before_it_runs() -> None:
 
 @pytest.mark.parametrize(
     ("where", "code"),
-    [("claim", ErrorCode.BROKER_UNAVAILABLE), ("take", ErrorCode.BROKER_UNAVAILABLE), ("leave", ErrorCode.OUTCOME_UNKNOWN)],
+    [
+        ("claim", ErrorCode.BROKER_UNAVAILABLE),
+        ("take", ErrorCode.BROKER_UNAVAILABLE),
+        ("leave", ErrorCode.OUTCOME_UNKNOWN),
+    ],
 )
 def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> None:
     # What has run may have acted: its sender must not read that it could be sent again.
@@ -349,7 +384,9 @@ def test_nonsense_of_a_guest_is_not_called_a_bug_of_ours(nonsense: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "nonsense", [{"exit_code": "0"}, {"exit_code": 256}, {"streams": {"stdout": None}}, {"oom": 1}, {"streams": {"../evil": {}}}], ids=repr
+    "nonsense",
+    [{"exit_code": "0"}, {"exit_code": 256}, {"streams": {"stdout": None}}, {"oom": 1}, {"streams": {"../evil": {}}}],
+    ids=repr,
 )
 def test_a_sandbox_whose_guest_talks_nonsense_is_closed(nonsense: dict[str, Any]) -> None:
     house = House(ask_guest, GuestResponse(build_exec_done(**nonsense)))
@@ -368,7 +405,9 @@ def test_lying_about_ones_time_does_not_reach_the_clocks(run_s: float) -> None:
     assert 0 <= clocks.run_s <= 0.75
 
 
-@pytest.mark.parametrize("code", ["HOST_LOST", "BROKER_UNAVAILABLE", "ENVELOPE_REFUSED", "SECURITY_REFUSED", "TOOL_NOT_FOUND"])
+@pytest.mark.parametrize(
+    "code", ["HOST_LOST", "BROKER_UNAVAILABLE", "ENVELOPE_REFUSED", "SECURITY_REFUSED", "TOOL_NOT_FOUND"]
+)
 def test_blaming_the_operator_by_an_error_code_does_not_work(code: str) -> None:
     result = House(ask_guest, GuestResponse({"error": {"code": code, "message": "x"}})).execute()
     assert result.error_code != code

@@ -39,7 +39,9 @@ class Book:
             self.client.hset(call_key("d", "acme", "c1"), mapping={"state": state, "attempt": attempt, **fields})
 
     def place(self, fence: int, state: str = "open") -> None:
-        self.client.hset(place_key("d", "acme", "s1"), mapping={"state": state, "fence": fence, "queue": "host.h1.b00t"})
+        self.client.hset(
+            place_key("d", "acme", "s1"), mapping={"state": state, "fence": fence, "queue": "host.h1.b00t"}
+        )
 
     def read(self) -> CallRecord | None:
         return parse_record(self.client.hgetall(call_key("d", "acme", "c1")))  # type: ignore[arg-type]
@@ -105,7 +107,10 @@ def test_the_table_of_cases_holds_for_starting_and_for_refusing(book: Book, stat
         record = book.read()
         if expected is Claim.GRANTED:
             assert record is not None
-            assert (record.state, record.attempt) == (CallState.RUNNING if verb == "claim" else CallState.FORBIDDEN, attempt)
+            assert (record.state, record.attempt) == (
+                CallState.RUNNING if verb == "claim" else CallState.FORBIDDEN,
+                attempt,
+            )
         elif record is not None:
             assert (record.state, record.attempt) == (state, 2)
 
@@ -154,7 +159,9 @@ def test_a_host_whose_clock_is_a_minute_wrong_learns_the_time_with_its_first_cla
         (None, 3, "echo", Claim.MOVED),
     ],
 )
-def test_a_call_starts_only_where_its_session_lives(book: Book, state: str | None, fence: int, name: str, verdict: Claim) -> None:
+def test_a_call_starts_only_where_its_session_lives(
+    book: Book, state: str | None, fence: int, name: str, verdict: Claim
+) -> None:
     book.write(CallState.QUEUED)
     if state is not None:
         book.place(fence, state)
@@ -233,7 +240,10 @@ def test_a_refusal_or_a_lateness_whose_answer_was_lost_is_told_all_the_same(book
         return send
 
     book.ledger._refuse, book.ledger._claim = twice(book.ledger._refuse), twice(book.ledger._claim)
-    assert [book.ledger.refuse(CALL, build_context()), book.ledger.refuse(CALL, build_context())] == [Claim.GRANTED, Claim.STARTED]
+    assert [book.ledger.refuse(CALL, build_context()), book.ledger.refuse(CALL, build_context())] == [
+        Claim.GRANTED,
+        Claim.STARTED,
+    ]
     book.write(CallState.QUEUED)
     assert [book.claim(deadline_at=time.time() - 5), book.claim()] == [Claim.EXPIRED, Claim.STARTED]
 
@@ -255,7 +265,11 @@ def test_a_redis_that_is_away_starts_nothing() -> None:
 
 def test_a_record_that_is_none_of_ours_starts_nothing(book: Book) -> None:
     """The attacker's aim: write nonsense into the ledger so that a call runs again."""
-    for fields in ({"state": "queued", "attempt": "many"}, {"state": "made up", "attempt": "1"}, {"state": "", "attempt": "1"}):
+    for fields in (
+        {"state": "queued", "attempt": "many"},
+        {"state": "made up", "attempt": "1"},
+        {"state": "", "attempt": "1"},
+    ):
         book.client.delete(call_key("d", "acme", "c1"))
         book.client.hset(call_key("d", "acme", "c1"), mapping=fields)
         assert book.claim() is not Claim.GRANTED
@@ -271,7 +285,9 @@ STEP = st.sampled_from(["claim", "claim old", "renew", "finish", "refuse", "forb
 
 @settings(max_examples=40, deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=12))
-def test_an_attempt_starts_at_most_once_whatever_happens_in_between(redis_process: RedisProcess, steps: list[str]) -> None:
+def test_an_attempt_starts_at_most_once_whatever_happens_in_between(
+    redis_process: RedisProcess, steps: list[str]
+) -> None:
     with redis_process.client() as client:
         client.flushall()
         book = Book(client)
@@ -286,7 +302,8 @@ def test_an_attempt_starts_at_most_once_whatever_happens_in_between(redis_proces
                 attempt += 1
                 book.write(CallState.QUEUED, attempt=attempt)
             elif step == "forget one" and attempt > 1 and attempt not in starts:
-                # The renewal is forgotten; what had started before is not. A repetition of a message that has started is refused by the worker's transport.
+                # The renewal is forgotten; what had started before is not. A repetition of a message that has started
+                # is refused by the worker's transport.
                 was_started = attempt - 1 in starts
                 book.write(CallState.RUNNING if was_started else CallState.QUEUED, attempt=attempt - 1)
             elif step == "finish":

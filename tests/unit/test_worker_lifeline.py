@@ -1,4 +1,6 @@
-"""An orphan that does not end when asked is killed after its grace; a signal alone, and a parent without the wish, bound nothing."""
+"""An orphan that does not end when asked is killed after its grace; a signal alone, and a parent without the wish,
+bound nothing.
+"""
 
 import contextlib
 import os
@@ -35,7 +37,9 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]], preexec_fn=wish).wait()
 
 
 class Family:
-    """A keeper and its child, which answers SIGTERM with a line and stays. Their stdout is open as long as one of them lives."""
+    """A keeper and its child, which answers SIGTERM with a line and stays. Their stdout is open as long as one of them
+    lives.
+    """
 
     def __init__(self, keeper: "subprocess.Popen[bytes]") -> None:
         self.keeper = keeper
@@ -48,7 +52,9 @@ class Family:
 
 @contextlib.contextmanager
 def open_family(wish: str) -> Iterator[Family]:
-    keeper = subprocess.Popen([sys.executable, "-c", KEEPER, CHILD, wish], stdout=subprocess.PIPE, start_new_session=True)
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", KEEPER, CHILD, wish], stdout=subprocess.PIPE, start_new_session=True
+    )
     try:
         yield Family(keeper)
     finally:

@@ -1,4 +1,6 @@
-"""Workers' reports in a real Redis: who may report under a name, how many slots a queue has, and how a worker leaves."""
+"""Workers' reports in a real Redis: who may report under a name, how many slots a queue has, and how a worker
+leaves.
+"""
 
 import subprocess
 import sys
@@ -79,7 +81,9 @@ def test_a_name_with_a_report_that_is_no_json_is_somebody_else_s(ground: HostGro
 def test_the_slots_of_a_shared_queue_are_those_of_its_living_workers(ground: HostGround) -> None:
     for queue, count in (("pool.a.1", 4), ("pool.b.2", 6)):
         ground.hosts().report(build_report(queue, queue, kind="web", slots=count, pools=(POOL_WEB,)))
-    ground.redis.hset(worker_slots_key(DEPLOYMENT, POOL_WEB), mapping={"pool.c.3": f"9 {int(time.time()) - 1}", "pool.d.4": "many"})
+    ground.redis.hset(
+        worker_slots_key(DEPLOYMENT, POOL_WEB), mapping={"pool.c.3": f"9 {int(time.time()) - 1}", "pool.d.4": "many"}
+    )
 
     ground.hosts().report(build_report("pool.a.1", "pool.a.1", kind="web", pools=(POOL_WEB,)))
 
@@ -152,7 +156,7 @@ def is_due_for_the_reaper(ground: HostGround, queue: str) -> bool:
     return listed is not None and float(listed) <= ground.redis.time()[0] - HOST_TTL_S  # type: ignore[arg-type,index]
 
 
-# --- taking a name --------------------------------------------------------------------------------------------------------
+# --- taking a name ----------------------------------------------------------------------------------------------------
 
 
 def take(ground: HostGround, worker: str = "w2", boot: str = "b1") -> Incarnation:
@@ -220,14 +224,18 @@ def test_of_two_machines_with_one_name_the_second_refuses_to_start(
     assert [report.queue for report in ground.hosts().reports("a")] == ["host.a.b0"]
 
 
-def test_a_machine_that_was_started_anew_takes_its_name_again(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_was_started_anew_takes_its_name_again(
+    ground: HostGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reports, "STALE_S", 0.05)
     ground.hosts().report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
     with capture_logs():
         assert take(ground).queue == "host.a.b1"
 
 
-def test_of_two_workers_that_start_at_the_same_time_the_later_gives_way(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_workers_that_start_at_the_same_time_the_later_gives_way(
+    ground: HostGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Both have looked before either reported.
     monkeypatch.setattr(reports, "_find_ended", lambda *_: ())
     monkeypatch.setattr(reports, "_has_fallen_silent", lambda *_: False)
@@ -267,7 +275,7 @@ def test_of_a_process_of_another_machine_nothing_is_known(process: str) -> None:
     assert not is_surely_gone(process)
 
 
-# --- the heartbeat --------------------------------------------------------------------------------------------------------
+# --- the heartbeat ----------------------------------------------------------------------------------------------------
 
 
 class Beating:
@@ -279,7 +287,9 @@ class Beating:
         self.hosts = ground.hosts()
         self.heart = Heartbeat(self.hosts, build_report, ground.clock, self.note)
         self._stop = threading.Event()
-        self.duty = Duty("heartbeat", 0.05, self.heart.beat, "worker_not_reported", self._stop, retry_s=0.02, is_first_at_once=True)
+        self.duty = Duty(
+            "heartbeat", 0.05, self.heart.beat, "worker_not_reported", self._stop, retry_s=0.02, is_first_at_once=True
+        )
 
     def end(self, departure: Departure) -> None:
         self._stop.set()

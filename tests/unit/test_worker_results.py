@@ -1,4 +1,6 @@
-"""Where answers go: stored, published and noted as done in one step, for nobody when the call was sent again, and never lost to an outage."""
+"""Where answers go: stored, published and noted as done in one step, for nobody when the call was sent again, and never
+lost to an outage.
+"""
 
 import json
 import pickle
@@ -107,7 +109,9 @@ def test_the_answer_of_an_attempt_that_was_given_up_is_stored_for_nobody(desk: D
 
 
 @pytest.mark.parametrize("state", [CallState.QUEUED, CallState.LOST, CallState.DONE])
-def test_an_answer_is_wanted_when_redis_has_forgotten_that_the_call_was_sent_again(desk: Desk, state: CallState) -> None:
+def test_an_answer_is_wanted_when_redis_has_forgotten_that_the_call_was_sent_again(
+    desk: Desk, state: CallState
+) -> None:
     desk.write(state, attempt=1)
     desk.store(attempt=2)
     record = desk.record()
@@ -115,7 +119,9 @@ def test_an_answer_is_wanted_when_redis_has_forgotten_that_the_call_was_sent_aga
     assert (desk.stored()["result"], record.state, record.attempt) == (ENCODED, CallState.DONE, 2)
 
 
-@pytest.mark.parametrize(("state", "has_run"), [(CallState.QUEUED, False), (CallState.FORBIDDEN, False), (CallState.FORBIDDEN, True)])
+@pytest.mark.parametrize(
+    ("state", "has_run"), [(CallState.QUEUED, False), (CallState.FORBIDDEN, False), (CallState.FORBIDDEN, True)]
+)
 def test_a_call_that_was_not_run_is_answered_and_its_record_left(desk: Desk, state: CallState, has_run: bool) -> None:
     desk.write(state)
     desk.store(has_run=has_run)
@@ -149,7 +155,8 @@ def test_an_answer_outlives_a_redis_that_is_away(desk: Desk, redis_server: Redis
     desk.client.flushall()
     redis_server.stop()
     storing = threading.Thread(
-        target=desk.store if state == "SUCCESS" else lambda: desk.app.backend.mark_as_failure("h-c1", ValueError("x")), daemon=True
+        target=desk.store if state == "SUCCESS" else lambda: desk.app.backend.mark_as_failure("h-c1", ValueError("x")),
+        daemon=True,
     )
     storing.start()
     storing.join(0.5)

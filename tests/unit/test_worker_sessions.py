@@ -31,7 +31,12 @@ def adopter(ground: HostGround, sandboxd: MemorySandboxd, *ended: HostReport) ->
 
 def start_retries(adoption: AdoptionMonitor, sandboxd: MemorySandboxd) -> Duty:
     duty = Duty(
-        "adoption", 0.02, partial(adoption.retry, sandboxd.client()), "sessions_not_adopted", threading.Event(), is_first_at_once=True
+        "adoption",
+        0.02,
+        partial(adoption.retry, sandboxd.client()),
+        "sessions_not_adopted",
+        threading.Event(),
+        is_first_at_once=True,
     )
     duty.start()
     return duty
@@ -44,7 +49,9 @@ def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fen
     assert (place.queue, place.fence, place.state) == (OURS, 4, LocationState.OPEN)
 
 
-def test_a_session_that_a_killed_worker_held_for_its_drain_is_served_again_where_all_its_files_are(ground: HostGround) -> None:
+def test_a_session_that_a_killed_worker_held_for_its_drain_is_served_again_where_all_its_files_are(
+    ground: HostGround,
+) -> None:
     ground.put_place("acme:s1", queue="host.a.b1")
     assert ground.sessions("host.a.b1").hold("acme:s1", 1, 60) == 2
     assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
@@ -76,7 +83,10 @@ def test_a_session_of_an_incarnation_that_may_live_is_neither_taken_nor_closed(g
     ground.hosts().report(build_report("host.a.b1"))
     assert set(ground.sessions(OURS).adopt(["acme:s1", "acme:s2"]).values()) == {AdoptionResult.HELD}
     ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
-    assert ground.sessions(OURS).adopt(["acme:s1", "acme:s2"]) == {"acme:s1": AdoptionResult.ADOPTED, "acme:s2": AdoptionResult.HELD}
+    assert ground.sessions(OURS).adopt(["acme:s1", "acme:s2"]) == {
+        "acme:s1": AdoptionResult.ADOPTED,
+        "acme:s2": AdoptionResult.HELD,
+    }
 
 
 def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(ground: HostGround) -> None:
@@ -101,7 +111,7 @@ def test_a_place_that_is_none_of_ours_is_no_place(ground: HostGround) -> None:
     assert ground.sessions(OURS).find(["acme:s1"]) == {}
 
 
-# --- starting ---------------------------------------------------------------------------------------------------------------
+# --- starting ---------------------------------------------------------------------------------------------------------
 
 
 def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_away(ground: HostGround) -> None:
@@ -117,11 +127,18 @@ def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_
         duty = start_retries(starting, sandboxd)
         duty.join(20)
 
-    assert counts == {AdoptionResult.ADOPTED: 1, AdoptionResult.OURS: 1, AdoptionResult.ELSEWHERE: 1, AdoptionResult.NONE: 1}
+    assert counts == {
+        AdoptionResult.ADOPTED: 1,
+        AdoptionResult.OURS: 1,
+        AdoptionResult.ELSEWHERE: 1,
+        AdoptionResult.NONE: 1,
+    }
     assert sandboxd.closed == ["acme:s2"]
 
 
-def test_what_is_known_to_be_gone_gives_its_sessions_before_it_counts_as_lost(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_to_be_gone_gives_its_sessions_before_it_counts_as_lost(
+    ground: HostGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.a.b1")
@@ -140,7 +157,9 @@ def test_what_is_known_to_be_gone_gives_its_sessions_before_it_counts_as_lost(gr
     monkeypatch.setattr(starting._sessions, "adopt", watched)
     with capture_logs():
         assert starting.begin(sandboxd.rows) == {AdoptionResult.ADOPTED: 1}
-    assert (seen_at_adoption, hosts.find("host.a.b1")) == ([True], None), "what waits in the earlier queue is looked after now"
+    assert (seen_at_adoption, hosts.find("host.a.b1")) == ([True], None), (
+        "what waits in the earlier queue is looked after now"
+    )
 
 
 def test_what_an_earlier_incarnation_may_still_have_is_taken_over_once_it_is_known_to_be_gone(
@@ -160,7 +179,9 @@ def test_what_an_earlier_incarnation_may_still_have_is_taken_over_once_it_is_kno
     assert not sandboxd.closed
 
 
-def test_what_could_not_be_decided_is_asked_again_after_an_outage_of_redis(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_decided_is_asked_again_after_an_outage_of_redis(
+    ground: HostGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.a.b1")
@@ -182,7 +203,9 @@ def test_what_could_not_be_decided_is_asked_again_after_an_outage_of_redis(groun
     assert ground.place("acme:s1").queue == OURS
 
 
-def test_a_stale_session_is_closed_later_when_sandboxd_is_away(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_session_is_closed_later_when_sandboxd_is_away(
+    ground: HostGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.b.b9")
@@ -198,7 +221,9 @@ def test_a_stale_session_is_closed_later_when_sandboxd_is_away(ground: HostGroun
     assert sandboxd.closed == ["acme:s1"]
 
 
-def test_a_worker_does_not_start_when_redis_does_not_say_what_is_its_own(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_does_not_start_when_redis_does_not_say_what_is_its_own(
+    ground: HostGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sandboxd = MemorySandboxd()
     starting = adopter(ground, sandboxd)
 
@@ -210,7 +235,7 @@ def test_a_worker_does_not_start_when_redis_does_not_say_what_is_its_own(ground:
         starting.begin(["acme:s1"])
 
 
-# --- checkpoints and moves ------------------------------------------------------------------------------------------------------
+# --- checkpoints and moves --------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(ground: HostGround) -> None:
@@ -229,7 +254,9 @@ def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(ground: 
     assert not ground.redis.exists("toolcrew:d:t:acme:session.gone:place")
 
 
-def test_an_automatic_checkpoint_names_the_automatic_one_before_it_and_never_one_that_was_asked_for(ground: HostGround) -> None:
+def test_an_automatic_checkpoint_names_the_automatic_one_before_it_and_never_one_that_was_asked_for(
+    ground: HostGround,
+) -> None:
     sessions = ground.sessions("host.a.b1")
     ground.put_place("acme:s1")
     sessions.record_automatic("acme:s1", 1, "c1", 1.0)
@@ -274,7 +301,13 @@ def test_a_held_session_is_nobody_else_s_until_it_is_let_go(ground: HostGround) 
     assert sessions.release("acme:s1", 6)
 
     moved = ground.place("acme:s1")
-    assert (moved.state, moved.queue, moved.fence, moved.checkpoint, moved.moving_until) == (LocationState.MOVING, "", 6, "c1", 0.0)
+    assert (moved.state, moved.queue, moved.fence, moved.checkpoint, moved.moving_until) == (
+        LocationState.MOVING,
+        "",
+        6,
+        "c1",
+        0.0,
+    )
 
 
 def test_a_session_that_is_not_quiet_is_served_again_where_it_was(ground: HostGround) -> None:

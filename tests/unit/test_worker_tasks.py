@@ -1,4 +1,6 @@
-"""The Celery edge, the ledger and the blobs: only signed calls of the right task run, once, with their own tenant's content."""
+"""The Celery edge, the ledger and the blobs: only signed calls of the right task run, once, with their own tenant's
+content.
+"""
 
 import json
 from typing import Any
@@ -47,7 +49,9 @@ class Edge:
         return build_executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
 
     def run(self, task: str, envelope: Any) -> ToolResult:
-        return decode_result(json.loads(json.dumps(self._app.tasks[task].run(envelope=envelope).encoded)), ResultSeal(KEY, "acme"))
+        return decode_result(
+            json.loads(json.dumps(self._app.tasks[task].run(envelope=envelope).encoded)), ResultSeal(KEY, "acme")
+        )
 
     def names(self) -> set[str]:
         return {name for name in self._app.tasks if not name.startswith("celery.")}
@@ -84,7 +88,9 @@ def test_a_signed_call_of_the_right_task_runs(edge: Edge) -> None:
 
 def test_one_executor_serves_the_calls_of_a_thread(edge: Edge) -> None:
     for number in ("1", "2"):
-        edge.run("session.close", encode_call(build_call("session.close", call_id=f"many-{number}"), build_context(), KEY))
+        edge.run(
+            "session.close", encode_call(build_call("session.close", call_id=f"many-{number}"), build_context(), KEY)
+        )
     assert edge.built == 1
 
 
@@ -174,7 +180,11 @@ def test_a_blob_is_there_until_its_caller_deletes_it(redis_server: RedisProcess)
     with redis_server.client() as client:
         blobs = WorkerBlobs(client, "d", "sandbox")
         key = blobs.leave("acme", b"\x00\xff")
-        assert (0 < client.ttl(key) <= 600, blobs.take("acme", key), blobs.take("acme", key)) == (True, b"\x00\xff", b"\x00\xff")
+        assert (0 < client.ttl(key) <= 600, blobs.take("acme", key), blobs.take("acme", key)) == (
+            True,
+            b"\x00\xff",
+            b"\x00\xff",
+        )
         client.delete(key)
         with pytest.raises(ToolFailure) as gone:
             blobs.take("acme", key)

@@ -42,7 +42,14 @@ class Bench:
 def test_open_tells_where_the_session_lives() -> None:
     bench = Bench()
     result = bench.run("session.open", image="python")
-    assert result.metadata == {"image": "python", "network": "none", "hosts": [], "workspace": "image", "start_s": 0.25, **FACTS}
+    assert result.metadata == {
+        "image": "python",
+        "network": "none",
+        "hosts": [],
+        "workspace": "image",
+        "start_s": 0.25,
+        **FACTS,
+    }
     assert (result.sandbox is not None, bench.request) == (True, {"image": "python", "ttl_s": 1800})
 
 
@@ -102,8 +109,12 @@ def test_exec_gives_both_streams_apart_in_one_blob() -> None:
 
 
 @pytest.mark.parametrize(("fields", "code"), [({"signal": 15}, -15), ({"signal": None}, -9)])
-def test_exec_of_a_program_that_was_killed_gives_the_signal_as_subprocess_does(fields: dict[str, Any], code: int) -> None:
-    result = Bench(build_exec_response(exit_code=None, timed_out=True, kill=KILL, **fields)).run("session.exec", argv=["x"])
+def test_exec_of_a_program_that_was_killed_gives_the_signal_as_subprocess_does(
+    fields: dict[str, Any], code: int
+) -> None:
+    result = Bench(build_exec_response(exit_code=None, timed_out=True, kill=KILL, **fields)).run(
+        "session.exec", argv=["x"]
+    )
     assert (result.success, result.metadata["returncode"], result.metadata["timed_out"]) == (True, code, True)
 
 
@@ -146,7 +157,8 @@ def test_a_copy_that_failed_says_why(fields: dict[str, Any], stderr: bytes, code
 
 def test_an_export_that_was_cancelled_says_so() -> None:
     assert (
-        Bench(build_exec_response(b"ta", cancelled=True, exit_code=None, signal=9)).run("session.export").error_code is ErrorCode.CANCELLED
+        Bench(build_exec_response(b"ta", cancelled=True, exit_code=None, signal=9)).run("session.export").error_code
+        is ErrorCode.CANCELLED
     )
 
 
@@ -159,7 +171,11 @@ def test_an_export_that_does_not_fit_is_an_error_and_not_half_an_archive() -> No
 def test_every_tool_and_verb_has_a_schema_that_is_one() -> None:
     for spec in build_registry().specs():
         check_schema(spec.parameters)
-    assert {spec.name for spec in build_registry().specs() if spec.audience == "model"} >= {"bash_tool", "read_tool", "write_tool"}
+    assert {spec.name for spec in build_registry().specs() if spec.audience == "model"} >= {
+        "bash_tool",
+        "read_tool",
+        "write_tool",
+    }
 
 
 def test_what_changes_files_asks_for_permission_and_what_reads_does_not() -> None:

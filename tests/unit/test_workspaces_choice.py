@@ -32,7 +32,9 @@ def test_where_images_can_be_mounted_they_are_chosen_and_nothing_is_left_of_the_
 
 
 @pytest.mark.usefixtures("without_mkfs")
-@pytest.mark.parametrize(("size", "kind"), [(MIB, "tmpfs"), (LARGEST_TMPFS_BYTES, "tmpfs"), (LARGEST_TMPFS_BYTES + 1, "folder")])
+@pytest.mark.parametrize(
+    ("size", "kind"), [(MIB, "tmpfs"), (LARGEST_TMPFS_BYTES, "tmpfs"), (LARGEST_TMPFS_BYTES + 1, "folder")]
+)
 def test_without_images_small_ones_are_tmpfs_and_large_ones_folders(tmp_path: Path, size: int, kind: str) -> None:
     chosen = choose_workspaces("auto", tmp_path, size, 0)
 

@@ -94,7 +94,9 @@ async def test_one_that_grows_without_end_does_not_keep_others_from_being_counte
     assert ["big"] in looks
 
 
-async def test_a_link_in_the_place_of_the_files_is_not_a_workspace(workspaces: FolderWorkspaces, tmp_path: Path) -> None:
+async def test_a_link_in_the_place_of_the_files_is_not_a_workspace(
+    workspaces: FolderWorkspaces, tmp_path: Path
+) -> None:
     files = await open_one(workspaces, "one")
     files.rename(tmp_path / "elsewhere")
     files.symlink_to(tmp_path / "elsewhere")
@@ -122,7 +124,9 @@ def test_the_sandboxes_own_user_can_run_them_without_being_root() -> None:
     run_as(1000, work)
 
 
-async def test_a_workspace_that_cannot_be_read_is_told_where_no_other_holds_too_much(workspaces: FolderWorkspaces) -> None:
+async def test_a_workspace_that_cannot_be_read_is_told_where_no_other_holds_too_much(
+    workspaces: FolderWorkspaces,
+) -> None:
     broken = await open_one(workspaces, "broken")
     broken.rmdir()
     broken.write_text("no folder")

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SandboxUnavailable
-from tests.workspace_ground import MIB, SMALL, assert_nothing_left_mounted, is_in_use, loop_devices_below, mounts_below, open_images
+from tests.workspace_ground import (
+    MIB,
+    SMALL,
+    assert_nothing_left_mounted,
+    is_in_use,
+    loop_devices_below,
+    mounts_below,
+    open_images,
+)
 from workers.sandboxd.disks.base import WorkspaceMount, WorkspaceSize
 from workers.sandboxd.disks.choice import find_obstacle
 from workers.sandboxd.disks.ext4 import find_tool, is_clean
@@ -45,7 +53,9 @@ def flush(path: Path) -> None:
 
 def change(image: Path, command: str) -> None:
     """Below the file system, which nobody has mounted."""
-    subprocess.run([find_tool("debugfs") or "debugfs", "-w", "-R", command, str(image)], check=True, capture_output=True)
+    subprocess.run(
+        [find_tool("debugfs") or "debugfs", "-w", "-R", command, str(image)], check=True, capture_output=True
+    )
 
 
 def files_below(mount: WorkspaceMount) -> list[Path]:
@@ -92,7 +102,9 @@ async def test_the_whole_size_is_usable_and_little_more_and_the_host_pays_only_f
     await released(tmp_path / "one" / "image")
 
 
-async def test_a_file_of_the_whole_size_fits_and_room_that_is_freed_is_free_on_the_host(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_a_file_of_the_whole_size_fits_and_room_that_is_freed_is_free_on_the_host(
+    images: ImageWorkspaces, tmp_path: Path
+) -> None:
     workspace = await images.make("one", WorkspaceSize(32 * MIB, 256))
     image = tmp_path / "one" / "image"
 
@@ -111,7 +123,9 @@ async def test_a_file_of_the_whole_size_fits_and_room_that_is_freed_is_free_on_t
     assert image.stat().st_blocks * 512 < MIB
 
 
-async def test_while_a_container_has_it_the_next_waits_and_then_says_so(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_while_a_container_has_it_the_next_waits_and_then_says_so(
+    images: ImageWorkspaces, tmp_path: Path
+) -> None:
     made = await images.make("one", SMALL)
     workspace = ImageWorkspace("one", SMALL, made.store, made.handing_over, release_s=0.05)
     async with made.mounted() as mount:
@@ -156,7 +170,9 @@ async def test_whoever_is_cancelled_while_it_mounts_leaves_no_mount(images: Imag
     await released(tmp_path / "one" / "image")
 
 
-async def test_a_start_that_missed_the_mount_finds_a_folder_where_the_sandbox_cannot_write(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_a_start_that_missed_the_mount_finds_a_folder_where_the_sandbox_cannot_write(
+    images: ImageWorkspaces, tmp_path: Path
+) -> None:
     """Aim: fill the host's disk from a sandbox whose workspace is not mounted."""
     await images.make("one", SMALL)
 
@@ -192,7 +208,9 @@ def killed_between_mount_and_unmount(folder: Path) -> Iterator[None]:
     yield
 
 
-async def test_what_a_killed_sandboxd_left_mounted_is_found_with_its_files(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_what_a_killed_sandboxd_left_mounted_is_found_with_its_files(
+    images: ImageWorkspaces, tmp_path: Path
+) -> None:
     await images.make("one", SMALL)
     with killed_between_mount_and_unmount(tmp_path):
         workspace = open_images(tmp_path).find("one", SMALL)
@@ -204,7 +222,9 @@ async def test_what_a_killed_sandboxd_left_mounted_is_found_with_its_files(image
     await released(tmp_path / "one" / "image")
 
 
-async def test_what_a_killed_sandboxd_left_mounted_is_unmounted_and_swept(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_what_a_killed_sandboxd_left_mounted_is_unmounted_and_swept(
+    images: ImageWorkspaces, tmp_path: Path
+) -> None:
     await images.make("one", SMALL)
     with killed_between_mount_and_unmount(tmp_path):
         assert await open_images(tmp_path).sweep(set()) == 1
@@ -212,7 +232,9 @@ async def test_what_a_killed_sandboxd_left_mounted_is_unmounted_and_swept(images
     assert not (tmp_path / "one").exists()
 
 
-async def test_what_was_killed_while_it_made_a_template_is_cleared_at_the_next_start(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_what_was_killed_while_it_made_a_template_is_cleared_at_the_next_start(
+    images: ImageWorkspaces, tmp_path: Path
+) -> None:
     left = tmp_path / ".work-of-before"
     left.mkdir()
     mount_memory(left / "mount")
@@ -228,7 +250,9 @@ def mount_memory(place: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], check=True)
 
 
-async def test_an_image_of_a_host_that_went_down_is_checked_and_mounted_again(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_an_image_of_a_host_that_went_down_is_checked_and_mounted_again(
+    images: ImageWorkspaces, tmp_path: Path
+) -> None:
     workspace = await images.make("one", SMALL)
     image, left = tmp_path / "one" / "image", tmp_path / "as-the-crash-left-it"
     async with workspace.mounted() as mount:
@@ -284,7 +308,9 @@ async def test_one_that_its_kernel_made_read_only_is_checked_and_can_be_written_
     [(0, "not an ext4 image"), (1024 + 0x28, "cannot be mounted")],
     ids=["all of it", "files a group"],
 )
-async def test_a_damaged_image_is_refused_with_what_is_wrong(images: ImageWorkspaces, tmp_path: Path, start: int, said: str) -> None:
+async def test_a_damaged_image_is_refused_with_what_is_wrong(
+    images: ImageWorkspaces, tmp_path: Path, start: int, said: str
+) -> None:
     workspace = await images.make("one", SMALL)
     with (tmp_path / "one" / "image").open("r+b") as file:
         file.seek(start)
@@ -296,7 +322,9 @@ async def test_a_damaged_image_is_refused_with_what_is_wrong(images: ImageWorksp
 
 
 @pytest.mark.parametrize("trick", ["symlink", "hard link", "folder", "gone"])
-async def test_what_is_not_the_image_that_was_made_is_not_mounted(images: ImageWorkspaces, tmp_path: Path, trick: str) -> None:
+async def test_what_is_not_the_image_that_was_made_is_not_mounted(
+    images: ImageWorkspaces, tmp_path: Path, trick: str
+) -> None:
     workspace = await images.make("one", SMALL)
     image = tmp_path / "one" / "image"
     if trick == "hard link":

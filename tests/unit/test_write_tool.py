@@ -21,7 +21,9 @@ class Bench:
     def __init__(self, *answers: Any, **context: Any) -> None:
         self.client = FakeSandboxClient(*answers)
         self._context = build_context(**context)
-        self._executor = build_executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+        self._executor = build_executor(
+            REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}
+        )
 
     def write(self, **arguments: Any) -> ToolResult:
         call = ToolCall(id="call-1", name="write_tool", arguments={"content": "", **arguments})
@@ -35,7 +37,12 @@ def answer(text: bytes = b"", **fields: Any) -> GuestResponse:
 
 @pytest.mark.parametrize(
     ("mode", "created", "said"),
-    [("overwrite", True, "created"), ("overwrite", False, "overwrote"), ("append", False, "appended to"), ("create", True, "created")],
+    [
+        ("overwrite", True, "created"),
+        ("overwrite", False, "overwrote"),
+        ("append", False, "appended to"),
+        ("create", True, "created"),
+    ],
 )
 def test_what_was_written_is_said(mode: str, created: bool, said: str) -> None:
     bench = Bench(answer(created=created), timeout_s=7)
@@ -43,7 +50,14 @@ def test_what_was_written_is_said(mode: str, created: bool, said: str) -> None:
     assert (result.output, bench.client.bodies) == (f"{said} a (4 bytes, 2 lines)", ["é\nb".encode()])
     assert result.metadata == {"size_bytes": 4, "created": created, "encoding": "utf-8"}
     assert bench.client.requests == [
-        {"op": "write_text", "path": "a", "mode": mode, "encoding": "auto", "max_bytes": MAX_OUTPUT_BYTES, "timeout_s": 7}
+        {
+            "op": "write_text",
+            "path": "a",
+            "mode": mode,
+            "encoding": "auto",
+            "max_bytes": MAX_OUTPUT_BYTES,
+            "timeout_s": 7,
+        }
     ]
 
 
@@ -53,7 +67,8 @@ def test_the_diff_and_the_notes_stand_below() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"mode": "w"}, {"encoding": ""}, {"content": "\ud800"}, {"content": 5}, {"file_path": ""}, {"text": "x"}]
+    "arguments",
+    [{"mode": "w"}, {"encoding": ""}, {"content": "\ud800"}, {"content": 5}, {"file_path": ""}, {"text": "x"}],
 )
 def test_arguments_that_are_none_are_refused_before_anything_is_sent(arguments: dict[str, Any]) -> None:
     bench = Bench()
@@ -66,7 +81,9 @@ def test_a_file_may_be_named_as_other_agents_do(name: str) -> None:
     assert Bench(answer()).write(**{name: "a"}).metadata["aliases_used"] == [f"{name} -> file_path"]
 
 
-@pytest.mark.parametrize("code", ["STALE_FILE", "NO_SPACE", "FILE_EXISTS", "IS_DIRECTORY", "NOT_A_DIRECTORY", "PATH_NOT_ALLOWED"])
+@pytest.mark.parametrize(
+    "code", ["STALE_FILE", "NO_SPACE", "FILE_EXISTS", "IS_DIRECTORY", "NOT_A_DIRECTORY", "PATH_NOT_ALLOWED"]
+)
 def test_a_failure_of_the_guest_reads_as_it_is(code: str) -> None:
     result = Bench(GuestResponse({"error": {"code": code, "message": "a: words\n@@ diff"}})).write(file_path="a")
     assert result.text() == f"Error [{code}]: a: words\n@@ diff"

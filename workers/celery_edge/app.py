@@ -24,8 +24,9 @@ from workers.celery_edge.result_backend import BACKENDS
 log = structlog.get_logger(__name__)
 
 CELERY_MARGIN_S = 30.0
-"""How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed: in the threads pool, which workers
-beside sandboxes use by default, Celery's limit does nothing, and the guest and sandboxd end the call."""
+"""How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed: in
+the threads pool, which workers beside sandboxes use by default, Celery's limit does nothing, and the guest and sandboxd
+end the call."""
 
 
 MAX_NAMESAKES = 100
@@ -34,19 +35,38 @@ _held_nodes: list[socket.socket] = []
 """Open as long as this process: they hold its names."""
 
 _LOGGERS = ("celery.worker.consumer.consumer", "kombu.transport.redis")
-_FUNCTIONS = frozenset({"on_unknown_message", "on_unknown_task", "on_invalid_task", "on_decode_error", "_do_restore_message"})
-"""The hooks of Celery's consumer, and the function of kombu's channel, that log a whole message. It may be a tenant's call."""
-ANSWERED_COMMANDS = frozenset(
-    {"active", "active_queues", "conf", "enable_events", "heartbeat", "ping", "registered", "reserved", "revoked", "scheduled", "stats"}
+_FUNCTIONS = frozenset(
+    {"on_unknown_message", "on_unknown_task", "on_invalid_task", "on_decode_error", "_do_restore_message"}
 )
-"""What Flower's pages and a health check ask on Celery's control channel. Flower sends enable_events and heartbeat; our events are always on."""
+"""The hooks of Celery's consumer, and the function of kombu's channel, that log a whole message. It may be a tenant's
+call.
+"""
+ANSWERED_COMMANDS = frozenset(
+    {
+        "active",
+        "active_queues",
+        "conf",
+        "enable_events",
+        "heartbeat",
+        "ping",
+        "registered",
+        "reserved",
+        "revoked",
+        "scheduled",
+        "stats",
+    }
+)
+"""What Flower's pages and a health check ask on Celery's control channel. Flower sends enable_events and heartbeat; our
+events are always on.
+"""
 _BROKER_FACTS = frozenset({"hostname", "port", "transport", "userid", "virtual_host"})
 
 Pool = Literal["threads", "prefork"]
 
 
 def choose_pool(kind: Literal["sandbox", "web"], asked: Literal["auto", "threads", "prefork"]) -> Pool:
-    """Where calls run: beside sandboxes, which limit them, in threads of one process; else each in a process that can be killed.
+    """Where calls run: beside sandboxes, which limit them, in threads of one process; else each in a process that can
+    be killed.
 
     Raises ConfigError for threads without sandboxes.
     """
@@ -54,18 +74,21 @@ def choose_pool(kind: Literal["sandbox", "web"], asked: Literal["auto", "threads
         return "threads" if asked == "auto" else asked
     if asked == "threads":
         raise ConfigError(
-            "TOOLCREW_WORKER_POOL=threads is for workers beside sandboxes: without one nothing could end a tool that runs past its limit. Unset it, or "
-            "set it to prefork"
+            "TOOLCREW_WORKER_POOL=threads is for workers beside sandboxes: without one nothing could end a tool that "
+            "runs past its limit. Unset it, or set it to prefork"
         )
     return "prefork"
 
 
 def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None] | None = None) -> Celery:
-    """An app with no tasks yet; `on_refused` is told what is dropped from a queue as no message. Why each setting: docs/queue.md."""
+    """An app with no tasks yet; `on_refused` is told what is dropped from a queue as no message. Why each setting:
+    docs/queue.md.
+    """
     register_transport()
     where = broker.celery_options()
     found_by = where.pop("broker_transport_options")
-    app = Celery("toolcrew", set_as_current=False, tasks=LiveTasks())  # type: ignore[arg-type]  # a registry may be given as well
+    # a registry may be given as well
+    app = Celery("toolcrew", set_as_current=False, tasks=LiveTasks())  # type: ignore[arg-type]
     app.loader.override_backends = BACKENDS
     app.conf.update(
         **where,
@@ -103,7 +126,8 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         broker_transport_options={
             **found_by,
             INTAKE: Intake(on_refused),
-            # Nothing is ever in the book of what is not acknowledged (workers/celery_edge/broker_transport.py): it need not be searched.
+            # Nothing is ever in the book of what is not acknowledged (workers/celery_edge/broker_transport.py): it need
+            # not be searched.
             "unacked_restore_interval": 3600,
             "priority_steps": [0],
             "queue_order_strategy": "round_robin",
@@ -121,8 +145,9 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
 
 
 def claim_node(name: str, broker: BrokerSettings) -> str:
-    """Return a Celery node name for this process, `name`@<machine>. A second worker on the same machine with the same broker gets `name`-2@<machine>:
-    Flower would merge two workers of one name. A name is free again when its process has ended.
+    """Return a Celery node name for this process, `name`@<machine>. A second worker on the same machine with the same
+    broker gets `name`-2@<machine>: Flower would merge two workers of one name. A name is free again when its process
+    has ended.
 
     Raises ConfigError when 100 workers have the name.
     """
@@ -139,7 +164,9 @@ def claim_node(name: str, broker: BrokerSettings) -> str:
         else:
             _held_nodes.append(holder)
             return node
-    raise ConfigError(f"{MAX_NAMESAKES} workers on this machine are named {name}: give this one another name in TOOLCREW_HOST")
+    raise ConfigError(
+        f"{MAX_NAMESAKES} workers on this machine are named {name}: give this one another name in TOOLCREW_HOST"
+    )
 
 
 def run_celery_worker(
@@ -154,15 +181,17 @@ def run_celery_worker(
     on_stop: Callable[[], None],
     on_process_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a worker on these queues until it is told to stop, as the Celery node `node` (`claim_node`). `on_ready` once it consumes,
-    `on_stop` at its end, `on_process_stop` at the end of each process of a pool of processes. Ends the process when Celery asks for an exit code other than 0."""
+    """Run a worker on these queues until it is told to stop, as the Celery node `node` (`claim_node`). `on_ready` once
+    it consumes, `on_stop` at its end, `on_process_stop` at the end of each process of a pool of processes. Ends the
+    process when Celery asks for an exit code other than 0."""
     _restrict_remote_control()
     _hide_bodies()
     speak_as_we_do()
     worker_ready.connect(lambda **_: on_ready(), weak=False)
     worker_shutdown.connect(lambda **_: on_stop(), weak=False)
     worker_process_shutdown.connect(lambda **_: on_process_stop(), weak=False)
-    # What `celery worker` does; that command loads Celery's whole command line and Flower's with it, which costs time and memory.
+    # What `celery worker` does; that command loads Celery's whole command line and Flower's with it, which costs time
+    # and memory.
     worker = app.Worker(
         hostname=node,
         queues=",".join(queues),
@@ -181,7 +210,9 @@ def run_celery_worker(
 
 
 def speak_as_we_do() -> None:
-    """Celery sets up no logging of its own, and what it would write past all logging when it is told to end becomes an event."""
+    """Celery sets up no logging of its own, and what it would write past all logging when it is told to end becomes an
+    event.
+    """
     setup_logging.connect(lambda **_: None, weak=False)
 
     def say(message: object, _: object = None) -> None:
@@ -197,7 +228,11 @@ class BodyFilter(logging.Filter):
         if record.funcName in _FUNCTIONS:
             error = record.exc_info[1] if record.exc_info else None
             reason = f"{type(error).__name__}: {error}"[:200] if error is not None else "its body is not shown"
-            record.msg, record.args, record.exc_info = "a message was refused by %s (%s)", (record.funcName, reason), None
+            record.msg, record.args, record.exc_info = (
+                "a message was refused by %s (%s)",
+                (record.funcName, reason),
+                None,
+            )
         return True
 
 
@@ -210,8 +245,8 @@ def _hide_bodies() -> None:
 def _restrict_remote_control() -> None:
     """Have this process refuse, and log, every Celery control command that changes a worker.
 
-    Redis 6.2 cannot tell who may listen on a channel from who may publish there, so every worker and Flower can broadcast. Draining, and ending a
-    call, have signed orders of their own (workers/control.py).
+    Redis 6.2 cannot tell who may listen on a channel from who may publish there, so every worker and Flower can
+    broadcast. Draining, and ending a call, have signed orders of their own (workers/control.py).
     """
     stats = Panel.data["stats"]
     for name in Panel.data.keys() - ANSWERED_COMMANDS:
@@ -225,7 +260,9 @@ def _refuse_command(name: str, state: Any, **_: Any) -> Mapping[str, str]:
 
 
 def _build_stats(stats: Any, state: Any, **arguments: Any) -> Mapping[str, Any]:
-    """Return Celery's statistics without what bears passwords behind sentinels: the list of addresses, and the options of the transport."""
+    """Return Celery's statistics without what bears passwords behind sentinels: the list of addresses, and the options
+    of the transport.
+    """
     fields = dict(stats(state, **arguments))
     broker = fields.get("broker") or {}
     return {**fields, "broker": {name: value for name, value in broker.items() if name in _BROKER_FACTS}}

@@ -1,10 +1,11 @@
 """Celery's Redis transport, hardened: bytes in a queue that are no message cost themselves, and never the worker.
 
-Kombu's own lets them out of its event loop, where Celery takes them for its own end. Whatever is dropped here has left the queue; BRPOP goes
-on with the next turn of the loop, since kombu forgets the pending one before it reads.
+Kombu's own lets them out of its event loop, where Celery takes them for its own end. Whatever is dropped here has left
+the queue; BRPOP goes on with the next turn of the loop, since kombu forgets the pending one before it reads.
 
-A message is the worker's from the moment it is read: the ledger knows what has not started, so kombu's own book of what is not acknowledged, two
-round trips a message, is not kept. A message that is read again is a repetition, also when Redis itself has forgotten that it was read.
+A message is the worker's from the moment it is read: the ledger knows what has not started, so kombu's own book of what
+is not acknowledged, two round trips a message, is not kept. A message that is read again is a repetition, also when
+Redis itself has forgotten that it was read.
 """
 
 from collections import OrderedDict
@@ -70,7 +71,9 @@ class _HardenedChannel(redis.Channel):
             _intake(self.connection).refuse("malformed")
             return None
 
-    def basic_consume(self, queue: str, no_ack: bool, callback: Callable[..., Any] | None, consumer_tag: str | None, **kwargs: Any) -> str:
+    def basic_consume(
+        self, queue: str, no_ack: bool, callback: Callable[..., Any] | None, consumer_tag: str | None, **kwargs: Any
+    ) -> str:
         guarded = self._guarded(callback) if callback is not None else None
         is_kept = False
         tag: str = super().basic_consume(queue, not is_kept, guarded, consumer_tag, **kwargs)
@@ -151,7 +154,10 @@ def _is_message(message: Any) -> bool:
             "body": str(),
             # Whoever can write to a queue must not choose what is unpickled.
             "content-type": "application/json",
-            "properties": {"delivery_tag": str(), "delivery_info": {"exchange": str(), "routing_key": str()}} as properties,
+            "properties": {
+                "delivery_tag": str(),
+                "delivery_info": {"exchange": str(), "routing_key": str()},
+            } as properties,
         }:
             headers = message.get("headers")
             # Ours are not compressed; unpacking what a stranger compressed could fill the memory.

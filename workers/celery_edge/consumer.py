@@ -19,7 +19,9 @@ FORGOTTEN_S = 1.0
 
 
 class LiveTasks(TaskRegistry):
-    """`find`: makes the task of a name and puts it here, or does nothing. Whoever looks up a name that there is not after that gets NotRegistered."""
+    """`find`: makes the task of a name and puts it here, or does nothing. Whoever looks up a name that there is not
+    after that gets NotRegistered.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +38,9 @@ class LiveTasks(TaskRegistry):
 
 
 class LiveStrategies(dict[str, Any]):
-    """How a consumer hands on a message, by its task: of the app's tasks, whenever they came. Raises KeyError for others."""
+    """How a consumer hands on a message, by its task: of the app's tasks, whenever they came. Raises KeyError for
+    others.
+    """
 
     def __init__(self, consumer: Any) -> None:
         super().__init__()
@@ -48,7 +52,9 @@ class LiveStrategies(dict[str, Any]):
 
 
 class BatchingConsumer(Consumer):
-    """As Celery's own, which sends what there is with every turn of its loop, and knows the tasks that there were at its start."""
+    """As Celery's own, which sends what there is with every turn of its loop, and knows the tasks that there were at
+    its start.
+    """
 
     hub: Any
     event_dispatcher: Any

@@ -1,4 +1,6 @@
-"""Stores the results of tasks: one script stores and publishes a result and marks its call as done. Retries until Redis accepts it."""
+"""Stores the results of tasks: one script stores and publishes a result and marks its call as done. Retries until Redis
+accepts it.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,7 +20,9 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Ending:
-    """A call that has run. `key`: of its record in the ledger; `code`: "" when it succeeded; `sandbox`: "" when it had none."""
+    """A call that has run. `key`: of its record in the ledger; `code`: "" when it succeeded; `sandbox`: "" when it had
+    none.
+    """
 
     key: str
     attempt: int
@@ -39,32 +43,38 @@ class Answer(dict[str, Any]):
 
 
 class CallNotServed(Exception):
-    """Ends a task as FAILURE because the infrastructure failed its call. The caller still gets the signed result, `answer`.
+    """Ends a task as FAILURE because the infrastructure failed its call. The caller still gets the signed result,
+    `answer`.
 
     Flower and Celery's log show the text of this exception, so it contains only the code and the id of the call.
     """
 
     def __init__(self, code: str, call_id: str, answer: Answer | None = None) -> None:
-        super().__init__(f"{code}: not the fault of the model or the tenant. `toolcrew calls show {call_id}` shows what happened")
+        super().__init__(
+            f"{code}: not the fault of the model or the tenant. `toolcrew calls show {call_id}` shows what happened"
+        )
         self.code = code
         self.call_id = call_id
         self.answer = answer
 
     def __reduce__(self) -> tuple[type["CallNotServed"], tuple[str, str]]:
-        # A process of the pool pickles the exception for its parent, which only announces the failure. The result stays here.
+        # A process of the pool pickles the exception for its parent, which only announces the failure. The result stays
+        # here.
         return CallNotServed, (self.code, self.call_id)
 
 
 class _Results(RedisBackend):
-    """Stores our results with our script, and everything else as Celery does. An unavailable Redis raises no exception: in a pool of threads an
-    exception would also lose the slot."""
+    """Stores our results with our script, and everything else as Celery does. An unavailable Redis raises no exception:
+    in a pool of threads an exception would also lose the slot."""
 
     _finished: FinishedCalls | None = None
     _ensure_retryable: Callable[[Callable[[], object]], object]
     """Celery's own loop, with the pauses of the app's settings."""
     expires: int
 
-    def store_result(self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **options: Any) -> Any:
+    def store_result(
+        self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **options: Any
+    ) -> Any:
         try:
             if isinstance(result, CallNotServed) and result.answer is not None:
                 self._ensure_retryable(partial(self._store_answer, task_id, result.answer, result))
@@ -82,7 +92,9 @@ class _Results(RedisBackend):
 
     def _store_answer(self, task_id: str, answer: Answer, failure: CallNotServed | None = None) -> None:
         ended = datetime.now(UTC).isoformat()
-        text = json.dumps({**_outcome(answer, failure), "traceback": None, "children": [], "date_done": ended, "task_id": task_id})
+        text = json.dumps(
+            {**_outcome(answer, failure), "traceback": None, "children": [], "date_done": ended, "task_id": task_id}
+        )
         ending = answer.ending
         record = (ending.key, ending.attempt, ending.code, ending.sandbox) if ending is not None else None
         if self._finished is None:
@@ -93,7 +105,9 @@ class _Results(RedisBackend):
 
 
 def _outcome(answer: Answer, failure: CallNotServed | None) -> dict[str, Any]:
-    """The part of a stored result that depends on its state. Celery's `result` of a failure is always an exception, so ours is `answer` there."""
+    """The part of a stored result that depends on its state. Celery's `result` of a failure is always an exception, so
+    ours is `answer` there.
+    """
     if failure is None:
         return {"status": "SUCCESS", "result": answer.encoded}
     error = {"exc_type": type(failure).__name__, "exc_message": [str(failure)], "exc_module": __name__}
@@ -108,4 +122,6 @@ class SentinelResultBackend(_Results, SentinelBackend):
     """In the master that sentinels name."""
 
 
-BACKENDS = {scheme: f"{__name__}:ResultBackend" for scheme in ("redis", "rediss")} | {"sentinel": f"{__name__}:SentinelResultBackend"}
+BACKENDS = {scheme: f"{__name__}:ResultBackend" for scheme in ("redis", "rediss")} | {
+    "sentinel": f"{__name__}:SentinelResultBackend"
+}

@@ -45,9 +45,11 @@ def register_tasks(
     deployment: str,
     look: Callable[[], None] | None = None,
 ) -> None:
-    """Give `app` a task for every tool of `registry`, also for those that come later. Executors are made lazily: after the fork, one a thread.
+    """Give `app` a task for every tool of `registry`, also for those that come later. Executors are made lazily: after
+    the fork, one a thread.
 
-    `on_refused` is told why a message was not run, each time. `look`: called before each call, brings the registry up to date; None: it does not change.
+    `on_refused` is told why a message was not run, each time. `look`: called before each call, brings the registry up
+    to date; None: it does not change.
     """
     edge = _Edge(key, _PerThread(build_executor), on_refused, deployment, look)
 
@@ -78,7 +80,9 @@ def register_tasks(
 
 
 def _limits(spec: ToolSpec) -> dict[str, Any]:
-    """What no call of the tool may exceed. Where no sandbox limits a call its message carries its own limits, and these are for one without."""
+    """What no call of the tool may exceed. Where no sandbox limits a call its message carries its own limits, and these
+    are for one without.
+    """
     if spec.pool in POOL_QUEUES:
         return {"soft_time_limit": spec.max_timeout_s, "time_limit": spec.max_timeout_s + POOL_GRACE_S}
     return {"time_limit": int(spec.max_timeout_s + CELERY_MARGIN_S)}
@@ -103,7 +107,12 @@ class _Edge:
     """What the tasks of a worker do."""
 
     def __init__(
-        self, key: SigningKeys, executors: _PerThread, on_refused: OnRefused, deployment: str, look: Callable[[], None] | None
+        self,
+        key: SigningKeys,
+        executors: _PerThread,
+        on_refused: OnRefused,
+        deployment: str,
+        look: Callable[[], None] | None,
     ) -> None:
         self._key = key
         self._look = look
@@ -122,8 +131,9 @@ class _Edge:
     def _run(self, name: str, envelope: object) -> Mapping[str, Any]:
         """Run the call of the task `name` and return its answer.
 
-        Raises EnvelopeRefused when the message is not a valid call; nothing has run. Raises CallNotServed, with the answer, when the infrastructure failed
-        the call. Celery counts both as failures. Raises Ignore for a repeated message.
+        Raises EnvelopeRefused when the message is not a valid call; nothing has run. Raises CallNotServed, with the
+        answer, when the infrastructure failed the call. Celery counts both as failures. Raises Ignore for a repeated
+        message.
         """
         try:
             call, context = _opened(name, envelope, self._key)
@@ -137,7 +147,9 @@ class _Edge:
             try:
                 return self._answer(call, context)
             except CallRepeated as repeated:
-                log.warning("call_repeated", tool=call.name, call=call.id, attempt=context.attempt, claim=repeated.claim.value)
+                log.warning(
+                    "call_repeated", tool=call.name, call=call.id, attempt=context.attempt, claim=repeated.claim.value
+                )
                 self._on_refused("repeated")
                 # No result is stored: it would take the place of the one that somebody waits for.
                 raise Ignore from None
@@ -146,7 +158,13 @@ class _Edge:
         log.debug("call_begun", attempt=context.attempt)
         executor = self._executors.get()
         result = executor.execute(call, context)
-        log.info("call_ended", attempt=context.attempt, code=result.error_code, **_round(result.clocks), sandbox=_sandbox_id(result))
+        log.info(
+            "call_ended",
+            attempt=context.attempt,
+            code=result.error_code,
+            **_round(result.clocks),
+            sandbox=_sandbox_id(result),
+        )
         encoded = encode_result_message(result, call, context, executor.blobs, self._key)
         record = call_key(self._deployment, context.tenant, call.id)
         ending = Ending(record, context.attempt, result.error_code or "", _sandbox_id(result))
@@ -156,7 +174,9 @@ class _Edge:
         return answer
 
     def refuse_unknown(self, name: str, message: Any) -> None:
-        """A task that this worker does not have has failed; a call of ours in it is noted as one that will not start."""
+        """A task that this worker does not have has failed; a call of ours in it is noted as one that will not
+        start.
+        """
         self._on_refused("wrong_task")
         try:
             _, arguments, _ = message.payload
@@ -171,7 +191,11 @@ def _sandbox_id(result: ToolResult) -> str:
 
 
 def _round(clocks: Clocks) -> dict[str, float]:
-    return {"queued_s": round(clocks.queued_s, 4), "sandbox_s": round(clocks.sandbox_s, 4), "run_s": round(clocks.run_s, 4)}
+    return {
+        "queued_s": round(clocks.queued_s, 4),
+        "sandbox_s": round(clocks.sandbox_s, 4),
+        "run_s": round(clocks.run_s, 4),
+    }
 
 
 def _opened(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, ToolContext]:
@@ -187,7 +211,8 @@ def _opened(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, To
 def encode_result_message(
     result: ToolResult, call: ToolCall, context: ToolContext, blobs: BlobStore, keys: SigningKeys
 ) -> Mapping[str, Any]:
-    """Return the encoded result, signed with `keys`. What is too large for a message is left in `blobs`, under the tenant's key, and the message names it.
+    """Return the encoded result, signed with `keys`. What is too large for a message is left in `blobs`, under the
+    tenant's key, and the message names it.
 
     A result that cannot be kept becomes one that says so.
     """

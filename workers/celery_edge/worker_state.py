@@ -35,7 +35,9 @@ def parse_session_of(arguments: Any) -> str | None:
 
 
 def end_worker(code: int, *, within_s: float | None = None) -> None:
-    """Take no more calls, let those that run end, and end the process with `code`; after `within_s` whatever still runs."""
+    """Take no more calls, let those that run end, and end the process with `code`; after `within_s` whatever still
+    runs.
+    """
     if within_s is not None:
         # Results are stored again and again while Redis is away, and a hung call has no end: neither holds this up.
         timer = threading.Timer(within_s, os._exit, (code,))

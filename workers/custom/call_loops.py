@@ -26,12 +26,16 @@ class CallLoop:
     def __enter__(self) -> "CallLoop":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._runner is not None:
             self._runner.close()
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T:
-        """What `coroutine` gives. Threads of a tool wait for each other. Raises RuntimeError within a loop, which would wait for ever."""
+        """What `coroutine` gives. Threads of a tool wait for each other. Raises RuntimeError within a loop, which would
+        wait for ever.
+        """
         if is_running_here():
             raise refuse_to_wait(coroutine)
         with self._lock:
@@ -45,14 +49,18 @@ class CallLoop:
 
 
 async def _within(name: str, value: Awaitable[T], limit_s: float) -> T:
-    """The worker interrupts a call at its limit from outside; that is lost when it hits the loop between two steps of the tool."""
+    """The worker interrupts a call at its limit from outside; that is lost when it hits the loop between two steps of
+    the tool.
+    """
     try:
         async with asyncio.timeout(limit_s) as limit:
             return await value
     except TimeoutError:
         if not limit.expired():
             raise
-        raise ToolFailure(ErrorCode.TIMEOUT, f"{name} did not end within its limit of {limit_s:g} s and was stopped") from None
+        raise ToolFailure(
+            ErrorCode.TIMEOUT, f"{name} did not end within its limit of {limit_s:g} s and was stopped"
+        ) from None
 
 
 def is_running_here() -> bool:

@@ -1,4 +1,6 @@
-"""Finds operators' tools, in installed packages and named modules, and makes them ready for a worker. What is broken stops the start."""
+"""Finds operators' tools, in installed packages and named modules, and makes them ready for a worker. What is broken
+stops the start.
+"""
 
 import functools
 import importlib
@@ -39,18 +41,24 @@ def load_custom_tools(
     config: Mapping[str, Any] | None = None,
     find_entry_points: FindEntryPoints | None = None,
 ) -> tuple[WorkerTool, ...]:
-    """The tools of every installed package with entry points in `toolcrew.tools`, then those of `modules`, as this worker runs them.
+    """The tools of every installed package with entry points in `toolcrew.tools`, then those of `modules`, as this
+    worker runs them.
 
-    `config`: what tools find in `CallContext.config`, beside what travels with the call.
-    Raises ConfigError, with the package or module and what to do: it cannot be imported, holds no tool, or a name is taken.
+    `config`: what tools find in `CallContext.config`, beside what travels with the call. Raises ConfigError, with the
+    package or module and what to do: it cannot be imported, holds no tool, or a name is taken.
     """
-    found = [*_from_entry_points(find_entry_points or _installed), *(one for name in modules for one in _from_module(name))]
+    found = [
+        *_from_entry_points(find_entry_points or _installed),
+        *(one for name in modules for one in _from_module(name)),
+    ]
     calls = CustomCalls(config or {})
     return tuple(_served(one, calls) for one in _distinct(found))
 
 
 def serve_values(values: Sequence[Any], calls: CustomCalls, source: str) -> tuple[WorkerTool, ...]:
-    """The tools of what entry points may name, as a worker runs them. `source`: whose they are, for errors. Raises ConfigError as load_custom_tools."""
+    """The tools of what entry points may name, as a worker runs them. `source`: whose they are, for errors. Raises
+    ConfigError as load_custom_tools.
+    """
     found = [one for value in values for one in _tools_of(value, source, "mend it")]
     return tuple(_served(one, calls) for one in _distinct(found))
 
@@ -76,7 +84,10 @@ def _from_module(name: str) -> Iterator[Found]:
 def _imported(load: Callable[[], Any], source: str, advice: str) -> Any:
     try:
         return load()
-    except (Exception, SystemExit) as error:  # the edge: a foreign module may raise anything, and the operator must read which one did
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the edge: a foreign module may raise anything, and the operator must read which one did
         raise ConfigError(f"{source} cannot be loaded: {type(error).__name__}: {error}; {advice}") from error
 
 
@@ -94,7 +105,9 @@ def _tools_of(value: Any, source: str, advice: str) -> list[Found]:
 
 
 def _is_ready(value: Any) -> bool:
-    """A tool by our decorator, or of a foreign object by `orchestrator.as_tool`; not one that is made for a worker's environment."""
+    """A tool by our decorator, or of a foreign object by `orchestrator.as_tool`; not one that is made for a worker's
+    environment.
+    """
     return isinstance(value, Tool) and isinstance(value.handler, KnownHandler)
 
 
@@ -102,7 +115,9 @@ def _as_tool(value: Any, source: str, advice: str) -> Tool[CallHandler]:
     if _is_ready(value):
         return cast("Tool[CallHandler]", value)
     if not inspect.isroutine(value):
-        raise ConfigError(f"{source} gives a {type(value).__name__}: give a tool, a function, a list of them, or a module; {advice}")
+        raise ConfigError(
+            f"{source} gives a {type(value).__name__}: give a tool, a function, a list of them, or a module; {advice}"
+        )
     try:
         return tool(value)
     except TypeError as error:
@@ -110,18 +125,26 @@ def _as_tool(value: Any, source: str, advice: str) -> Tool[CallHandler]:
 
 
 def _distinct(found: Sequence[Found]) -> Iterator[Found]:
-    """Each tool once, however often it was named. Raises ConfigError for two tools of one name, and for the names of our own."""
+    """Each tool once, however often it was named. Raises ConfigError for two tools of one name, and for the names of
+    our own.
+    """
     ours = _own_names()
     taken: dict[str, Found] = {}
     for one in found:
         name = one.tool.name
         if name in ours:
-            raise ConfigError(f"{one.source} has a tool '{name}', which is the name of a built-in one: rename it, as @tool(name=...) does")
+            raise ConfigError(
+                f"{one.source} has a tool '{name}', which is the name of a built-in one: rename it, as @tool(name=...) "
+                "does"
+            )
         before = taken.setdefault(name, one)
         if before is one:
             yield one
         elif before.tool is not one.tool:
-            raise ConfigError(f"'{name}' is the name of two tools, in {before.source} and in {one.source}: rename one, or leave one out")
+            raise ConfigError(
+                f"'{name}' is the name of two tools, in {before.source} and in {one.source}: rename one, or leave one "
+                "out"
+            )
 
 
 @functools.cache

@@ -1,4 +1,6 @@
-"""The model of a call's caller, as the tool in the worker asks it: the question goes to the caller, which holds the keys, and back comes a reply."""
+"""The model of a call's caller, as the tool in the worker asks it: the question goes to the caller, which holds the
+keys, and back comes a reply.
+"""
 
 import asyncio
 import threading
@@ -22,7 +24,9 @@ READ_S = 2.0
 MARGIN_S = 5.0
 """What an answer may take on its way, beyond the time that the model has."""
 
-_GONE = "nobody answers questions to a model: the caller of this tool has none, or is gone; call it within an agent's run"
+_GONE = (
+    "nobody answers questions to a model: the caller of this tool has none, or is gone; call it within an agent's run"
+)
 
 
 class CallerModel:
@@ -43,8 +47,8 @@ class CallerModel:
     ) -> Completion:
         """The reply to a prompt, or to messages in the OpenAI wire shape. `max_tokens` bounds the reply.
 
-        Raises ToolFailure: the budget is used up, the question is too large, nobody answers, or not within `timeout_s`; and as the
-        caller's model says.
+        Raises ToolFailure: the budget is used up, the question is too large, nobody answers, or not within `timeout_s`;
+        and as the caller's model says.
         """
         if self._asked >= MAX_QUESTIONS:
             sentence = f"this tool may ask the model {MAX_QUESTIONS} times and has done so: its budget is used up"
@@ -70,7 +74,9 @@ class CallerModel:
         try:
             is_heard = self._events.send(MODEL, question.model_dump(mode="json"))
         except ValueError as error:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {error}; send a shorter prompt") from error
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {error}; send a shorter prompt"
+            ) from error
         if not is_heard:
             raise ToolFailure(ErrorCode.CONFIG_MISSING, _GONE)
 
@@ -134,14 +140,22 @@ class _Answers:
             _tell(*found, ModelAnswer.refused(number, ErrorCode.CONFIG_MISSING, _GONE))
 
 
-def _question(number: int, prompt: str | Sequence[Mapping[str, Any]], max_tokens: int | None, timeout_s: float) -> ModelQuestion:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+def _question(
+    number: int, prompt: str | Sequence[Mapping[str, Any]], max_tokens: int | None, timeout_s: float
+) -> ModelQuestion:
+    messages = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+    )
     try:
-        return ModelQuestion.model_validate({"number": number, "messages": messages, "max_tokens": max_tokens, "timeout_s": timeout_s})
+        return ModelQuestion.model_validate(
+            {"number": number, "messages": messages, "max_tokens": max_tokens, "timeout_s": timeout_s}
+        )
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {where}: {first['msg']}") from error
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {where}: {first['msg']}"
+        ) from error
 
 
 def _tell(loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[ModelAnswer]", answer: ModelAnswer) -> None:

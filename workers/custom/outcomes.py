@@ -37,7 +37,9 @@ def _bounded(result: ToolResult) -> Outcome:
 
 
 def cut_output(name: str, text: str) -> tuple[str, bool]:
-    """The head of `text`, at most MAX_LINES lines and MAX_OUTPUT_BYTES bytes, with a line that says what is missing; and whether it was cut."""
+    """The head of `text`, at most MAX_LINES lines and MAX_OUTPUT_BYTES bytes, with a line that says what is missing;
+    and whether it was cut.
+    """
     size, lines = len(text.encode()), _count_lines(text)
     if size <= MAX_OUTPUT_BYTES and lines <= MAX_LINES:
         return text, False

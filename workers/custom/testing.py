@@ -1,4 +1,6 @@
-"""A worker of operators' tools in the process of a test: no Redis, no Celery, no pool, and what becomes of a call is what becomes of it there."""
+"""A worker of operators' tools in the process of a test: no Redis, no Celery, no pool, and what becomes of a call is
+what becomes of it there.
+"""
 
 import asyncio
 import contextlib
@@ -37,10 +39,12 @@ AskModel = Callable[[list[dict[str, Any]]], str]
 
 
 class LocalWorker:
-    """Loads tools as a worker does, and runs their calls as it does: arguments against the schema, validators, the hard limit, the result.
+    """Loads tools as a worker does, and runs their calls as it does: arguments against the schema, validators, the hard
+    limit, the result.
 
-    `tools`: what an entry point may name: tools, functions, lists of them, modules. `config`: what TOOLCREW_TOOL_CONFIG would say. `model`: answers
-    for the model of the caller; None: calls have none. Raises ConfigError for tools at which a worker would not start.
+    `tools`: what an entry point may name: tools, functions, lists of them, modules. `config`: what TOOLCREW_TOOL_CONFIG
+    would say. `model`: answers for the model of the caller; None: calls have none. Raises ConfigError for tools at
+    which a worker would not start.
     """
 
     def __init__(self, *tools: Any, config: Mapping[str, Any] | None = None, model: AskModel | None = None) -> None:
@@ -58,7 +62,9 @@ class LocalWorker:
         )
         self._numbers = itertools.count(1)
         self.log: list[MutableMapping[str, Any]] = []
-        """What would be in the worker's log: prints (`tool_printed`), and `exception`, the traceback, of what was raised."""
+        """What would be in the worker's log: prints (`tool_printed`), and `exception`, the traceback, of what was
+        raised.
+        """
 
     def specs(self) -> list[ToolSpec]:
         """What models would be told, by name order."""
@@ -73,9 +79,11 @@ class LocalWorker:
         config: Mapping[str, Any] | None = None,
         session: str = "test",
     ) -> ToolResult:
-        """The one result of a call; never raises for a call's failure. `timeout_s` None: the tool's own limit, else 30 s. `config`: the caller's.
+        """The one result of a call; never raises for a call's failure. `timeout_s` None: the tool's own limit, else 30
+        s. `config`: the caller's.
 
-        Raises RuntimeError beside the main thread or in an event loop: a worker calls tools from neither, and could not stop them there.
+        Raises RuntimeError beside the main thread or in an event loop: a worker calls tools from neither, and could not
+        stop them there.
         """
         _check_place()
         limit_s = self._limit(name, timeout_s)
@@ -96,7 +104,10 @@ class LocalWorker:
             result = self._executor.execute(call, context)
         ran_s = time.monotonic() - started
         if ran_s > limit_s + POOL_GRACE_S:
-            told = f"{name} went on for {ran_s - limit_s:.1f} s after its limit of {limit_s:g} s: a worker would have killed its process"
+            told = (
+                f"{name} went on for {ran_s - limit_s:.1f} s after its limit of {limit_s:g} s: a worker would have "
+                "killed its process"
+            )
             return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, told)
         return ToolResult.model_validate_json(result.model_dump_json())
 
@@ -141,7 +152,9 @@ class _NoBlobs:
         raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, "a call of a test has no content beside its arguments")
 
     def leave(self, tenant: str, data: bytes, ttl_s: int = 0) -> str:
-        raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes beside a result, at most {MAX_BLOB_BYTES} and here none")
+        raise ToolFailure(
+            ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes beside a result, at most {MAX_BLOB_BYTES} and here none"
+        )
 
 
 class _ModelEvents(NoCallEvents):
@@ -167,18 +180,23 @@ class _ModelEvents(NoCallEvents):
 
 def _check_place() -> None:
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("a worker runs tools in its main thread, where it can stop them: call them from the main thread")
+        raise RuntimeError(
+            "a worker runs tools in its main thread, where it can stop them: call them from the main thread"
+        )
     if is_running_here():
         raise RuntimeError("a worker calls tools outside of any event loop: call them from a test that is not async")
 
 
 @contextlib.contextmanager
 def _stopped_after(limit_s: float) -> Iterator[None]:
-    """From the limit on the main thread gets the signal that Celery sends its workers. Signal and alarm are as before at the end."""
+    """From the limit on the main thread gets the signal that Celery sends its workers. Signal and alarm are as before
+    at the end.
+    """
     main, has_ended = threading.main_thread().ident or 0, threading.Event()
 
     def interrupt() -> None:
-        # Again and again: one that comes before the call has begun is lost, and one after it was interrupted does nothing.
+        # Again and again: one that comes before the call has begun is lost, and one after it was interrupted does
+        # nothing.
         while not has_ended.wait(limit_s):
             signal.pthread_kill(main, END_SIGNAL)
 

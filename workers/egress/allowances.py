@@ -1,4 +1,6 @@
-"""What sessions have left: bytes over their whole life, bytes a second, connections at a time. All kept in memory, and bounded."""
+"""What sessions have left: bytes over their whole life, bytes a second, connections at a time. All kept in memory, and
+bounded.
+"""
 
 import asyncio
 import contextlib
@@ -38,7 +40,8 @@ class Bucket:
         """Between 1 and `at_most` bytes, when it is their time."""
         if self._turn.locked() or self._fill() < min(at_most, self._least()):
             async with self._turn:
-                while (missing := min(at_most, self._least()) - self._fill()) > 0:  # noqa: ASYNC110  # time is what it waits for
+                while (missing := min(at_most, self._least()) - self._fill()) > 0:  # noqa: ASYNC110
+                    # time is what it waits for
                     await asyncio.sleep(missing / self._rate)
         taken = min(at_most, int(self._tokens))
         self._tokens -= taken
@@ -97,7 +100,8 @@ class Allowance:
     def spent(self) -> Refusal:
         return exhausted(
             Verdict.BYTES_SPENT,
-            f"this session has sent and received the {self._max_bytes} bytes that it may in its whole life: work with what is there",
+            f"this session has sent and received the {self._max_bytes} bytes that it may in its whole life: work with "
+            "what is there",
         )
 
 
@@ -105,7 +109,10 @@ class Allowances:
     """Every session's. `max_tenant_connections`: of one tenant at a time, over all of its sessions."""
 
     def __init__(
-        self, max_tenant_connections: int, max_remembered: int = MAX_REMEMBERED, clock: Callable[[], float] = time.monotonic
+        self,
+        max_tenant_connections: int,
+        max_remembered: int = MAX_REMEMBERED,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_tenant_connections = max_tenant_connections
         self._max_remembered = max_remembered
@@ -135,12 +142,14 @@ class Allowances:
         if allowance.connections >= most:
             raise exhausted(
                 Verdict.TOO_MANY_CONNECTIONS,
-                f"this session has {allowance.connections} connections open, and may have {most}: wait until one ends, or use fewer at a time",
+                f"this session has {allowance.connections} connections open, and may have {most}: wait until one ends, "
+                "or use fewer at a time",
             )
         if self._tenants[opening.tenant] >= self._max_tenant_connections:
             raise exhausted(
                 Verdict.TOO_MANY_CONNECTIONS,
-                f"this tenant's sessions have {self._max_tenant_connections} connections open, all that they may: try again later",
+                f"this tenant's sessions have {self._max_tenant_connections} connections open, all that they may: try "
+                "again later",
             )
 
     def _find(self, opening: Opening) -> Allowance:

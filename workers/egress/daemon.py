@@ -28,7 +28,9 @@ _ACCEPT_PAUSE_S = 0.1
 
 
 async def run(settings: EgressSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises OSError when the socket cannot be had, ConfigError when the process may open too few files."""
+    """Serve until SIGTERM or SIGINT. Raises OSError when the socket cannot be had, ConfigError when the process may
+    open too few files.
+    """
     hold_lifeline(ORPHAN_GRACE_S)
     _allow_files(settings.egress_max_connections)
     stop = asyncio.Event()
@@ -103,7 +105,9 @@ class _House:
             sock.close()
             return
         is_full = len(self._connections) >= self._max_connections
-        task = asyncio.get_running_loop().create_task(self._proxy.turn_away(sock) if is_full else _serve(self._proxy, sock))
+        task = asyncio.get_running_loop().create_task(
+            self._proxy.turn_away(sock) if is_full else _serve(self._proxy, sock)
+        )
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 

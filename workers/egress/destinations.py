@@ -1,4 +1,6 @@
-"""From what a client asks for to a connected socket: the tenant's list, one lookup, every address judged, no other one connected to."""
+"""From what a client asks for to a connected socket: the tenant's list, one lookup, every address judged, no other one
+connected to.
+"""
 
 import asyncio
 import errno
@@ -35,7 +37,8 @@ _METADATA = frozenset(ipaddress.ip_address(text) for text in ("100.100.100.200",
 class Names:
     """Lookups in threads, some a tenant: one whose name servers are slow makes nobody else wait.
 
-    `open_resolver` gives a tenant's resolver, which may block. It is kept for the next lookup: it may count those that still hang.
+    `open_resolver` gives a tenant's resolver, which may block. It is kept for the next lookup: it may count those that
+    still hang.
     """
 
     def __init__(self, open_resolver: Callable[[], Resolver]) -> None:
@@ -47,7 +50,9 @@ class Names:
         """Raises Refusal when the name has no address, or none in time."""
         resolver, turns = self._find(tenant)
         async with turns:
-            looking = asyncio.get_running_loop().run_in_executor(self._threads, resolver.resolve, host, Deadline(limit_s), limit_s)
+            looking = asyncio.get_running_loop().run_in_executor(
+                self._threads, resolver.resolve, host, Deadline(limit_s), limit_s
+            )
             try:
                 return await looking
             except ToolFailure as failure:
@@ -108,7 +113,9 @@ class Destinations:
                 failure = _unreachable(target, f"takes no connection within {self._limits.connect_s:g} s")
             except OSError as error:
                 # The number's words: the error's own tell the address.
-                failure = _unreachable(target, f"refused the connection ({os.strerror(error.errno or errno.ECONNREFUSED)})")
+                failure = _unreachable(
+                    target, f"refused the connection ({os.strerror(error.errno or errno.ECONNREFUSED)})"
+                )
             except ToolFailure as error:
                 failure = refuse(Verdict.ADDRESS_REFUSED, error.message)
         raise failure or _unreachable(target, "has no address")
@@ -120,10 +127,13 @@ def check_listed(target: Target, rules: EgressRules) -> None:
         raise refuse(Verdict.HOST_REFUSED, f"{target.host} is not on this tenant's list; allowed: {_show(rules.hosts)}")
     if target.port not in rules.ports:
         ports = ", ".join(map(str, sorted(rules.ports))) or "none"
-        raise refuse(Verdict.PORT_REFUSED, f"port {target.port} of {target.host} is closed to this tenant; open ports: {ports}")
+        raise refuse(
+            Verdict.PORT_REFUSED, f"port {target.port} of {target.host} is closed to this tenant; open ports: {ports}"
+        )
     if target.literal is None and is_private_name(target.host) and not _is_listed(target, rules.private_hosts):
         raise refuse(
-            Verdict.HOST_REFUSED, f"{target.host} is a name of a private network: ask the operator to list it under private_hosts, too"
+            Verdict.HOST_REFUSED,
+            f"{target.host} is a name of a private network: ask the operator to list it under private_hosts, too",
         )
 
 
@@ -160,4 +170,6 @@ async def _connect(target: Target, address: Address) -> socket.socket:
 
 
 def _unreachable(target: Target, what: str) -> Refusal:
-    return bad_gateway(Verdict.UNREACHABLE, f"{target.host} port {target.port} {what}: check host and port, or try again later")
+    return bad_gateway(
+        Verdict.UNREACHABLE, f"{target.host} port {target.port} {what}: check host and port, or try again later"
+    )

@@ -1,4 +1,6 @@
-"""One plain HTTP request and its answer, each taken apart and framed anew: what one side sends is never a second request to the other."""
+"""One plain HTTP request and its answer, each taken apart and framed anew: what one side sends is never a second
+request to the other.
+"""
 
 from workers.egress.allowances import Allowance
 from workers.egress.bodies import LAST_CHUNK, Body, build_body, encode_chunk
@@ -14,8 +16,12 @@ MAX_INTERIM = 16
 _HEAD_END = b"\r\n\r\n"
 
 
-async def read_head(stream: Stream, allowance: Allowance, limits: ProxyLimits, head: bytes = b"") -> tuple[bytes, bytes]:
-    """A head with its empty line, which begins with `head`, and what came behind it. Raises HeadError; the head is empty at a clean end."""
+async def read_head(
+    stream: Stream, allowance: Allowance, limits: ProxyLimits, head: bytes = b""
+) -> tuple[bytes, bytes]:
+    """A head with its empty line, which begins with `head`, and what came behind it. Raises HeadError; the head is
+    empty at a clean end.
+    """
     while (end := head.find(_HEAD_END)) < 0:
         if len(head) >= limits.header_bytes:
             raise HeadError(f"its head has more than {limits.header_bytes // 1024} KiB")
@@ -33,10 +39,19 @@ class _NotTaken(Exception):
 
 
 class Exchange:
-    """`rest`: what the client sent behind the request's head. `has_answered`: whether the client was sent any of the host's answer."""
+    """`rest`: what the client sent behind the request's head. `has_answered`: whether the client was sent any of the
+    host's answer.
+    """
 
     def __init__(
-        self, client: Stream, host: Stream, request: ProxyRequest, rest: bytes, allowance: Allowance, pulse: Pulse, limits: ProxyLimits
+        self,
+        client: Stream,
+        host: Stream,
+        request: ProxyRequest,
+        rest: bytes,
+        allowance: Allowance,
+        pulse: Pulse,
+        limits: ProxyLimits,
     ) -> None:
         self._client = client
         self._host = host

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}")
-# Visible characters, spaces and tabs, and what is above ASCII: no other control character, hence no line end of any kind.
+# Visible characters, spaces and tabs, and what is above ASCII: no other control character, hence no line end of any
+# kind.
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _HOP_BY_HOP = frozenset(
@@ -95,7 +96,9 @@ def parse_framing(headers: Sequence[Header]) -> Framing:
 
 
 def drop_hop_by_hop(headers: Sequence[Header]) -> list[Header]:
-    """What is for the next hop's reader. Raises HeadError when Connection lists what a message is framed or routed by."""
+    """What is for the next hop's reader. Raises HeadError when Connection lists what a message is framed or routed
+    by.
+    """
     listed = {word.strip(b" \t").lower() for value in find_values(headers, b"connection") for word in value.split(b",")}
     if listed & _END_TO_END:
         raise HeadError("its Connection header names a header that has to be passed on")

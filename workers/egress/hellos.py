@@ -8,13 +8,17 @@ from workers.web.urls import Target
 UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
 """A TLS alert: fatal, unrecognized_name."""
 TLS_ONLY_PORTS = frozenset({80, 443})
-"""Ports at which a tunnel carries TLS and nothing else: plain HTTP is asked for by its URL, where its Host header is judged."""
+"""Ports at which a tunnel carries TLS and nothing else: plain HTTP is asked for by its URL, where its Host header is
+judged.
+"""
 _CLIENT_HELLO = 1
 _EXTENSION_NAME = 0
 _MAX_RECORD_BYTES = 16_384
 _MAX_HELLO_BYTES = 64 * 1024
 _MAX_RECORDS = 8
-"""A greeting is one record or a few; in thousands of small ones it would be dear to read again and again as it comes."""
+"""A greeting is one record or a few; in thousands of small ones it would be dear to read again and again as it
+comes.
+"""
 
 
 class HelloError(ValueError):

@@ -11,7 +11,9 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Opening(BaseModel):
-    """One line of JSON, the end of the line included. There are no default rules: a session without any reaches nothing."""
+    """One line of JSON, the end of the line included. There are no default rules: a session without any reaches
+    nothing.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,5 +32,6 @@ def parse_opening(line: bytes) -> Opening:
         where = ".".join(str(part) for part in first["loc"]) or "the line"
         raise bad_gateway(
             Verdict.BAD_OPENING,
-            f"sandboxd did not say what this session may reach ({where}: {first['msg']}), so nothing can be reached: tell the operator",
+            f"sandboxd did not say what this session may reach ({where}: {first['msg']}), so nothing can be reached: "
+            "tell the operator",
         ) from None

@@ -42,11 +42,15 @@ async def watch(client: Stream, pulse: Pulse, limits: ProxyLimits) -> None:
         if pulse.idle_s >= limits.idle_s:
             raise bad_gateway(Verdict.IDLE, f"nothing came or went for {limits.idle_s:g} s: try again")
         if pulse.age_s >= limits.total_s:
-            raise bad_gateway(Verdict.TOO_LONG, f"a connection lasts {limits.total_s:g} s at most: go on with another one")
+            raise bad_gateway(
+                Verdict.TOO_LONG, f"a connection lasts {limits.total_s:g} s at most: go on with another one"
+            )
 
 
 async def run_all(*works: Work, beside: tuple[Work, ...] = ()) -> None:
-    """Returns when all `works` have ended; what runs `beside` is cancelled then. Raises what the first to fail raises, the rest cancelled."""
+    """Returns when all `works` have ended; what runs `beside` is cancelled then. Raises what the first to fail raises,
+    the rest cancelled.
+    """
     needed = {asyncio.ensure_future(work) for work in works}
     every = needed | {asyncio.ensure_future(work) for work in beside}
     try:
@@ -61,12 +65,18 @@ async def run_all(*works: Work, beside: tuple[Work, ...] = ()) -> None:
         await asyncio.gather(*every, return_exceptions=True)
 
 
-async def tunnel(client: Stream, host: Stream, gate: HelloGate, first: bytes, allowance: Allowance, pulse: Pulse) -> None:
-    """Until both sides have ended; the end of one is handed on. `first`: what the client has sent already. Raises Refusal, OSError."""
+async def tunnel(
+    client: Stream, host: Stream, gate: HelloGate, first: bytes, allowance: Allowance, pulse: Pulse
+) -> None:
+    """Until both sides have ended; the end of one is handed on. `first`: what the client has sent already. Raises
+    Refusal, OSError.
+    """
     await run_all(_send_up(client, host, gate, first, allowance, pulse), _send_down(client, host, allowance, pulse))
 
 
-async def _send_up(client: Stream, host: Stream, gate: HelloGate, first: bytes, allowance: Allowance, pulse: Pulse) -> None:
+async def _send_up(
+    client: Stream, host: Stream, gate: HelloGate, first: bytes, allowance: Allowance, pulse: Pulse
+) -> None:
     while data := first or await client.receive(allowance):
         first = b""
         pulse.beat()

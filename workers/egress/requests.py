@@ -99,8 +99,13 @@ def _check_expectation(headers: tuple[Header, ...]) -> None:
         raise HeadError("it expects something else than 100-continue")
 
 
-def _build_head(method: str, path: str, target: Target, headers: tuple[Header, ...], framing: Framing, *, version: bytes) -> bytes:
-    lines = [f"{method} {path} HTTP/1.".encode("ascii") + version + b"\r\n", f"Host: {target.authority}\r\n".encode("ascii")]
+def _build_head(
+    method: str, path: str, target: Target, headers: tuple[Header, ...], framing: Framing, *, version: bytes
+) -> bytes:
+    lines = [
+        f"{method} {path} HTTP/1.".encode("ascii") + version + b"\r\n",
+        f"Host: {target.authority}\r\n".encode("ascii"),
+    ]
     lines += [header.line for header in drop_hop_by_hop(headers) if header.key != b"host"]
     if framing.is_chunked:
         lines.append(b"Transfer-Encoding: chunked\r\n")

@@ -13,7 +13,8 @@ _SWITCHING = 101
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """`head`: what the client is sent. `body`: how to read what follows; None after an interim answer (1xx): another head follows.
+    """`head`: what the client is sent. `body`: how to read what follows; None after an interim answer (1xx): another
+    head follows.
 
     `is_chunked`: whether the client is sent the body in chunks.
     """

@@ -69,7 +69,11 @@ class Proxy:
         sentence = "the egress proxy of this host has as many connections as it can hold: try again later"
         log.warning("egress_full")
         try:
-            await _tell(client, build_answer(Refusal(Verdict.TOO_MANY_CONNECTIONS, HTTPStatus.SERVICE_UNAVAILABLE, sentence)), self._limits)
+            await _tell(
+                client,
+                build_answer(Refusal(Verdict.TOO_MANY_CONNECTIONS, HTTPStatus.SERVICE_UNAVAILABLE, sentence)),
+                self._limits,
+            )
         finally:
             client.close()
 
@@ -100,7 +104,9 @@ class _Connection:
         except Refusal as refusal:
             self._record.verdict = refusal.verdict
             self._close_host()
-            await _tell(self._client, self._last_words or (build_answer(refusal) if self._is_http else b""), self._limits)
+            await _tell(
+                self._client, self._last_words or (build_answer(refusal) if self._is_http else b""), self._limits
+            )
         except OSError:
             self._record.verdict = Verdict.BROKEN_OFF
         except asyncio.CancelledError:
@@ -139,7 +145,9 @@ class _Connection:
             async with asyncio.timeout(self._limits.opening_s):
                 line = await self._client.receive_line(self._limits.opening_bytes)
         except TimeoutError:
-            raise bad_gateway(Verdict.BAD_OPENING, "sandboxd did not say in time what this session may reach: tell the operator") from None
+            raise bad_gateway(
+                Verdict.BAD_OPENING, "sandboxd did not say in time what this session may reach: tell the operator"
+            ) from None
         return parse_opening(line) if line else None
 
     async def _read_request(self, allowance: Allowance) -> tuple[ProxyRequest, bytes] | None:

@@ -1,4 +1,6 @@
-"""One end of a connection as a non-blocking socket: reads that an allowance grants first, writes that wait, ends of one direction."""
+"""One end of a connection as a non-blocking socket: reads that an allowance grants first, writes that wait, ends of one
+direction.
+"""
 
 import asyncio
 import contextlib
@@ -10,7 +12,9 @@ from workers.egress.limits import CHUNK_BYTES
 
 
 class Stream:
-    """Owns its socket. Nothing is read ahead: what is not asked for stays in the kernel. One reader and one writer at a time."""
+    """Owns its socket. Nothing is read ahead: what is not asked for stays in the kernel. One reader and one writer at a
+    time.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -22,10 +26,14 @@ class Stream:
         """Whether the end of what the other side sends was seen."""
 
     async def receive(self, allowance: Allowance, at_most: int = CHUNK_BYTES) -> bytes:
-        """What comes next; empty at the end. Raises Refusal when the session's bytes are spent and there is more, OSError."""
+        """What comes next; empty at the end. Raises Refusal when the session's bytes are spent and there is more,
+        OSError.
+        """
         while True:
             # An end costs nothing: a session that has used all it has still learns that it got everything.
-            data = self._peek(allowance) if allowance.is_spent else self._receive(allowance, await allowance.take(at_most))
+            data = (
+                self._peek(allowance) if allowance.is_spent else self._receive(allowance, await allowance.take(at_most))
+            )
             if data is not None:
                 self.received += len(data)
                 self.is_ended = not data
@@ -47,7 +55,9 @@ class Stream:
         return data
 
     async def receive_line(self, at_most: int) -> bytes:
-        """Up to the end of a line and not a byte more; shorter when `at_most` bytes hold none, or the stream ends. Not charged for."""
+        """Up to the end of a line and not a byte more; shorter when `at_most` bytes hold none, or the stream ends. Not
+        charged for.
+        """
         line = b""
         while len(line) < at_most and not line.endswith(b"\n"):
             await self._until_readable()

@@ -27,7 +27,9 @@ class Verdict(StrEnum):
 
 
 class Refusal(Exception):
-    """The connection ends here. `sentence` is for the client, in HTTP as long as nothing of the host's answer has been sent."""
+    """The connection ends here. `sentence` is for the client, in HTTP as long as nothing of the host's answer has been
+    sent.
+    """
 
     def __init__(self, verdict: Verdict, status: HTTPStatus, sentence: str) -> None:
         super().__init__(sentence)

@@ -1,1 +1,3 @@
-"""Tools of other MCP servers as tools of ours: found at a worker's start, called over HTTP or inside sandboxes (docs/mcp.md)."""
+"""Tools of other MCP servers as tools of ours: found at a worker's start, called over HTTP or inside sandboxes
+(docs/mcp.md).
+"""

@@ -1,4 +1,6 @@
-"""What a tool of an MCP server gave, as the outcome of its call: text between marks, everything else described, all of it bounded."""
+"""What a tool of an MCP server gave, as the outcome of its call: text between marks, everything else described, all of
+it bounded.
+"""
 
 import json
 from collections.abc import Iterable
@@ -24,7 +26,9 @@ def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
     if not isinstance(blocks, list):
         raise broken(server, "its answer has no content")
     structured = result.get("structuredContent")
-    text = "\n".join(_words(blocks)) or (json.dumps(structured, ensure_ascii=False, indent=1) if structured is not None else "")
+    text = "\n".join(_words(blocks)) or (
+        json.dumps(structured, ensure_ascii=False, indent=1) if structured is not None else ""
+    )
     output, is_cut = _fenced(server, tool, printable(text))
     metadata: dict[str, JsonValue] = {"mcp_server": server, **_bounded(structured)}
     if result.get("isError") is not True:
@@ -80,4 +84,8 @@ def _bounded(structured: Any) -> dict[str, JsonValue]:
         return {}
     # Half a surrogate pair, which JSON can write, cannot be sent on.
     data = json.dumps(structured, ensure_ascii=False).encode("utf-8", "replace")
-    return {"structured": json.loads(data)} if len(data) <= MAX_METADATA_BYTES // 2 else {"structured_dropped_bytes": len(data)}
+    return (
+        {"structured": json.loads(data)}
+        if len(data) <= MAX_METADATA_BYTES // 2
+        else {"structured_dropped_bytes": len(data)}
+    )

@@ -1,4 +1,6 @@
-"""One MCP server over streamable HTTP: a request of its own for each call, through the guard of all that leaves a worker, within limits."""
+"""One MCP server over streamable HTTP: a request of its own for each call, through the guard of all that leaves a
+worker, within limits.
+"""
 
 import base64
 import json
@@ -43,7 +45,9 @@ _SESSION_ID = re.compile(r"[\x21-\x7e]{1,512}")
 
 @dataclass(frozen=True)
 class _Line:
-    """How a peer is spoken to. `revision` REVISION: every request stands alone; else after a handshake, in `session` if it gave one."""
+    """How a peer is spoken to. `revision` REVISION: every request stands alone; else after a handshake, in `session` if
+    it gave one.
+    """
 
     revision: str = REVISION
     session: str | None = None
@@ -51,7 +55,9 @@ class _Line:
 
 @dataclass
 class HttpServer:
-    """Calls are made one at a time by a process. `addresses`: the operator's rules beside the tables of private networks."""
+    """Calls are made one at a time by a process. `addresses`: the operator's rules beside the tables of private
+    networks.
+    """
 
     name: str
     entry: HttpEntry
@@ -63,7 +69,10 @@ class HttpServer:
 
     def list_tools(self, deadline: Deadline) -> list[Any]:
         """What it lists, unchecked. Raises ToolFailure."""
-        return self._talk(lambda line: gather_pages(self.name, lambda params: self._ask(line, "tools/list", params, deadline)), deadline)
+        return self._talk(
+            lambda line: gather_pages(self.name, lambda params: self._ask(line, "tools/list", params, deadline)),
+            deadline,
+        )
 
     def call_tool(self, tool: str, arguments: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
         """The result, unchecked but for being an object. Raises ToolFailure."""
@@ -84,7 +93,8 @@ class HttpServer:
         try:
             line = self._shake_hands(deadline)
         except ToolFailure:
-            # Whoever answered first may not have been the server, as a proxy before one that is just being started: the next call asks again.
+            # Whoever answered first may not have been the server, as a proxy before one that is just being started: the
+            # next call asks again.
             self.stands_alone = None
             raise
         try:
@@ -104,7 +114,9 @@ class HttpServer:
         return isinstance(versions, list) and REVISION in versions
 
     def _shake_hands(self, deadline: Deadline) -> _Line:
-        answer, reply = self._post(_Line(HANDSHAKE), build_request(1, "initialize", build_hello(), stands_alone=False), 1, deadline)
+        answer, reply = self._post(
+            _Line(HANDSHAKE), build_request(1, "initialize", build_hello(), stands_alone=False), 1, deadline
+        )
         result = self._result("initialize", reply)
         revision, session = result.get("protocolVersion"), answer.head.headers.get("mcp-session-id")
         if not isinstance(revision, str) or revision not in HANDSHAKE_REVISIONS:
@@ -133,7 +145,9 @@ class HttpServer:
             return reply.result
         if reply.code == UNSUPPORTED_REVISION:
             self.stands_alone = None
-        raise ToolFailure(ErrorCode.HTTP_ERROR, f"the MCP server {self.name} refused {method}: {reply.error}", mcp_code=reply.code)
+        raise ToolFailure(
+            ErrorCode.HTTP_ERROR, f"the MCP server {self.name} refused {method}: {reply.error}", mcp_code=reply.code
+        )
 
     def _reply(self, line: _Line, number: int, method: str, params: Mapping[str, Any], deadline: Deadline) -> Reply:
         message = build_request(number, method, params, stands_alone=line.revision == REVISION)
@@ -158,12 +172,16 @@ class HttpServer:
         raise broken(self.name, f"it answered {answer.head.phrase} without a body")
 
     def _told(self, answer: Answer, number: int) -> Reply | None:
-        """The error that the body of an error's status tells; a server that could not read the request has no id for it."""
+        """The error that the body of an error's status tells; a server that could not read the request has no id for
+        it.
+        """
         try:
             message = parse_json(answer.body, self.name)
         except ToolFailure:
             return None
-        reply = parse_reply({**message, "id": number} if isinstance(message, dict) and message.get("id") is None else message, number)
+        reply = parse_reply(
+            {**message, "id": number} if isinstance(message, dict) and message.get("id") is None else message, number
+        )
         return reply if reply is not None and reply.result is None else None
 
     def _check(self, answer: Answer) -> None:
@@ -178,16 +196,29 @@ class HttpServer:
         else:
             told = f"answered {head.phrase}: try again later, or use another tool"
         is_foreign = 400 <= head.status < 500 and head.status not in (401, 403, 407, 408, 429)
-        raise ToolFailure(ErrorCode.HTTP_ERROR, f"the MCP server {self.name} {told}", status=head.status, is_foreign=is_foreign)
+        raise ToolFailure(
+            ErrorCode.HTTP_ERROR, f"the MCP server {self.name} {told}", status=head.status, is_foreign=is_foreign
+        )
 
     def _exchange(
-        self, line: _Line, method: str, message: Mapping[str, Any] | None, deadline: Deadline, take: Callable[[Head, bytes], bool] | None
+        self,
+        line: _Line,
+        method: str,
+        message: Mapping[str, Any] | None,
+        deadline: Deadline,
+        take: Callable[[Head, bytes], bool] | None,
     ) -> Answer:
         target = self.entry.target()
-        rules = EgressRules(self.addresses, frozenset({target.port}), frozenset({target.host} if self.entry.private else ()))
+        rules = EgressRules(
+            self.addresses, frozenset({target.port}), frozenset({target.host} if self.entry.private else ())
+        )
         rules.check_target(target)
         limits = _limits(deadline.total_s)
-        addresses = (target.literal,) if target.literal is not None else self.resolver.resolve(target.host, deadline, limits.resolve_s)
+        addresses = (
+            (target.literal,)
+            if target.literal is not None
+            else self.resolver.resolve(target.host, deadline, limits.resolve_s)
+        )
         rules.check_addresses(target, addresses)
         body = b"" if message is None else json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
         request = Request(target, method, self._headers(line, message), body)
@@ -239,8 +270,13 @@ def _header_value(text: str) -> str:
 
 def _maybe_done(failure: ToolFailure) -> ToolFailure:
     """A call whose answer did not come may have acted."""
-    if failure.code not in (ErrorCode.TIMEOUT, ErrorCode.FILE_TOO_LARGE) and failure.metadata.get("cause") not in ("reset", "protocol"):
+    if failure.code not in (ErrorCode.TIMEOUT, ErrorCode.FILE_TOO_LARGE) and failure.metadata.get("cause") not in (
+        "reset",
+        "protocol",
+    ):
         return failure
     return ToolFailure(
-        failure.code, f"{failure.message}; the call may or may not have acted: look before you repeat it", **failure.metadata
+        failure.code,
+        f"{failure.message}; the call may or may not have acted: look before you repeat it",
+        **failure.metadata,
     )

@@ -47,15 +47,22 @@ class HttpSource:
         server = self.server
 
         def handle(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-            result = server.call_tool(tool.name, arguments, Deadline(min(environment.context.timeout_s, server.entry.timeout_s)))
+            result = server.call_tool(
+                tool.name, arguments, Deadline(min(environment.context.timeout_s, server.entry.timeout_s))
+            )
             return build_outcome(server.name, tool.spec.name, result)
 
         return WorkerTool(tool.spec, handle)
 
 
-def build_http_sources(servers: Mapping[str, HttpEntry], settings: WebSettings, resolver: Resolver | None = None) -> tuple[HttpSource, ...]:
+def build_http_sources(
+    servers: Mapping[str, HttpEntry], settings: WebSettings, resolver: Resolver | None = None
+) -> tuple[HttpSource, ...]:
     """Nobody is asked yet."""
     if not servers:
         return ()
     addresses, tls = AddressRules(settings.webfetch_refuse_ranges, settings.webfetch_nat64_prefix), build_tls()
-    return tuple(HttpSource(HttpServer(name, entry, addresses, resolver or SystemResolver(), tls)) for name, entry in servers.items())
+    return tuple(
+        HttpSource(HttpServer(name, entry, addresses, resolver or SystemResolver(), tls))
+        for name, entry in servers.items()
+    )

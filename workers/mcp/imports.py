@@ -1,4 +1,6 @@
-"""From what a server says that it has to specs of ours: which tools, under which names, with which flags. What is left out is told."""
+"""From what a server says that it has to specs of ours: which tools, under which names, with which flags. What is left
+out is told.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,8 +35,12 @@ class ImportedTool:
     spec: ToolSpec
 
 
-def import_tools(server: str, entry: Entry, listed: Iterable[Any], pool: Literal["sandbox", "tools"]) -> tuple[ImportedTool, ...]:
-    """The tools of a server's list that can be offered, by name. Never raises: what is wrong with one is logged, and costs no other."""
+def import_tools(
+    server: str, entry: Entry, listed: Iterable[Any], pool: Literal["sandbox", "tools"]
+) -> tuple[ImportedTool, ...]:
+    """The tools of a server's list that can be offered, by name. Never raises: what is wrong with one is logged, and
+    costs no other.
+    """
     wanted = {name: tool for name, tool in _named(server, listed).items() if _is_wanted(name, entry)}
     names, clashing = fit_names(server, wanted)
     for name in clashing:
@@ -52,7 +58,11 @@ def import_tools(server: str, entry: Entry, listed: Iterable[Any], pool: Literal
             continue
         size = len(spec.model_dump_json().encode())
         if size > room:
-            _leave_out(server, theirs, f"the server's tools are larger than {MAX_TOGETHER_BYTES} bytes together: narrow its include")
+            _leave_out(
+                server,
+                theirs,
+                f"the server's tools are larger than {MAX_TOGETHER_BYTES} bytes together: narrow its include",
+            )
             continue
         room -= size
         found.append(ImportedTool(theirs, spec))
@@ -83,7 +93,9 @@ def _is_wanted(name: str, entry: Entry) -> bool:
     return fits(entry.include) and not fits(entry.exclude)
 
 
-def _build_spec(server: str, name: str, tool: dict[str, Any], entry: Entry, pool: Literal["sandbox", "tools"]) -> ToolSpec:
+def _build_spec(
+    server: str, name: str, tool: dict[str, Any], entry: Entry, pool: Literal["sandbox", "tools"]
+) -> ToolSpec:
     """Raises SchemaRefused."""
     return ToolSpec(
         name=name,

@@ -50,7 +50,9 @@ def build_hello() -> dict[str, Any]:
 
 
 def parse_json(data: bytes | str, server: str) -> Any:
-    """Raises ToolFailure(HTTP_ERROR) for what is no plain JSON, has more than MAX_VALUES values, or nests deeper than MAX_DEPTH."""
+    """Raises ToolFailure(HTTP_ERROR) for what is no plain JSON, has more than MAX_VALUES values, or nests deeper than
+    MAX_DEPTH.
+    """
     try:
         text = data if isinstance(data, str) else data.decode()
         if has_more_values_in_text(text, MAX_VALUES):
@@ -64,7 +66,9 @@ def parse_json(data: bytes | str, server: str) -> Any:
 
 
 def parse_reply(message: Any, number: int) -> Reply | None:
-    """The answer to that request; None for any other message, as progress and logs are. Never raises: a lie is an answer to nothing."""
+    """The answer to that request; None for any other message, as progress and logs are. Never raises: a lie is an
+    answer to nothing.
+    """
     if not isinstance(message, dict) or message.get("jsonrpc") != "2.0" or "method" in message:
         return None
     told = message.get("id")
@@ -83,7 +87,8 @@ def parse_reply(message: Any, number: int) -> Reply | None:
 def broken(server: str, what: str) -> ToolFailure:
     """The failure of a server that does not keep to the protocol."""
     return ToolFailure(
-        ErrorCode.HTTP_ERROR, f"the MCP server {server} does not keep to the protocol: {what}; use another tool, or tell its operator"
+        ErrorCode.HTTP_ERROR,
+        f"the MCP server {server} does not keep to the protocol: {what}; use another tool, or tell its operator",
     )
 
 

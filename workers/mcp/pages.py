@@ -11,7 +11,9 @@ MAX_CURSOR_CHARS = 4096
 
 
 def gather_pages(server: str, ask: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> list[Any]:
-    """What the server lists. `ask`: a tools/list with these parameters. Raises ToolFailure(HTTP_ERROR), and what `ask` raises."""
+    """What the server lists. `ask`: a tools/list with these parameters. Raises ToolFailure(HTTP_ERROR), and what `ask`
+    raises.
+    """
     listed: list[Any] = []
     params: dict[str, Any] = {}
     for _ in range(MAX_PAGES):

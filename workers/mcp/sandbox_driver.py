@@ -1,11 +1,13 @@
-"""A program of its own, run by Python inside a sandbox: has an MCP server asked over its stdio, and tells what it answered.
+"""A program of its own, run by Python inside a sandbox: has an MCP server asked over its stdio, and tells what it
+answered.
 
-Without arguments it does one job, from standard input, and ends. With the name of an abstract socket and a number of seconds it keeps the server: each
-connection (sandbox_visit.py) brings a job, and all ends when none has come for so long, or when the server has ended and nobody asks for it. Nothing but
-the standard library, and what Python 3.9 has: whichever Python an image brings. What it says is read by the worker as all that comes out of a sandbox.
+Without arguments it does one job, from standard input, and ends. With the name of an abstract socket and a number of
+seconds it keeps the server: each connection (sandbox_visit.py) brings a job, and all ends when none has come for so
+long, or when the server has ended and nobody asks for it. Nothing but the standard library, and what Python 3.9 has:
+whichever Python an image brings. What it says is read by the worker as all that comes out of a sandbox.
 
-A job: `mark`, `command`, `args`, `env`, `cwd`, `network`, `stands_alone` (None: it is to be asked), `method`,
-`params`, `max_pages`, `max_bytes`, `timeout_s`. Its answer: `mark`, a space and an object as JSON, on a line of their own.
+A job: `mark`, `command`, `args`, `env`, `cwd`, `network`, `stands_alone` (None: it is to be asked), `method`, `params`,
+`max_pages`, `max_bytes`, `timeout_s`. Its answer: `mark`, a space and an object as JSON, on a line of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Line:
-    """A connection: `+` to whoever has come, then its environment and job, each as long as the first line says, then the answer."""
+    """A connection: `+` to whoever has come, then its environment and job, each as long as the first line says, then
+    the answer.
+    """
 
     def __init__(self, keeper: Keeper, connection: socket.socket) -> None:
         self.keeper = keeper
@@ -142,7 +146,11 @@ class Keeper:
 
     def turn(self, until: float) -> None:
         """Wait for what happens next, at most until then, and do what it asks for."""
-        due = [until, *(line.until for line in self.lines if line.job is None or line.held), *(self.server.due() if self.server else ())]
+        due = [
+            until,
+            *(line.until for line in self.lines if line.job is None or line.held),
+            *(self.server.due() if self.server else ()),
+        ]
         for key, _ in self.events.select(max(0.0, min(due) - time.monotonic())):
             now = self.events.get_map().get(key.fd)
             # What came before it in this round may have closed it.
@@ -218,7 +226,9 @@ class Keeper:
                 return
 
     def adopt(self) -> None:
-        """Be the parent of whatever the server leaves, so that all of it ends with the server. Without prctl it is the guest's."""
+        """Be the parent of whatever the server leaves, so that all of it ends with the server. Without prctl it is the
+        guest's.
+        """
         try:
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         except (OSError, AttributeError):

@@ -1,6 +1,7 @@
 """Part of a program of its own (sandbox_driver.py): an MCP server's process, and how it is spoken to over its stdio.
 
-Nothing of it waits: what is due, and what its pipes have, is served when the driver says so. Nothing but the standard library, and what Python 3.9 has.
+Nothing of it waits: what is due, and what its pipes have, is served when the driver says so. Nothing but the standard
+library, and what Python 3.9 has.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Trouble(Exception):
 
 
 class Job:
-    """`environment`: of who brought it; its PWD is where the server starts. `answer` is set once. `trouble`: why the server was asked to end it, which it has until `until` for."""
+    """`environment`: of who brought it; its PWD is where the server starts. `answer` is set once. `trouble`: why the
+    server was asked to end it, which it has until `until` for.
+    """
 
     def __init__(self, told: Message, environment: Message) -> None:
         self.told = told
@@ -56,7 +59,9 @@ class Job:
 
 
 class Server:
-    """The process, and the jobs that it has yet to answer. Whatever it does wrong is raised as Trouble, and is then its end."""
+    """The process, and the jobs that it has yet to answer. Whatever it does wrong is raised as Trouble, and is then its
+    end.
+    """
 
     def __init__(self, job: Job, events: selectors.BaseSelector) -> None:
         told = job.told
@@ -164,7 +169,9 @@ class Server:
             self.jobs.remove(job)
             return
         job.trouble, job.until = why, time.monotonic() + END_S
-        self.send({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": job.number, "reason": why}})
+        self.send(
+            {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": job.number, "reason": why}}
+        )
 
     def look(self) -> None:
         """What is due."""
@@ -259,7 +266,9 @@ class Server:
         return "exit code {}: {}".format(code, self.errors.decode("utf-8", "replace").strip())
 
     def end(self, *, gently: bool) -> None:
-        """`gently`: by the end of its input first, as the protocol has it. Then by force, with all that it started in its own session."""
+        """`gently`: by the end of its input first, as the protocol has it. Then by force, with all that it started in
+        its own session.
+        """
         for fd in (self.stdin, self.stdout, self.stderr):
             if fd in self.events.get_map():
                 self.events.unregister(fd)

@@ -29,7 +29,9 @@ def read_visit() -> str:
 
 
 def name_keeper(entry: StdioEntry) -> str:
-    """The socket on which the session's server of that entry is kept: another for any other entry, and for another driver."""
+    """The socket on which the session's server of that entry is kept: another for any other entry, and for another
+    driver.
+    """
     told = entry.model_dump_json(include={"command", "args", "cwd", "network", "idle_s"})
     env = repr(sorted((name, value.get_secret_value()) for name, value in entry.env.items()))
     return "toolcrew-mcp-" + hashlib.sha256("\0".join((told, env, read_driver())).encode()).hexdigest()[:32]

@@ -1,4 +1,6 @@
-"""One MCP server over stdio, run inside a sandbox by a driver of ours; what comes back is the sandbox's word and read as hostile."""
+"""One MCP server over stdio, run inside a sandbox by a driver of ours; what comes back is the sandbox's word and read
+as hostile.
+"""
 
 import json
 import secrets
@@ -42,8 +44,8 @@ Run = Callable[[Mapping[str, Any], bytes], GuestResponse]
 
 @dataclass
 class SandboxServer:
-    """Kept in a session's sandbox from the first call of one of its tools on, or started anew for each where the entry says so. `stands_alone`: as the
-    HTTP server's; None: it has not been asked."""
+    """Kept in a session's sandbox from the first call of one of its tools on, or started anew for each where the entry
+    says so. `stands_alone`: as the HTTP server's; None: it has not been asked."""
 
     name: str
     entry: StdioEntry
@@ -57,7 +59,9 @@ class SandboxServer:
         self.stands_alone = alone is True
         return listed
 
-    def call_tool(self, run: Run, tool: str, arguments: Mapping[str, Any], cwd: str, timeout_s: float) -> dict[str, Any]:
+    def call_tool(
+        self, run: Run, tool: str, arguments: Mapping[str, Any], cwd: str, timeout_s: float
+    ) -> dict[str, Any]:
         """The result, unchecked but for being an object. `cwd`: where the session is. Raises as `list_tools`."""
         params = {"name": tool, "arguments": dict(arguments)}
         use = self._use_kept if self.entry.idle_s > 0 else self._use_once
@@ -67,23 +71,33 @@ class SandboxServer:
         """By the server that the session has, else by one that is started now and stays."""
         until = time.monotonic() + timeout_s
         answer = self._visit(run, method, params, cwd, timeout_s, 0.0)
-        if answer.get("trouble") == _NOT_KEPT and (left_s := until - time.monotonic()) > 0 and self._start_keeper(run, left_s):
+        if (
+            answer.get("trouble") == _NOT_KEPT
+            and (left_s := until - time.monotonic()) > 0
+            and self._start_keeper(run, left_s)
+        ):
             left_s = max(until - time.monotonic(), _LEAST_S)
             answer = self._visit(run, method, params, cwd, left_s, min(_KEEPER_S, left_s / 2))
         if answer.get("trouble") == _NOT_KEPT:
             return self._use_once(run, method, params, cwd, max(until - time.monotonic(), _LEAST_S))
         return answer
 
-    def _visit(self, run: Run, method: str, params: Mapping[str, Any], cwd: str, timeout_s: float, wait_s: float) -> dict[str, Any]:
+    def _visit(
+        self, run: Run, method: str, params: Mapping[str, Any], cwd: str, timeout_s: float, wait_s: float
+    ) -> dict[str, Any]:
         job = self._build_job(method, params, timeout_s)
         argv = [PYTHON, "-I", "-S", "-c", read_visit(), name_keeper(self.entry), job["mark"], str(wait_s)]
         return self._run(run, argv, job, cwd, timeout_s)
 
     def _use_once(self, run: Run, method: str, params: Mapping[str, Any], cwd: str, timeout_s: float) -> dict[str, Any]:
-        return self._run(run, [PYTHON, "-I", "-c", read_driver()], self._build_job(method, params, timeout_s), cwd, timeout_s)
+        return self._run(
+            run, [PYTHON, "-I", "-c", read_driver()], self._build_job(method, params, timeout_s), cwd, timeout_s
+        )
 
     def _start_keeper(self, run: Run, timeout_s: float) -> bool:
-        """As a background job, which no end of a call meets. False where there can be none: without bash, or beside too many others."""
+        """As a background job, which no end of a call meets. False where there can be none: without bash, or beside too
+        many others.
+        """
         script = encode(build_keep_script(PYTHON, self.entry), "script")
         label = f"the MCP server {self.name} ({name_keeper(self.entry)[-8:]})"
         request = {
@@ -106,7 +120,9 @@ class SandboxServer:
         return True
 
     def _end_orphans(self, run: Run, label: str, timeout_s: float) -> None:
-        """What a server left that killed its keeper: the job lives, and nobody listens. One that is young may be another call's that begins."""
+        """What a server left that killed its keeper: the job lives, and nobody listens. One that is young may be
+        another call's that begins.
+        """
         listed = run({"op": "job_list", "timeout_s": timeout_s}, b"").done["jobs"]
         for job in listed:
             if (job["label"], job["state"]) == (label, "running") and job["age_s"] > _KEEPER_S:
@@ -158,30 +174,37 @@ class SandboxServer:
         if not isinstance(answer, dict):
             raise broken(self.name, "its driver's answer is none")
         if "trouble" in answer and answer["trouble"] != _NOT_KEPT:
-            raise self._explain(str(answer["trouble"]), one_line(str(answer.get("told", "")), MAX_TOLD_CHARS), timeout_s)
+            raise self._explain(
+                str(answer["trouble"]), one_line(str(answer.get("told", "")), MAX_TOLD_CHARS), timeout_s
+            )
         return answer
 
     def _explain(self, trouble: str, told: str, timeout_s: float) -> ToolFailure:
         if trouble == "network":
             return ToolFailure(
                 ErrorCode.SECURITY_REFUSED,
-                f"the MCP server {self.name} is not run in a session with network: call its tools in one without, or use another tool",
+                f"the MCP server {self.name} is not run in a session with network: call its tools in one without, or "
+                "use another tool",
             )
         if trouble == "not_started":
             return ToolFailure(
                 ErrorCode.CONFIG_MISSING,
-                f"the MCP server {self.name} cannot be started in this sandbox ({told}): use another tool, or have the operator put it into the image",
+                f"the MCP server {self.name} cannot be started in this sandbox ({told}): use another tool, or have the "
+                "operator put it into the image",
             )
         if trouble == "hangs":
             return self._hangs(timeout_s)
         if trouble == "flood":
             return self._floods()
-        return broken(self.name, f"it ended before it answered ({told})" if trouble == "died" else f"it refused to begin ({told})")
+        return broken(
+            self.name, f"it ended before it answered ({told})" if trouble == "died" else f"it refused to begin ({told})"
+        )
 
     def _hangs(self, timeout_s: float) -> ToolFailure:
         return ToolFailure(
             ErrorCode.TIMEOUT,
-            f"the MCP server {self.name} did not answer within {timeout_s:g} s and was ended; what it did until then stays done: look before you repeat it",
+            f"the MCP server {self.name} did not answer within {timeout_s:g} s and was ended; what it did until then "
+            "stays done: look before you repeat it",
         )
 
     def _floods(self) -> ToolFailure:
@@ -201,5 +224,7 @@ class SandboxServer:
         if reply is None:
             raise broken(self.name, "its answer is none to what was asked")
         if reply.result is None:
-            raise ToolFailure(ErrorCode.HTTP_ERROR, f"the MCP server {self.name} refused {method}: {reply.error}", mcp_code=reply.code)
+            raise ToolFailure(
+                ErrorCode.HTTP_ERROR, f"the MCP server {self.name} refused {method}: {reply.error}", mcp_code=reply.code
+            )
         return reply.result

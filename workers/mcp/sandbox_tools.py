@@ -109,7 +109,9 @@ def _run(client: SandboxClient, sandbox: str, request: Mapping[str, Any], body: 
     try:
         told = parse_told(request, response.done)
     except GuestNonsense as nonsense:
-        raise SandboxUnavailable(f"the sandbox gave an answer that is none ({nonsense}): see that its image is sound") from None
+        raise SandboxUnavailable(
+            f"the sandbox gave an answer that is none ({nonsense}): see that its image is sound"
+        ) from None
     if told.error is not None:
         code, words, figures = parse_error(told)
         raise ToolFailure(code, words, **figures)

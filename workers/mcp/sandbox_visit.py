@@ -1,8 +1,9 @@
-"""A program of its own, run by Python inside a sandbox for each call of a kept MCP server: brings the job on standard input to the server's keeper
-(sandbox_driver.py), and hands on what that says.
+"""A program of its own, run by Python inside a sandbox for each call of a kept MCP server: brings the job on standard
+input to the server's keeper (sandbox_driver.py), and hands on what that says.
 
-Arguments: the name of the keeper's abstract socket, the job's mark, and for how many seconds the keeper is waited for. Where none is, that is said as a
-keeper's answer would be. Only modules that are part of the interpreter, or of C: json or socket alone would double what a call takes.
+Arguments: the name of the keeper's abstract socket, the job's mark, and for how many seconds the keeper is waited for.
+Where none is, that is said as a keeper's answer would be. Only modules that are part of the interpreter, or of C: json
+or socket alone would double what a call takes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ PACE_S = 0.005
 
 
 def reach(name: str, until: float) -> _socket.socket | None:
-    """A connection on which the keeper has said that it listens; None: there is none. Until then nothing was asked, and asking anew repeats nothing."""
+    """A connection on which the keeper has said that it listens; None: there is none. Until then nothing was asked, and
+    asking anew repeats nothing.
+    """
     while True:
         line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:

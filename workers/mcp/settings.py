@@ -27,7 +27,9 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _SECRET = re.compile(r"authori[sz]ation|cookie|key|token|secret|passw", re.IGNORECASE)
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]{1,8192}")
-_OWN_HEADERS = frozenset({"accept", "accept-encoding", "connection", "content-length", "content-type", "host", "te", "transfer-encoding"})
+_OWN_HEADERS = frozenset(
+    {"accept", "accept-encoding", "connection", "content-length", "content-type", "host", "te", "transfer-encoding"}
+)
 
 Pattern = Annotated[str, Field(min_length=1, max_length=200)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
@@ -71,7 +73,8 @@ class HttpEntry(_Entry):
             raise ValueError(failure.message) from None
         if target.scheme == "http" and not self.private:
             raise ValueError(
-                'http:// sends keys and answers in the clear: use https://, or say "private": true for a server of your own network'
+                'http:// sends keys and answers in the clear: use https://, or say "private": true for a server of '
+                "your own network"
             )
         return self
 
@@ -81,13 +84,15 @@ class HttpEntry(_Entry):
 
 
 class StdioEntry(_Entry):
-    """A program that is started inside the session's sandbox. `network`: none: it is refused where the session has network; session: it has what the
-    session has. `image`: of the sandbox in which its tools are asked for; None: the default one. `idle_s`: for so long a session keeps it without a call;
-    0: it is started anew for each."""
+    """A program that is started inside the session's sandbox. `network`: none: it is refused where the session has
+    network; session: it has what the session has. `image`: of the sandbox in which its tools are asked for; None: the
+    default one. `idle_s`: for so long a session keeps it without a call; 0: it is started anew for each."""
 
     type: Literal["stdio"] | None = None
     command: Text
-    args: Annotated[tuple[Annotated[str, Field(max_length=16_384, pattern=r"^[^\x00]*$")], ...], Field(max_length=200)] = ()
+    args: Annotated[
+        tuple[Annotated[str, Field(max_length=16_384, pattern=r"^[^\x00]*$")], ...], Field(max_length=200)
+    ] = ()
     env: Annotated[dict[str, SecretStr], Field(max_length=200)] = {}
     cwd: Text | None = None
     network: Literal["none", "session"]
@@ -108,8 +113,9 @@ E = TypeVar("E", HttpEntry, StdioEntry)
 
 
 def load_servers(path: Path | None, kind: type[E], environment: Mapping[str, str] | None = None) -> dict[str, E]:
-    """The servers of that kind in the file, by name; none without a file. Of the others only the shape is looked at: a worker need not have the
-    secrets of servers that it does not call. `environment`: where `${NAME}` is looked up; None: this process's.
+    """The servers of that kind in the file, by name; none without a file. Of the others only the shape is looked at: a
+    worker need not have the secrets of servers that it does not call. `environment`: where `${NAME}` is looked up;
+    None: this process's.
 
     Raises ConfigError that says which entry is wrong and what to do; no value of a variable is ever told.
     """
@@ -125,9 +131,14 @@ def load_servers(path: Path | None, kind: type[E], environment: Mapping[str, str
         raise ConfigError(f"{told} is no JSON: mend it ({type(error).__name__})") from None
     servers = parsed.get("mcpServers") if isinstance(parsed, dict) else None
     if not isinstance(parsed, dict) or not isinstance(servers, dict) or len(parsed) != 1 or len(servers) > MAX_SERVERS:
-        raise ConfigError(f'{told}: write {{"mcpServers": {{NAME: {{...}}}}}}, at most {MAX_SERVERS} servers and {MAX_FILE_BYTES} bytes')
+        raise ConfigError(
+            f'{told}: write {{"mcpServers": {{NAME: {{...}}}}}}, at most {MAX_SERVERS} servers and {MAX_FILE_BYTES} '
+            "bytes"
+        )
     known = os.environ if environment is None else environment
-    found = {name: _parse_entry(f"{told}: server '{name[:60]}'", name, entry, kind, known) for name, entry in servers.items()}
+    found = {
+        name: _parse_entry(f"{told}: server '{name[:60]}'", name, entry, kind, known) for name, entry in servers.items()
+    }
     return {name: entry for name, entry in found.items() if entry is not None}
 
 
@@ -135,14 +146,16 @@ def _parse_entry(told: str, name: str, entry: Any, wanted: type[E], environment:
     """None for one of the other kind."""
     if not _SERVER_NAME.fullmatch(name) or len(name) > MAX_SERVER_NAME:
         raise ConfigError(
-            f"{told}: a name has letters, digits, and single - or _ between them, at most {MAX_SERVER_NAME} characters: rename it"
+            f"{told}: a name has letters, digits, and single - or _ between them, at most {MAX_SERVER_NAME} "
+            "characters: rename it"
         )
     if not isinstance(entry, dict) or ("url" in entry) == ("command" in entry):
         raise ConfigError(f"{told}: give either 'url' for a server over HTTP, or 'command' for one in sandboxes")
     kind: type[HttpEntry | StdioEntry] = HttpEntry if "url" in entry else StdioEntry
     if kind is StdioEntry and "network" not in entry:
         raise ConfigError(
-            f'{told}: say "network": "none" (refused in sessions with network) or "network": "session" (whatever the session has)'
+            f'{told}: say "network": "none" (refused in sessions with network) or "network": "session" (whatever the '
+            "session has)"
         )
     _refuse_plain_secrets(told, entry)
     if kind is not wanted:
@@ -162,7 +175,8 @@ def _refuse_plain_secrets(told: str, entry: Mapping[str, Any]) -> None:
         for name, value in (values if isinstance(values, dict) else {}).items():
             if _SECRET.search(name) and isinstance(value, str) and not _VARIABLE.search(value):
                 raise ConfigError(
-                    f"{told}: {field}.{name[:60]} looks like a secret: write it as ${{NAME}}, and set NAME in the worker's environment"
+                    f"{told}: {field}.{name[:60]} looks like a secret: write it as ${{NAME}}, and set NAME in the "
+                    "worker's environment"
                 )
 
 

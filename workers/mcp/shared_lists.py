@@ -1,4 +1,6 @@
-"""The tools of MCP servers as one process of a worker found them, for those that run its calls: plain data in memory that they share."""
+"""The tools of MCP servers as one process of a worker found them, for those that run its calls: plain data in memory
+that they share.
+"""
 
 import fcntl
 import json
@@ -22,7 +24,9 @@ class Told:
 
 
 class SharedLists:
-    """Made before the processes that read it are forked; one process writes. It has no name, and vanishes with the last of them."""
+    """Made before the processes that read it are forked; one process writes. It has no name, and vanishes with the last
+    of them.
+    """
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("mcp-lists", os.MFD_CLOEXEC)
@@ -32,7 +36,10 @@ class SharedLists:
         """All of them, in the place of what was told before."""
         self._version += 1
         told = {
-            name: {"stands_alone": server.stands_alone, "tools": [[tool.name, tool.spec.model_dump_json()] for tool in server.tools]}
+            name: {
+                "stands_alone": server.stands_alone,
+                "tools": [[tool.name, tool.spec.model_dump_json()] for tool in server.tools],
+            }
             for name, server in servers.items()
         }
         data = self._version.to_bytes(_VERSION_BYTES) + json.dumps(told).encode()
@@ -51,7 +58,8 @@ class SharedLists:
         self._version = int.from_bytes(data[:_VERSION_BYTES])
         return {
             name: Told(
-                server["stands_alone"], tuple(ImportedTool(theirs, ToolSpec.model_validate_json(spec)) for theirs, spec in server["tools"])
+                server["stands_alone"],
+                tuple(ImportedTool(theirs, ToolSpec.model_validate_json(spec)) for theirs, spec in server["tools"]),
             )
             for name, server in json.loads(data[_VERSION_BYTES:]).items()
         }

@@ -1,4 +1,6 @@
-"""The tools of MCP servers in a worker's registry, kept as the servers list them: asked at the start, and again and again while it works."""
+"""The tools of MCP servers in a worker's registry, kept as the servers list them: asked at the start, and again and
+again while it works.
+"""
 
 import hashlib
 import json
@@ -20,7 +22,9 @@ from workers.tools.base import WorkerRegistry, WorkerTool
 log = structlog.get_logger(__name__)
 
 FIRST_AGAIN_S = 30.0
-"""How long after a failure a server is asked again; twice as long after each further one, up to what a good one waits."""
+"""How long after a failure a server is asked again; twice as long after each further one, up to what a good one
+waits.
+"""
 
 
 class Source(Protocol):
@@ -44,7 +48,9 @@ class Source(Protocol):
 
 @dataclass
 class _Asked:
-    """`digest`: of the list that its tools are from; None: it has never given one. `pause_s`: after its last failure."""
+    """`digest`: of the list that its tools are from; None: it has never given one. `pause_s`: after its last
+    failure.
+    """
 
     source: Source
     due: float
@@ -54,9 +60,11 @@ class _Asked:
 
 
 class ServerShelf:
-    """Made and filled before the pool's processes are forked, worked by a thread of the process that made it. The others take over what it found (`look`).
+    """Made and filled before the pool's processes are forked, worked by a thread of the process that made it. The
+    others take over what it found (`look`).
 
-    `refresh_s`: how often a server that answers is asked; `at_once`: how many are. `on_change`: called after tools came, changed or went.
+    `refresh_s`: how often a server that answers is asked; `at_once`: how many are. `on_change`: called after tools
+    came, changed or went.
     """
 
     def __init__(
@@ -103,7 +111,9 @@ class ServerShelf:
         self._stop.set()
 
     def look(self) -> None:
-        """In a process of the pool: have the registry as the shelf's own process has it now. Cheap while nothing changed."""
+        """In a process of the pool: have the registry as the shelf's own process has it now. Cheap while nothing
+        changed.
+        """
         if self._shared is None or os.getpid() == self._owner:
             return
         for name, told in self._shared.read_news().items():
@@ -169,7 +179,9 @@ class ServerShelf:
             if tool.spec.name in asked.tools or self._registry.get(tool.spec.name) is None:
                 free.append(tool)
             else:
-                log.error("mcp_tool_left_out", server=asked.source.name, name=tool.spec.name, why="another tool has its name")
+                log.error(
+                    "mcp_tool_left_out", server=asked.source.name, name=tool.spec.name, why="another tool has its name"
+                )
         return free
 
     def _place(self, asked: _Asked, tools: Iterable[ImportedTool]) -> bool:
@@ -186,5 +198,8 @@ class ServerShelf:
 
     def _share(self) -> None:
         if self._shared is not None:
-            told = {name: Told(asked.source.stands_alone, tuple(asked.tools.values())) for name, asked in self._asked.items()}
+            told = {
+                name: Told(asked.source.stands_alone, tuple(asked.tools.values()))
+                for name, asked in self._asked.items()
+            }
             self._shared.write(told)

@@ -1,4 +1,6 @@
-"""The body of an answer over HTTP, read as it comes until the one message in it that was asked for: JSON, or a stream of events."""
+"""The body of an answer over HTTP, read as it comes until the one message in it that was asked for: JSON, or a stream
+of events.
+"""
 
 from workers.mcp.messages import Reply, broken, parse_json, parse_reply
 
@@ -7,7 +9,9 @@ MAX_EVENTS = 10_000
 
 
 class ReplyReader:
-    """Finds the reply to request `number`. `take` is given the pieces, `finish` is called at the body's end. Both raise ToolFailure(HTTP_ERROR)."""
+    """Finds the reply to request `number`. `take` is given the pieces, `finish` is called at the body's end. Both raise
+    ToolFailure(HTTP_ERROR).
+    """
 
     def __init__(self, server: str, number: int, *, is_stream: bool) -> None:
         self._server = server

@@ -1,4 +1,6 @@
-"""Work beside the event loop's own: in threads that nobody has to wait for, and several pieces at once of which none keeps the others."""
+"""Work beside the event loop's own: in threads that nobody has to wait for, and several pieces at once of which none
+keeps the others.
+"""
 
 import asyncio
 import threading
@@ -15,7 +17,8 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """A thread of its own, which the end of the process does not wait for: the pools of the standard library do, and an engine or a disk can hang.
+    """A thread of its own, which the end of the process does not wait for: the pools of the standard library do, and an
+    engine or a disk can hang.
 
     Raises SandboxUnavailable when the host gives none.
     """
@@ -44,12 +47,16 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
     try:
         threading.Thread(target=go, name=name, daemon=True).start()
     except RuntimeError as error:
-        raise SandboxUnavailable(f"this host lets sandboxd have no more threads ({error}): raise its limit of tasks") from error
+        raise SandboxUnavailable(
+            f"this host lets sandboxd have no more threads ({error}): raise its limit of tasks"
+        ) from error
     return future
 
 
 async def settle(work: Iterable[Awaitable[Any]]) -> None:
-    """All of it, whatever some of it raises. What the engine or the disk refused is tried again later; anything else is a bug, and loud."""
+    """All of it, whatever some of it raises. What the engine or the disk refused is tried again later; anything else is
+    a bug, and loud.
+    """
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, SandboxUnavailable):
             log.warning("work_not_done", error=str(result))

@@ -21,8 +21,8 @@ _DEBUG_BYTES = 4096
 class WorkerLink(asyncio.Protocol):
     """A connection as the event loop knows it: no task of its own. `on_open` gets the link when it is there.
 
-    While it is watched, `on_gone` is called when the worker has left, `on_pace` with True when it takes less than it is sent and with
-    False when it has caught up.
+    While it is watched, `on_gone` is called when the worker has left, `on_pace` with True when it takes less than it is
+    sent and with False when it has caught up.
     """
 
     def __init__(self, on_open: Callable[["WorkerLink"], None]) -> None:
@@ -138,7 +138,8 @@ class WorkerLink(asyncio.Protocol):
 class GuestChannel(asyncio.Protocol):
     """Frames to and from one guest. What the guest writes is hostile: the first broken frame closes the channel.
 
-    `on_frame` gets every frame, `on_lost` a reason, once. stderr of PID 1 is debug text: its last 4 KiB are kept, never parsed.
+    `on_frame` gets every frame, `on_lost` a reason, once. stderr of PID 1 is debug text: its last 4 KiB are kept, never
+    parsed.
     """
 
     def __init__(self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
@@ -153,7 +154,9 @@ class GuestChannel(asyncio.Protocol):
         self.debug_text = b""
 
     @classmethod
-    async def open(cls, sock: socket.socket, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]) -> "GuestChannel":
+    async def open(
+        cls, sock: socket.socket, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]
+    ) -> "GuestChannel":
         """A channel over an attached socket, which it then owns."""
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_connection(lambda: cls(on_frame, on_lost), sock=sock)

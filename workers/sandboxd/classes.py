@@ -1,4 +1,6 @@
-"""Tenant classes: what sessions may have on this host at most. Which class a session has say the terms of its tenant."""
+"""Tenant classes: what sessions may have on this host at most. Which class a session has say the terms of its
+tenant.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -18,7 +20,9 @@ MAX_ENTRIES = 1000
 
 
 class EgressRules(BaseModel):
-    """What the filtering proxy lets a session reach. Rates in bytes a second, sizes in bytes of a session's whole life."""
+    """What the filtering proxy lets a session reach. Rates in bytes a second, sizes in bytes of a session's whole
+    life.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

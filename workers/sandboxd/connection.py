@@ -1,4 +1,6 @@
-"""The unix socket that workers use: who may connect, and one request after the other of each, a call's frames relayed both ways."""
+"""The unix socket that workers use: who may connect, and one request after the other of each, a call's frames relayed
+both ways.
+"""
 
 import asyncio
 import time
@@ -29,7 +31,9 @@ _MESSAGE_CHARS = 4096
 
 
 class Server:
-    """Listens for workers and serves their connections: one request at a time on each; a closed connection cancels its call."""
+    """Listens for workers and serves their connections: one request at a time on each; a closed connection cancels its
+    call.
+    """
 
     def __init__(self, sessions: Sessions, answer_control: AnswerControl, uids: frozenset[int]) -> None:
         self._sessions = sessions
@@ -38,9 +42,13 @@ class Server:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def listen(self, path: Path, mode: int) -> asyncio.Server:
-        """Listen at `path`. Raises OSError when another sandboxd already answers there, or something lies there that is no socket."""
+        """Listen at `path`. Raises OSError when another sandboxd already answers there, or something lies there that is
+        no socket.
+        """
         listener = open_listener(path, mode, owner=OWNER, variable="TOOLCREW_SANDBOXD_SOCKET")
-        return await asyncio.get_running_loop().create_unix_server(lambda: WorkerLink(self._accept), sock=listener, backlog=BACKLOG)
+        return await asyncio.get_running_loop().create_unix_server(
+            lambda: WorkerLink(self._accept), sock=listener, backlog=BACKLOG
+        )
 
     async def close_connections(self) -> None:
         """End what is still connected."""
@@ -81,7 +89,9 @@ class Connection:
         self._answer_control = answer_control
 
     async def serve(self) -> None:
-        """Until the worker leaves. Raises FrameError and ConnectionError when it breaks the protocol or leaves in the middle."""
+        """Until the worker leaves. Raises FrameError and ConnectionError when it breaks the protocol or leaves in the
+        middle.
+        """
         while (frame := await self._link.next()) is not None:
             verb = frame.header.get("verb")
             if verb == "data":
@@ -130,7 +140,9 @@ class Connection:
         if len(frame.body) > request["body_bytes"]:
             raise FrameError("more body than was declared")
         call_id = str(frame.header.get("call", ""))
-        session, sandbox = await self._sessions.use(parse_text(frame.header, "sandbox"), call_id, parse_terms(frame.header))
+        session, sandbox = await self._sessions.use(
+            parse_text(frame.header, "sandbox"), call_id, parse_terms(frame.header)
+        )
         if self._link.is_gone:
             raise ConnectionError("the worker left before its call began")
         if call_id in session.called_off:
@@ -151,11 +163,21 @@ class Connection:
             session.used_at = time.monotonic()
         if self._link.is_gone:
             raise ConnectionError("the worker left during a call")
-        own: dict[str, Any] = {"ok": True, "sandbox": session.describe_sandbox(sandbox), "sandbox_s": time.monotonic() - started}
+        own: dict[str, Any] = {
+            "ok": True,
+            "sandbox": session.describe_sandbox(sandbox),
+            "sandbox_s": time.monotonic() - started,
+        }
         if "sandbox_lost" in done:
             sandbox.loss_told = True
             own["workspace_kept"] = session.workspace.outlives_container
-        log.info("sandbox_call_ended", call=call_id, op=call.op, sandbox=sandbox.container[:12], seconds=round(own["sandbox_s"], 4))
+        log.info(
+            "sandbox_call_ended",
+            call=call_id,
+            op=call.op,
+            sandbox=sandbox.container[:12],
+            seconds=round(own["sandbox_s"], 4),
+        )
         assert own.keys() <= SANDBOXD_FIELDS, "a guest could say it in place of sandboxd"
         self._send_done(done, own)
 

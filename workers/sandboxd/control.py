@@ -25,10 +25,17 @@ MAX_FENCE = 2**53
 
 
 class ControlRequests:
-    """Answers every request but a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`, `terms`, `status`, `sessions`."""
+    """Answers every request but a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`, `terms`,
+    `status`, `sessions`.
+    """
 
     def __init__(
-        self, sessions: Sessions, plans: Plans, checkpoints: Checkpoints, skills: SkillStore, describe: Callable[[], Mapping[str, Any]]
+        self,
+        sessions: Sessions,
+        plans: Plans,
+        checkpoints: Checkpoints,
+        skills: SkillStore,
+        describe: Callable[[], Mapping[str, Any]],
     ) -> None:
         """`describe`: gives what `status` says beside the sessions."""
         self._sessions = sessions
@@ -81,7 +88,9 @@ class ControlRequests:
     async def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
         name, ttl_s = parse_session(header), parse_number(header, "ttl_s", DEFAULT_TTL_S, MAX_TTL_S)
         terms, restore = parse_terms(header), _parse_optional(header, "restore")
-        plan = self._plans.choose(terms or SandboxTerms(), _parse_optional(header, "image"), _parse_optional(header, "network"))
+        plan = self._plans.choose(
+            terms or SandboxTerms(), _parse_optional(header, "image"), _parse_optional(header, "network")
+        )
         fill = None if restore is None else partial(self._restore, restore)
         started = time.monotonic()
         session = await self._sessions.open(name, NewSession(plan, ttl_s, fill, terms, parse_moved(header)))
@@ -114,7 +123,8 @@ class ControlRequests:
         known = self._sessions.find(name)
         used_at = known.used_at if known is not None else 0.0
         session, _ = await self._sessions.use(name)
-        # One at a time: files that their owner may not read are open while they are packed, and closed again by who opened them.
+        # One at a time: files that their owner may not read are open while they are packed, and closed again by who
+        # opened them.
         async with session.checkpointing:
             _, sandbox = await self._sessions.use(name)
             asked_at = session.used_at
@@ -131,7 +141,13 @@ class ControlRequests:
                 elif session.used_at == asked_at:
                     session.used_at = used_at
         session.note_kept(saved.id, is_automatic=is_automatic)
-        return {"checkpoint": saved.id, "bytes": saved.bytes, "sha256": saved.sha256, "skipped": saved.skipped, "torn": saved.is_torn}
+        return {
+            "checkpoint": saved.id,
+            "bytes": saved.bytes,
+            "sha256": saved.sha256,
+            "skipped": saved.skipped,
+            "torn": saved.is_torn,
+        }
 
     def _cancel(self, name: str, call_id: str) -> bool:
         session = self._sessions.find(name)
@@ -160,10 +176,15 @@ def parse_moved(header: Mapping[str, Any]) -> SessionMove | None:
     if told is None:
         return None
     if not isinstance(told, dict) or not told.keys() <= {"generation", "checkpoint_at", "is_planned"}:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'moved' must have generation and, if known, checkpoint_at and is_planned")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, "'moved' must have generation and, if known, checkpoint_at and is_planned"
+        )
     fence = told.get("generation")
     if isinstance(fence, bool) or not isinstance(fence, int) or not 0 < fence <= MAX_FENCE:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"moved.generation must be a whole number of at least 1 and at most {MAX_FENCE}")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"moved.generation must be a whole number of at least 1 and at most {MAX_FENCE}",
+        )
     at = told.get("checkpoint_at")
     return SessionMove(fence, None if at is None else _parse_instant(at), told.get("is_planned") is True)
 
@@ -172,4 +193,6 @@ def _parse_instant(text: object) -> datetime:
     try:
         return datetime.fromisoformat(text if isinstance(text, str) else "").astimezone(UTC)
     except (ValueError, OverflowError):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "moved.checkpoint_at must be a time as 2030-01-31T12:00:00+00:00") from None
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, "moved.checkpoint_at must be a time as 2030-01-31T12:00:00+00:00"
+        ) from None

@@ -50,9 +50,13 @@ _NO_FOLDER = "bind source path does not exist"
 SUSPEND_S = 8.0
 """How long the end of sandboxd may take to pack what containers alone have."""
 ORPHAN_GRACE_S = 15.0
-"""How long sandboxd outlives the keeper of an embedded stack: as long as that would have waited for the removal of all sandboxes."""
+"""How long sandboxd outlives the keeper of an embedded stack: as long as that would have waited for the removal of all
+sandboxes.
+"""
 END_FOR_GOOD = signal.SIGUSR1
-"""Ends as SIGTERM does, and keeps nothing whatever the setting says: the embedded stack goes, and with it the folder of its sandboxd."""
+"""Ends as SIGTERM does, and keeps nothing whatever the setting says: the embedded stack goes, and with it the folder of
+its sandboxd.
+"""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, END_FOR_GOOD)
 
 
@@ -87,7 +91,9 @@ class Daemon:
             settings.sandbox_image,
         )
         self.factory.check_start = StartCheck(choice.workspaces.is_hard).check
-        limits = PoolLimits(0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
+        limits = PoolLimits(
+            0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2
+        )
         self.pools = WarmPools(self.factory, plans.pooled(), limits)
         store = open_suspension_store(settings.state() / "parcels", settings.host_free_bytes)
         self.sessions = Sessions(
@@ -102,9 +108,13 @@ class Daemon:
         self.checkpoints = Checkpoints(
             open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS
         )
-        self.reaper = Reaper(setup.engine, self.factory, records, setup.lease, settings.deployment, settings.sandboxd_name)
+        self.reaper = Reaper(
+            setup.engine, self.factory, records, setup.lease, settings.deployment, settings.sandboxd_name
+        )
         idle = IdleTimes(settings.idle_pause_s, settings.idle_evict_s)
-        disk = None if choice.workspaces.kind == "tmpfs" else DiskMonitor(settings.state(), settings.host_free_bytes // 2)
+        disk = (
+            None if choice.workspaces.kind == "tmpfs" else DiskMonitor(settings.state(), settings.host_free_bytes // 2)
+        )
         self.monitor = SessionMonitor(self.sessions, self.factory, self.reaper, idle, disk, self.checkpoints.forget_old)
 
     def describe(self) -> Mapping[str, Any]:
@@ -122,7 +132,11 @@ class Daemon:
             "store": "local" if settings.workspace_store is None else "shared",
             "engine": self.setup.facts.version,
             "runtime": settings.sandbox_runtime,
-            "workspaces": {"kind": self.choice.workspaces.kind, "hard": self.choice.workspaces.is_hard, "note": self.choice.note},
+            "workspaces": {
+                "kind": self.choice.workspaces.kind,
+                "hard": self.choice.workspaces.is_hard,
+                "note": self.choice.note,
+            },
             "room": {"taken": self.factory.slots.taken, "limit": self.factory.slots.limit},
             "pool": self.pools.describe(),
             "engine_gate": self.factory.engine.describe(),
@@ -142,7 +156,8 @@ class Daemon:
 
 @asynccontextmanager
 async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterator[Daemon]:
-    """Check the host, sweep what a predecessor left, prove the profile on a real sandbox, take over kept sessions. All of it goes at the end.
+    """Check the host, sweep what a predecessor left, prove the profile on a real sandbox, take over kept sessions. All
+    of it goes at the end.
 
     Raises SandboxUnavailable and ConfigError with what is missing and how to mend it.
     """
@@ -154,8 +169,14 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
     async with AsyncExitStack() as stack:
         lease = Lease.take(settings.sandboxd_leases, settings.sandboxd_name)
         stack.callback(lease.give_back)
-        choice = choose_workspaces(settings.sandbox_workspace, state, settings.sandbox_workspace_bytes, settings.host_free_bytes)
-        owner = {LABEL_DEPLOYMENT: settings.deployment, LABEL_SANDBOXD: settings.sandboxd_name, LABEL_LEASE: lease.label}
+        choice = choose_workspaces(
+            settings.sandbox_workspace, state, settings.sandbox_workspace_bytes, settings.host_free_bytes
+        )
+        owner = {
+            LABEL_DEPLOYMENT: settings.deployment,
+            LABEL_SANDBOXD: settings.sandboxd_name,
+            LABEL_LEASE: lease.label,
+        }
         skills = SkillStore(engine, settings.sandbox_image, owner)
         profile = Profile(
             seccomp=load_seccomp_profile(),
@@ -186,16 +207,19 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
 async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFacts, plans: Plans) -> None:
     """Raises SandboxUnavailable when seccomp, a runtime or the image is missing."""
     if not facts.seccomp:
-        raise SandboxUnavailable("the Docker engine runs without seccomp, so sandboxes would not hold: use an engine built with it")
+        raise SandboxUnavailable(
+            "the Docker engine runs without seccomp, so sandboxes would not hold: use an engine built with it"
+        )
     missing = sorted(plans.runtimes() - set(facts.runtimes))
     if missing:
         raise SandboxUnavailable(
-            f"the engine has no runtime '{missing[0]}' (it has: {', '.join(facts.runtimes)}): install it, or set TOOLCREW_SANDBOX_RUNTIME "
-            "or the runtime of the tenant class"
+            f"the engine has no runtime '{missing[0]}' (it has: {', '.join(facts.runtimes)}): install it, or set "
+            "TOOLCREW_SANDBOX_RUNTIME or the runtime of the tenant class"
         )
     if await engine.image_id(settings.sandbox_image) is None:
         raise SandboxUnavailable(
-            f"the engine has no image {settings.sandbox_image}: build it with scripts/build-image, or set TOOLCREW_SANDBOX_IMAGE"
+            f"the engine has no image {settings.sandbox_image}: build it with scripts/build-image, or set "
+            "TOOLCREW_SANDBOX_IMAGE"
         )
 
 
@@ -225,7 +249,9 @@ async def _prove(daemon: Daemon) -> Daemon:
     if settings.sandbox_workspace != "auto" or daemon.choice.workspaces.kind != "image":
         raise SandboxUnavailable(fault)
     why = f"the engine does not see those that are made here ({fault})"
-    weaker = Daemon(setup, choose_without_images(why, settings.state(), settings.sandbox_workspace_bytes, settings.host_free_bytes))
+    weaker = Daemon(
+        setup, choose_without_images(why, settings.state(), settings.sandbox_workspace_bytes, settings.host_free_bytes)
+    )
     fault = await _try_sandbox(weaker, setup.plans.standard())
     if fault is not None:
         raise SandboxUnavailable(fault)
@@ -244,7 +270,9 @@ async def _prove_others(daemon: Daemon) -> None:
 
 
 async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
-    """A real sandbox of that plan, inspected and asked; why it does not get its workspace. Raises SandboxUnavailable for all else."""
+    """A real sandbox of that plan, inspected and asked; why it does not get its workspace. Raises SandboxUnavailable
+    for all else.
+    """
     factory = daemon.factory
     await factory.slots.take()
     workspace = await factory.make_workspace(plan)
@@ -260,19 +288,26 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
         attestation = await ask_attestation(sandbox, timeout_s=10.0)
     finally:
         await factory.discard(sandbox, workspace)
-    bind = next((str(found["Source"]) for found in inspected.get("Mounts") or [] if found.get("Destination") == "/workspace"), None)
+    bind = next(
+        (str(found["Source"]) for found in inspected.get("Mounts") or [] if found.get("Destination") == "/workspace"),
+        None,
+    )
     drift = find_drift(daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}), inspected)
     if drift:
         words = "Run none on it: look for a plugin of its that changes containers, or use another engine or runtime"
         raise SandboxUnavailable(f"the engine does not keep the sandbox profile: {' '.join(drift)} {words}")
     dirt = find_dirt(attestation)
     if dirt:
-        raise SandboxUnavailable(f"a new sandbox is not clean ({'; '.join(dirt)}): build its image anew with scripts/build-image")
+        raise SandboxUnavailable(
+            f"a new sandbox is not clean ({'; '.join(dirt)}): build its image anew with scripts/build-image"
+        )
     return None
 
 
 async def run(settings: SandboxdSettings) -> None:
-    """Serve until SIGTERM, SIGINT or END_FOR_GOOD. Raises SandboxUnavailable when this host cannot isolate, OSError when the socket is taken."""
+    """Serve until SIGTERM, SIGINT or END_FOR_GOOD. Raises SandboxUnavailable when this host cannot isolate, OSError
+    when the socket is taken.
+    """
     hold_lifeline(ORPHAN_GRACE_S)
     engine = Engine()
     try:
@@ -286,7 +321,9 @@ async def run(settings: SandboxdSettings) -> None:
 
 @contextlib.contextmanager
 def cancelled_by_signals() -> Iterator[Sequence[int]]:
-    """Signals that ask for the end cancel the task that is in here, once: what it holds is then taken down in order. Gives those that came."""
+    """Signals that ask for the end cancel the task that is in here, once: what it holds is then taken down in order.
+    Gives those that came.
+    """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     asked: list[int] = []
@@ -309,7 +346,9 @@ async def _run(settings: SandboxdSettings, engine: Engine, asked: Sequence[int])
     # Before anything is swept: the sandboxes of a sandboxd that lives are no leftovers.
     refuse_second(settings.sandboxd_socket, owner=OWNER)
     async with open_daemon(settings, engine) as daemon:
-        control = ControlRequests(daemon.sessions, daemon.setup.plans, daemon.checkpoints, daemon.setup.skills, daemon.describe)
+        control = ControlRequests(
+            daemon.sessions, daemon.setup.plans, daemon.checkpoints, daemon.setup.skills, daemon.describe
+        )
         server = Server(daemon.sessions, control.answer, settings.allowed_uids())
         await _serve(settings, server, daemon, asked)
 

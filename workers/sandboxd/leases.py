@@ -1,7 +1,9 @@
-"""Who lives: a lock file for each sandboxd of a host, so that what a dead one left can be told from what a living one holds.
+"""Who lives: a lock file for each sandboxd of a host, so that what a dead one left can be told from what a living one
+holds.
 
-A lock of the kernel's goes with its process, at once and whatever killed it; no clock decides. A lease is judged only by those who see the
-very same folder (its device and inode number are part of the lease): for a sandboxd in a container, or on another host, it is none of theirs.
+A lock of the kernel's goes with its process, at once and whatever killed it; no clock decides. A lease is judged only
+by those who see the very same folder (its device and inode number are part of the lease): for a sandboxd in a
+container, or on another host, it is none of theirs.
 """
 
 import fcntl
@@ -33,7 +35,8 @@ class Lease:
         name_fd = _lock_patiently(folder / f"{name}.name")
         if name_fd is None:
             raise SandboxUnavailable(
-                f"another sandboxd named '{name}' lives on this host: stop it, or give this one another TOOLCREW_SANDBOXD_NAME and socket"
+                f"another sandboxd named '{name}' lives on this host: stop it, or give this one another "
+                "TOOLCREW_SANDBOXD_NAME and socket"
             )
         file = f"{name}-{secrets.token_hex(8)}.lease"
         while (fd := _lock(folder / file)) is None:
@@ -46,7 +49,9 @@ class Lease:
         return f"{self._domain}/{self._file}"
 
     def is_dead(self, label: str) -> bool:
-        """Whether the owner of a container with that label is known to be gone. False for whatever cannot be judged from here."""
+        """Whether the owner of a container with that label is known to be gone. False for whatever cannot be judged
+        from here.
+        """
         domain, _, file = label.rpartition("/")
         if domain != self._domain or file == self._file or not file.endswith(".lease") or file.startswith("."):
             return False
@@ -70,7 +75,9 @@ class Lease:
             if self.is_dead(f"{self._domain}/{path.name}"):
                 path.unlink(missing_ok=True)
         for path in self._folder.glob("*.name"):
-            if (fd := _lock(path)) is not None:  # nobody has the name: whoever takes it meanwhile sees that the file went
+            if (
+                fd := _lock(path)
+            ) is not None:  # nobody has the name: whoever takes it meanwhile sees that the file went
                 path.unlink(missing_ok=True)
                 os.close(fd)
 

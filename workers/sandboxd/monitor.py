@@ -1,4 +1,6 @@
-"""The periodic duties of sandboxd: expires, freezes and evicts idle sessions, watches soft quotas and the disk, removes leftovers."""
+"""The periodic duties of sandboxd: expires, freezes and evicts idle sessions, watches soft quotas and the disk, removes
+leftovers.
+"""
 
 import asyncio
 import os
@@ -27,11 +29,15 @@ SWEEP_EVERY_S = 30.0
 TIDY_EVERY_S = 3600.0
 _EVICTED_AT_ONCE = 4
 _OVERFULL_GROWTH = 1.1
-"""How much more a workspace that was found overfull may hold before its sandbox ends again: room to delete something."""
+"""How much more a workspace that was found overfull may hold before its sandbox ends again: room to delete
+something.
+"""
 
 
 class DiskMonitor:
-    """`stop_bytes`: with less free than this nothing may write. It goes on only with a quarter more, so that nobody is ended in turns."""
+    """`stop_bytes`: with less free than this nothing may write. It goes on only with a quarter more, so that nobody is
+    ended in turns.
+    """
 
     def __init__(self, folder: Path, stop_bytes: int) -> None:
         self._folder = folder
@@ -45,7 +51,10 @@ class DiskMonitor:
         self._is_short = free < self._stop_bytes * (1.25 if self._is_short else 1.0)
         if not self._is_short:
             return None
-        return f"the disk under the workspaces has only {free} bytes free: make room on this host, or move TOOLCREW_SANDBOXD_STATE to a larger one"
+        return (
+            f"the disk under the workspaces has only {free} bytes free: make room on this host, or move "
+            "TOOLCREW_SANDBOXD_STATE to a larger one"
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,9 @@ class SessionMonitor:
         disk: DiskMonitor | None = None,
         tidy: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
-        """`disk`: where workspaces lie, when that is not the containers' own memory. `tidy`: the store of checkpoints; gives how many went."""
+        """`disk`: where workspaces lie, when that is not the containers' own memory. `tidy`: the store of checkpoints;
+        gives how many went.
+        """
         self._tidy_store = tidy
         self._sessions = sessions
         self._disk = disk
@@ -125,7 +136,9 @@ class SessionMonitor:
                     await self._sessions.suspender.give_up(entry)
 
     def _find_idle(self, idle_s: float) -> list[Session]:
-        """Those that have a container and nothing to do. One that had a background job is asked again only after the time of freezing."""
+        """Those that have a container and nothing to do. One that had a background job is asked again only after the
+        time of freezing.
+        """
         asked_before = time.monotonic() - self._idle.pause_s
         candidates = [entry for entry in self._sessions.all() if entry.sandbox is not None and not entry.is_closing]
         return [entry for entry in candidates if entry.idle_s() >= idle_s and entry.looked_at <= asked_before]
@@ -144,7 +157,10 @@ class SessionMonitor:
         entry.overfull_bytes = held
         if entry.sandbox is not None:
             size = entry.workspace.size
-            entry.sandbox.end(f"its workspace held {held} bytes, and {size.bytes} bytes in {size.inodes} files is the most: delete files")
+            entry.sandbox.end(
+                f"its workspace held {held} bytes, and {size.bytes} bytes in {size.inodes} files is the most: delete "
+                "files"
+            )
 
     async def watch_disk(self) -> None:
         """End what writes when the host's disk is nearly full, and start nothing until there is room again."""

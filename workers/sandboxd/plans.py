@@ -1,4 +1,6 @@
-"""What a session gets on this host: the plan of its sandbox, from the settings, the class, and the terms of its tenant, which only narrow it."""
+"""What a session gets on this host: the plan of its sandbox, from the settings, the class, and the terms of its tenant,
+which only narrow it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,23 +25,35 @@ class Plans:
         self.classes: Mapping[str, TenantClass] = {DEFAULT: TenantClass(), **settings.tenant_classes}
         for name, terms in self.classes.items():
             if not 0 < len(name) <= MAX_NAME_CHARS:
-                raise ValueError(f"class '{name[:100]}' can be named by nobody: a name has 1 to {MAX_NAME_CHARS} characters")
+                raise ValueError(
+                    f"class '{name[:100]}' can be named by nobody: a name has 1 to {MAX_NAME_CHARS} characters"
+                )
             if settings.egress_socket is None and terms.network == "egress":
-                raise ValueError(f"class '{name}' has network egress, and there is no proxy: set TOOLCREW_EGRESS_SOCKET")
+                raise ValueError(
+                    f"class '{name}' has network egress, and there is no proxy: set TOOLCREW_EGRESS_SOCKET"
+                )
 
     def choose(self, terms: SandboxTerms, image: str | None = None, network: str | None = None) -> SandboxPlan:
-        """The plan of a new session. Raises ToolFailure: a class that this host does not know, an image or a network that is not allowed."""
+        """The plan of a new session. Raises ToolFailure: a class that this host does not know, an image or a network
+        that is not allowed.
+        """
         granted = self._class(terms)
         chosen = self._plan(granted, self._image(granted, terms, image), _network(granted, terms, network))
-        return replace(chosen, workspace_bytes=min(chosen.workspace_bytes, terms.workspace_bytes or chosen.workspace_bytes))
+        return replace(
+            chosen, workspace_bytes=min(chosen.workspace_bytes, terms.workspace_bytes or chosen.workspace_bytes)
+        )
 
     def revise(self, terms: SandboxTerms, plan: SandboxPlan) -> SandboxPlan:
-        """A session's plan as class and terms have it now, never more than it was: its image where that is still allowed, the size that its
-        workspace has. Raises ToolFailure as `choose`."""
+        """A session's plan as class and terms have it now, never more than it was: its image where that is still
+        allowed, the size that its workspace has. Raises ToolFailure as `choose`."""
         granted = self._class(terms)
         image = plan.image if plan.image in self._allowed(granted, terms) else self._image(granted, terms, None)
         network = "none" if plan.network == "none" else self.network(terms)
-        return replace(self._plan(granted, image, network), workspace_bytes=plan.workspace_bytes, workspace_inodes=plan.workspace_inodes)
+        return replace(
+            self._plan(granted, image, network),
+            workspace_bytes=plan.workspace_bytes,
+            workspace_inodes=plan.workspace_inodes,
+        )
 
     def standard(self) -> SandboxPlan:
         """The default class's plan: what the pool makes."""
@@ -51,28 +65,38 @@ class Plans:
         return max(limits_of(plan).memory_bytes(has_tmpfs_workspace=has_tmpfs_workspace) for plan in plans)
 
     def proofs(self) -> tuple[SandboxPlan, ...]:
-        """What the start-up check makes: the standard plan, then the same under every other runtime that a class asks for."""
+        """What the start-up check makes: the standard plan, then the same under every other runtime that a class asks
+        for.
+        """
         first = self.standard()
         return (first, *(replace(first, runtime=runtime) for runtime in sorted(self.runtimes() - {first.runtime})))
 
     def pooled(self) -> Mapping[SandboxPlan, int]:
-        """How many sandboxes to keep ready of which plan; classes with equal plans share them. Raises ValueError for an image that is not allowed."""
+        """How many sandboxes to keep ready of which plan; classes with equal plans share them. Raises ValueError for an
+        image that is not allowed.
+        """
         wanted = {self.standard(): self._settings.pool_target}
         for name, terms in self.classes.items():
             for image, target in terms.pool.items():
                 if image not in self._images(terms):
-                    raise ValueError(f"class '{name}' has a pool of image '{image}', which it may not use: add it to its images")
+                    raise ValueError(
+                        f"class '{name}' has a pool of image '{image}', which it may not use: add it to its images"
+                    )
                 plan = self._plan(terms, image, terms.network)
                 wanted[plan] = target if name == DEFAULT else wanted.get(plan, 0) + target
         return wanted
 
     def network(self, terms: SandboxTerms) -> NetworkPolicy:
-        """What of the network sessions of these terms may have now: none under a class that this host does not know (any more)."""
+        """What of the network sessions of these terms may have now: none under a class that this host does not know
+        (any more).
+        """
         granted = self.classes.get(terms.tenant_class)
         return "none" if granted is None or terms.network == "none" else granted.network
 
     def rules(self, terms: SandboxTerms) -> EgressRules:
-        """What sessions of these terms may reach now: nothing without egress, whatever they could reach when they were opened."""
+        """What sessions of these terms may reach now: nothing without egress, whatever they could reach when they were
+        opened.
+        """
         return self.classes[terms.tenant_class].egress if self.network(terms) == "egress" else EgressRules()
 
     def runtimes(self) -> frozenset[str]:
@@ -89,8 +113,8 @@ class Plans:
             names = ", ".join(sorted(self.classes))
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"this host has no tenant class '{terms.tenant_class}', it has: {names}; give the tenant one of these, or add the class to "
-                "TOOLCREW_TENANT_CLASSES and restart sandboxd",
+                f"this host has no tenant class '{terms.tenant_class}', it has: {names}; give the tenant one of these, "
+                "or add the class to TOOLCREW_TENANT_CLASSES and restart sandboxd",
             )
         return granted
 
@@ -108,11 +132,14 @@ class Plans:
             names = ", ".join(sorted(self._images(granted)))
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"none of the tenant's images is one of class '{terms.tenant_class}' on this host, which has: {names}; add one to the tenant's policy",
+                f"none of the tenant's images is one of class '{terms.tenant_class}' on this host, which has: {names}; "
+                "add one to the tenant's policy",
             )
         if asked is not None and asked not in allowed:
             names = ", ".join(sorted(allowed))
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"image '{asked[:200]}' is not allowed on this host; allowed: {names}")
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"image '{asked[:200]}' is not allowed on this host; allowed: {names}"
+            )
         own = granted.image or self._settings.sandbox_image
         return asked or next(image for image in (own, *(terms.images or ())) if image in allowed)
 
@@ -148,7 +175,8 @@ def _network(granted: TenantClass, terms: SandboxTerms, asked: str | None) -> Ne
         return "none"
     raise ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
-        f"network '{str(asked)[:40]}' is not allowed for this tenant: leave it out, or ask the operator for a policy and a class with it",
+        f"network '{str(asked)[:40]}' is not allowed for this tenant: leave it out, or ask the operator for a policy "
+        "and a class with it",
     )
 
 

@@ -1,4 +1,6 @@
-"""The warm pools: sandboxes that no session has used yet, each with an empty workspace, for the first call of a session."""
+"""The warm pools: sandboxes that no session has used yet, each with an empty workspace, for the first call of a
+session.
+"""
 
 import asyncio
 import time
@@ -36,7 +38,9 @@ class WarmSandbox:
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """How many to keep of the plan, how fast to make them (a second), and with how many bytes of memory left on the host at least."""
+    """How many to keep of the plan, how fast to make them (a second), and with how many bytes of memory left on the
+    host at least.
+    """
 
     target: int
     refill_per_s: float
@@ -80,7 +84,9 @@ class WarmPool:
         return True
 
     async def keep_filled(self) -> None:
-        """For ever: one after the other, at most at the given rate, and not while memory is short or the host is full."""
+        """For ever: one after the other, at most at the given rate, and not while memory is short or the host is
+        full.
+        """
         while True:
             await self._drop_outworn()
             if len(self._ready) >= self._limits.target:
@@ -95,11 +101,19 @@ class WarmPool:
 
     def describe(self) -> dict[str, int]:
         """For `status`."""
-        return {"ready": len(self), "target": self._limits.target, "handed_out": self.handed_out, "turned_away": self.turned_away}
+        return {
+            "ready": len(self),
+            "target": self._limits.target,
+            "handed_out": self.handed_out,
+            "turned_away": self.turned_away,
+        }
 
     async def _add_one(self) -> float:
         """Gives how long to wait before the next, in seconds."""
-        if self._factory.is_ending or available_memory() < self._limits.memory_floor_bytes + self.plan.memory_reserve_bytes:
+        if (
+            self._factory.is_ending
+            or available_memory() < self._limits.memory_floor_bytes + self.plan.memory_reserve_bytes
+        ):
             return RETRY_S
         if not self._factory.slots.try_take():
             return BUSY_RETRY_S
@@ -117,7 +131,9 @@ class WarmPool:
         return 0.0
 
     async def _prepare(self) -> tuple[Workspace, str | None]:
-        """A workspace, and the image that its name stands for before the start: one that moves meanwhile is then found."""
+        """A workspace, and the image that its name stands for before the start: one that moves meanwhile is then
+        found.
+        """
         try:
             image_id = await self._factory.engine.image_id(self.plan.image)
             return await self._factory.make_workspace(self.plan), image_id
@@ -170,12 +186,17 @@ def available_memory() -> int:
 
 
 class WarmPools:
-    """`targets`: how many sandboxes to keep of a plan; `limits`: of all together, but for `target`, which is a pool's own."""
+    """`targets`: how many sandboxes to keep of a plan; `limits`: of all together, but for `target`, which is a pool's
+    own.
+    """
 
     def __init__(self, factory: SandboxFactory, targets: Mapping[SandboxPlan, int], limits: PoolLimits) -> None:
         wanted = {plan: target for plan, target in targets.items() if target}
         rate = limits.refill_per_s / max(len(wanted), 1)
-        self._pools = {plan: WarmPool(factory, plan, replace(limits, target=target, refill_per_s=rate)) for plan, target in wanted.items()}
+        self._pools = {
+            plan: WarmPool(factory, plan, replace(limits, target=target, refill_per_s=rate))
+            for plan, target in wanted.items()
+        }
 
     def __len__(self) -> int:
         return sum(len(pool) for pool in self._pools.values())

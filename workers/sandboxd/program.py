@@ -1,4 +1,6 @@
-"""The daemon as a program: it serves until a signal; `--check` only says what this host can promise, with `--json` for programs."""
+"""The daemon as a program: it serves until a signal; `--check` only says what this host can promise, with `--json` for
+programs.
+"""
 
 import argparse
 import asyncio
@@ -36,7 +38,10 @@ async def examine(settings: SandboxdSettings, plans: Plans, engine: Engine) -> E
         return replace(evidence, problem=str(error))
     except OSError as error:
         return replace(
-            evidence, problem=f"sandboxd's folders cannot be made: {error}; set TOOLCREW_SANDBOXD_STATE and TOOLCREW_SANDBOXD_LEASES"
+            evidence,
+            problem=(
+                f"sandboxd's folders cannot be made: {error}; set TOOLCREW_SANDBOXD_STATE and TOOLCREW_SANDBOXD_LEASES"
+            ),
         )
 
 
@@ -46,7 +51,8 @@ async def _find_images(plans: Plans, engine: Engine) -> Mapping[str, str | None]
 
 async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
     """One sandbox, as at the start of sandboxd. Raises SandboxUnavailable with what does not hold."""
-    # A name and folder of its own: its sandbox is nobody's leftover, and nobody's sandboxes are its. On the disk that it is to judge.
+    # A name and folder of its own: its sandbox is nobody's leftover, and nobody's sandboxes are its. On the disk that
+    # it is to judge.
     name = f"doctor-{secrets.token_hex(8)}"
     was_there = settings.state().exists()
     state = settings.state() / name
@@ -107,8 +113,14 @@ def main() -> int:
 
 def _parse_arguments() -> argparse.Namespace:
     """Ends the process at an argument that there is not: whoever meant a check gets no daemon."""
-    parser = argparse.ArgumentParser("python -m workers.sandboxd", description="Serve sandboxes of this host until a signal.")
-    parser.add_argument("--check", action="store_true", help="only say what this host can promise; exit code 1: sandboxd would not start")
+    parser = argparse.ArgumentParser(
+        "python -m workers.sandboxd", description="Serve sandboxes of this host until a signal."
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only say what this host can promise; exit code 1: sandboxd would not start",
+    )
     parser.add_argument("--json", action="store_true", help="of a check: for programs")
     arguments = parser.parse_args()
     if arguments.json and not arguments.check:

@@ -1,6 +1,8 @@
-"""What sandboxes of a host can promise and what is void there: a table of rows, judged from evidence and never from hope.
+"""What sandboxes of a host can promise and what is void there: a table of rows, judged from evidence and never from
+hope.
 
-Pure: whoever has the engine collects the `Evidence` (`examination.py`). No row raises, whatever engine and host have said.
+Pure: whoever has the engine collects the `Evidence` (`examination.py`). No row raises, whatever engine and host have
+said.
 """
 
 import re
@@ -103,7 +105,8 @@ class WorkspaceFacts:
 class Evidence:
     """All that is known of a host; None: could not be found out, for the reason that `problem` tells.
 
-    `images`: name -> content id, None where the engine has none. `egress_problem`: what is wrong with the proxy; None: it answers, or is not used.
+    `images`: name -> content id, None where the engine has none. `egress_problem`: what is wrong with the proxy; None:
+    it answers, or is not used.
     """
 
     settings: SandboxdSettings
@@ -125,7 +128,11 @@ def _judge_engine(evidence: Evidence) -> HostPromise:
     name, facts = "engine answers", evidence.facts
     if facts is None:
         return HostPromise(
-            name, "void", evidence.problem or "it was not asked", "start Docker, or check DOCKER_HOST and your rights", is_needed=True
+            name,
+            "void",
+            evidence.problem or "it was not asked",
+            "start Docker, or check DOCKER_HOST and your rights",
+            is_needed=True,
         )
     return HostPromise(name, "holds", f"Docker {facts.version}", is_needed=True)
 
@@ -133,9 +140,13 @@ def _judge_engine(evidence: Evidence) -> HostPromise:
 def _judge_profile(evidence: Evidence) -> HostPromise:
     name = "profile holds"
     if evidence.problem is not None:
-        return HostPromise(name, "void", evidence.problem, "mend that and ask again: sandboxd does not start before", is_needed=True)
+        return HostPromise(
+            name, "void", evidence.problem, "mend that and ask again: sandboxd does not start before", is_needed=True
+        )
     runtimes = _list(plan.runtime for plan in evidence.plans.proofs())
-    return HostPromise(name, "holds", f"a sandbox was started, inspected, found clean and removed, under {runtimes}", is_needed=True)
+    return HostPromise(
+        name, "holds", f"a sandbox was started, inspected, found clean and removed, under {runtimes}", is_needed=True
+    )
 
 
 def _judge_filter(evidence: Evidence) -> HostPromise:
@@ -143,7 +154,9 @@ def _judge_filter(evidence: Evidence) -> HostPromise:
     if evidence.facts is None:
         return _unasked(name)
     if not evidence.facts.seccomp:
-        return HostPromise(name, "void", "the engine has no seccomp", "use an engine and a kernel built with seccomp", is_needed=True)
+        return HostPromise(
+            name, "void", "the engine has no seccomp", "use an engine and a kernel built with seccomp", is_needed=True
+        )
     return HostPromise(name, "holds", "seccomp, with toolcrew's own profile", is_needed=True)
 
 
@@ -155,7 +168,11 @@ def _judge_runtimes(evidence: Evidence) -> HostPromise:
     if missing:
         why = f"the engine has no {_list(missing)} (it has {_list(sorted(evidence.facts.runtimes))})"
         return HostPromise(
-            name, "void", why, "install it, or change TOOLCREW_SANDBOX_RUNTIME or the tenant class's runtime", is_needed=True
+            name,
+            "void",
+            why,
+            "install it, or change TOOLCREW_SANDBOX_RUNTIME or the tenant class's runtime",
+            is_needed=True,
         )
     return HostPromise(name, "holds", _list(sorted(evidence.plans.runtimes())), is_needed=True)
 
@@ -168,9 +185,15 @@ def _judge_images(evidence: Evidence) -> HostPromise:
     if missing:
         is_needed = evidence.settings.sandbox_image in missing
         return HostPromise(
-            name, "void", f"the engine has no {_list(missing)}", "build it with scripts/build-image, or pull it", is_needed=is_needed
+            name,
+            "void",
+            f"the engine has no {_list(missing)}",
+            "build it with scripts/build-image, or pull it",
+            is_needed=is_needed,
         )
-    found = sorted(f"{image} = {str(identity).removeprefix('sha256:')[:12]}" for image, identity in evidence.images.items())
+    found = sorted(
+        f"{image} = {str(identity).removeprefix('sha256:')[:12]}" for image, identity in evidence.images.items()
+    )
     return HostPromise(name, "holds", _list(found))
 
 
@@ -180,18 +203,33 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
         return _unasked(name)
     if not any("runc" in runtime for runtime in evidence.plans.runtimes()):
         return HostPromise(
-            name, "unknown", "no class uses runc; what its runtime has fixed is not known here", "follow that runtime's advisories"
+            name,
+            "unknown",
+            "no class uses runc; what its runtime has fixed is not known here",
+            "follow that runtime's advisories",
         )
     version = evidence.facts.components.get("runc", "")
     is_fixed = is_runc_fixed(version)
     if is_fixed is None:
         return HostPromise(
-            name, "unknown", f"the engine says '{version[:60]}' of runc's version", "see `runc --version`: 1.2.8, 1.3.3 or later"
+            name,
+            "unknown",
+            f"the engine says '{version[:60]}' of runc's version",
+            "see `runc --version`: 1.2.8, 1.3.3 or later",
         )
     if is_fixed:
-        return HostPromise(name, "holds", f"runc {version} has the fixes of November 2025; a kernel's unknown faults are no part of this")
-    remedy = "runc 1.2.8, 1.3.3 or later; or see in your distribution's changelog that CVE-2025-31133, -52565 and -52881 are fixed"
-    return HostPromise(name, "void", f"runc {version}: void unless your distribution backported the fixes of November 2025", remedy)
+        return HostPromise(
+            name,
+            "holds",
+            f"runc {version} has the fixes of November 2025; a kernel's unknown faults are no part of this",
+        )
+    remedy = (
+        "runc 1.2.8, 1.3.3 or later; or see in your distribution's changelog that CVE-2025-31133, -52565 and -52881 "
+        "are fixed"
+    )
+    return HostPromise(
+        name, "void", f"runc {version}: void unless your distribution backported the fixes of November 2025", remedy
+    )
 
 
 def is_runc_fixed(version: str) -> bool | None:
@@ -212,9 +250,13 @@ def _judge_tenants(evidence: Evidence) -> HostPromise:
     sharing = _classes_on_shared_kernel(evidence)
     if not sharing:
         runtimes = _list(sorted(evidence.plans.runtimes()))
-        return HostPromise(name, "holds", f"every class has a runtime with a kernel of its own, going by its name: {runtimes}")
+        return HostPromise(
+            name, "holds", f"every class has a runtime with a kernel of its own, going by its name: {runtimes}"
+        )
     why = f"class {_list(sharing)}: sandboxes share this host's kernel, whose faults are every tenant's"
-    return HostPromise(name, "void", why, "a runtime as gVisor or Kata for the tenant class, or a host for each such tenant")
+    return HostPromise(
+        name, "void", why, "a runtime as gVisor or Kata for the tenant class, or a host for each such tenant"
+    )
 
 
 def _judge_mandatory(evidence: Evidence) -> HostPromise:
@@ -224,7 +266,9 @@ def _judge_mandatory(evidence: Evidence) -> HostPromise:
     found = sorted(evidence.facts.security & {"apparmor", "selinux"})
     if found:
         return HostPromise(name, "holds", f"{_list(found)}, with the engine's own policy")
-    return HostPromise(name, "void", "the engine uses neither AppArmor nor SELinux", "switch one of them on in kernel and engine")
+    return HostPromise(
+        name, "void", "the engine uses neither AppArmor nor SELinux", "switch one of them on in kernel and engine"
+    )
 
 
 def _judge_users(evidence: Evidence) -> HostPromise:
@@ -243,12 +287,17 @@ def _judge_limits(evidence: Evidence) -> HostPromise:
     facts = evidence.facts
     if facts is None:
         return _unasked(name)
-    missing = [what for what, has in (("memory", facts.has_memory_limit), ("processes", facts.has_pids_limit)) if not has]
+    missing = [
+        what for what, has in (("memory", facts.has_memory_limit), ("processes", facts.has_pids_limit)) if not has
+    ]
     if not facts.has_swap_limit and evidence.host.swaps != ():
         missing.append("swap")
     if missing:
         return HostPromise(
-            name, "void", f"the kernel does not count {_list(missing)} by group", "boot with cgroup_enable=memory swapaccount=1"
+            name,
+            "void",
+            f"the kernel does not count {_list(missing)} by group",
+            "boot with cgroup_enable=memory swapaccount=1",
         )
     return HostPromise(name, "holds", f"by cgroup v{facts.cgroup_version}")
 
@@ -265,7 +314,9 @@ def _judge_room(evidence: Evidence) -> HostPromise:
     if most * one <= total:
         return HostPromise(name, "holds", sum_text)
     why = f"{sum_text}: if all used what they may at once, the kernel would end some, and the host would be slow"
-    return HostPromise(name, "void", why, f"TOOLCREW_MAX_SANDBOXES of {max(1, total // one)}, or take the risk: few use all they may")
+    return HostPromise(
+        name, "void", why, f"TOOLCREW_MAX_SANDBOXES of {max(1, total // one)}, or take the risk: few use all they may"
+    )
 
 
 def _judge_overcommit(evidence: Evidence) -> HostPromise:
@@ -275,7 +326,10 @@ def _judge_overcommit(evidence: Evidence) -> HostPromise:
         return HostPromise(name, "unknown", "vm.overcommit_memory cannot be read", "mount /proc")
     if mode == 2:
         return HostPromise(
-            name, "void", "vm.overcommit_memory is 2: node and others reserve more than they use", "set vm.overcommit_memory to 0 or 1"
+            name,
+            "void",
+            "vm.overcommit_memory is 2: node and others reserve more than they use",
+            "set vm.overcommit_memory to 0 or 1",
         )
     return HostPromise(name, "holds", f"vm.overcommit_memory is {mode}")
 
@@ -289,8 +343,15 @@ def _judge_swap(evidence: Evidence) -> HostPromise:
     if not on_disk:
         return HostPromise(name, "holds", "no swap on a disk")
     if all(device.startswith(("/dev/dm-", "/dev/mapper/")) for device in on_disk):
-        return HostPromise(name, "unknown", f"swap on {_list(on_disk)}, which may be encrypted", "see that it is, with `dmsetup table`")
-    return HostPromise(name, "void", f"memory of sandboxd and workers may be written to {_list(on_disk)}", "swapoff, or encrypt the swap")
+        return HostPromise(
+            name, "unknown", f"swap on {_list(on_disk)}, which may be encrypted", "see that it is, with `dmsetup table`"
+        )
+    return HostPromise(
+        name,
+        "void",
+        f"memory of sandboxd and workers may be written to {_list(on_disk)}",
+        "swapoff, or encrypt the swap",
+    )
 
 
 def _judge_quota(evidence: Evidence) -> HostPromise:
@@ -300,7 +361,9 @@ def _judge_quota(evidence: Evidence) -> HostPromise:
         return HostPromise(name, "unknown", "no workspace was made", "mend what is above and ask again")
     if not workspaces.is_hard:
         why = f"{workspaces.kind}: watched only, a fast writer gets past it{_note(workspaces)}"
-        return HostPromise(name, "void", why, "run sandboxd as root with e2fsprogs and loop devices: workspaces are images then")
+        return HostPromise(
+            name, "void", why, "run sandboxd as root with e2fsprogs and loop devices: workspaces are images then"
+        )
     return HostPromise(name, "holds", f"{workspaces.kind}: the kernel enforces bytes and number of files")
 
 
@@ -311,7 +374,12 @@ def _judge_kept(evidence: Evidence) -> HostPromise:
         return HostPromise(name, "unknown", "no workspace was made", "mend what is above and ask again")
     if workspaces.kind == "tmpfs":
         why = f"tmpfs: a sandbox that dies takes its session's files along{_note(workspaces)}"
-        return HostPromise(name, "void", why, "sandboxd as root with TOOLCREW_SANDBOX_WORKSPACE=auto or image, or as uid 1000 with folder")
+        return HostPromise(
+            name,
+            "void",
+            why,
+            "sandboxd as root with TOOLCREW_SANDBOX_WORKSPACE=auto or image, or as uid 1000 with folder",
+        )
     return HostPromise(name, "holds", f"{workspaces.kind}: kept below {evidence.settings.state()}")
 
 
@@ -321,8 +389,13 @@ def _judge_inotify(evidence: Evidence) -> HostPromise:
     if not sharing:
         return HostPromise(name, "holds", "each sandbox's kernel counts for itself")
     shown = "an unknown number of" if instances is None else str(instances)
-    why = f"all sandboxes are one user to the kernel: {shown} inotify instances are for all, and one sandbox can take them"
-    return HostPromise(name, "void", why, "raise fs.inotify.max_user_instances; gVisor or Kata for tenants where it matters")
+    why = (
+        f"all sandboxes are one user to the kernel: {shown} inotify instances are for all, and one sandbox can take "
+        "them"
+    )
+    return HostPromise(
+        name, "void", why, "raise fs.inotify.max_user_instances; gVisor or Kata for tenants where it matters"
+    )
 
 
 def _judge_side_channels(evidence: Evidence) -> HostPromise:
@@ -331,11 +404,17 @@ def _judge_side_channels(evidence: Evidence) -> HostPromise:
     risks = [what for what, is_on in (("hyper-threads", host.smt_active), ("KSM", host.ksm_running)) if is_on]
     if risks:
         return HostPromise(
-            name, "void", f"{_list(risks)} on: neighbours can guess at each other", "switch them off where tenants are hostile"
+            name,
+            "void",
+            f"{_list(risks)} on: neighbours can guess at each other",
+            "switch them off where tenants are hostile",
         )
     if host.smt_active is None or host.ksm_running is None:
         return HostPromise(
-            name, "unknown", "/sys does not say all of hyper-threads and KSM", "look with `lscpu` and in /sys/kernel/mm/ksm/run"
+            name,
+            "unknown",
+            "/sys does not say all of hyper-threads and KSM",
+            "look with `lscpu` and in /sys/kernel/mm/ksm/run",
         )
     return HostPromise(name, "holds", "hyper-threads and KSM are off; caches are still shared")
 
@@ -347,7 +426,9 @@ def _judge_kernel(evidence: Evidence) -> HostPromise:
     kernel = evidence.facts.kernel
     match = re.match(r"(\d{1,4})\.(\d{1,4})", kernel)
     if match is None:
-        return HostPromise(name, "unknown", f"the engine says '{kernel[:60]}' of its kernel", "see that it is 5.6 or later")
+        return HostPromise(
+            name, "unknown", f"the engine says '{kernel[:60]}' of its kernel", "see that it is 5.6 or later"
+        )
     if (int(match[1]), int(match[2])) < _OPENAT2:
         why = f"kernel {kernel} has no openat2: file tools walk each path step by step, slower and as safe"
         return HostPromise(name, "void", why, "a kernel of 5.6 or later")
@@ -362,7 +443,10 @@ def _judge_place(evidence: Evidence) -> HostPromise:
     if ours is None:
         return HostPromise(name, "unknown", "this host's kernel version cannot be read", "mount /proc")
     if ours != theirs:
-        why = f"its kernel is {theirs}, this host's is {ours}: what is said here of memory, swap and workspaces is not of the engine's host"
+        why = (
+            f"its kernel is {theirs}, this host's is {ours}: what is said here of memory, swap and workspaces is not "
+            "of the engine's host"
+        )
         return HostPromise(name, "void", why, "run sandboxd where the engine runs")
     return HostPromise(name, "holds", f"kernel {ours}")
 
@@ -374,7 +458,10 @@ def _judge_egress(evidence: Evidence) -> HostPromise:
         return HostPromise(name, "holds", "no class has network: none")
     if evidence.egress_problem is not None:
         why = f"class {_list(classes)} has none at all: {evidence.egress_problem}"
-        remedy = "start `python -m workers.egress` with the same TOOLCREW_EGRESS_SOCKET, under a uid that TOOLCREW_EGRESS_UIDS allows"
+        remedy = (
+            "start `python -m workers.egress` with the same TOOLCREW_EGRESS_SOCKET, under a uid that "
+            "TOOLCREW_EGRESS_UIDS allows"
+        )
         return HostPromise(name, "void", why, remedy)
     return HostPromise(name, "holds", f"class {_list(classes)} through the egress proxy, all others none")
 
@@ -405,7 +492,9 @@ _ROWS: Final[tuple[Callable[[Evidence], HostPromise], ...]] = (
 
 def _classes_on_shared_kernel(evidence: Evidence) -> list[str]:
     default = evidence.settings.sandbox_runtime
-    return sorted(name for name, terms in evidence.plans.classes.items() if not _SECOND_KERNEL.search(terms.runtime or default))
+    return sorted(
+        name for name, terms in evidence.plans.classes.items() if not _SECOND_KERNEL.search(terms.runtime or default)
+    )
 
 
 def _unasked(name: str) -> HostPromise:

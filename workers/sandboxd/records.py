@@ -1,7 +1,8 @@
 """What sandboxd must remember over its own death: its containers, and the sessions whose files are kept.
 
-One small JSON file each, replaced as a whole. A container is recorded before it is started and forgotten when its removal is confirmed. They
-are for a process that died: what a host loses that dies itself, the containers, needs no record.
+One small JSON file each, replaced as a whole. A container is recorded before it is started and forgotten when its
+removal is confirmed. They are for a process that died: what a host loses that dies itself, the containers, needs no
+record.
 """
 
 import hashlib
@@ -27,10 +28,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session whose workspace outlives its container. `parcel`: what of the container was packed when it was given up; `used_at`: epoch
-    seconds; `news`: what no answer has told yet, `untold`: a loss that no call has been told; `terms`, `fence`, `automatic_at` as of a Session;
-    `changed` as of its row, at that moment: one without a parcel went on working. A field more, or less, is another version's: it is not
-    guessed at.
+    """A session whose workspace outlives its container. `parcel`: what of the container was packed when it was given
+    up; `used_at`: epoch seconds; `news`: what no answer has told yet, `untold`: a loss that no call has been told;
+    `terms`, `fence`, `automatic_at` as of a Session; `changed` as of its row, at that moment: one without a parcel went
+    on working. A field more, or less, is another version's: it is not guessed at.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -61,7 +62,8 @@ _SESSION, _CONTAINER = TypeAdapter(SessionRecord), TypeAdapter(_ContainerRecord)
 
 
 class Records:
-    """A folder of them. A file that cannot be read is said, set aside and treated as absent; one that will not go is tried again.
+    """A folder of them. A file that cannot be read is said, set aside and treated as absent; one that will not go is
+    tried again.
 
     Writing raises SandboxUnavailable when the disk does not take it.
     """
@@ -105,7 +107,8 @@ def _write(path: Path, data: dict[str, Any]) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise SandboxUnavailable(
-            f"sandboxd cannot write to its state folder ({error}): free space on its disk, or set TOOLCREW_SANDBOXD_STATE to another place"
+            f"sandboxd cannot write to its state folder ({error}): free space on its disk, or set "
+            "TOOLCREW_SANDBOXD_STATE to another place"
         ) from error
 
 

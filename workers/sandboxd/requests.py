@@ -42,7 +42,9 @@ _WORDS_CHARS = 200
 
 
 def check_request(request: object) -> dict[str, Any]:
-    """A call's request with `timeout_s`, `body_bytes` and `max_bytes` as numbers within limits; the guest checks the rest."""
+    """A call's request with `timeout_s`, `body_bytes` and `max_bytes` as numbers within limits; the guest checks the
+    rest.
+    """
     if not isinstance(request, dict) or request.get("op") not in _OPS:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a call needs a request whose op is one of {', '.join(_OPS)}")
     timeout_s = parse_number(request, "timeout_s", 30.0, MAX_TIMEOUT_S)
@@ -77,7 +79,8 @@ def parse_session(header: Mapping[str, Any]) -> str:
     name = parse_text(header, "sandbox")
     if _SESSION.fullmatch(name) is None:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"'{name[:200]}' is no name of a session: <tenant>:<session>, each of A-Z, a-z, 0-9, _ and -"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"'{name[:200]}' is no name of a session: <tenant>:<session>, each of A-Z, a-z, 0-9, _ and -",
         )
     return name
 
@@ -97,11 +100,15 @@ def parse_terms(header: Mapping[str, Any]) -> SandboxTerms | None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in ("terms", *first["loc"]))
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name[:200]}: {first['msg'][:200]}: mend the tenant's policy") from None
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"{name[:200]}: {first['msg'][:200]}: mend the tenant's policy"
+        ) from None
 
 
 def parse_skill(header: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Of a request about a skill: whose it is ("" for everybody's), its digest, and the size of the archive that follows; 0: none does."""
+    """Of a request about a skill: whose it is ("" for everybody's), its digest, and the size of the archive that
+    follows; 0: none does.
+    """
     digest = parse_text(header, "digest")
     if not _DIGEST.fullmatch(digest):
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "digest must be a sha256 in hex")
@@ -129,7 +136,8 @@ def has_stream(op: str, stream: object) -> bool:
 
 
 def build_done(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the guest's answer without what only sandboxd may say. Only its kill report is checked here: sandboxd counts kills.
+    """Return the guest's answer without what only sandboxd may say. Only its kill report is checked here: sandboxd
+    counts kills.
 
     The worker that made the call checks every field (workers/guest_answers.py).
     """

@@ -1,4 +1,6 @@
-"""One sandbox: its container, its channel, and the calls that run in it, each with sandboxd's own limit behind the guest's."""
+"""One sandbox: its container, its channel, and the calls that run in it, each with sandboxd's own limit behind the
+guest's.
+"""
 
 import asyncio
 import functools
@@ -15,7 +17,14 @@ import structlog
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.channels import GuestChannel
 from workers.sandboxd.frames import Frame
-from workers.sandboxd.requests import FRAME_COST_BYTES, build_done, build_words, count_budget, count_survivors, has_stream
+from workers.sandboxd.requests import (
+    FRAME_COST_BYTES,
+    build_done,
+    build_words,
+    count_budget,
+    count_survivors,
+    has_stream,
+)
 from workers.sandboxd.runtime.engine import Engine
 
 log = structlog.get_logger(__name__)
@@ -70,9 +79,11 @@ class RunningCall:
 
 @dataclass(eq=False)
 class Sandbox:
-    """A started container with its channel. Once lost it stays lost: its calls are told and its container is removed at once.
+    """A started container with its channel. Once lost it stays lost: its calls are told and its container is removed at
+    once.
 
-    A removal that failed is tried again by the next `remove`; `is_removed` tells that the engine no longer has the container.
+    A removal that failed is tried again by the next `remove`; `is_removed` tells that the engine no longer has the
+    container.
     """
 
     engine: Engine
@@ -142,9 +153,15 @@ class Sandbox:
             self._limit(call, call.timeout_s)
 
     async def ask(
-        self, request: Mapping[str, Any], *, sink: Sink | None = None, body: AsyncIterator[bytes] | None = None, body_bytes: int = 0
+        self,
+        request: Mapping[str, Any],
+        *,
+        sink: Sink | None = None,
+        body: AsyncIterator[bytes] | None = None,
+        body_bytes: int = 0,
     ) -> dict[str, Any]:
-        """One request of sandboxd's own, with a body of exactly `body_bytes`; gives the guest's last header, checked as a worker's would be.
+        """One request of sandboxd's own, with a body of exactly `body_bytes`; gives the guest's last header, checked as
+        a worker's would be.
 
         Raises SandboxUnavailable when the sandbox is lost on the way.
         """
@@ -158,7 +175,9 @@ class Sandbox:
         finally:
             self.cancel(call)
         if "sandbox_lost" in done:
-            raise SandboxUnavailable(f"the sandbox is lost: {done['error']['message'] if 'error' in done else done['sandbox_lost']}")
+            raise SandboxUnavailable(
+                f"the sandbox is lost: {done['error']['message'] if 'error' in done else done['sandbox_lost']}"
+            )
         return done
 
     async def _feed_all(self, call: RunningCall, body: AsyncIterator[bytes]) -> None:
@@ -261,7 +280,10 @@ class Sandbox:
         if header.get("v") == PROTOCOL_VERSION:
             self._hello.set_result(None)
         else:
-            self._lose(f"the guest speaks version '{build_words(header.get('v'))[:40]}' and not {PROTOCOL_VERSION}: build the image anew")
+            self._lose(
+                f"the guest speaks version '{build_words(header.get('v'))[:40]}' and not {PROTOCOL_VERSION}: build the "
+                "image anew"
+            )
 
     def _take_data(self, call: RunningCall, frame: Frame) -> None:
         call.budget -= len(frame.body) + FRAME_COST_BYTES
@@ -302,7 +324,11 @@ class Sandbox:
         self._removing().add_done_callback(functools.partial(self._answer_removed, call, done, started))
 
     def _answer_removed(
-        self, call: RunningCall, done: dict[str, Any], started: float, removal: "asyncio.Task[SandboxUnavailable | None]"
+        self,
+        call: RunningCall,
+        done: dict[str, Any],
+        started: float,
+        removal: "asyncio.Task[SandboxUnavailable | None]",
     ) -> None:
         error = None if removal.cancelled() else removal.exception() or removal.result()
         if self.is_removed:

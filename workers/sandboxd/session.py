@@ -20,25 +20,28 @@ _MOST_JOBS = 16
 """Of a guest of ours; what another says is no reason to remember more."""
 _ID_CHARS = 64
 KEPT = (
-    "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are kept; "
-    "background jobs, /tmp, kept outputs and the shell's folder and variables are gone"
+    "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are "
+    "kept; background jobs, /tmp, kept outputs and the shell's folder and variables are gone"
 )
 FILES_LOST = "{} and its files are lost; the next call gets a fresh, empty one"
 RENEW_S = 86_400.0
-"""After this time an automatic checkpoint is made anew: a session in use never has one that is old enough to be swept."""
+"""After this time an automatic checkpoint is made anew: a session in use never has one that is old enough to be
+swept.
+"""
 _ROW_CHARS = 200
 MAX_CALLED_OFF = 100
 """The newest; ids are never used again."""
 _RESTORED = (
-    "{why}, and the session goes on elsewhere: its files, kept outputs and the shell's folder, variables and functions are those of {checkpoint}; "
-    "changes since then, background jobs and /tmp are lost"
+    "{why}, and the session goes on elsewhere: its files, kept outputs and the shell's folder, variables and functions "
+    "are those of {checkpoint}; changes since then, background jobs and /tmp are lost"
 )
 
 
 @dataclass
 class SessionActivity:
-    """`has_written`: a request that may have changed files has ended since they were kept last; `jobs`: ids of background jobs that are not
-    known to have ended. A guest's word: good for counting, and for nothing that another session relies on."""
+    """`has_written`: a request that may have changed files has ended since they were kept last; `jobs`: ids of
+    background jobs that are not known to have ended. A guest's word: good for counting, and for nothing that another
+    session relies on."""
 
     has_written: bool = False
     jobs: set[str] = field(default_factory=set)
@@ -81,15 +84,17 @@ class SessionActivity:
 class Session:
     """A session's claim on this host.
 
-    `terms`: of its tenant, as a worker told them last; `plan`: of its sandbox, by the terms at its making. `fence`: of the place under which it was
-    opened here: a request with a later one means another session than this.
-    `sandbox`: replaced when it was lost; None while the session's container is given up (evicted), or after sandboxd was started anew.
-    `archive`: what of the container was packed when it was given up, to be unpacked into the next. `lost`: why there is no sandbox, when it was
-    not given up in order. `news`: what the next call's answer tells. `untold`: a loss of all files that no call has been told. `is_closing`: it is in the list until its container is gone, for nobody's use.
-    `checkpoint`: the last that was made here; `automatic_at`: when the newest that nobody asked for was made, epoch seconds, None: there is none.
-    `overfull_bytes`: what its workspace held when that was last found to be too much.
-    `is_moving`: its sandbox is being given up, and calls wait for the lock. `checkpointing`: held while a checkpoint is made, calls go on. `waiting`: ids of calls that wait; a cancel takes one out.
-    `called_off`: ids of calls whose cancel came while nothing of them was here: between two of their requests, or before the first.
+    `terms`: of its tenant, as a worker told them last; `plan`: of its sandbox, by the terms at its making. `fence`: of
+    the place under which it was opened here: a request with a later one means another session than this. `sandbox`:
+    replaced when it was lost; None while the session's container is given up (evicted), or after sandboxd was started
+    anew. `archive`: what of the container was packed when it was given up, to be unpacked into the next. `lost`: why
+    there is no sandbox, when it was not given up in order. `news`: what the next call's answer tells. `untold`: a loss
+    of all files that no call has been told. `is_closing`: it is in the list until its container is gone, for nobody's
+    use. `checkpoint`: the last that was made here; `automatic_at`: when the newest that nobody asked for was made,
+    epoch seconds, None: there is none. `overfull_bytes`: what its workspace held when that was last found to be too
+    much. `is_moving`: its sandbox is being given up, and calls wait for the lock. `checkpointing`: held while a
+    checkpoint is made, calls go on. `waiting`: ids of calls that wait; a cancel takes one out. `called_off`: ids of
+    calls whose cancel came while nothing of them was here: between two of their requests, or before the first.
     """
 
     id: str
@@ -219,8 +224,8 @@ _LOST, _DRAINED = "the host that had this session was lost", "the host that had 
 
 @dataclass(frozen=True)
 class SessionMove:
-    """`fence`: of the session's new place, which is also the generation of its sandbox; `checkpoint_at`: when what it is restored from was
-    kept, None: nobody knows; `is_planned`: its host was drained, not lost."""
+    """`fence`: of the session's new place, which is also the generation of its sandbox; `checkpoint_at`: when what it
+    is restored from was kept, None: nobody knows; `is_planned`: its host was drained, not lost."""
 
     fence: int
     checkpoint_at: datetime | None = None
@@ -229,7 +234,9 @@ class SessionMove:
     def news(self) -> str:
         """Of a session that was restored from a checkpoint."""
         at = self.checkpoint_at
-        checkpoint = f"the checkpoint of {at.isoformat(timespec='seconds')}" if at is not None else "its last checkpoint"
+        checkpoint = (
+            f"the checkpoint of {at.isoformat(timespec='seconds')}" if at is not None else "its last checkpoint"
+        )
         return _RESTORED.format(why=self._why(), checkpoint=checkpoint)
 
     def loss(self) -> str:

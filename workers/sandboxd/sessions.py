@@ -36,7 +36,9 @@ Revise = Callable[[SandboxTerms, SandboxPlan], SandboxPlan]
 
 @dataclass(frozen=True)
 class NewSession:
-    """What a new session begins with. `fill` None: nothing; `moved`: another host had it, and `fill` restores what was kept."""
+    """What a new session begins with. `fill` None: nothing; `moved`: another host had it, and `fill` restores what was
+    kept.
+    """
 
     plan: SandboxPlan
     ttl_s: float
@@ -73,10 +75,11 @@ class Sessions:
         factory.slots.make_room = self._give_one_up
 
     async def open(self, session: str, start: NewSession) -> Session:
-        """A session with a fresh sandbox, filled; opening an open one gives it as it is (a repeated request), but for one that has been moved
-        away from here and comes back: what is still here of it is closed first.
+        """A session with a fresh sandbox, filled; opening an open one gives it as it is (a repeated request), but for
+        one that has been moved away from here and comes back: what is still here of it is closed first.
 
-        Raises SandboxUnavailable when the host is full or the engine refuses, and what `fill` raises; then nothing is left of it.
+        Raises SandboxUnavailable when the host is full or the engine refuses, and what `fill` raises; then nothing is
+        left of it.
         """
         while True:
             entry = await self._open_or_join(session, start)
@@ -103,12 +106,14 @@ class Sessions:
             starting.add_done_callback(lambda task: self._forget_start(session, task))
         return await asyncio.shield(self._starting[session])
 
-    async def use(self, session: str, call_id: str | None = None, terms: SandboxTerms | None = None) -> tuple[Session, Sandbox]:
-        """The session and its living sandbox, ready for what begins at once: the call of that id, or something else that no model reads.
+    async def use(
+        self, session: str, call_id: str | None = None, terms: SandboxTerms | None = None
+    ) -> tuple[Session, Sandbox]:
+        """The session and its living sandbox, ready for what begins at once: the call of that id, or something else
+        that no model reads.
 
-        `terms`: of the tenant as they are now; None: as they were.
-        Raises ToolFailure: SESSION_NOT_FOUND, CANCELLED; and SandboxUnavailable, after a loss of files for one call: the next gets a fresh,
-        empty sandbox.
+        `terms`: of the tenant as they are now; None: as they were. Raises ToolFailure: SESSION_NOT_FOUND, CANCELLED;
+        and SandboxUnavailable, after a loss of files for one call: the next gets a fresh, empty sandbox.
         """
         entry = self._sessions.get(session)
         if entry is None or entry.is_closing:
@@ -124,7 +129,8 @@ class Sessions:
         return entry, entry.sandbox
 
     def tell_terms(self, entry: Session, terms: SandboxTerms) -> None:
-        """The tenant's terms are these from now on: for the rules of the next connection at once, for all else of the next sandbox.
+        """The tenant's terms are these from now on: for the rules of the next connection at once, for all else of the
+        next sandbox.
 
         What stands of connections is cut when it might not be allowed any more.
         """
@@ -144,8 +150,8 @@ class Sessions:
         return list(self._sessions.values())
 
     async def close(self, session: str, *, fence: int | None = None) -> bool:
-        """Remove the session's sandbox and files; returns when the container is gone. False when there was no such session, or it was opened under
-        another fence than that one.
+        """Remove the session's sandbox and files; returns when the container is gone. False when there was no such
+        session, or it was opened under another fence than that one.
 
         Raises SandboxUnavailable when the engine refuses: the session is of no more use, and the sweep tries again.
         """
@@ -172,7 +178,8 @@ class Sessions:
         await settle(self.close(session) for session in list(self._sessions))
 
     async def suspend_all(self, within_s: float) -> None:
-        """Give every container up and keep what can be kept, for the next sandboxd; what cannot be packed in time loses what the container had.
+        """Give every container up and keep what can be kept, for the next sandboxd; what cannot be packed in time loses
+        what the container had.
 
         From now on no call begins and no sandbox is made.
         """
@@ -189,18 +196,29 @@ class Sessions:
         await settle(self.close(entry.id) for entry in self.all() if not self.suspender.is_kept(entry))
 
     def adopt(self) -> int:
-        """Take over the sessions that an earlier sandboxd of this name kept; their containers are gone. Gives how many."""
+        """Take over the sessions that an earlier sandboxd of this name kept; their containers are gone. Gives how
+        many.
+        """
         self._sessions |= {entry.id: entry for entry in adopt(self._records, self._factory.workspaces)}
         return len(self._sessions)
 
     async def sweep(self) -> None:
-        """Delete workspaces and archives that no record has; before the first session is opened. What would not go waits for the next start."""
+        """Delete workspaces and archives that no record has; before the first session is opened. What would not go
+        waits for the next start.
+        """
         kept = self._records.sessions()
         archives = {(record.id.partition(":")[0], record.parcel) for record in kept if record.parcel is not None}
-        await settle([self._factory.workspaces.sweep({record.workspace for record in kept}), self._store.forget_all_but(archives)])
+        await settle(
+            [
+                self._factory.workspaces.sweep({record.workspace for record in kept}),
+                self._store.forget_all_but(archives),
+            ]
+        )
 
     def describe(self, after: str = "") -> list[dict[str, Any]]:
-        """One row a session, by name, from the one after that name on; no tenant's content. At most as many as an answer has room for."""
+        """One row a session, by name, from the one after that name on; no tenant's content. At most as many as an
+        answer has room for.
+        """
         names = heapq.nsmallest(MAX_ROWS, (name for name in self._sessions if name > after))
         return [self._sessions[name].describe() for name in names]
 
@@ -262,7 +280,9 @@ class Sessions:
         await asyncio.gather(*late, return_exceptions=True)
 
     async def _wait_ready(self, entry: Session, call_id: str | None) -> None:
-        """Returns with a sandbox that is ready. Whoever waits may be cancelled: he is then no more among the waiting."""
+        """Returns with a sandbox that is ready. Whoever waits may be cancelled: he is then no more among the
+        waiting.
+        """
         if call_id is not None:
             entry.waiting.append(call_id)
         try:
@@ -294,7 +314,9 @@ class Sessions:
             entry.is_paused = False
 
     def _check_told(self, entry: Session, is_call: bool) -> None:
-        """A model must not find an empty folder that it has not been told of: what is no call is refused until one has been."""
+        """A model must not find an empty folder that it has not been told of: what is no call is refused until one has
+        been.
+        """
         if entry.untold is not None:
             untold = entry.untold
             if is_call:
@@ -356,13 +378,17 @@ class Sessions:
                 await entry.sandbox.remove()
 
     async def _give_one_up(self) -> bool:
-        """For another's sake: a warm sandbox, else the container of the session that has been idle for the longest time."""
+        """For another's sake: a warm sandbox, else the container of the session that has been idle for the longest
+        time.
+        """
         if await self._pools.give_up_one():
             return True
         # One that had a job, or would not be packed, a moment ago is not asked again by everybody who waits.
         asked_before = time.monotonic() - MIN_IDLE_S
         idle = [
-            entry for entry in self.all() if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.looked_at < asked_before
+            entry
+            for entry in self.all()
+            if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.looked_at < asked_before
         ]
         for entry in sorted(idle, key=lambda one: one.used_at):
             if await self.suspender.give_up(entry):

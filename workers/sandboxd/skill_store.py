@@ -1,7 +1,9 @@
-"""The skills that sandboxes of this sandboxd can read: each bundle once, below a name that only those learn who may use it.
+"""The skills that sandboxes of this sandboxd can read: each bundle once, below a name that only those learn who may use
+it.
 
-All sandboxes have the same volume mounted, read-only. Its top cannot be listed, and what a bundle lies under is made with a secret of this
-process: whoever does not run the skill does not find it, and no content can be asked for by its digest.
+All sandboxes have the same volume mounted, read-only. Its top cannot be listed, and what a bundle lies under is made
+with a secret of this process: whoever does not run the skill does not find it, and no content can be asked for by its
+digest.
 """
 
 import asyncio
@@ -54,25 +56,32 @@ class SkillStore:
         await self._remove(self.volume)
 
     async def sweep(self, lease: Lease) -> None:
-        """Remove what sandboxds of this deployment left that are gone. Raises SandboxUnavailable when the engine does not answer."""
+        """Remove what sandboxds of this deployment left that are gone. Raises SandboxUnavailable when the engine does
+        not answer.
+        """
         listed = await self._engine.list_skill_volumes(f"{LABEL_DEPLOYMENT}={self.owner[LABEL_DEPLOYMENT]}")
         gone = [name for name, labels in listed.items() if name != self.volume and self._is_left(labels, lease)]
         await settle([self._remove(name) for name in gone])
 
     def find(self, scope: str, digest: str) -> str | None:
-        """The folder of a bundle in every sandbox; None: it has not been placed. `scope`: whose it is, as for `place`."""
+        """The folder of a bundle in every sandbox; None: it has not been placed. `scope`: whose it is, as for
+        `place`.
+        """
         return self._places.get((scope, digest))
 
     async def place(self, scope: str, digest: str, chunks: AsyncIterator[bytes]) -> str:
-        """Put the bundle of that digest there, from a tar archive of its files in the order of their paths; gives its folder in every sandbox.
+        """Put the bundle of that digest there, from a tar archive of its files in the order of their paths; gives its
+        folder in every sandbox.
 
-        `scope`: the tenant, or "" for everybody's. Raises ToolFailure for an archive that is not that bundle, SandboxUnavailable, and what
-        `chunks` raises.
+        `scope`: the tenant, or "" for everybody's. Raises ToolFailure for an archive that is not that bundle,
+        SandboxUnavailable, and what `chunks` raises.
         """
         with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as received:
             async for chunk in chunks:
                 if received.tell() + len(chunk) > MAX_ARCHIVE_BYTES:
-                    raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a skill's archive has at most {MAX_ARCHIVE_BYTES} bytes")
+                    raise ToolFailure(
+                        ErrorCode.INVALID_ARGUMENTS, f"a skill's archive has at most {MAX_ARCHIVE_BYTES} bytes"
+                    )
                 received.write(chunk)
             # One at a time, so that two who bring the same bundle do not unpack it over each other.
             async with self._placing:
@@ -84,12 +93,13 @@ class SkillStore:
         if scope and self._bytes[scope] + size > MAX_TENANT_BYTES:
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
-                f"the skills that tenant {scope} has used on this host take more than {MAX_TENANT_BYTES // 2**20} MiB: use fewer or smaller ones, or have "
-                "the operator start sandboxd anew",
+                f"the skills that tenant {scope} has used on this host take more than {MAX_TENANT_BYTES // 2**20} MiB: "
+                "use fewer or smaller ones, or have the operator start sandboxd anew",
             )
         if self._bytes.total() + size > MAX_SHELF_BYTES:
             raise SandboxUnavailable(
-                f"the skills of this host take more than {MAX_SHELF_BYTES // 2**30} GiB: remove some, and start sandboxd anew"
+                f"the skills of this host take more than {MAX_SHELF_BYTES // 2**30} GiB: remove some, and start "
+                "sandboxd anew"
             )
         name = hmac.new(self._secret, f"{scope}\0{digest}".encode(), hashlib.sha256).hexdigest()[:32]
         with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as archive:
@@ -113,7 +123,9 @@ class SkillStore:
 
 
 def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> None:
-    """The same files below `name`, root's and read-only for everybody else, and nothing but files. Raises ToolFailure when they are not that bundle."""
+    """The same files below `name`, root's and read-only for everybody else, and nothing but files. Raises ToolFailure
+    when they are not that bundle.
+    """
     found, folders, top = BundleDigest(), {""}, SKILLS_FOLDER.strip("/")
     try:
         with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as packed:
@@ -157,4 +169,6 @@ def _parents(path: str) -> list[str]:
 
 
 def _not_it(digest: str) -> ToolFailure:
-    return ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"what was sent is not the archive of the skill with the digest {digest}")
+    return ToolFailure(
+        ErrorCode.INVALID_ARGUMENTS, f"what was sent is not the archive of the skill with the digest {digest}"
+    )

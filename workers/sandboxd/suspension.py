@@ -1,4 +1,6 @@
-"""Sessions without a container: frozen, packed when their container is given up, and taken over from an earlier sandboxd."""
+"""Sessions without a container: frozen, packed when their container is given up, and taken over from an earlier
+sandboxd.
+"""
 
 import asyncio
 import time
@@ -29,12 +31,15 @@ MIN_IDLE_S = 1.0
 _MOST_UNPACKS = 3
 """An archive that could not be unpacked so many times will not be the next time either."""
 _JOBS_ENDED = (
-    "sandboxd was stopped and started again: background jobs have ended; files, kept outputs and the shell's folder and variables are kept"
+    "sandboxd was stopped and started again: background jobs have ended; files, kept outputs and the shell's folder "
+    "and variables are kept"
 )
 
 
 class SuspensionStore:
-    """Parcels in a store of this host: long outputs, the shell's state, /tmp, and a workspace that would go with its container."""
+    """Parcels in a store of this host: long outputs, the shell's state, /tmp, and a workspace that would go with its
+    container.
+    """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
@@ -76,7 +81,9 @@ def _as_unavailable(what: str) -> Iterator[None]:
 
 
 class SessionSuspender:
-    """Freezes sessions, packs them and removes their containers. Each holds the session's lock meanwhile, so that calls wait."""
+    """Freezes sessions, packs them and removes their containers. Each holds the session's lock meanwhile, so that calls
+    wait.
+    """
 
     def __init__(self, factory: SandboxFactory, suspension_store: SuspensionStore, records: Records) -> None:
         self._factory = factory
@@ -93,7 +100,8 @@ class SessionSuspender:
                 return False
             if not entry.is_ready or entry.is_busy or entry.used_at != used_at:
                 return False
-            # From before the engine is asked, whatever comes of it: to thaw one that runs is fine, to ask a frozen one is its end.
+            # From before the engine is asked, whatever comes of it: to thaw one that runs is fine, to ask a frozen one
+            # is its end.
             entry.is_paused = True
             freezing = asyncio.ensure_future(self._factory.engine.pause(sandbox.container))
             try:
@@ -104,7 +112,9 @@ class SessionSuspender:
         return True
 
     async def give_up(self, entry: Session, *, must_be_idle: bool = True) -> bool:
-        """Pack what the container alone has and remove it. False when the session works, has a background job, or could not be packed."""
+        """Pack what the container alone has and remove it. False when the session works, has a background job, or could
+        not be packed.
+        """
         if entry.sandbox is None or entry.lock.locked() or (must_be_idle and entry.idle_s() < MIN_IDLE_S):
             return False
         async with entry.lock:
@@ -116,7 +126,9 @@ class SessionSuspender:
             await self._pack_and_remove(entry, is_last=True)
 
     async def unpack(self, entry: Session, sandbox: Sandbox) -> None:
-        """Into its new sandbox what was packed of the last one. Raises SandboxUnavailable; after a few times the archive counts as lost."""
+        """Into its new sandbox what was packed of the last one. Raises SandboxUnavailable; after a few times the
+        archive counts as lost.
+        """
         try:
             await self._store.unpack(entry, sandbox)
         except SandboxUnavailable as error:
@@ -199,7 +211,9 @@ class SessionSuspender:
 
 
 def adopt(records: Records, workspaces: Workspaces) -> list[Session]:
-    """Sessions without containers. One whose files are gone is forgotten; one whose files are of another kind waits for a sandboxd that has it."""
+    """Sessions without containers. One whose files are gone is forgotten; one whose files are of another kind waits for
+    a sandboxd that has it.
+    """
     return [entry for record in records.sessions() if (entry := _adopt(record, records, workspaces)) is not None]
 
 
@@ -208,7 +222,9 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
         # An empty workspace of another kind must not pass for the one that was kept.
         log.error("session_of_another_kind", kept=record.kind, here=workspaces.kind, workspace=record.workspace)
         return None
-    workspace = workspaces.find(record.workspace, WorkspaceSize(record.plan.workspace_bytes, record.plan.workspace_inodes))
+    workspace = workspaces.find(
+        record.workspace, WorkspaceSize(record.plan.workspace_bytes, record.plan.workspace_inodes)
+    )
     if workspace is None:
         log.error("workspace_missing", workspace=record.workspace)
         records.forget_session(record.id)

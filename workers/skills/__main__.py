@@ -1,7 +1,8 @@
 """`python -m workers.skills FOLDER_OR_ZIP`: the skill there as a worker would load it, as JSON, or what makes it none.
 
-`--zip FILE` writes it as a .zip file, `--bundle FILE` as the bundle that is kept of installed skills. `--owner TENANT`: as it would be loaded for that one.
-`--tar`: the path is a name only, and the skill's folder comes as a tar archive on standard input; the answer has its files with their places in it. `--fronts`: standard input is a JSON object of
+`--zip FILE` writes it as a .zip file, `--bundle FILE` as the bundle that is kept of installed skills. `--owner TENANT`:
+as it would be loaded for that one. `--tar`: the path is a name only, and the skill's folder comes as a tar archive on
+standard input; the answer has its files with their places in it. `--fronts`: standard input is a JSON object of
 SKILL.md texts by folder, and the answer has their descriptions.
 """
 
@@ -42,7 +43,10 @@ def main() -> int:
                 write_zip(skill, target)
         if options.bundle is not None:
             options.bundle.write_bytes(compress_bundle(skill))
-        told = {**_tell(skill), "files": [(path, one.offset, one.size, one.is_executable) for path, one in files.items()]}
+        told = {
+            **_tell(skill),
+            "files": [(path, one.offset, one.size, one.is_executable) for path, one in files.items()],
+        }
     except (SkillBroken, ToolFailure) as broken:
         told = {"broken": str(broken)}
     except OSError as error:

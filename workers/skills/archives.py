@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from contract.skills import LEFT_OUT, MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SKILL_FILE, BundleFile, SkillBroken
+from contract.skills import (
+    LEFT_OUT,
+    MAX_ARCHIVE_BYTES,
+    MAX_BUNDLE_BYTES,
+    MAX_BUNDLE_FILES,
+    SKILL_FILE,
+    BundleFile,
+    SkillBroken,
+)
 from contract.tar_archives import TarEntry, TarRefused, read_tar
 from workers.skills.loader import MAX_DEPTH, Skill, load_files, pack_skill
 from workers.skills.sources import MemorySource
@@ -32,9 +40,13 @@ class Member:
 
 
 def load_zip(path: Path, owner: str = "") -> Skill:
-    """The skill in a .zip file: its folder, or what is in that. Raises SkillBroken for whatever is not plain, OSError."""
+    """The skill in a .zip file: its folder, or what is in that. Raises SkillBroken for whatever is not plain,
+    OSError.
+    """
     if path.stat().st_size > MAX_ZIP_BYTES:
-        raise SkillBroken(f"it is larger than {MAX_ZIP_BYTES // 1024 // 1024} MiB: leave out what the skill does not use")
+        raise SkillBroken(
+            f"it is larger than {MAX_ZIP_BYTES // 1024 // 1024} MiB: leave out what the skill does not use"
+        )
     try:
         with zipfile.ZipFile(path) as archive:
             members = _read_zip(archive)
@@ -52,19 +64,26 @@ def load_zip(path: Path, owner: str = "") -> Skill:
         IndexError,
     ) as error:
         # All of these are raised for archives that are damaged, encrypted or compressed in other ways.
-        raise SkillBroken(f"it is no .zip file that can be read ({error}): pack it with `toolcrew skills pack FOLDER`") from error
+        raise SkillBroken(
+            f"it is no .zip file that can be read ({error}): pack it with `toolcrew skills pack FOLDER`"
+        ) from error
     folder, plain = _without_top(members)
     return load_members(str(path), folder or path.stem, plain, owner)
 
 
 def load_tar(data: bytes, folder: str, owner: str = "") -> Skill:
     """The skill in a tar archive of its folder, as a session's sandbox makes it. Raises SkillBroken."""
-    members = [Member(path, data[one.offset : one.offset + one.size], one.is_executable) for path, one in find_files(data).items()]
+    members = [
+        Member(path, data[one.offset : one.offset + one.size], one.is_executable)
+        for path, one in find_files(data).items()
+    ]
     return load_members(folder, folder, members, owner)
 
 
 def find_files(data: bytes) -> dict[str, TarEntry]:
-    """The plain files of a folder in a tar archive, by path; links, devices and folders are left out. Raises SkillBroken."""
+    """The plain files of a folder in a tar archive, by path; links, devices and folders are left out. Raises
+    SkillBroken.
+    """
     found = {}
     try:
         for entry in read_tar(io.BytesIO(data), 2 * MAX_BUNDLE_FILES):
@@ -82,11 +101,15 @@ def load_members(name: str, folder: str, members: Iterable[Member], owner: str =
     if not any(member.path == SKILL_FILE for member in known):
         raise SkillBroken(f"it has no {SKILL_FILE} at its top: pack the skill's folder, or what is in it")
     source = MemorySource(name, {member.path: member.data for member in known})
-    return load_files(source, folder, [BundleFile(one.path, len(one.data), one.is_executable, one.data[:2]) for one in known], owner)
+    return load_files(
+        source, folder, [BundleFile(one.path, len(one.data), one.is_executable, one.data[:2]) for one in known], owner
+    )
 
 
 def write_zip(skill: Skill, target: IO[bytes]) -> None:
-    """Its folder as a .zip file, the same bytes for the same files. Raises ToolFailure(STALE_FILE) when they have changed since."""
+    """Its folder as a .zip file, the same bytes for the same files. Raises ToolFailure(STALE_FILE) when they have
+    changed since.
+    """
     with pack_skill(skill, MAX_ARCHIVE_BYTES) as packed, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for member in read_bundle(packed):
             entry = zipfile.ZipInfo(f"{skill.name}/{member.path}", _EPOCH)
@@ -102,7 +125,9 @@ def compress_bundle(skill: Skill) -> bytes:
 
 
 def expand_bundle(data: bytes) -> list[Member]:
-    """The files of what `compress_bundle` gave. Raises SkillBroken when it is something else, however much that would be."""
+    """The files of what `compress_bundle` gave. Raises SkillBroken when it is something else, however much that would
+    be.
+    """
     inflater = zlib.decompressobj()
     try:
         packed = inflater.decompress(data, MAX_ARCHIVE_BYTES)
@@ -139,7 +164,10 @@ def _read_zip(archive: zipfile.ZipFile) -> list[Member]:
             data = content.read(room + 1)
         room -= len(data)
         if room < 0:
-            raise SkillBroken(f"its files are larger than {MAX_BUNDLE_BYTES // 1024 // 1024} MiB: leave out what the skill does not use")
+            raise SkillBroken(
+                f"its files are larger than {MAX_BUNDLE_BYTES // 1024 // 1024} MiB: leave out what the skill does not "
+                "use"
+            )
         found[entry.filename] = Member(entry.filename, data, bool((entry.external_attr >> 16) & 0o100))
     _check_folders(found)
     return list(found.values())
@@ -153,10 +181,15 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
         raise SkillBroken(f"{name[:200]} is encrypted: pack it without a password")
     parts = name.split("/")
     is_plain = (
-        name.isprintable() and "\\" not in name and len(name) <= _MAX_PATH_CHARS and all(part not in ("", ".", "..") for part in parts)
+        name.isprintable()
+        and "\\" not in name
+        and len(name) <= _MAX_PATH_CHARS
+        and all(part not in ("", ".", "..") for part in parts)
     )
     if not is_plain:
-        raise SkillBroken(f"{name[:200]!r} is no path within a folder: name files without .., without \\ and without a / at the front")
+        raise SkillBroken(
+            f"{name[:200]!r} is no path within a folder: name files without .., without \\ and without a / at the front"
+        )
     if len(parts) > MAX_DEPTH:
         raise SkillBroken(f"its folders are nested more than {MAX_DEPTH} deep: put {name[:200]} higher")
 

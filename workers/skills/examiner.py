@@ -1,4 +1,6 @@
-"""Has what a session says of its skills read by a process of its own: a parser that fails or takes too much costs that call only."""
+"""Has what a session says of its skills read by a process of its own: a parser that fails or takes too much costs that
+call only.
+"""
 
 import hashlib
 import json
@@ -48,11 +50,17 @@ class SkillExaminer:
 def _run(arguments: Sequence[str], data: bytes) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "workers.skills", *arguments]
     try:
-        done = subprocess.run(command, input=data, capture_output=True, check=True, timeout=EXAMINE_S, env=parser_environment(), cwd="/")
+        done = subprocess.run(
+            command, input=data, capture_output=True, check=True, timeout=EXAMINE_S, env=parser_environment(), cwd="/"
+        )
         if len(done.stdout) > _MAX_ANSWER_BYTES:
             return {"broken": "what it says of itself is too long"}
         answer: dict[str, Any] = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
-        log.warning("skill_not_examined", error=str(error), stderr=(getattr(error, "stderr", None) or b"")[-500:].decode(errors="replace"))
+        log.warning(
+            "skill_not_examined",
+            error=str(error),
+            stderr=(getattr(error, "stderr", None) or b"")[-500:].decode(errors="replace"),
+        )
         return {"broken": "it could not be examined within the limits of time and memory: make it smaller and simpler"}
     return answer

@@ -1,4 +1,6 @@
-"""The skills that are installed for tenants, as a worker gets them: records from Redis with each call, bundles once while they are used."""
+"""The skills that are installed for tenants, as a worker gets them: records from Redis with each call, bundles once
+while they are used.
+"""
 
 import hashlib
 import threading
@@ -69,6 +71,7 @@ class InstalledSkillCache:
         except SkillBroken as broken:
             log.error("installed_skill_broken", tenant=tenant, skill=name, error=str(broken))
             raise ToolFailure(
-                ErrorCode.STALE_FILE, f"the skill {name} cannot be used ({broken}): whoever installed it has to do so again"
+                ErrorCode.STALE_FILE,
+                f"the skill {name} cannot be used ({broken}): whoever installed it has to do so again",
             ) from broken
         return skill

@@ -54,8 +54,9 @@ class SkillTool:
 
 @dataclass(frozen=True)
 class Skill:
-    """A skill as it was loaded. `files`: by path; their bytes stay where they are. `tool`: what it is by its sidecar, None: no tool of its own.
-    `owner`: the tenant that it was installed for, "": everybody's. `place`: where a session has it, None: it is to be brought to sandboxes."""
+    """A skill as it was loaded. `files`: by path; their bytes stay where they are. `tool`: what it is by its sidecar,
+    None: no tool of its own. `owner`: the tenant that it was installed for, "": everybody's. `place`: where a session
+    has it, None: it is to be brought to sandboxes."""
 
     source: Source
     summary: SkillSummary
@@ -75,7 +76,8 @@ class Skill:
 
 
 def load_skills(roots: Sequence[Path]) -> tuple[Skill, ...]:
-    """Every skill that can be used, by name; of two with one name that of the first root. What is wrong with one is logged, and costs no other.
+    """Every skill that can be used, by name; of two with one name that of the first root. What is wrong with one is
+    logged, and costs no other.
 
     Raises ConfigError for a root that is no folder.
     """
@@ -90,18 +92,24 @@ def load_skills(roots: Sequence[Path]) -> tuple[Skill, ...]:
             if skill.name in found:
                 log.warning("skill_shadowed", skill=skill.name, folder=str(folder), by=str(found[skill.name].source))
             elif len(found) == MAX_SKILLS:
-                log.error("skill_not_loaded", folder=str(folder), error=f"there are {MAX_SKILLS} skills already: remove some")
+                log.error(
+                    "skill_not_loaded", folder=str(folder), error=f"there are {MAX_SKILLS} skills already: remove some"
+                )
             else:
                 found[skill.name] = skill
                 if skill.summary.warnings:
-                    log.warning("skill_has_faults", skill=skill.name, folder=str(folder), warnings=list(skill.summary.warnings))
+                    log.warning(
+                        "skill_has_faults", skill=skill.name, folder=str(folder), warnings=list(skill.summary.warnings)
+                    )
     return tuple(sorted(found.values(), key=lambda skill: skill.name))
 
 
 def load_skill(folder: Path, owner: str = "") -> Skill:
     """The skill of one folder. Raises SkillBroken, OSError."""
     if (folder / SKILL_FILE).stat().st_size > MAX_SKILL_FILE_BYTES:
-        raise SkillBroken(f"its {SKILL_FILE} is larger than {MAX_SKILL_FILE_BYTES} bytes: move text into files beside it")
+        raise SkillBroken(
+            f"its {SKILL_FILE} is larger than {MAX_SKILL_FILE_BYTES} bytes: move text into files beside it"
+        )
     # Before anything of it is read: a link may lead anywhere, and a bundle be of any size.
     return load_files(FolderSource(folder), folder.name, _checked_files(folder), owner)
 
@@ -138,7 +146,9 @@ def _read_tool(source: Source, skill: SkillSummary, files: Sequence[BundleFile],
 
 
 def _bound(spec: ToolSpec) -> ToolSpec:
-    """The tool of a tenant's skill, whose arguments are checked by processes that are everybody's. Raises SidecarBroken."""
+    """The tool of a tenant's skill, whose arguments are checked by processes that are everybody's. Raises
+    SidecarBroken.
+    """
     try:
         return spec.model_copy(update={"parameters": bound_schema(spec.parameters), "is_installed_skill": True})
     except SchemaRefused as refused:
@@ -146,7 +156,9 @@ def _bound(spec: ToolSpec) -> ToolSpec:
 
 
 def pack_skill(skill: Skill, memory_bytes: int = _MEMORY_BYTES) -> IO[bytes]:
-    """Its files as a tar archive, to be closed; one that is larger than `memory_bytes` lies on the disk. Raises ToolFailure(STALE_FILE) when they are no longer those that were loaded."""
+    """Its files as a tar archive, to be closed; one that is larger than `memory_bytes` lies on the disk. Raises
+    ToolFailure(STALE_FILE) when they are no longer those that were loaded.
+    """
     digest = BundleDigest()
     with contextlib.ExitStack() as stack:
         packed = stack.enter_context(tempfile.SpooledTemporaryFile(memory_bytes))
@@ -176,7 +188,9 @@ def _read_as_loaded(skill: Skill, file: BundleFile) -> bytes:
 
 
 def read_bundled(skill: Skill, file: BundleFile, at_most: int | None = None) -> bytes:
-    """The bytes of one of its files, or so many of them. Raises ToolFailure(STALE_FILE) when it is gone, or of another size than it was."""
+    """The bytes of one of its files, or so many of them. Raises ToolFailure(STALE_FILE) when it is gone, or of another
+    size than it was.
+    """
     try:
         return _read_as_loaded(skill, file) if at_most is None else skill.source.read(file.path, at_most)
     except OSError as error:
@@ -186,7 +200,8 @@ def read_bundled(skill: Skill, file: BundleFile, at_most: int | None = None) -> 
 def _stale(skill: Skill) -> ToolFailure:
     return ToolFailure(
         ErrorCode.STALE_FILE,
-        f"the files of the skill {skill.name} were changed since its worker loaded them: its operator has to restart the worker",
+        f"the files of the skill {skill.name} were changed since its worker loaded them: its operator has to restart "
+        "the worker",
     )
 
 
@@ -195,7 +210,8 @@ def _skill_folders(root: Path) -> Iterator[Path]:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
     except OSError as error:
         raise ConfigError(
-            f"TOOLCREW_SKILLS names {root}, which is no folder that can be read ({error.strerror}): make it, or leave it out"
+            f"TOOLCREW_SKILLS names {root}, which is no folder that can be read ({error.strerror}): make it, or leave "
+            "it out"
         ) from error
     for entry in entries:
         if entry.is_dir() and os.path.isfile(os.path.join(entry.path, SKILL_FILE)):
@@ -229,7 +245,9 @@ def _scan(folder: str) -> Iterator[BundleFile]:
 
 
 def _look_at(entry: "os.DirEntry[str]", path: str, root: str) -> BundleFile | None:
-    """None: nothing that belongs to a bundle. A link to one of its own folders adds nothing, and one to its own parents would never end."""
+    """None: nothing that belongs to a bundle. A link to one of its own folders adds nothing, and one to its own parents
+    would never end.
+    """
     if entry.is_symlink():
         target = os.path.realpath(entry.path)
         if os.path.commonpath((target, root)) != root:

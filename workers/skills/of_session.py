@@ -1,4 +1,6 @@
-"""The skills that a session has in its own workspace, below /workspace/.skills. The sandbox's word: as hostile as anything that comes out of one."""
+"""The skills that a session has in its own workspace, below /workspace/.skills. The sandbox's word: as hostile as
+anything that comes out of one.
+"""
 
 import json
 import re
@@ -50,34 +52,51 @@ class SessionSkills:
             SkillSummary.model_validate(answer["skill"]),
             answer["body"],
             files,
-            SkillTool(Sidecar.model_validate(answer["sidecar"]), ToolSpec.model_validate(tool)) if tool is not None else None,
+            SkillTool(Sidecar.model_validate(answer["sidecar"]), ToolSpec.model_validate(tool))
+            if tool is not None
+            else None,
             tenant,
             f"{ROOT}/{name}",
         )
 
     def all(self, environment: ToolEnvironment) -> dict[str, str]:
         """What those say of themselves that can be told of, by the names of their folders: at most MAX_LISTED."""
-        fronts = {name: (_read_front(name, environment) or b"").decode("utf-8", "replace") for name in _list_folders(environment)}
+        fronts = {
+            name: (_read_front(name, environment) or b"").decode("utf-8", "replace")
+            for name in _list_folders(environment)
+        }
         if not fronts:
             return {}
         with suppress(SkillBroken):
-            descriptions: dict[str, str] = self._examiner.ask(("fronts", "--fronts"), json.dumps(fronts).encode())["descriptions"]
+            descriptions: dict[str, str] = self._examiner.ask(("fronts", "--fronts"), json.dumps(fronts).encode())[
+                "descriptions"
+            ]
             return descriptions
         return {}
 
 
 def _list_folders(environment: ToolEnvironment) -> list[str]:
     lines = bytearray()
-    request = {"op": "glob", "pattern": f"*/{SKILL_FILE}", "path": ROOT, "kind": "file", "limit": MAX_LISTED, "include_ignored": True}
+    request = {
+        "op": "glob",
+        "pattern": f"*/{SKILL_FILE}",
+        "path": ROOT,
+        "kind": "file",
+        "limit": MAX_LISTED,
+        "include_ignored": True,
+    }
     try:
         environment.run(
-            {**request, "max_bytes": _LIST_BYTES, "timeout_s": environment.context.timeout_s}, on_data=lambda _, data: lines.extend(data)
+            {**request, "max_bytes": _LIST_BYTES, "timeout_s": environment.context.timeout_s},
+            on_data=lambda _, data: lines.extend(data),
         )
     except ToolFailure as failure:
         if failure.code in (ErrorCode.FILE_NOT_FOUND, ErrorCode.NOT_A_DIRECTORY):
             return []
         raise
-    names = [line.removesuffix(f"/{SKILL_FILE}").rpartition("/")[2] for line in lines.decode("utf-8", "replace").splitlines()]
+    names = [
+        line.removesuffix(f"/{SKILL_FILE}").rpartition("/")[2] for line in lines.decode("utf-8", "replace").splitlines()
+    ]
     return sorted({name for name in names if _NAME.fullmatch(name)})[:MAX_LISTED]
 
 

@@ -24,14 +24,18 @@ _SHEBANG_BYTES = 256
 def run_script(
     skill: Skill, script: str, arguments: Mapping[str, JsonValue], call: Mapping[str, Any], environment: ToolEnvironment
 ) -> Outcome:
-    """Run `script` with `arguments` as JSON on its standard input. `call`: the arguments of the whole call. Raises ToolFailure, SandboxUnavailable."""
+    """Run `script` with `arguments` as JSON on its standard input. `call`: the arguments of the whole call. Raises
+    ToolFailure, SandboxUnavailable.
+    """
     begun, file = time.monotonic(), find_script(skill, script)
     place = place_skill(skill, environment)
     argv = _command(skill, file, f"{place}/{file.path}")
     return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "args"), place, call, begun, environment)
 
 
-def run_entrypoint(skill: Skill, sidecar: Sidecar, arguments: Mapping[str, JsonValue], environment: ToolEnvironment) -> Outcome:
+def run_entrypoint(
+    skill: Skill, sidecar: Sidecar, arguments: Mapping[str, JsonValue], environment: ToolEnvironment
+) -> Outcome:
     """Run the skill as the tool that its sidecar makes of it. Raises as `run_script`."""
     file = skill.find(sidecar.entrypoint)
     assert file is not None, "its sidecar was checked when it was loaded"
@@ -45,16 +49,25 @@ def run_entrypoint(skill: Skill, sidecar: Sidecar, arguments: Mapping[str, JsonV
 
 
 def place_skill(skill: Skill, environment: ToolEnvironment) -> str:
-    """Its folder in the session's sandbox, where nobody can change it, but for the session's own. Raises ToolFailure, SandboxUnavailable."""
-    return skill.place or environment.place_skill(skill.summary.digest, lambda: pack_skill(skill), is_shared=not skill.owner)
+    """Its folder in the session's sandbox, where nobody can change it, but for the session's own. Raises ToolFailure,
+    SandboxUnavailable.
+    """
+    return skill.place or environment.place_skill(
+        skill.summary.digest, lambda: pack_skill(skill), is_shared=not skill.owner
+    )
 
 
-def _run(argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begun: float, environment: ToolEnvironment) -> Outcome:
+def _run(
+    argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begun: float, environment: ToolEnvironment
+) -> Outcome:
     """`call`: those of the call's arguments that mean what they mean to bash_tool; `begun`: when its time began."""
     context = environment.context
     left_s = context.timeout_s - (time.monotonic() - begun)
     if left_s <= 0:
-        raise ToolFailure(ErrorCode.TIMEOUT, f"bringing the skill's files to the sandbox took all of {context.timeout_s:g} s: try again")
+        raise ToolFailure(
+            ErrorCode.TIMEOUT,
+            f"bringing the skill's files to the sandbox took all of {context.timeout_s:g} s: try again",
+        )
     request = {
         "op": "exec",
         "argv": argv,
@@ -63,17 +76,22 @@ def _run(argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begu
         "env": {"SKILL_DIR": place},
         "timeout_s": left_s,
     }
-    return build_outcome(call, run_shown(request, body, environment), context, background="bash_tool and background=true")
+    return build_outcome(
+        call, run_shown(request, body, environment), context, background="bash_tool and background=true"
+    )
 
 
 def find_script(skill: Skill, script: str) -> BundleFile:
-    """The file of that name below scripts/, which may be left out. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names."""
+    """The file of that name below scripts/, which may be left out. Raises ToolFailure(FILE_NOT_FOUND) with the nearest
+    names.
+    """
     file = skill.find(script if script.startswith(SCRIPTS) else SCRIPTS + script)
     if file is None:
         scripts = [file.path for file in skill.files if file.path.startswith(SCRIPTS)]
         raise ToolFailure(
             ErrorCode.FILE_NOT_FOUND,
-            f"the skill {skill.name} has no script {show_name(script)}: {name_nearest(script, scripts, 'it has no scripts')}",
+            f"the skill {skill.name} has no script {show_name(script)}: "
+            f"{name_nearest(script, scripts, 'it has no scripts')}",
         )
     return file
 
@@ -86,7 +104,9 @@ def name_nearest(name: str, names: Iterable[str], none: str) -> str:
 
 def _command(skill: Skill, file: BundleFile, path: str) -> list[str]:
     if file.mark == b"#!":
-        words = _read_first_line(read_bundled(skill, file, _SHEBANG_BYTES).split(b"\n")[0][2:].decode("utf-8", "replace"))
+        words = _read_first_line(
+            read_bundled(skill, file, _SHEBANG_BYTES).split(b"\n")[0][2:].decode("utf-8", "replace")
+        )
         if words:
             return [*words, path]
     interpreter = INTERPRETERS.get(PurePosixPath(file.path).suffix)
@@ -96,14 +116,14 @@ def _command(skill: Skill, file: BundleFile, path: str) -> list[str]:
         return [path]
     raise ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
-        f"{show_name(file.path)} of the skill {skill.name} cannot be run: it has neither a line #! nor a run bit, and its name ends in none of "
-        f"{', '.join(INTERPRETERS)}; read it and do what it does with bash_tool",
+        f"{show_name(file.path)} of the skill {skill.name} cannot be run: it has neither a line #! nor a run bit, and "
+        f"its name ends in none of {', '.join(INTERPRETERS)}; read it and do what it does with bash_tool",
     )
 
 
 def _read_first_line(line: str) -> list[str]:
-    """What the kernel would run for a script with that behind `#!`: a program and at most one argument. Where `env` only finds a program, that program:
-    `env` would hide from us which one is missing."""
+    """What the kernel would run for a script with that behind `#!`: a program and at most one argument. Where `env`
+    only finds a program, that program: `env` would hide from us which one is missing."""
     program, _, rest = line.strip().replace("\t", " ").partition(" ")
     rest = rest.strip()
     if program.endswith("/env"):

@@ -44,7 +44,9 @@ class Outcome:
 
 
 class SandboxRequest(NamedTuple):
-    """One request to sandboxd that has ended. `sandbox_s`: its time in sandboxd, from where the sandbox was ready; `run_s`: the guest's part of it."""
+    """One request to sandboxd that has ended. `sandbox_s`: its time in sandboxd, from where the sandbox was ready;
+    `run_s`: the guest's part of it.
+    """
 
     op: str
     began_at: float
@@ -59,8 +61,9 @@ class SandboxRequest(NamedTuple):
 class WorkerResources:
     """What all calls of one executor share.
 
-    `facts`: `host` and `queue` of this worker. `holder`: its name in the records of calls. `client` None: a worker without sandboxes. `states` None:
-    sessions have no state here. `open_events`: opens the events of a call whose caller wants them.
+    `facts`: `host` and `queue` of this worker. `holder`: its name in the records of calls. `client` None: a worker
+    without sandboxes. `states` None: sessions have no state here. `open_events`: opens the events of a call whose
+    caller wants them.
     """
 
     facts: Mapping[str, str]
@@ -73,14 +76,21 @@ class WorkerResources:
 class ToolEnvironment:
     """What a tool's handler may use: the call's context and content, its events, and the sandbox of its session.
 
-    It also records what sandboxd reports while the call runs. `terms`: what the tenant's policy allows its sandboxes now; None: sessions have what the
-    class `default` has.
+    It also records what sandboxd reports while the call runs. `terms`: what the tenant's policy allows its sandboxes
+    now; None: sessions have what the class `default` has.
     """
 
     def __init__(
-        self, call: ToolCall, context: ToolContext, resources: WorkerResources, content: bytes = b"", terms: SandboxTerms | None = None
+        self,
+        call: ToolCall,
+        context: ToolContext,
+        resources: WorkerResources,
+        content: bytes = b"",
+        terms: SandboxTerms | None = None,
     ) -> None:
-        """`content`: bytes that came with the arguments. Raises ToolFailure when a worker with sandboxes gets a call without a session."""
+        """`content`: bytes that came with the arguments. Raises ToolFailure when a worker with sandboxes gets a call
+        without a session.
+        """
         self.call = call
         self.context = context
         self.content = content
@@ -95,7 +105,9 @@ class ToolEnvironment:
         self._sandbox_lost: str | None = None
         self._is_workspace_kept = False
         self._has_sent = False
-        """Whether sandboxd has carried out a request of this call. After that, a request that was not sent leaves a call that has acted in part."""
+        """Whether sandboxd has carried out a request of this call. After that, a request that was not sent leaves a
+        call that has acted in part.
+        """
         if resources.client is not None and context.session is None:
             raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, f"{call.name} needs a session: open one first")
         self._name = sandbox_id(context.tenant, context.session or "")
@@ -104,7 +116,8 @@ class ToolEnvironment:
             self.events = resources.open_events(call, context)
 
     def call_context(self, runner: CoroutineRunner | None = None) -> CallContext:
-        """Return what every function tool gets: configuration, working directory, model of the caller, state of the session.
+        """Return what every function tool gets: configuration, working directory, model of the caller, state of the
+        session.
 
         `runner` runs the coroutines of model and state for a tool that is not asynchronous.
         """
@@ -117,7 +130,9 @@ class ToolEnvironment:
             cwd=context.cwd,
             config=MappingProxyType(copy.deepcopy(context.config)),
             model=CallerModel(context.model, self.events) if context.model is not None else None,
-            state=NoState() if states is None or context.session is None else states.open(context.tenant, context.session),
+            state=NoState()
+            if states is None or context.session is None
+            else states.open(context.tenant, context.session),
             runner=runner,
         )
 
@@ -127,7 +142,9 @@ class ToolEnvironment:
         return self.events.is_watched
 
     def show(self, stream: str, text: str) -> None:
-        """Send a piece of output to the caller now; nothing when it does not watch. May wait for a slow caller, for a limited time."""
+        """Send a piece of output to the caller now; nothing when it does not watch. May wait for a slow caller, for a
+        limited time.
+        """
         self.events.show(stream, text)
 
     def host_facts(self) -> Mapping[str, str]:
@@ -135,9 +152,11 @@ class ToolEnvironment:
         return self._resources.facts
 
     def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
-        """Send one request to the guest of the call's session. `on_data` gets (stream, bytes) as they come; without it they are gathered.
+        """Send one request to the guest of the call's session. `on_data` gets (stream, bytes) as they come; without it
+        they are gathered.
 
-        While `on_data` does not return, nothing more is read, and the guest waits. Raises ToolFailure and SandboxUnavailable.
+        While `on_data` does not return, nothing more is read, and the guest waits. Raises ToolFailure and
+        SandboxUnavailable.
         """
         client, before = self._client(), (self.sandbox_s, self.run_s)
         began, began_at, kill, error = time.monotonic(), time.time(), None, None
@@ -164,8 +183,8 @@ class ToolEnvironment:
     def place_skill(self, digest: str, pack: Callable[[], IO[bytes]], *, is_shared: bool) -> str:
         """Return the folder of the skill with that digest in the sandbox, where it cannot be changed.
 
-        `pack` returns its files as a tar archive, in the order of their paths; it is called when they are not there yet. `is_shared`: for every tenant,
-        else for this call's.
+        `pack` returns its files as a tar archive, in the order of their paths; it is called when they are not there
+        yet. `is_shared`: for every tenant, else for this call's.
         """
         client = self._client()
         try:
@@ -173,7 +192,9 @@ class ToolEnvironment:
             if place is not None:
                 return place
             with pack() as archive:
-                return self._timed("place_skill", lambda: client.place_skill(self._name, digest, archive, shared=is_shared))
+                return self._timed(
+                    "place_skill", lambda: client.place_skill(self._name, digest, archive, shared=is_shared)
+                )
         except SandboxdAway as away:
             # Nothing of the call itself was asked for.
             raise SandboxdAway(str(away), was_sent=self._has_sent) from away
@@ -187,14 +208,17 @@ class ToolEnvironment:
         network: str | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Open the session's sandbox. `restore`: a checkpoint's id; `moved`: another host had the session (SandboxClient.describe_open).
+        """Open the session's sandbox. `restore`: a checkpoint's id; `moved`: another host had the session
+        (SandboxClient.describe_open).
 
         Returns `image`, `network`, `workspace` (its kind) and `start_s`.
         """
         client = self._client()
         fields = self._timed(
             "open" if restore is None else "restore",
-            lambda: client.describe_open(self._name, image, ttl_s, restore=restore, network=network, terms=self._terms, moved=moved),
+            lambda: client.describe_open(
+                self._name, image, ttl_s, restore=restore, network=network, terms=self._terms, moved=moved
+            ),
             lambda opened: float(opened["start_s"]),
         )
         # A session that was open already may have no container now.
@@ -227,14 +251,17 @@ class ToolEnvironment:
         reason = "" if self._sandbox_lost in message else f"{self._sandbox_lost}: "
         if self._is_workspace_kept:
             left = (
-                "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, /tmp and the shell's"
+                "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, "
+                "/tmp and the shell's"
             )
             return f" ({reason}the sandbox is gone; {left} folder and variables are lost)"
         return f" ({reason}the sandbox and its files are lost; the next call gets a fresh, empty one)"
 
     def _client(self) -> SandboxClient:
         if self._resources.client is None:
-            raise ToolFailure(ErrorCode.SANDBOX_UNAVAILABLE, f"{self.call.name} runs in a pool without sandboxes, and asked for one")
+            raise ToolFailure(
+                ErrorCode.SANDBOX_UNAVAILABLE, f"{self.call.name} runs in a pool without sandboxes, and asked for one"
+            )
         return self._resources.client
 
     def _take_answer(self, request: Mapping[str, Any], response: GuestResponse) -> Told:
@@ -243,11 +270,17 @@ class ToolEnvironment:
             answer = parse_told(request, response.done)
         except GuestNonsense as nonsense:
             self._give_up_sandbox()
-            raise SandboxUnavailable(f"the sandbox gave an answer that is none ({nonsense}), and was removed: open a new session") from None
+            raise SandboxUnavailable(
+                f"the sandbox gave an answer that is none ({nonsense}), and was removed: open a new session"
+            ) from None
         # News come with the first answer of a call that asks several times.
         news = self.sandbox.news if self.sandbox is not None else None
         self.kill, self._sandbox_lost, self._is_workspace_kept = answer.kill, answer.sandbox_lost, answer.workspace_kept
-        self.sandbox = answer.sandbox.model_copy(update={"news": answer.sandbox.news or news}) if answer.sandbox is not None else None
+        self.sandbox = (
+            answer.sandbox.model_copy(update={"news": answer.sandbox.news or news})
+            if answer.sandbox is not None
+            else None
+        )
         # The guest's clock is believed as far as sandboxd's own reaches.
         self.run_s += min(max(0.0, answer.run_s), answer.sandbox_s)
         self.sandbox_s += answer.sandbox_s
@@ -261,7 +294,9 @@ class ToolEnvironment:
             log.error("sandbox_not_closed", call=self.call.id, error=str(error))
 
     def _timed(self, op: str, work: Callable[[], T], sandbox_s: Callable[[T], float] = lambda _: 0.0) -> T:
-        """Return the result of `work`, and record how long it took. `sandbox_s`: sandboxd's part of that, by the result."""
+        """Return the result of `work`, and record how long it took. `sandbox_s`: sandboxd's part of that, by the
+        result.
+        """
         began, began_at = time.monotonic(), time.time()
         seconds, error = 0.0, None
         try:

@@ -1,4 +1,6 @@
-"""How a command ended, as a model reads it: its output, then one line in brackets for each thing that is to be known."""
+"""How a command ended, as a model reads it: its output, then one line in brackets for each thing that is to be
+known.
+"""
 
 import json
 import signal
@@ -39,12 +41,15 @@ def build_outcome(
     }
     if done["timed_out"]:
         error = (
-            f"the command was ended at its limit of {context.timeout_s:g} s, with all that it had started; give a longer timeout (at most "
-            f"{MAX_TIMEOUT_S:g}), start it with {background}, or do less in one call. Its cwd and variables were not kept"
+            f"the command was ended at its limit of {context.timeout_s:g} s, with all that it had started; give a "
+            f"longer timeout (at most {MAX_TIMEOUT_S:g}), start it with {background}, or do less in one call. Its cwd "
+            "and variables were not kept"
         )
         return Outcome(output, error=error, error_code=ErrorCode.TIMEOUT, **told)
     if done["cancelled"]:
-        return Outcome(output, error="the call was cancelled and its processes were killed", error_code=ErrorCode.CANCELLED, **told)
+        return Outcome(
+            output, error="the call was cancelled and its processes were killed", error_code=ErrorCode.CANCELLED, **told
+        )
     return Outcome(output, **told)
 
 
@@ -98,7 +103,8 @@ def _place_notes(done: Mapping[str, Any]) -> list[str]:
         notes.append(f"[cwd is now {folder}]")
     if state.get("stray"):
         notes.append(
-            f"[the shell ended in {show_name(state['stray'])}, outside of /workspace and /tmp: the next command starts in {folder}]"
+            f"[the shell ended in {show_name(state['stray'])}, outside of /workspace and /tmp: the next command starts "
+            f"in {folder}]"
         )
     elif state.get("stray") == "":
         notes.append(f"[the folder in which the shell ended is gone: cwd was not kept, it is {folder}]")
@@ -117,7 +123,8 @@ def _end_notes(done: Mapping[str, Any], background: str) -> list[str]:
     kill = done.get("kill")
     if kill and not done["timed_out"] and not done["cancelled"]:
         notes.append(
-            f"[processes that the command had left running were ended with it: {kill['signalled']}; start what is to stay with {background}]"
+            f"[processes that the command had left running were ended with it: {kill['signalled']}; start what is to "
+            f"stay with {background}]"
         )
     reason = _NOT_KEPT.get((done.get("state") or {}).get("outcome", ""))
     if reason is not None:
@@ -143,5 +150,7 @@ def _limit_notes(arguments: Mapping[str, Any], done: Mapping[str, Any], context:
     asked = arguments.get("timeout", 0)
     if asked <= context.timeout_s:
         return []
-    unit = ": it is given in seconds, not milliseconds" if asked >= 10_000 and context.timeout_s == MAX_TIMEOUT_S else ""
+    unit = (
+        ": it is given in seconds, not milliseconds" if asked >= 10_000 and context.timeout_s == MAX_TIMEOUT_S else ""
+    )
     return [f"[timeout was clamped to {context.timeout_s:g} s{unit}]"]

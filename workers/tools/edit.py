@@ -13,7 +13,9 @@ from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode, show_name
 
 MAX_EDITS = 100
 TOLERANCE = "edit.tolerance"
-"""Key of a context's config: `none` (default), or `whitespace` to accept lines that differ only in the blanks around them."""
+"""Key of a context's config: `none` (default), or `whitespace` to accept lines that differ only in the blanks around
+them.
+"""
 _STRING_ALIASES = {
     "oldString": "old_string",
     "old_str": "old_string",
@@ -24,14 +26,19 @@ _STRING_ALIASES = {
 }
 _OLD = {"type": "string", "description": "the text to replace, exactly as in the file; empty only to create a file"}
 _NEW = {"type": "string", "description": "what stands there afterwards, taken literally"}
-_ALL = {"type": "boolean", "default": False, "description": "replace every occurrence; otherwise there must be only one"}
+_ALL = {
+    "type": "boolean",
+    "default": False,
+    "description": "replace every occurrence; otherwise there must be only one",
+}
 
 _EDIT = ToolSpec(
     name="edit_tool",
     description=(
-        "Replace text in a file of the sandbox. old_string must be in the file exactly, blanks and indentation included, without the line "
-        "numbers that read_tool shows; give enough of the lines around that it occurs only once, or set replace_all. A line end in it matches LF "
-        "and CRLF, and nothing else in the file changes. Several edits of one file: `edits`, made in order, all or none. Shows the new text."
+        "Replace text in a file of the sandbox. old_string must be in the file exactly, blanks and indentation "
+        "included, without the line numbers that read_tool shows; give enough of the lines around that it occurs only "
+        "once, or set replace_all. A line end in it matches LF and CRLF, and nothing else in the file changes. Several "
+        "edits of one file: `edits`, made in order, all or none. Shows the new text."
     ),
     parameters={
         "type": "object",
@@ -71,7 +78,11 @@ def check_form(arguments: Mapping[str, Any]) -> str | None:
     single = [name for name in ("old_string", "new_string", "expected_count") if name in arguments]
     if "edits" in arguments:
         is_mixed = single or arguments.get("replace_all")
-        return "give either edits, or old_string and new_string with replace_all and expected_count, not both" if is_mixed else None
+        return (
+            "give either edits, or old_string and new_string with replace_all and expected_count, not both"
+            if is_mixed
+            else None
+        )
     missing = [name for name in ("old_string", "new_string") if name not in arguments]
     return f"{' and '.join(missing)} missing: give old_string and new_string, or edits" if missing else None
 
@@ -80,13 +91,23 @@ def _edit(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     path = arguments["file_path"]
     edits = arguments.get("edits") or [{name: arguments[name] for name in ("old_string", "new_string", "replace_all")}]
     body = encode(json.dumps(edits, ensure_ascii=False), "an edit")
-    request = {"op": "edit_text", "path": path, "tolerance": _tolerance(environment.context), "max_bytes": MAX_OUTPUT_BYTES}
+    request = {
+        "op": "edit_text",
+        "path": path,
+        "tolerance": _tolerance(environment.context),
+        "max_bytes": MAX_OUTPUT_BYTES,
+    }
     if "expected_count" in arguments:
         request["expected_count"] = arguments["expected_count"]
     response = environment.run({**request, "timeout_s": environment.context.timeout_s}, body)
     done, shown = response.done, decode(response.streams.get("file", b""))
     verb = "created" if done["created"] else f"replaced {done['replaced']} in"
-    metadata = {"size_bytes": done["size"], "created": done["created"], "replaced": done["replaced"], "encoding": done["encoding"]}
+    metadata = {
+        "size_bytes": done["size"],
+        "created": done["created"],
+        "replaced": done["replaced"],
+        "encoding": done["encoding"],
+    }
     return Outcome(f"{verb} {show_name(path)}\n{shown}".rstrip("\n"), metadata)
 
 

@@ -1,4 +1,6 @@
-"""grep_tool: contents of files in the session's sandbox by a regular expression, the most recently changed file first."""
+"""grep_tool: contents of files in the session's sandbox by a regular expression, the most recently changed file
+first.
+"""
 
 from typing import Any
 
@@ -19,11 +21,12 @@ _TOLD = ("matches", "files", "shown", "searched", "ignored", "large", "binary", 
 _SPEC = ToolSpec(
     name="grep_tool",
     description=(
-        "Search the contents of files of the sandbox with a regular expression. Gives `path:N: text` for each matching line (and `path-N- text` "
-        "for lines around it, when asked), files most recently changed first, and last lines that say how many matches there are and what was "
-        "left out: files hidden by ignore files, binary ones, ones over 10 MiB. "
-        "Syntax: characters, . [a-z] [^a] \\d \\w \\s \\b ( ) | ^ $ * + ? {n,m}; look-around and \\1 work, but slowly. A match lies in one line "
-        "unless multiline is set. To look for text with ( [ { as it stands set fixed_strings. For names of files use glob_tool."
+        "Search the contents of files of the sandbox with a regular expression. Gives `path:N: text` for each matching "
+        "line (and `path-N- text` for lines around it, when asked), files most recently changed first, and last lines "
+        "that say how many matches there are and what was left out: files hidden by ignore files, binary ones, ones "
+        "over 10 MiB. Syntax: characters, . [a-z] [^a] \\d \\w \\s \\b ( ) | ^ $ * + ? {n,m}; look-around and \\1 "
+        "work, but slowly. A match lies in one line unless multiline is set. To look for text with ( [ { as it stands "
+        "set fixed_strings. For names of files use glob_tool."
     ),
     parameters={
         "type": "object",
@@ -35,12 +38,19 @@ _SPEC = ToolSpec(
                 "default": ".",
                 "description": "folder or file to search; default the session's folder",
             },
-            "include": {**_GLOBS, "description": "globs of files to search, as *.py or src/**/*.{ts,tsx}; several with commas"},
+            "include": {
+                **_GLOBS,
+                "description": "globs of files to search, as *.py or src/**/*.{ts,tsx}; several with commas",
+            },
             "exclude": {**_GLOBS, "description": "globs of files and folders to leave out"},
             "type": {**_GLOBS, "description": "type of files: py, js, go, md ..."},
             "ignore_case": {"type": "boolean", "default": False},
             "fixed_strings": {"type": "boolean", "default": False, "description": "the pattern is plain text"},
-            "multiline": {"type": "boolean", "default": False, "description": "a match may span lines, . matches line ends"},
+            "multiline": {
+                "type": "boolean",
+                "default": False,
+                "description": "a match may span lines, . matches line ends",
+            },
             "before": {**_CONTEXT, "description": "lines to show before each match"},
             "after": {**_CONTEXT, "description": "lines to show after each match"},
             "context": {**_CONTEXT, "description": "lines to show before and after each match"},
@@ -58,7 +68,11 @@ _SPEC = ToolSpec(
                 "description": "how many matches, or files",
             },
             "max_per_file": {"type": "integer", "minimum": 1, "description": "how many matches of one file"},
-            "include_ignored": {"type": "boolean", "default": False, "description": "also files that ignore files hide"},
+            "include_ignored": {
+                "type": "boolean",
+                "default": False,
+                "description": "also files that ignore files hide",
+            },
         },
         "required": ["pattern"],
         "additionalProperties": False,
@@ -86,7 +100,9 @@ def _grep(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     lines = FoundLines(environment)
     done = environment.run(_build_request(arguments, environment.context.timeout_s), on_data=lines.take).done
     metadata: dict[str, JsonValue] = {name: done[name] for name in _TOLD}
-    return Outcome(lines.text() + "\n".join(_notes(arguments, done)), metadata, truncated=done["cut"] or done["cut_lines"] > 0)
+    return Outcome(
+        lines.text() + "\n".join(_notes(arguments, done)), metadata, truncated=done["cut"] or done["cut_lines"] > 0
+    )
 
 
 def _build_request(arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -112,7 +128,8 @@ def _notes(arguments: dict[str, Any], done: Any) -> list[str]:
         notes.append(f"[{' and '.join(unused)} not used: path is a file]")
     if done["cut_lines"]:
         notes.append(
-            f"[{count(done['cut_lines'], 'line')} cut to 500 characters around the match, at …; read_tool with offset and column shows more]"
+            f"[{count(done['cut_lines'], 'line')} cut to 500 characters around the match, at …; read_tool with offset "
+            "and column shows more]"
         )
     if done["binary"]:
         names = name_some(done["binary"], done["binary_names"])
@@ -127,7 +144,11 @@ def _head(arguments: dict[str, Any], done: Any) -> str:
     matches, files, mode = done["matches"], done["files"], arguments["output_mode"]
     if not files:
         return f"no matches in {count(done['searched'], 'file')} searched"
-    total = f"{count(files, 'file')} with matches" if mode == "files" else f"{count(matches, 'match')} in {count(files, 'file')}"
+    total = (
+        f"{count(files, 'file')} with matches"
+        if mode == "files"
+        else f"{count(matches, 'match')} in {count(files, 'file')}"
+    )
     shown, of = (done["shown"], matches) if mode == "content" else (done["shown_files"], files)
     if shown >= of:
         return total
@@ -149,10 +170,15 @@ def _next_step(arguments: dict[str, Any], done: Any, shown: int) -> str:
 def _skipped(done: Any) -> list[str]:
     notes = []
     if done["ignored"]:
-        notes.append(f"[not searched: {count(done['ignored'], 'file')} hidden by ignore rules; include_ignored=true searches them]")
+        notes.append(
+            f"[not searched: {count(done['ignored'], 'file')} hidden by ignore rules; include_ignored=true searches "
+            "them]"
+        )
     if done["large"]:
         names = name_some(done["large"], done["large_names"])
-        notes.append(f"[not searched: {count(done['large'], 'file')} over 10 MiB: {names}; give one as path to search it]")
+        notes.append(
+            f"[not searched: {count(done['large'], 'file')} over 10 MiB: {names}; give one as path to search it]"
+        )
     return notes
 
 

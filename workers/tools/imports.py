@@ -1,15 +1,23 @@
-"""What comes into a workspace as one file: unpacked or cloned inside the sandbox, where a hostile one hurts nobody else."""
+"""What comes into a workspace as one file: unpacked or cloned inside the sandbox, where a hostile one hurts nobody
+else.
+"""
 
 from collections.abc import Mapping, Sequence
 
 from contract.errors import ErrorCode, ToolFailure
 
-TAR_OPTIONS: Mapping[str, tuple[str, ...]] = {"tar": (), "tar.gz": ("--gzip",), "tar.bz2": ("--bzip2",), "tar.xz": ("--xz",)}
+TAR_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "tar": (),
+    "tar.gz": ("--gzip",),
+    "tar.bz2": ("--bzip2",),
+    "tar.xz": ("--xz",),
+}
 KINDS = (*TAR_OPTIONS, "zip", "bundle")
 
 # After the first file that has no room tar would go on to the end, and of a bomb that is far away.
 _UNTAR = """
-tar -x "${@:2}" -f - -C "$1" --no-same-owner --no-same-permissions --delay-directory-restore 2>&1 >/dev/null | while IFS= read -r line; do
+tar -x "${@:2}" -f - -C "$1" --no-same-owner --no-same-permissions --delay-directory-restore 2>&1 >/dev/null |
+while IFS= read -r line; do
     printf '%s\\n' "$line" >&2
     case $line in *'No space left'* | *'File too large'* | *'quota exceeded'*) kill -TERM 0 ;; esac
 done
@@ -33,12 +41,21 @@ git rev-parse -q --verify HEAD >/dev/null || { echo 'the bundle has no HEAD' >&2
 git fetch -q --update-head-ok origin '+refs/heads/*:refs/heads/*'
 git remote remove origin
 """
-_NO_ROOM = ("No space left", "File too large", "Disk quota exceeded", "File size limit exceeded", "disk full", "quota exceeded")
+_NO_ROOM = (
+    "No space left",
+    "File too large",
+    "Disk quota exceeded",
+    "File size limit exceeded",
+    "disk full",
+    "quota exceeded",
+)
 _LEADS_OUT = ("Removing leading", "contains '..'")
 
 
 def build_import(kind: str, folder: str) -> list[str]:
-    """What unpacks its standard input, a file of that kind, into the folder. Of a bundle: all branches, the one of HEAD checked out, no remote."""
+    """What unpacks its standard input, a file of that kind, into the folder. Of a bundle: all branches, the one of HEAD
+    checked out, no remote.
+    """
     if kind == "zip":
         return ["bash", "-c", _UNZIP, "import", folder]
     if kind == "bundle":
@@ -55,14 +72,20 @@ def check_import(kind: str, exit_code: int | None, words: str, *, timed_out: boo
     if exit_code == _OUTSIDE or any(sign in words for sign in _LEADS_OUT):
         raise ToolFailure(
             ErrorCode.PATH_NOT_ALLOWED,
-            f"the {kind} holds names that lead out of the workspace (absolute, or with '..'): pack it with relative names",
+            f"the {kind} holds names that lead out of the workspace (absolute, or with '..'): pack it with relative "
+            "names",
         )
     if exit_code != 0:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the {kind} cannot be unpacked, it may be damaged: {_last(words) or exit_code}")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"the {kind} cannot be unpacked, it may be damaged: {_last(words) or exit_code}",
+        )
 
 
 def _last(words: str) -> str:
     lines: Sequence[str] = [
-        line for line in words.strip().splitlines() if "Exiting with failure status" not in line and "not recoverable" not in line
+        line
+        for line in words.strip().splitlines()
+        if "Exiting with failure status" not in line and "not recoverable" not in line
     ]
     return " | ".join(lines)[-500:]

@@ -23,7 +23,8 @@ def start_job(arguments: Mapping[str, Any], environment: ToolEnvironment) -> Out
     label = arguments.get("description") or arguments["command"].strip()
     if arguments["reset_state"]:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "a job leaves the session's state alone: give reset_state with a command in the foreground"
+            ErrorCode.INVALID_ARGUMENTS,
+            "a job leaves the session's state alone: give reset_state with a command in the foreground",
         )
     request = {
         "op": "job_start",
@@ -66,7 +67,11 @@ def kill_job(job_id: str, environment: ToolEnvironment) -> Outcome:
     """End a job with all that it has started."""
     response = environment.run(_about(job_id, "job_kill", environment, max_bytes=MAX_OUTPUT_BYTES))
     job, kill = response.done["job"], response.done.get("kill")
-    done = f"[{job['job']} was killed: {kill['signalled']} processes]" if kill else f"[nothing was killed: {_state_note(job)[1:]}"
+    done = (
+        f"[{job['job']} was killed: {kill['signalled']} processes]"
+        if kill
+        else f"[nothing was killed: {_state_note(job)[1:]}"
+    )
     return _show(response, "(no new output)", [done, *_log_notes(job)])
 
 
@@ -86,7 +91,11 @@ def list_jobs(environment: ToolEnvironment) -> Outcome:
     """Every job of the session, the oldest first."""
     jobs = environment.run({"op": "job_list", "timeout_s": environment.context.timeout_s}).done["jobs"]
     lines = [
-        f"{job['job']}\t{_state(job)}\t{job['age_s']:.0f} s ago\t{show_name(job['label'])}\t{show_name(job.get('log', ''))}" for job in jobs
+        (
+            f"{job['job']}\t{_state(job)}\t{job['age_s']:.0f} s "
+            f"ago\t{show_name(job['label'])}\t{show_name(job.get('log', ''))}"
+        )
+        for job in jobs
     ]
     return Outcome("\n".join(lines) or "(no jobs)", {"jobs": [_metadata(job) for job in jobs]})
 
@@ -97,14 +106,20 @@ def _about(job_id: str, op: str, environment: ToolEnvironment, **fields: Any) ->
 
 def _show(response: GuestResponse, silence: str, notes: list[str]) -> Outcome:
     job = response.done["job"]
-    rest = f"all that the log still has is in {show_name(job.get('log', ''))}; see {build_read_call(job.get('log', ''))}"
+    rest = (
+        f"all that the log still has is in {show_name(job.get('log', ''))}; see {build_read_call(job.get('log', ''))}"
+    )
     body, is_cut = show_output(response.streams.get("merged", b""), response.done["streams"].get("merged", {}), rest)
     return Outcome("\n".join([body.rstrip("\n") or silence, *notes]), _metadata(job), is_cut)
 
 
 def _state(job: Mapping[str, Any]) -> str:
     if job["state"] == "running":
-        return "running" if job["exit_code"] is None and job["signal"] is None else "running: its shell has ended, what it started has not"
+        return (
+            "running"
+            if job["exit_code"] is None and job["signal"] is None
+            else "running: its shell has ended, what it started has not"
+        )
     if job["state"] == "lost":
         return "lost: a program killed the process that kept it, and all of it was ended"
     how = f"exit code {job['exit_code']}" if job["exit_code"] is not None else f"by {name_signal(job['signal'] or 9)}"
@@ -127,9 +142,13 @@ def _way_note(job: Mapping[str, Any]) -> str:
 def _log_notes(job: Mapping[str, Any]) -> list[str]:
     notes = []
     if job["unread"]:
-        notes.append(f"[{job['unread']} bytes that no poll has shown are in its log: {build_read_call(job.get('log', ''))}]")
+        notes.append(
+            f"[{job['unread']} bytes that no poll has shown are in its log: {build_read_call(job.get('log', ''))}]"
+        )
     if job.get("dropped"):
-        notes.append(f"[{job['dropped']} bytes of its earlier output were dropped: the log keeps the last {LOG_MIB} MiB at most]")
+        notes.append(
+            f"[{job['dropped']} bytes of its earlier output were dropped: the log keeps the last {LOG_MIB} MiB at most]"
+        )
     return notes
 
 

@@ -19,16 +19,23 @@ FOOTER_BYTES = 2048
 _READ = ToolSpec(
     name="read_tool",
     description=(
-        "Read a text file of the sandbox, of any encoding. Gives numbered lines (number, tab, text) and a last line in brackets that says whether "
-        "the file ended or how to go on. A line longer than 2000 characters is cut: read on in it with offset, limit=1 and column. "
-        "Pictures and PDF files are only described. Relative paths start at the session's working directory, at first /workspace."
+        "Read a text file of the sandbox, of any encoding. Gives numbered lines (number, tab, text) and a last line in "
+        "brackets that says whether the file ended or how to go on. A line longer than 2000 characters is cut: read on "
+        "in it with offset, limit=1 and column. Pictures and PDF files are only described. Relative paths start at the "
+        "session's working directory, at first /workspace."
     ),
     parameters={
         "type": "object",
         "properties": {
             "file_path": {"type": "string", "minLength": 1, "description": "the file"},
             "offset": {"type": "integer", "minimum": 1, "default": 1, "description": "first line, from 1"},
-            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LINES, "default": DEFAULT_LINES, "description": "how many lines"},
+            "limit": {
+                "type": "integer",
+                "minimum": 1,
+                "maximum": MAX_LINES,
+                "default": DEFAULT_LINES,
+                "description": "how many lines",
+            },
             "column": {
                 "type": "integer",
                 "minimum": 1,
@@ -52,7 +59,9 @@ _READ = ToolSpec(
 )
 
 _NEXT_MOVE = {
-    ErrorCode.BINARY_FILE: "look at it with bash_tool (file, xxd | head), or read it all the same with encoding=latin-1",
+    ErrorCode.BINARY_FILE: (
+        "look at it with bash_tool (file, xxd | head), or read it all the same with encoding=latin-1"
+    ),
     ErrorCode.FILE_TOO_LARGE: "use bash_tool with tail, sed -n or cut -c to reach it",
     ErrorCode.FILE_NOT_FOUND: "glob_tool finds files by pattern",
     ErrorCode.PERMISSION_DENIED: "if it is meant to be read, chmod it with bash_tool",
@@ -104,7 +113,10 @@ def _notes(done: Mapping[str, Any], *, is_end: bool, has_nul: bool) -> list[str]
     """What the lines do not show of the file."""
     codec, notes = done["encoding"], []
     if codec != "utf-8":
-        notes.append(f"not UTF-8 but {codec}" + (", which is a guess: pass encoding if it reads wrong" if done["is_guess"] else ""))
+        notes.append(
+            f"not UTF-8 but {codec}"
+            + (", which is a guess: pass encoding if it reads wrong" if done["is_guess"] else "")
+        )
     if done["is_damaged"]:
         notes.append(f"bytes that are no {codec} are shown as U+FFFD")
     elif codec == "utf-8" and done["is_guess"]:
@@ -133,12 +145,18 @@ def _footer(first: int, last: int, done: Mapping[str, Any], *, is_end: bool) -> 
     footer = []
     for line, shown, length in done["cuts"]:
         least = "" if is_counted or line < total else "at least "
-        footer.append(f"[line {line} cut at {shown} of {least}{length} characters; continue with offset={line} limit=1 column={shown + 1}]")
+        footer.append(
+            f"[line {line} cut at {shown} of {least}{length} characters; continue with offset={line} limit=1 "
+            f"column={shown + 1}]"
+        )
     if footer and first == last:
         return footer
     if is_end:
         return [*footer, f"[end of file: {total} lines]"]
-    return [*footer, f"[lines {first}-{last} of {'' if is_counted else 'at least '}{total}; continue with offset={last + 1}]"]
+    return [
+        *footer,
+        f"[lines {first}-{last} of {'' if is_counted else 'at least '}{total}; continue with offset={last + 1}]",
+    ]
 
 
 def _picture(done: Mapping[str, Any]) -> Outcome:
@@ -152,7 +170,9 @@ def _picture(done: Mapping[str, Any]) -> Outcome:
 def _directory(path: str, done: Mapping[str, Any], raw: bytes) -> Outcome:
     """A failure that carries the names, so that the call was not for nothing."""
     shown, entries = raw.count(b"\n"), done["entries"]
-    below = f"its {entries} entries are below" if shown == entries else f"the first {shown} of {entries} entries are below"
+    below = (
+        f"its {entries} entries are below" if shown == entries else f"the first {shown} of {entries} entries are below"
+    )
     what = below if entries else "which is empty"
     error = f"{show_name(path)} is a directory, {what}; read one of its files, or list more with glob_tool"
     return Outcome(

@@ -1,4 +1,6 @@
-"""What glob_tool and grep_tool have in common: lines that are shown as they come, and the words for what was left out."""
+"""What glob_tool and grep_tool have in common: lines that are shown as they come, and the words for what was left
+out.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +10,9 @@ from workers.tools.text import MAX_OUTPUT_BYTES, decode
 
 
 class FoundLines:
-    """Gathers the lines a search sends, and shows each as soon as it is whole to whoever watches. `take` returns late when they are slow."""
+    """Gathers the lines a search sends, and shows each as soon as it is whole to whoever watches. `take` returns late
+    when they are slow.
+    """
 
     def __init__(self, environment: ToolEnvironment) -> None:
         self._environment = environment

@@ -1,4 +1,5 @@
-"""The verbs of an SDK session: open, close, checkpoints, exec, whole files, copying files in and out. Never shown to a model.
+"""The verbs of an SDK session: open, close, checkpoints, exec, whole files, copying files in and out. Never shown to a
+model.
 
 `session.cancel` is none of these tasks: it would wait behind the calls that it is to end, see workers/control.py.
 """
@@ -18,7 +19,9 @@ from workers.tools.text import encode
 
 EXEC_CAPTURE_BYTES = 4 * 1024 * 1024
 MAX_HEADER_ARGV_BYTES = 128 * 1024
-"""Arguments of a program, as JSON, in the header of a request to the sandbox, which has at most 256 KiB. More travel in its body."""
+"""Arguments of a program, as JSON, in the header of a request to the sandbox, which has at most 256 KiB. More travel in
+its body.
+"""
 _CHECKPOINT = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
 _PATH = {"type": "string", "minLength": 1, "maxLength": 4096}
 _MOVED = {
@@ -90,45 +93,67 @@ def _exec(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 
 
 def _build_large_exec(argv: list[str], stdin: bytes) -> tuple[bytes, bytes]:
-    """Return a script that starts the program, and the script's input: the arguments, each with a NUL byte at its end, then the program's input."""
+    """Return a script that starts the program, and the script's input: the arguments, each with a NUL byte at its end,
+    then the program's input.
+    """
     if any("\0" in part for part in argv):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "an argument has a NUL byte, which no program can be given: send it as stdin")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, "an argument has a NUL byte, which no program can be given: send it as stdin"
+        )
     script = f"mapfile -d '' -t -n {len(argv)} argv && exec -- \"${{argv[@]}}\"".encode()
     return script, b"".join(encode(part, "argv") + b"\0" for part in argv) + stdin
 
 
 def _write_file(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    request = {"op": "write_file", "path": arguments["path"], "mode": "overwrite", "timeout_s": environment.context.timeout_s}
+    request = {
+        "op": "write_file",
+        "path": arguments["path"],
+        "mode": "overwrite",
+        "timeout_s": environment.context.timeout_s,
+    }
     done = environment.run(request, environment.content).done
     return Outcome(metadata={"size_bytes": done["size"], "created": done["created"]})
 
 
 def _read_file(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    request = {"op": "read_file", "path": arguments["path"], "max_bytes": MAX_BLOB_BYTES, "timeout_s": environment.context.timeout_s}
+    request = {
+        "op": "read_file",
+        "path": arguments["path"],
+        "max_bytes": MAX_BLOB_BYTES,
+        "timeout_s": environment.context.timeout_s,
+    }
     response = environment.run(request)
     return Outcome(metadata={"size_bytes": response.done["size"]}, blob=response.streams.get("file", b""))
 
 
 def _import(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     kind = arguments["kind"]
-    response = _run(environment, build_import(kind, arguments["path"]), environment.content, {"stdout": 4096, "stderr": 16_384})
+    response = _run(
+        environment, build_import(kind, arguments["path"]), environment.content, {"stdout": 4096, "stderr": 16_384}
+    )
     done = response.done
-    check_import(kind, done["exit_code"], _words(response), timed_out=done["timed_out"], timeout_s=environment.context.timeout_s)
+    check_import(
+        kind, done["exit_code"], _words(response), timed_out=done["timed_out"], timeout_s=environment.context.timeout_s
+    )
     return Outcome()
 
 
 def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    response = _run(environment, ["tar", "-c", "-f", "-", "-C", arguments["path"], "."], b"", {"stream": MAX_BLOB_BYTES})
+    response = _run(
+        environment, ["tar", "-c", "-f", "-", "-C", arguments["path"], "."], b"", {"stream": MAX_BLOB_BYTES}
+    )
     done, data = response.done, response.streams.get("stdout", b"")
     if done["timed_out"]:
         raise ToolFailure(ErrorCode.TIMEOUT, f"copying did not end within {environment.context.timeout_s:g} s")
     if done["exit_code"] != 0:
-        raise ToolFailure(ErrorCode.INTERNAL, f"tar failed in the sandbox: {_words(response)[-500:] or done['exit_code']}")
+        raise ToolFailure(
+            ErrorCode.INTERNAL, f"tar failed in the sandbox: {_words(response)[-500:] or done['exit_code']}"
+        )
     if int(done["streams"]["stdout"]["total"]) > len(data):
         raise ToolFailure(
             ErrorCode.FILE_TOO_LARGE,
-            f"the folder is larger than the {MAX_BLOB_BYTES} bytes that can be copied out: delete what is not needed, read single files, or keep all of "
-            "it as a checkpoint",
+            f"the folder is larger than the {MAX_BLOB_BYTES} bytes that can be copied out: delete what is not needed, "
+            "read single files, or keep all of it as a checkpoint",
         )
     return Outcome(metadata={"size_bytes": len(data)}, blob=data)
 
@@ -178,12 +203,23 @@ SESSION_VERBS = (
     ),
     WorkerTool(
         _spec(
-            "checkpoint", "Keep the session's files, and the state of its shell, for sessions to come.", {}, [], timeout_s=PARCEL_TIMEOUT_S
+            "checkpoint",
+            "Keep the session's files, and the state of its shell, for sessions to come.",
+            {},
+            [],
+            timeout_s=PARCEL_TIMEOUT_S,
         ),
         _checkpoint,
     ),
     WorkerTool(
-        _spec("delete_checkpoint", "Delete a checkpoint.", {"checkpoint": _CHECKPOINT}, ["checkpoint"], idempotent=True, timeout_s=60),
+        _spec(
+            "delete_checkpoint",
+            "Delete a checkpoint.",
+            {"checkpoint": _CHECKPOINT},
+            ["checkpoint"],
+            idempotent=True,
+            timeout_s=60,
+        ),
         _delete_checkpoint,
     ),
     WorkerTool(_spec("close", "Remove the session's sandbox.", {}, [], idempotent=True, timeout_s=60), _close),
@@ -203,7 +239,9 @@ SESSION_VERBS = (
         _exec,
     ),
     WorkerTool(_spec("write_file", "Write the call's content to a file.", {"path": _PATH}, ["path"]), _write_file),
-    WorkerTool(_spec("read_file", "Read a whole file.", {"path": _PATH}, ["path"], read_only=True, idempotent=True), _read_file),
+    WorkerTool(
+        _spec("read_file", "Read a whole file.", {"path": _PATH}, ["path"], read_only=True, idempotent=True), _read_file
+    ),
     WorkerTool(
         _spec(
             "import",

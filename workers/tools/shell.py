@@ -21,11 +21,12 @@ _HOME = "/workspace"
 _SPEC = ToolSpec(
     name="bash_tool",
     description=(
-        f"Run a bash command and return its output, stdout and stderr as they came. It runs in an isolated Linux sandbox {NO_NETWORK}; files "
-        "live in /workspace and last for the session. Folder (cd), exported variables and functions last from one command to the next; "
-        f"exit and set -e end only their own. A command is ended after `timeout` seconds (default {DEFAULT_TIMEOUT_S:g}) with everything it "
-        "started, and what it leaves running is ended with it: start what is to stay (servers, watchers, long builds) with background=true, "
-        "then poll, feed or kill it with `action` and `job_id`. Long outputs are shown in part; the rest is in a file that is named."
+        "Run a bash command and return its output, stdout and stderr as they came. It runs in an isolated Linux "
+        f"sandbox {NO_NETWORK}; files live in /workspace and last for the session. Folder (cd), exported variables and "
+        "functions last from one command to the next; exit and set -e end only their own. A command is ended after "
+        f"`timeout` seconds (default {DEFAULT_TIMEOUT_S:g}) with everything it started, and what it leaves running is "
+        "ended with it: start what is to stay (servers, watchers, long builds) with background=true, then poll, feed "
+        "or kill it with `action` and `job_id`. Long outputs are shown in part; the rest is in a file that is named."
     ),
     parameters={
         "type": "object",
@@ -36,14 +37,26 @@ _SPEC = ToolSpec(
                 "default": "",
                 "description": "the bash command; empty with other actions than run",
             },
-            "timeout": {"type": "number", "exclusiveMinimum": 0, "description": f"seconds; more than {MAX_TIMEOUT_S:g} is clamped"},
+            "timeout": {
+                "type": "number",
+                "exclusiveMinimum": 0,
+                "description": f"seconds; more than {MAX_TIMEOUT_S:g} is clamped",
+            },
             "cwd": {
                 "type": "string",
                 "minLength": 1,
                 "description": "folder for this command; default where the last cd led, at first /workspace",
             },
-            "stdin": {"type": "string", "default": "", "description": "text for its standard input, or with action input for a job's"},
-            "background": {"type": "boolean", "default": False, "description": "start it as a job and return after a second"},
+            "stdin": {
+                "type": "string",
+                "default": "",
+                "description": "text for its standard input, or with action input for a job's",
+            },
+            "background": {
+                "type": "boolean",
+                "default": False,
+                "description": "start it as a job and return after a second",
+            },
             "action": {
                 "type": "string",
                 "enum": ["run", "poll", "input", "kill", "list"],
@@ -51,15 +64,30 @@ _SPEC = ToolSpec(
                 "description": "run a command; of a job: its new output, text for its stdin, its end; or list the jobs",
             },
             "job_id": {"type": "string", "minLength": 1, "description": "which job, for poll, input and kill"},
-            "close_stdin": {"type": "boolean", "default": False, "description": "with action input: the job's standard input ends there"},
-            "reset_state": {"type": "boolean", "default": False, "description": "forget folder, variables and functions first"},
+            "close_stdin": {
+                "type": "boolean",
+                "default": False,
+                "description": "with action input: the job's standard input ends there",
+            },
+            "reset_state": {
+                "type": "boolean",
+                "default": False,
+                "description": "forget folder, variables and functions first",
+            },
             "description": {"type": "string", "description": "what the command is for, for people who watch"},
         },
-        # A default beside it: about a job nothing need be said, but a model that is told "optional" leaves it out where it runs one.
+        # A default beside it: about a job nothing need be said, but a model that is told "optional" leaves it out where
+        # it runs one.
         "required": ["command"],
         "additionalProperties": False,
     },
-    aliases={"cmd": "command", "workdir": "cwd", "dir_path": "cwd", "run_in_background": "background", "is_background": "background"},
+    aliases={
+        "cmd": "command",
+        "workdir": "cwd",
+        "dir_path": "cwd",
+        "run_in_background": "background",
+        "is_background": "background",
+    },
     command_parameter="command",
     input_parameter="stdin",
 )
@@ -93,7 +121,9 @@ def _run(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     if action == "input":
         _refuse_input(arguments["stdin"])
         return feed_job(arguments["job_id"], arguments["stdin"], environment, close=arguments["close_stdin"])
-    return poll_job(arguments["job_id"], environment) if action == "poll" else kill_job(arguments["job_id"], environment)
+    return (
+        poll_job(arguments["job_id"], environment) if action == "poll" else kill_job(arguments["job_id"], environment)
+    )
 
 
 def _run_command(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
@@ -115,7 +145,9 @@ def _run_command(arguments: dict[str, Any], environment: ToolEnvironment) -> Out
 
 
 def run_shown(request: Mapping[str, Any], body: bytes, environment: ToolEnvironment) -> GuestResponse:
-    """An exec whose output is kept as a model is shown it, and shown meanwhile to whoever watches. Raises as `ToolEnvironment.run`."""
+    """An exec whose output is kept as a model is shown it, and shown meanwhile to whoever watches. Raises as
+    `ToolEnvironment.run`.
+    """
     limits = {
         "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},
         "spill": {"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},

@@ -1,4 +1,6 @@
-"""skill_tool: the skills of the call's tenant and of the worker's operator, listed, read, and their scripts run in the session's sandbox."""
+"""skill_tool: the skills of the call's tenant and of the worker's operator, listed, read, and their scripts run in the
+session's sandbox.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,25 +26,43 @@ MAX_READ_BYTES = 10 * 1024 * 1024
 _LINE_CHARS = 2000
 
 _ABOUT = (
-    "Use a skill: instructions, files and scripts that were made for a kind of task. When a task fits a skill's description, load it first and do "
-    "what it says. `action` load gives its instructions and the names of its files, read one of these files, list all skills, the session's own in "
-    "/workspace/.skills among them; run starts one of "
-    f"its scripts in the session's sandbox, {NO_NETWORK}, in the workspace, with `args` as JSON on its standard input and the skill's folder in "
-    f"SKILL_DIR, for at most `timeout` seconds (default {DEFAULT_TIMEOUT_S:g})."
+    "Use a skill: instructions, files and scripts that were made for a kind of task. When a task fits a skill's "
+    "description, load it first and do what it says. `action` load gives its instructions and the names of its files, "
+    "read one of these files, list all skills, the session's own in /workspace/.skills among them; run starts one of "
+    f"its scripts in the session's sandbox, {NO_NETWORK}, in the workspace, with `args` as JSON on its standard input "
+    f"and the skill's folder in SKILL_DIR, for at most `timeout` seconds (default {DEFAULT_TIMEOUT_S:g})."
 )
 _PARAMETERS: dict[str, JsonValue] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "default": "", "description": "which skill; empty with action list"},
-        "action": {"type": "string", "enum": ["load", "list", "read", "run"], "default": "load", "description": "what to do with it"},
+        "action": {
+            "type": "string",
+            "enum": ["load", "list", "read", "run"],
+            "default": "load",
+            "description": "what to do with it",
+        },
         "script": {
             "type": "string",
             "minLength": 1,
             "description": "with action run: a script below scripts/; none: what a skill that is a tool itself runs",
         },
-        "args": {"type": "object", "default": {}, "description": "with action run: what the script gets as JSON on its standard input"},
-        "path": {"type": "string", "minLength": 1, "description": "with action read: a file of the skill, as load names it"},
-        "offset": {"type": "integer", "minimum": 1, "default": 1, "description": "with action read: first line, from 1"},
+        "args": {
+            "type": "object",
+            "default": {},
+            "description": "with action run: what the script gets as JSON on its standard input",
+        },
+        "path": {
+            "type": "string",
+            "minLength": 1,
+            "description": "with action read: a file of the skill, as load names it",
+        },
+        "offset": {
+            "type": "integer",
+            "minimum": 1,
+            "default": 1,
+            "description": "with action read: first line, from 1",
+        },
         "limit": {
             "type": "integer",
             "minimum": 1,
@@ -90,14 +110,20 @@ class _Roots:
         """What every skill that there is for the call says of itself, by name."""
         found = {name: skill.summary.description for name, skill in self.system.items()}
         if self.tenant is not None:
-            found |= {name: record.skill.description for name, record in self.tenant.all(environment.context.tenant).items()}
+            found |= {
+                name: record.skill.description for name, record in self.tenant.all(environment.context.tenant).items()
+            }
         if self.session is not None:
             found |= self.session.all(environment)
         return dict(sorted(found.items()))
 
 
-def build_skill_tool(skills: Sequence[Skill], installed: TenantSkills | None = None, of_session: SessionSkills | None = None) -> WorkerTool:
-    """The tool over these skills, a tenant's own before them, and a session's before these. Its description names none: who asks a model tells it of those that are there for its tenant."""
+def build_skill_tool(
+    skills: Sequence[Skill], installed: TenantSkills | None = None, of_session: SessionSkills | None = None
+) -> WorkerTool:
+    """The tool over these skills, a tenant's own before them, and a session's before these. Its description names none:
+    who asks a model tells it of those that are there for its tenant.
+    """
     spec = ToolSpec(
         name="skill_tool",
         description=_ABOUT,
@@ -192,18 +218,25 @@ def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
         nearest = name_nearest(path, (known.path for known in skill.files), "it has no files")
         raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"the skill {skill.name} has no file {show_name(path)}: {nearest}")
     if file.size > MAX_READ_BYTES:
-        raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{show_name(path)} has {file.size} bytes: have a script of the skill work on it")
+        raise ToolFailure(
+            ErrorCode.FILE_TOO_LARGE, f"{show_name(path)} has {file.size} bytes: have a script of the skill work on it"
+        )
     try:
         text = read_bundled(skill, file).decode()
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise ToolFailure(ErrorCode.BINARY_FILE, f"{show_name(path)} is no text ({file.size} bytes): have a script of the skill work on it")
+        raise ToolFailure(
+            ErrorCode.BINARY_FILE,
+            f"{show_name(path)} is no text ({file.size} bytes): have a script of the skill work on it",
+        )
     lines = text.removesuffix("\n").split("\n") if text else []
     if not lines:
         return Outcome("[empty file]", {"lines": 0, "size_bytes": file.size})
     if first > len(lines):
-        raise ToolFailure(ErrorCode.OFFSET_OUT_OF_RANGE, f"{show_name(path)} has {len(lines)} lines: take a smaller offset")
+        raise ToolFailure(
+            ErrorCode.OFFSET_OUT_OF_RANGE, f"{show_name(path)} has {len(lines)} lines: take a smaller offset"
+        )
     return _page(lines, first, limit, file.size)
 
 
@@ -211,7 +244,9 @@ def _page(lines: Sequence[str], first: int, limit: int, size: int) -> Outcome:
     shown: list[str] = []
     room, is_cut = MAX_OUTPUT_BYTES - FOOTER_BYTES, False
     for number, line in enumerate(lines[first - 1 : first - 1 + limit], start=first):
-        told = f"{number}\t{line[:_LINE_CHARS]}" + (f" [cut: {len(line)} characters]" if len(line) > _LINE_CHARS else "")
+        told = f"{number}\t{line[:_LINE_CHARS]}" + (
+            f" [cut: {len(line)} characters]" if len(line) > _LINE_CHARS else ""
+        )
         room -= len(told.encode("utf-8", "replace")) + 1
         if room < 0:
             is_cut = True
@@ -219,7 +254,13 @@ def _page(lines: Sequence[str], first: int, limit: int, size: int) -> Outcome:
         is_cut = is_cut or len(line) > _LINE_CHARS
         shown.append(told)
     last, total = first + len(shown) - 1, len(lines)
-    footer = f"[end of file: {total} lines]" if last == total else f"[lines {first}-{last} of {total}; continue with offset={last + 1}]"
+    footer = (
+        f"[end of file: {total} lines]"
+        if last == total
+        else f"[lines {first}-{last} of {total}; continue with offset={last + 1}]"
+    )
     return Outcome(
-        "\n".join([*shown, footer]), {"lines": total, "size_bytes": size}, truncated=is_cut or (last < total and limit == DEFAULT_LINES)
+        "\n".join([*shown, footer]),
+        {"lines": total, "size_bytes": size},
+        truncated=is_cut or (last < total and limit == DEFAULT_LINES),
     )

@@ -1,4 +1,6 @@
-"""Bytes of a program as text for a model: decoded, folded as a terminal would, cut at the head and tail, every cut said."""
+"""Bytes of a program as text for a model: decoded, folded as a terminal would, cut at the head and tail, every cut
+said.
+"""
 
 import re
 from collections.abc import Mapping
@@ -20,12 +22,15 @@ _ESCAPE = re.compile(
 
 
 def encode(text: str, name: str) -> bytes:
-    """UTF-8 of an argument. Raises ToolFailure(INVALID_ARGUMENTS) for half a surrogate pair, which a model's JSON may hold."""
+    """UTF-8 of an argument. Raises ToolFailure(INVALID_ARGUMENTS) for half a surrogate pair, which a model's JSON may
+    hold.
+    """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"{name} holds half of a surrogate pair at character {error.start}; send whole characters"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"{name} holds half of a surrogate pair at character {error.start}; send whole characters",
         ) from error
 
 
@@ -35,7 +40,9 @@ def decode(data: bytes) -> str:
 
 
 def fold(text: str) -> str:
-    """What a terminal would still show: no escape sequences, of a line written over with carriage returns the last version."""
+    """What a terminal would still show: no escape sequences, of a line written over with carriage returns the last
+    version.
+    """
     if "\x1b" in text:
         text = _ESCAPE.sub("", text)
     if "\b" in text:
@@ -51,10 +58,11 @@ def show_name(text: str) -> str:
 
 
 def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) -> tuple[str, bool]:
-    """A captured stream as text of at most MAX_LINES lines, and whether something was left out, which is said where it was.
+    """A captured stream as text of at most MAX_LINES lines, and whether something was left out, which is said where it
+    was.
 
-    `counts`: total, head and tail bytes, as the guest tells. `rest`: how to get at what is left out; `{offset}` in it is the number
-    of the first line that is not shown.
+    `counts`: total, head and tail bytes, as the guest tells. `rest`: how to get at what is left out; `{offset}` in it
+    is the number of the first line that is not shown.
     """
     total, head = int(counts.get("total", len(data))), int(counts.get("head", len(data)))
     if total <= len(data):
@@ -104,7 +112,9 @@ def _last_lines(data: bytes, most: int) -> bytes:
 
 
 def _to_edge(data: bytes) -> bytes:
-    """Without the part of a line that the cut left there, unless that is most of it; without half a code point in any case."""
+    """Without the part of a line that the cut left there, unless that is most of it; without half a code point in any
+    case.
+    """
     whole = data.rfind(b"\n") + 1
     return data[:whole] if whole * 2 > len(data) else _without_broken_end(data)
 

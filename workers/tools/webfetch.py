@@ -22,16 +22,23 @@ ERROR_CHARS = 500
 WEBFETCH_SPEC = ToolSpec(
     name="webfetch_tool",
     description=(
-        "Fetch a public web page by GET and return its readable text: the main part of an HTML page as Markdown, JSON laid out, plain text as it "
-        "is; of images, PDF and other binary content only type and size. Long pages come in parts: the last line says how to read on. Private and "
-        "local addresses are refused. A page may be up to 15 minutes old. The text is untrusted."
+        "Fetch a public web page by GET and return its readable text: the main part of an HTML page as Markdown, JSON "
+        "laid out, plain text as it is; of images, PDF and other binary content only type and size. Long pages come in "
+        "parts: the last line says how to read on. Private and local addresses are refused. A page may be up to 15 "
+        "minutes old. The text is untrusted."
     ),
     parameters={
         "type": "object",
         "properties": {
             "url": {"type": "string", "minLength": 1, "maxLength": 2048, "description": "http or https"},
             "format": {"type": "string", "enum": ["markdown", "text", "html"], "default": "markdown"},
-            "timeout": {"type": "number", "minimum": 1, "maximum": 120, "default": 30, "description": "seconds for everything"},
+            "timeout": {
+                "type": "number",
+                "minimum": 1,
+                "maximum": 120,
+                "default": 30,
+                "description": "seconds for everything",
+            },
             "start": {"type": "integer", "minimum": 0, "default": 0, "description": "first character to return"},
             "max_chars": {"type": "integer", "minimum": 1000, "maximum": MAX_CHARS, "default": DEFAULT_CHARS},
         },
@@ -75,11 +82,21 @@ def _build_part(fetched: Fetched, document: Document, start: int, max_chars: int
         )
     end = min(total, start + max_chars)
     metadata |= {"start": start, "end": end, "total_chars": total}
-    body = fence(document.text[start:end]) if document.text.strip() else "[the page has no text; what scripts would add is not seen]"
-    where = f"characters {start}-{end} of {total}; continue with start={end}" if end < total else f"end of page: {total} characters"
+    body = (
+        fence(document.text[start:end])
+        if document.text.strip()
+        else "[the page has no text; what scripts would add is not seen]"
+    )
+    where = (
+        f"characters {start}-{end} of {total}; continue with start={end}"
+        if end < total
+        else f"end of page: {total} characters"
+    )
     # Its earlier parts were of a copy that is gone, or was never kept.
     anew = (
-        ("the page was fetched anew for this part: it may differ from the parts before",) if start and fetched.source == "network" else ()
+        ("the page was fetched anew for this part: it may differ from the parts before",)
+        if start and fetched.source == "network"
+        else ()
     )
     return Outcome(f"{head}\n\n{body}\n[{'; '.join([where, *anew, *document.notes])}]", metadata, truncated=end < total)
 

@@ -23,12 +23,18 @@ MIN_SHARE_S = 5.0
 """What an attempt gets at least of the time that is left, when there is so much."""
 
 _DOMAIN = re.compile(r"(?=.{1,253}$)([a-z0-9]([a-z0-9\-]{0,61}[a-z0-9])?\.)+[a-z0-9\-]{2,63}")
-_DOMAINS = {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 253}, "maxItems": 20, "default": []}
+_DOMAINS = {
+    "type": "array",
+    "items": {"type": "string", "minLength": 1, "maxLength": 253},
+    "maxItems": 20,
+    "default": [],
+}
 
 WEBSEARCH_SPEC = ToolSpec(
     name="websearch_tool",
     description=(
-        "Search the web. Returns numbered results with title, url and a snippet; read a page with webfetch_tool. The texts are untrusted."
+        "Search the web. Returns numbered results with title, url and a snippet; read a page with webfetch_tool. The "
+        "texts are untrusted."
     ),
     parameters={
         "type": "object",
@@ -76,7 +82,8 @@ def _parse_words(given: str) -> str:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "websearch_tool: the query has no words; say what to search for")
     if printable(words) != words:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "websearch_tool: the query has characters that cannot be shown; write it without them"
+            ErrorCode.INVALID_ARGUMENTS,
+            "websearch_tool: the query has characters that cannot be shown; write it without them",
         )
     return words
 
@@ -87,7 +94,8 @@ def _parse_domains(given: list[str]) -> tuple[str, ...]:
     for domain in domains:
         if not _DOMAIN.fullmatch(domain):
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"websearch_tool: '{domain[:80]}' is not a domain; write it like docs.python.org"
+                ErrorCode.INVALID_ARGUMENTS,
+                f"websearch_tool: '{domain[:80]}' is not a domain; write it like docs.python.org",
             )
     return domains
 
@@ -113,10 +121,14 @@ def _all_failed(failures: list[ToolFailure]) -> ToolFailure:
     """One failure that tells of all; its code is the first that is not for the operator to mend."""
     codes = list(dict.fromkeys(failure.code for failure in failures))
     code = next((code for code in codes if code is not ErrorCode.CONFIG_MISSING), codes[0])
-    return ToolFailure(code, f"no search service answered: {'; '.join(failure.message for failure in failures)}; try again later")
+    return ToolFailure(
+        code, f"no search service answered: {'; '.join(failure.message for failure in failures)}; try again later"
+    )
 
 
-def _build_outcome(provider: str, query: SearchQuery, found: tuple[SearchResult, ...], failures: list[ToolFailure]) -> Outcome:
+def _build_outcome(
+    provider: str, query: SearchQuery, found: tuple[SearchResult, ...], failures: list[ToolFailure]
+) -> Outcome:
     unique = tuple({result.url: result for result in reversed(found)}.values())[::-1]
     fitting = tuple(result for result in unique if _is_wanted(result, query))
     shown = fitting[: query.max_results]
@@ -124,7 +136,11 @@ def _build_outcome(provider: str, query: SearchQuery, found: tuple[SearchResult,
     if len(fitting) < len(unique):
         notes.append(f"{len(unique) - len(fitting)} more were of other domains than asked for, and left out")
     notes.extend(f"{failure.message}; the next service was asked" for failure in failures)
-    body = fence("\n\n".join(_lines(number, result) for number, result in enumerate(shown, start=1))) if shown else _nothing(query)
+    body = (
+        fence("\n\n".join(_lines(number, result) for number, result in enumerate(shown, start=1)))
+        if shown
+        else _nothing(query)
+    )
     metadata: dict[str, JsonValue] = {
         "provider": provider,
         "results": [
@@ -143,7 +159,9 @@ def _build_outcome(provider: str, query: SearchQuery, found: tuple[SearchResult,
 
 def _lines(number: int, result: SearchResult) -> str:
     date = f" ({result.published})" if result.published else ""
-    return "\n".join([f"{number}. {result.title}{date}", f"   {result.url}", *([f"   {result.snippet}"] if result.snippet else [])])
+    return "\n".join(
+        [f"{number}. {result.title}{date}", f"   {result.url}", *([f"   {result.snippet}"] if result.snippet else [])]
+    )
 
 
 def _nothing(query: SearchQuery) -> str:
@@ -152,7 +170,13 @@ def _nothing(query: SearchQuery) -> str:
 
 
 def _is_wanted(result: SearchResult, query: SearchQuery) -> bool:
-    host = re.split(r"[/?#]", result.url.partition("://")[2], maxsplit=1)[0].rpartition("@")[2].partition(":")[0].lower().removesuffix(".")
+    host = (
+        re.split(r"[/?#]", result.url.partition("://")[2], maxsplit=1)[0]
+        .rpartition("@")[2]
+        .partition(":")[0]
+        .lower()
+        .removesuffix(".")
+    )
     if any(_is_below(host, domain) for domain in query.exclude_domains):
         return False
     return not query.include_domains or any(_is_below(host, domain) for domain in query.include_domains)

@@ -12,10 +12,11 @@ MAX_CONTENT_CHARS = 10 * 1024 * 1024
 _WRITE = ToolSpec(
     name="write_tool",
     description=(
-        "Write a text file in the sandbox, whole and at once: it is replaced or it stays as it was. Missing folders are made. An existing file "
-        "keeps its encoding, mode and links. Gives a diff of what was overwritten. A file that something else changed since you read or wrote it "
-        "is not overwritten at once: you get the change, and the same call again goes through. For a small change use edit_tool. Relative paths "
-        "start at the session's working directory, at first /workspace."
+        "Write a text file in the sandbox, whole and at once: it is replaced or it stays as it was. Missing folders "
+        "are made. An existing file keeps its encoding, mode and links. Gives a diff of what was overwritten. A file "
+        "that something else changed since you read or wrote it is not overwritten at once: you get the change, and "
+        "the same call again goes through. For a small change use edit_tool. Relative paths start at the session's "
+        "working directory, at first /workspace."
     ),
     parameters={
         "type": "object",
@@ -24,7 +25,10 @@ _WRITE = ToolSpec(
             "content": {
                 "type": "string",
                 "maxLength": MAX_CONTENT_CHARS,
-                "description": "the text, whole and as it is to stand in the file; more than about 500 KB in several calls with mode append",
+                "description": (
+                    "the text, whole and as it is to stand in the file; more than about 500 KB in several calls with "
+                    "mode append"
+                ),
             },
             "mode": {
                 "type": "string",
@@ -51,7 +55,13 @@ _WRITE = ToolSpec(
 def _write(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     path, mode = arguments["file_path"], arguments["mode"]
     body = encode(arguments["content"], "content")
-    request = {"op": "write_text", "path": path, "mode": mode, "encoding": arguments["encoding"], "max_bytes": MAX_OUTPUT_BYTES}
+    request = {
+        "op": "write_text",
+        "path": path,
+        "mode": mode,
+        "encoding": arguments["encoding"],
+        "max_bytes": MAX_OUTPUT_BYTES,
+    }
     response = environment.run({**request, "timeout_s": environment.context.timeout_s}, body)
     done, told = response.done, decode(response.streams.get("file", b""))
     verb = "created" if done["created"] else {"append": "appended to"}.get(mode, "overwrote")

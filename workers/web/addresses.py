@@ -1,4 +1,6 @@
-"""Which addresses of the internet may be connected to. Tables of integers: those of the standard library differ between versions."""
+"""Which addresses of the internet may be connected to. Tables of integers: those of the standard library differ between
+versions.
+"""
 
 import ipaddress
 from collections.abc import Iterable
@@ -63,7 +65,9 @@ _REFUSED = tuple(_range(ipaddress.ip_network(text), why) for text, why in {**_RE
 
 
 class AddressRules:
-    """The tables, an operator's own ranges, and the prefix of a NAT64 gateway if the host reaches IPv4 only through one."""
+    """The tables, an operator's own ranges, and the prefix of a NAT64 gateway if the host reaches IPv4 only through
+    one.
+    """
 
     def __init__(self, own_ranges: Iterable[Network] = (), nat64_prefix: ipaddress.IPv6Network | None = None) -> None:
         """`nat64_prefix`: a /96. Raises ValueError when it is not."""

@@ -19,7 +19,8 @@ class BodyDecoder:
         self._encoding = encoding.strip().lower()
         if self._encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
             raise ToolFailure(
-                ErrorCode.NETWORK_ERROR, f"the body is packed as {self._encoding[:40]!r}, but only one layer of {ACCEPTED} was asked for"
+                ErrorCode.NETWORK_ERROR,
+                f"the body is packed as {self._encoding[:40]!r}, but only one layer of {ACCEPTED} was asked for",
             )
         self._is_packed = self._encoding not in ("", "identity")
         self._inflater: zlib._Decompress | None = None
@@ -28,7 +29,9 @@ class BodyDecoder:
         self.unpacked = 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The next pieces, each bounded. Raises ToolFailure: FILE_TOO_LARGE past a cap, NETWORK_ERROR for what cannot be unpacked."""
+        """The next pieces, each bounded. Raises ToolFailure: FILE_TOO_LARGE past a cap, NETWORK_ERROR for what cannot
+        be unpacked.
+        """
         self.packed += len(data)
         if not self._is_packed:
             yield self._counted(data)
@@ -36,12 +39,16 @@ class BodyDecoder:
         try:
             yield from self._inflate(data)
         except zlib.error:
-            raise ToolFailure(ErrorCode.NETWORK_ERROR, f"the body is not the {self._encoding} that its header says") from None
+            raise ToolFailure(
+                ErrorCode.NETWORK_ERROR, f"the body is not the {self._encoding} that its header says"
+            ) from None
 
     def finish(self) -> None:
         """Raises ToolFailure(NETWORK_ERROR) when the body ended too early."""
         if self._is_packed and self.packed and (self._held or self._inflater is None or not self._inflater.eof):
-            raise ToolFailure(ErrorCode.NETWORK_ERROR, f"the body ended in the middle of its {self._encoding} data", cause="reset")
+            raise ToolFailure(
+                ErrorCode.NETWORK_ERROR, f"the body ended in the middle of its {self._encoding} data", cause="reset"
+            )
 
     def _inflate(self, data: bytes) -> Iterator[bytes]:
         data = self._held + data
@@ -83,4 +90,6 @@ class BodyDecoder:
 
 def too_large(why: str) -> ToolFailure:
     """The refusal of a body for its size."""
-    return ToolFailure(ErrorCode.FILE_TOO_LARGE, f"the page is too large: {why}; fetch a smaller page, or one part of it")
+    return ToolFailure(
+        ErrorCode.FILE_TOO_LARGE, f"the page is too large: {why}; fetch a smaller page, or one part of it"
+    )

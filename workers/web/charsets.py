@@ -14,7 +14,19 @@ _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codec
 # Only these: among Python's codecs are some that run code paths of their own, or in quadratic time.
 _KNOWN = frozenset(
     {
-        *("utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "gb18030", "big5", "big5hkscs", "cp932", "euc_jp", "iso2022_jp"),
+        *(
+            "utf-8",
+            "utf-16",
+            "utf-16-le",
+            "utf-16-be",
+            "utf-32",
+            "gb18030",
+            "big5",
+            "big5hkscs",
+            "cp932",
+            "euc_jp",
+            "iso2022_jp",
+        ),
         *("cp949", "koi8-r", "koi8-u", "mac-roman", "mac-cyrillic", "cp866", "cp874", "tis-620"),
         *(f"cp125{n}" for n in range(9)),
         *(f"iso8859-{n}" for n in (*range(2, 12), 13, 14, 15, 16)),

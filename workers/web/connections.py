@@ -36,7 +36,9 @@ class Connection:
     def __enter__(self) -> "Connection":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._socket.close()
 
     def send(self, data: bytes) -> None:
@@ -47,7 +49,9 @@ class Connection:
         except TimeoutError:
             raise _slow(self._host, "did not take the request") from None
         except OSError as error:
-            raise _failed("reset", f"{self._host} broke the connection off while the request was sent ({_words(error)})") from None
+            raise _failed(
+                "reset", f"{self._host} broke the connection off while the request was sent ({_words(error)})"
+            ) from None
 
     def receive(self) -> bytes:
         """What came next; empty at the end. Raises ToolFailure: NETWORK_ERROR, TIMEOUT."""
@@ -142,22 +146,30 @@ def check_peer(sock: socket.socket, address: Address, target: Target) -> None:
     """What is connected must be what was judged, whatever a redirecting kernel or library made of it."""
     peer = ipaddress.ip_address(str(sock.getpeername()[0]))
     if int(peer) != int(address) or peer.version != address.version:
-        raise ToolFailure(ErrorCode.SECURITY_REFUSED, f"the connection to {target.host} led to another address than the judged one")
+        raise ToolFailure(
+            ErrorCode.SECURITY_REFUSED, f"the connection to {target.host} led to another address than the judged one"
+        )
 
 
-def _wrap(sock: socket.socket, target: Target, limits: FetchLimits, deadline: Deadline, tls: ssl.SSLContext) -> socket.socket:
+def _wrap(
+    sock: socket.socket, target: Target, limits: FetchLimits, deadline: Deadline, tls: ssl.SSLContext
+) -> socket.socket:
     try:
         sock.settimeout(deadline.left(f"greeting {target.host}", limits.tls_s))
         return tls.wrap_socket(sock, server_hostname=target.host)
     except TimeoutError:
         raise _slow(target.host, f"did not finish the TLS greeting within {limits.tls_s:g} s") from None
     except ssl.SSLCertVerificationError as error:
-        raise _failed("tls", f"TLS: the certificate of {target.host} is not accepted ({error.verify_message})") from None
+        raise _failed(
+            "tls", f"TLS: the certificate of {target.host} is not accepted ({error.verify_message})"
+        ) from None
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or "no TLS"
         raise _failed("tls", f"TLS: no secure connection to {target.host} ({reason})") from None
     except OSError as error:
-        raise _failed("reset", f"{target.host} broke the connection off in the TLS greeting ({_words(error)})") from None
+        raise _failed(
+            "reset", f"{target.host} broke the connection off in the TLS greeting ({_words(error)})"
+        ) from None
 
 
 def _words(error: OSError) -> str:

@@ -8,7 +8,13 @@ from workers.web.urls import Address, Target, refused
 
 _CLOSED_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".onion")
 _METADATA_NAMES = frozenset(
-    {"metadata.tencentyun.com", "metadata.packet.net", "metadata.platformequinix.com", "metadata.azure.com", "metadata.oraclecloud.com"}
+    {
+        "metadata.tencentyun.com",
+        "metadata.packet.net",
+        "metadata.platformequinix.com",
+        "metadata.azure.com",
+        "metadata.oraclecloud.com",
+    }
 )
 
 

@@ -53,7 +53,9 @@ class Answer:
 TakePiece = Callable[[Head, bytes], bool]
 """Gets a body's pieces as they come, unpacked; True: that was enough, the rest is not waited for."""
 BodyBytes = Callable[[Head], int | None]
-"""How much of a body to read: None all of it, where more than the caps is an error; a number: so many bytes are enough, and none will do."""
+"""How much of a body to read: None all of it, where more than the caps is an error; a number: so many bytes are enough,
+and none will do.
+"""
 
 
 def exchange(
@@ -71,12 +73,19 @@ def exchange(
         raise _translate(error, request.target.host, connection) from None
     except (h11.LocalProtocolError, UnicodeError):
         # Its words would repeat the header's value, which may be a key.
-        raise ToolFailure(ErrorCode.INTERNAL, f"the request to {request.target.host} has a header that HTTP does not allow") from None
+        raise ToolFailure(
+            ErrorCode.INTERNAL, f"the request to {request.target.host} has a header that HTTP does not allow"
+        ) from None
 
 
 class _Exchange:
     def __init__(
-        self, connection: Connection, request: Request, limits: FetchLimits, deadline: Deadline, take_piece: TakePiece | None
+        self,
+        connection: Connection,
+        request: Request,
+        limits: FetchLimits,
+        deadline: Deadline,
+        take_piece: TakePiece | None,
     ) -> None:
         self._connection = connection
         self._request = request
@@ -176,7 +185,8 @@ class _Exchange:
 
     def _header_flood(self) -> ToolFailure:
         return self._failed(
-            "protocol", f"sends more headers than {self._limits.header_lines} lines or {self._limits.header_bytes // 1024} KiB"
+            "protocol",
+            f"sends more headers than {self._limits.header_lines} lines or {self._limits.header_bytes // 1024} KiB",
         )
 
     def _failed(self, cause: str, what: str) -> ToolFailure:
@@ -189,7 +199,10 @@ def _translate(error: h11.RemoteProtocolError, host: str, connection: Connection
     if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
         cause, what = "protocol", "sends headers without an end"
     elif connection.received == 0 or "closed connection" in words or "without sending complete" in words:
-        cause, what = "reset", f"closed the connection before its answer was complete, after {connection.received} bytes"
+        cause, what = (
+            "reset",
+            f"closed the connection before its answer was complete, after {connection.received} bytes",
+        )
     else:
         cause, what = "protocol", "does not answer in HTTP/1.1"
     return ToolFailure(ErrorCode.NETWORK_ERROR, f"{host} {what}: try again, or another source", cause=cause)

@@ -1,7 +1,9 @@
-"""A program of its own: HTML on standard input, its text as JSON on standard output. Hostile pages are parsed here and nowhere else.
+"""A program of its own: HTML on standard input, its text as JSON on standard output. Hostile pages are parsed here and
+nowhere else.
 
-Input: a line of JSON `{"format": "markdown" | "text", "url": ..., "method": "main" | "plain", "cpu_s": ...}`, then the page in UTF-8.
-Output: `{"title": ..., "text": ..., "is_main": ..., "is_too_deep": ..., "whole_chars": ...}`. It is run by its path, without an environment; it imports none of ours.
+Input: a line of JSON `{"format": "markdown" | "text", "url": ..., "method": "main" | "plain", "cpu_s": ...}`, then the
+page in UTF-8. Output: `{"title": ..., "text": ..., "is_main": ..., "is_too_deep": ..., "whole_chars": ...}`. It is run
+by its path, without an environment; it imports none of ours.
 """
 
 import contextlib
@@ -26,8 +28,8 @@ SHORT_CHARS = 250
 _BLOCKS = frozenset(
     re.findall(
         "[a-z0-9]+",
-        "address article aside blockquote br caption dd details div dl dt fieldset figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr li"
-        " main nav ol option p pre section summary table tbody td tfoot th thead tr ul",
+        "address article aside blockquote br caption dd details div dl dt fieldset figcaption figure footer form h1 h2 "
+        "h3 h4 h5 h6 header hr li main nav ol option p pre section summary table tbody td tfoot th thead tr ul",
     )
 )
 _HIDDEN = frozenset(("script", "style", "template", "svg", "iframe", "object"))
@@ -53,7 +55,8 @@ class PlainReader(HTMLParser):
         self._in_title = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        # The first only, and up to the next tag: pictures have titles of their own, and one that is not closed is not the whole page.
+        # The first only, and up to the next tag: pictures have titles of their own, and one that is not closed is not
+        # the whole page.
         self._in_title = tag == "title" and self._hidden is None and not self._title
         if self._hidden is not None:
             self._hidden_depth += tag == self._hidden
@@ -82,7 +85,9 @@ class PlainReader(HTMLParser):
 
     def text(self) -> str:
         lines = (" ".join(line.split()) for line in "".join(self._pieces).split("\n"))
-        return "\n".join(line for line in lines if line and line not in ("-", "#", "##", "###", "####", "#####", "######"))
+        return "\n".join(
+            line for line in lines if line and line not in ("-", "#", "##", "###", "####", "#####", "######")
+        )
 
     def title(self) -> str:
         return " ".join("".join(self._title).split())
@@ -152,13 +157,15 @@ def limit_resources(cpu_s: int) -> None:
 
 
 def confine() -> bool:
-    """From here on nothing is opened but what Python imports, no server connected to, no other process signalled or looked into: the
-    worker's environment stands in its /proc. Whether the kernel has Landlock and did so."""
+    """From here on nothing is opened but what Python imports, no server connected to, no other process signalled or
+    looked into: the worker's environment stands in its /proc. Whether the kernel has Landlock and did so."""
     libc = ctypes.CDLL(None)
     version = libc.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION)
     if version < 1:
         return False
-    rules = struct.pack("=QQQ", _ALL_OF_FILES, _TCP, _SIGNALS_AND_SOCKETS)[: 8 if version < 4 else 16 if version < 6 else 24]
+    rules = struct.pack("=QQQ", _ALL_OF_FILES, _TCP, _SIGNALS_AND_SOCKETS)[
+        : 8 if version < 4 else 16 if version < 6 else 24
+    ]
     ruleset = libc.syscall(_CREATE_RULESET, rules, len(rules), 0)
     for folder in filter(os.path.isdir, sys.path):
         opened = os.open(folder, os.O_PATH)

@@ -1,4 +1,6 @@
-"""A URL to a page: parse, judge, look up, judge, connect, ask; again for each redirect. From the cache where it has it."""
+"""A URL to a page: parse, judge, look up, judge, connect, ask; again for each redirect. From the cache where it has
+it.
+"""
 
 import ssl
 import time
@@ -22,7 +24,9 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 @dataclass(frozen=True)
 class Fetched:
-    """A page, and whether it was `kept` before (`cache`), confirmed by its server (`revalidated`), or fetched (`network`)."""
+    """A page, and whether it was `kept` before (`cache`), confirmed by its server (`revalidated`), or fetched
+    (`network`).
+    """
 
     page: Page
     source: str
@@ -59,7 +63,8 @@ class Fetcher:
         self._clock = clock
 
     def fetch(self, tenant: str, url: str, deadline: Deadline, *, reads_on: bool = False) -> Fetched:
-        """The page at `url`, whatever its status. `reads_on`: the call continues an earlier one and wants the same page.
+        """The page at `url`, whatever its status. `reads_on`: the call continues an earlier one and wants the same
+        page.
 
         Raises ToolFailure: INVALID_ARGUMENTS, SECURITY_REFUSED, NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE.
         """
@@ -112,7 +117,8 @@ class Fetcher:
             if len(redirects) >= self._limits.redirects:
                 raise ToolFailure(
                     ErrorCode.NETWORK_ERROR,
-                    f"more than {self._limits.redirects} redirects, the last from {target.url}: fetch where you want to go directly",
+                    f"more than {self._limits.redirects} redirects, the last from {target.url}: fetch where you want "
+                    "to go directly",
                     cause="redirects",
                 )
             base, target = target, self._redirected(target, location)
@@ -171,7 +177,9 @@ class Fetcher:
 def _of_redirect(base: Target, failure: ToolFailure) -> ToolFailure:
     """The failure of where `base` redirected to. A URL that is none is not the caller's to mend there."""
     code = ErrorCode.SECURITY_REFUSED if failure.code is ErrorCode.INVALID_ARGUMENTS else failure.code
-    return ToolFailure(code, f"{base.host} redirects, and {failure.message}", **{**failure.metadata, "redirected_by": base.url})
+    return ToolFailure(
+        code, f"{base.host} redirects, and {failure.message}", **{**failure.metadata, "redirected_by": base.url}
+    )
 
 
 def _conditions(target: Target, kept: Page | None) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""JSON laid out in lines without a change to any of its tokens: numbers, escapes and repeated names stay as they were."""
+"""JSON laid out in lines without a change to any of its tokens: numbers, escapes and repeated names stay as they
+were.
+"""
 
 import json
 import re

@@ -47,7 +47,9 @@ class Deadline:
         return self._clock()
 
     def left(self, doing: str, at_most: float | None = None) -> float:
-        """Seconds for a wait, more than 0 and at most `at_most`. Raises ToolFailure(TIMEOUT) that says what it was `doing`."""
+        """Seconds for a wait, more than 0 and at most `at_most`. Raises ToolFailure(TIMEOUT) that says what it was
+        `doing`.
+        """
         left = self._until - self._clock()
         if left <= 0:
             raise self.passed(doing)

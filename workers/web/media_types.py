@@ -26,7 +26,9 @@ UNKNOWN = "application/octet-stream"
 
 
 def media_type(header: str) -> str:
-    """`type/subtype` in lower case, safe to show. A page without a type is taken for HTML, as browsers do; a broken one for bytes."""
+    """`type/subtype` in lower case, safe to show. A page without a type is taken for HTML, as browsers do; a broken one
+    for bytes.
+    """
     name = header.partition(";")[0].strip().lower()
     if not name:
         return "text/html"

@@ -1,4 +1,6 @@
-"""HTML to readable text, in a process that may die of it: no environment, nothing to reach, bounded memory, time and output."""
+"""HTML to readable text, in a process that may die of it: no environment, nothing to reach, bounded memory, time and
+output.
+"""
 
 import json
 import os
@@ -55,17 +57,24 @@ class Extractor:
         told = self._run(html, url, kind, "main", deadline)
         if told is None:
             return self.extract_plain(
-                html, url, kind, deadline, "the text of the whole page: the search for its main part failed or took too long"
+                html,
+                url,
+                kind,
+                deadline,
+                "the text of the whole page: the search for its main part failed or took too long",
             )
         return Extracted(told.title, told.text, _note(told))
 
     def extract_plain(self, html: str, url: str, kind: TextFormat, deadline: Deadline, note: str = "") -> Extracted:
-        """All text. Raises ToolFailure: TIMEOUT past the deadline, FILE_TOO_LARGE when the page cannot be read within the limits."""
+        """All text. Raises ToolFailure: TIMEOUT past the deadline, FILE_TOO_LARGE when the page cannot be read within
+        the limits.
+        """
         told = self._run(html, url, kind, "plain", deadline)
         if told is None:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE,
-                "the page's HTML could not be read within the limits of time and memory: fetch it with format=html and read parts of it",
+                "the page's HTML could not be read within the limits of time and memory: fetch it with format=html and "
+                "read parts of it",
             )
         return Extracted(told.title, told.text, note)
 
@@ -90,7 +99,11 @@ def _note(told: _Told) -> str:
     if not told.is_main:
         return "the text of the whole page: no main part was found"
     left_out = told.whole_chars > len(told.text)
-    return f"the main part of a page with {told.whole_chars} characters of text; format=html gives all of it" if left_out else ""
+    return (
+        f"the main part of a page with {told.whole_chars} characters of text; format=html gives all of it"
+        if left_out
+        else ""
+    )
 
 
 def _open_memory(name: str) -> BinaryIO:
@@ -102,7 +115,14 @@ def _finishes(argv: list[str], stdin: int, stdout: int, limit_s: float) -> bool:
     process = None
     try:
         process = subprocess.Popen(
-            argv, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, env={}, cwd="/", start_new_session=True, close_fds=True
+            argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+            start_new_session=True,
+            close_fds=True,
         )
         ended = os.pidfd_open(process.pid)
         try:

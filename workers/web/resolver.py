@@ -20,7 +20,8 @@ class Resolver(Protocol):
     def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
         """Every address of `host`, IPv4 and IPv6, at least one and at most MAX_ANSWERS.
 
-        Raises ToolFailure: NETWORK_ERROR when there is none or there are too many, TIMEOUT past `limit_s` or the deadline.
+        Raises ToolFailure: NETWORK_ERROR when there is none or there are too many, TIMEOUT past `limit_s` or the
+        deadline.
         """
         ...
 
@@ -45,7 +46,9 @@ class SystemResolver:
         try:
             found = answer.get(timeout=limit_s)
         except queue.Empty:
-            raise _failed(ErrorCode.TIMEOUT, f"DNS: no answer for {host} within {limit_s:g} s; try again or use another host") from None
+            raise _failed(
+                ErrorCode.TIMEOUT, f"DNS: no answer for {host} within {limit_s:g} s; try again or use another host"
+            ) from None
         if isinstance(found, OSError):
             raise _failed(ErrorCode.NETWORK_ERROR, f"DNS: {host} has no address ({found.strerror}); check the name")
         return parse_answers(host, found)
@@ -68,7 +71,9 @@ def parse_answers(host: str, answers: list[str]) -> tuple[Address, ...]:
     except ValueError:
         raise _failed(ErrorCode.NETWORK_ERROR, f"DNS: the answer for {host} is not an address") from None
     if not 0 < len(addresses) <= MAX_ANSWERS:
-        raise _failed(ErrorCode.NETWORK_ERROR, f"DNS: {len(addresses)} addresses for {host}; from 1 to {MAX_ANSWERS} are accepted")
+        raise _failed(
+            ErrorCode.NETWORK_ERROR, f"DNS: {len(addresses)} addresses for {host}; from 1 to {MAX_ANSWERS} are accepted"
+        )
     return addresses
 
 

@@ -29,7 +29,9 @@ def _is_set(secret: SecretStr | None) -> TypeGuard[SecretStr]:
     return secret is not None and bool(secret.get_secret_value().strip())
 
 
-def build_web_tools(settings: WebSettings, cache: PageStore, resolver: Resolver | None = None) -> tuple[WorkerTool, ...]:
+def build_web_tools(
+    settings: WebSettings, cache: PageStore, resolver: Resolver | None = None
+) -> tuple[WorkerTool, ...]:
     """webfetch_tool and websearch_tool. Raises ConfigError for an address of a search service that is none."""
     resolver = resolver or SystemResolver()
     fetcher = Fetcher(resolver, build_egress_rules(settings), cache, per_minute=settings.webfetch_per_minute)
@@ -57,9 +59,13 @@ def build_providers(settings: WebSettings, resolver: Resolver) -> tuple[SearchPr
             raise ConfigError(f"{address_setting}: {failure.message}") from None
         return Endpoint(name, base_url, setting, resolver, tls=tls)
 
-    def with_key(name: str, base_url: str, key: SecretStr, build: Callable[[Endpoint, SecretStr], SearchProvider]) -> SearchProvider:
+    def with_key(
+        name: str, base_url: str, key: SecretStr, build: Callable[[Endpoint, SecretStr], SearchProvider]
+    ) -> SearchProvider:
         prefix = f"TOOLCREW_{name.upper()}"
-        return build(endpoint(name, base_url, f"{prefix}_URL", f"{prefix}_API_KEY"), SecretStr(key.get_secret_value().strip()))
+        return build(
+            endpoint(name, base_url, f"{prefix}_URL", f"{prefix}_API_KEY"), SecretStr(key.get_secret_value().strip())
+        )
 
     configured: dict[str, SearchProvider] = {}
     if _is_set(settings.searxng_url):

@@ -28,7 +28,8 @@ _KEPT = "!#$%&'()*+,-./:;=?@[]_~"
 
 @dataclass(frozen=True)
 class Target:
-    """Where a request goes. `host`: ASCII, lower case, without a dot at the end; `literal`: the host when it is an address.
+    """Where a request goes. `host`: ASCII, lower case, without a dot at the end; `literal`: the host when it is an
+    address.
 
     `path`: path and query, ASCII, begins with a slash.
     """
@@ -156,7 +157,9 @@ def _parse_name(host: str) -> str:
 
 def _to_ascii(host: str) -> str:
     try:
-        return idna.encode(unicodedata.normalize("NFKC", host).translate(_DOTS), uts46=True, std3_rules=True).decode("ascii")
+        return idna.encode(unicodedata.normalize("NFKC", host).translate(_DOTS), uts46=True, std3_rules=True).decode(
+            "ascii"
+        )
     except (idna.IDNAError, UnicodeError):
         raise _invalid("its host is not a valid international name") from None
 

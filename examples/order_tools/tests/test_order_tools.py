@@ -20,7 +20,10 @@ def run(*calls: tuple[str, dict[str, Any]], **options: Any) -> list[ToolResult]:
     tools = LocalTools(TOOLS, approver=AutoApprover(), **options)
 
     async def run_all() -> list[ToolResult]:
-        return [await tools.run_call(ToolCall(id=f"call-{n}", name=name, arguments=arguments)) for n, (name, arguments) in enumerate(calls)]
+        return [
+            await tools.run_call(ToolCall(id=f"call-{n}", name=name, arguments=arguments))
+            for n, (name, arguments) in enumerate(calls)
+        ]
 
     return asyncio.run(run_all())
 
@@ -53,5 +56,7 @@ def test_what_cannot_be_done_is_said_in_words_a_model_can_use() -> None:
 
 
 def test_thanks_are_the_models_words() -> None:
-    (result,) = run(("word_thanks", {"customer": "Ada"}), model=ScriptedModel(lambda messages: f"Re: {messages[-1]['content']}"))
+    (result,) = run(
+        ("word_thanks", {"customer": "Ada"}), model=ScriptedModel(lambda messages: f"Re: {messages[-1]['content']}")
+    )
     assert result.output == "Re: Thank Ada for an order, in one friendly sentence."

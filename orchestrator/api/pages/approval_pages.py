@@ -1,4 +1,6 @@
-"""The pages by which people approve calls: each with its exact bytes, and what is sent back is bound to what was shown."""
+"""The pages by which people approve calls: each with its exact bytes, and what is sent back is bound to what was
+shown.
+"""
 
 import asyncio
 import json
@@ -23,12 +25,16 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 PAGE = 20
 MOST_CHARS = 32_000
-"""Of arguments on one page that has several questions: longer ones have pages of their own. Every character is looked at and marked, which takes time."""
+"""Of arguments on one page that has several questions: longer ones have pages of their own. Every character is looked
+at and marked, which takes time.
+"""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A piece of what is asked about, whole. `unseen`: so many of its characters are not to be seen; `alike`: so many look like others."""
+    """A piece of what is asked about, whole. `unseen`: so many of its characters are not to be seen; `alike`: so many
+    look like others.
+    """
 
     name: str
     text: str
@@ -38,7 +44,9 @@ class Shown:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as the page shows it. `is_left_out`: the page has no room for its arguments, so that it is not decided there."""
+    """A question as the page shows it. `is_left_out`: the page has no room for its arguments, so that it is not decided
+    there.
+    """
 
     pending: PendingQuestion
     has_run_page: bool
@@ -73,7 +81,12 @@ async def approvals(request: Request, person: Looking, cursor: str = "", done: s
         "shown": ids,
     }
     return await person.render(
-        "approvals.html", title="Approvals", page="approvals", may_decide=_may_decide(person), done=DONE.get(done), **values
+        "approvals.html",
+        title="Approvals",
+        page="approvals",
+        may_decide=_may_decide(person),
+        done=DONE.get(done),
+        **values,
     )
 
 
@@ -148,10 +161,14 @@ def _parse_arguments(text: str) -> dict[str, Any]:
         given = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise ApiProblem(
-            ErrorCode.INVALID_ARGUMENTS, f"nothing was decided: the arguments are no JSON ({error}); go back and write one object"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"nothing was decided: the arguments are no JSON ({error}); go back and write one object",
         ) from error
     if not isinstance(given, dict):
-        raise ApiProblem(ErrorCode.INVALID_ARGUMENTS, "nothing was decided: the arguments are no JSON object; go back and write {...}")
+        raise ApiProblem(
+            ErrorCode.INVALID_ARGUMENTS,
+            "nothing was decided: the arguments are no JSON object; go back and write {...}",
+        )
     return given
 
 

@@ -42,7 +42,13 @@ async def batches(person: Looking) -> Response:
     found.sort(key=lambda one: -one[2].created_at)
     unseen = max(0, len(names) - MOST_TENANTS)
     return render(
-        "batches.html", viewer, title="Batches", page="batches", batches=found[:MOST], left=older + max(0, len(found) - MOST), unseen=unseen
+        "batches.html",
+        viewer,
+        title="Batches",
+        page="batches",
+        batches=found[:MOST],
+        left=older + max(0, len(found) - MOST),
+        unseen=unseen,
     )
 
 
@@ -53,15 +59,29 @@ async def one_batch(request: Request, batch: BatchId, person: Looking, done: str
     record = await _known(person, runs, batch)
     is_live = record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING)
     counts = {"waiting": 0, "running": 0, **await runs.queue.counts(person.owner, batch)}
-    values: dict[str, Any] = {"batch": batch, "of": person.owner, "record": record, "counts": counts, "is_live": is_live}
+    values: dict[str, Any] = {
+        "batch": batch,
+        "of": person.owner,
+        "record": record,
+        "counts": counts,
+        "is_live": is_live,
+    }
     if is_fragment(request):
         return render("batch.part.html", await person.viewer(), **values)
     async with _ONE_REPORT:
         batch_events = await runs.batch_events(batch)
-        sections = await asyncio.to_thread(build_sections, batch_events, batch=batch, tenant=runs.tenant, total=record.total)
+        sections = await asyncio.to_thread(
+            build_sections, batch_events, batch=batch, tenant=runs.tenant, total=record.total
+        )
     shown = [(name, heading, Markup(content)) for name, heading, content in sections]
     return render(
-        "batch.html", await person.viewer(), title=f"Batch {batch}", page="batches", sections=shown, done=DONE.get(done), **values
+        "batch.html",
+        await person.viewer(),
+        title=f"Batch {batch}",
+        page="batches",
+        sections=shown,
+        done=DONE.get(done),
+        **values,
     )
 
 

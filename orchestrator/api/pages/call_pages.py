@@ -19,7 +19,8 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 async def find_call(person: Looking, id: str = "") -> Response:
     """To the page of the call of that id."""
     return RedirectResponse(
-        address("calls", id.strip(), tenant=person.tenant if person.is_operator else None) if id.strip() else "/", status_code=303
+        address("calls", id.strip(), tenant=person.tenant if person.is_operator else None) if id.strip() else "/",
+        status_code=303,
     )
 
 
@@ -27,7 +28,9 @@ async def find_call(person: Looking, id: str = "") -> Response:
 async def one_call(call: str, person: Looking, of: str = "") -> Response:
     """What every process knows of a call; by its id, or that of its Celery task."""
     settings = person.house.settings
-    lives = CallLives(person.house.parts.pool.redis, settings.deployment, settings.broker().signing_keys(), settings.flower_url)
+    lives = CallLives(
+        person.house.parts.pool.redis, settings.deployment, settings.broker().signing_keys(), settings.flower_url
+    )
     # Operators need not know whose it is.
     tenant = of or person.tenant
     try:

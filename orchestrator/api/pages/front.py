@@ -60,7 +60,8 @@ async def log_in(
     except ToolFailure as error:
         if error.code is not ErrorCode.UNAUTHENTICATED:
             raise
-        # Only failures count by address: behind a proxy all clients have one, and a valid key must work whatever others try.
+        # Only failures count by address: behind a proxy all clients have one, and a valid key must work whatever others
+        # try.
         house.rates.take(f"login {request.client.host if request.client else ''}")
         trouble = "This key opens nothing: see that all of it was copied, or have an operator make another."
         return render("login.html", None, status=401, title="Log in", page="", trouble=trouble, next=_local(next))
@@ -70,7 +71,9 @@ async def log_in(
     if before:
         await logins_of(house).close(before)
     response = RedirectResponse(_local(next), status_code=303)
-    response.set_cookie(name, token, max_age=LOGIN_S, path="/", secure=is_secure(house.settings), httponly=True, samesite="strict")
+    response.set_cookie(
+        name, token, max_age=LOGIN_S, path="/", secure=is_secure(house.settings), httponly=True, samesite="strict"
+    )
     return response
 
 

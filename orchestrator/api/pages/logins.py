@@ -15,7 +15,9 @@ COOKIE = "toolcrew_login"
 
 @dataclass(frozen=True)
 class Login:
-    """The login of a person whose API key is valid. `form_token`: each of the login's forms has it, so that other sites cannot send forms."""
+    """The login of a person whose API key is valid. `form_token`: each of the login's forms has it, so that other sites
+    cannot send forms.
+    """
 
     identity: Identity
     credential: Credential
@@ -30,7 +32,9 @@ class NotLoggedIn(Exception):
 
 
 def cookie_name(settings: OrchestratorSettings) -> str:
-    """Return the name of the cookie. Behind TLS it is one that no other host of the domain, and no page without TLS, can set."""
+    """Return the name of the cookie. Behind TLS it is one that no other host of the domain, and no page without TLS,
+    can set.
+    """
     return f"__Host-{COOKIE}" if is_secure(settings) else COOKIE
 
 

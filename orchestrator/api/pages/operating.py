@@ -63,7 +63,10 @@ async def tools(person: Looking, done: str = "") -> Response:
 
 @router.post("/tools/{name}")
 async def switch_tool(
-    name: str, person: Sending, enabled: Annotated[str, Form(pattern="^(yes|no)$")], reason: Annotated[str, Form(max_length=1000)] = ""
+    name: str,
+    person: Sending,
+    enabled: Annotated[str, Form(pattern="^(yes|no)$")],
+    reason: Annotated[str, Form(max_length=1000)] = "",
 ) -> Response:
     """Turn a tool on or off: for everybody, or for the tenant that was chosen."""
     person.check_operator()
@@ -83,7 +86,12 @@ async def tenants(request: Request, person: Looking, done: str = "") -> Response
     shown = found[:MOST_TENANTS]
     counts = await SessionList(parts.pool.redis, deployment, parts.pool.keys).counts([look.tenant for look in shown])
     rows = [TenantRow(look, counts[look.tenant]) for look in shown]
-    values: dict[str, Any] = {"tenants": rows, "left": len(found) - len(shown), "keys": await _key_counts(person), "done": DONE.get(done)}
+    values: dict[str, Any] = {
+        "tenants": rows,
+        "left": len(found) - len(shown),
+        "keys": await _key_counts(person),
+        "done": DONE.get(done),
+    }
     template = "tenants.part.html" if is_fragment(request) else "tenants.html"
     return render(template, viewer, title="Tenants", page="tenants", **values)
 
@@ -132,7 +140,8 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
         if report.kind == "sandbox" and report.store == "local" and lossy != "yes":
             raise ApiProblem(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"the checkpoints of {report.host} do not leave it, so its sessions would lose their files: go back and mark that they may be lost",
+                f"the checkpoints of {report.host} do not leave it, so its sessions would lose their files: go back "
+                "and mark that they may be lost",
             )
     keys = house.settings.broker().signing_keys()
     for report in found:
@@ -144,7 +153,9 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
 async def sessions(person: Looking, cursor: str = "", done: str = "") -> Response:
     """Sessions that are open."""
     parts, viewer = person.house.parts, await person.viewer()
-    page = await SessionList(parts.pool.redis, person.house.settings.deployment, parts.pool.keys).read(viewer.tenant, cursor or None, PAGE)
+    page = await SessionList(parts.pool.redis, person.house.settings.deployment, parts.pool.keys).read(
+        viewer.tenant, cursor or None, PAGE
+    )
     values: dict[str, Any] = {"sessions": page.sessions, "cursor": page.cursor, "done": DONE.get(done)}
     return render("sessions.html", viewer, title="Sessions", page="sessions", **values)
 
@@ -156,7 +167,12 @@ async def audit(person: Looking, cursor: str = "", action: str = "") -> Response
     wanted = tuple(name for name in ACTIONS if name == action)
     kept = Audit(person.house.parts.pool.redis, person.house.settings.deployment)
     page = await kept.read(cursor or None, PAGE, tenant=person.tenant, actions=wanted)
-    values: dict[str, Any] = {"entries": page.entries, "cursor": page.cursor, "action": action if wanted else "", "actions": ACTIONS}
+    values: dict[str, Any] = {
+        "entries": page.entries,
+        "cursor": page.cursor,
+        "action": action if wanted else "",
+        "actions": ACTIONS,
+    }
     return render("audit.html", await person.viewer(), title="Audit", page="audit", **values)
 
 

@@ -28,7 +28,9 @@ TenantName = Annotated[str, Query(pattern=r"^[A-Za-z0-9_-]{0,64}$")]
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody who is logged in. `tenant`: whose things he looks at; None: everybody's. `owner`: whose the one thing is that a page is about."""
+    """Somebody who is logged in. `tenant`: whose things he looks at; None: everybody's. `owner`: whose the one thing is
+    that a page is about.
+    """
 
     house: House
     login: Login
@@ -62,13 +64,19 @@ class Person:
         identity = self.login.identity
         tenants: tuple[str, ...] = ()
         if self.is_operator:
-            known = {DEFAULT_TENANT, *await self.house.parts.pool.tenants.all(), *([self.tenant] if self.tenant else [])}
+            known = {
+                DEFAULT_TENANT,
+                *await self.house.parts.pool.tenants.all(),
+                *([self.tenant] if self.tenant else []),
+            }
             tenants = tuple(sorted(known))[:MAX_CHOICE]
         shown = self.tenant if self.is_operator else identity.tenant
         return Viewer(identity.name or f"key {identity.key_id}", identity.role, shown, self.login.form_token, tenants)
 
     async def render(self, template: str, **values: Any) -> Response:
-        """A page that may be long, as whoever wrote what it shows liked: made beside the others' requests, and a few at a time for each key."""
+        """A page that may be long, as whoever wrote what it shows liked: made beside the others' requests, and a few at
+        a time for each key.
+        """
         viewer = await self.viewer()
         async with self.house.pages.turn(self.login.identity.key_id):
             return await asyncio.to_thread(render, template, viewer, **values)
@@ -76,7 +84,9 @@ class Person:
     def check_operator(self) -> None:
         """Raises ApiProblem for people of a tenant."""
         if not self.is_operator:
-            raise ApiProblem(ErrorCode.PERMISSION_DENIED, "this is for operators: log in with a key of the role operator or admin")
+            raise ApiProblem(
+                ErrorCode.PERMISSION_DENIED, "this is for operators: log in with a key of the role operator or admin"
+            )
 
 
 async def _looking(
@@ -86,8 +96,16 @@ async def _looking(
     identity = login.identity
     house.rates.take(identity.key_id)
     if not identity.may_act_for(tenant or identity.tenant) or not identity.may_act_for(of or identity.tenant):
-        raise ApiProblem(ErrorCode.PERMISSION_DENIED, f"your key is for tenant {identity.tenant} alone: leave the other tenant's name out")
-    return Person(house, login, (tenant or None) if identity.role != "tenant" else identity.tenant, of or tenant or identity.tenant)
+        raise ApiProblem(
+            ErrorCode.PERMISSION_DENIED,
+            f"your key is for tenant {identity.tenant} alone: leave the other tenant's name out",
+        )
+    return Person(
+        house,
+        login,
+        (tenant or None) if identity.role != "tenant" else identity.tenant,
+        of or tenant or identity.tenant,
+    )
 
 
 async def _sending(
@@ -103,20 +121,32 @@ async def _sending(
 
 
 def check_origin(request: Request, settings: OrchestratorSettings) -> None:
-    """Raises ApiProblem for what another site has sent by way of somebody's browser, or what says of no site that it comes from there."""
+    """Raises ApiProblem for what another site has sent by way of somebody's browser, or what says of no site that it
+    comes from there.
+    """
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     ours = {request.headers.get("host", "")} | ({urlsplit(settings.page_url).netloc} if settings.page_url else set())
-    is_ours = origin is not None and any(name and hmac.compare_digest(urlsplit(origin).netloc.encode(), name.encode()) for name in ours)
-    if (site is not None and site != "same-origin") or (origin is not None and not is_ours) or (site is None and origin is None):
+    is_ours = origin is not None and any(
+        name and hmac.compare_digest(urlsplit(origin).netloc.encode(), name.encode()) for name in ours
+    )
+    if (
+        (site is not None and site != "same-origin")
+        or (origin is not None and not is_ours)
+        or (site is None and origin is None)
+    ):
         raise ApiProblem(
             ErrorCode.PERMISSION_DENIED,
-            "this was not sent from a page of this service: open the page and send it from there; behind a proxy, have TOOLCREW_PAGE_URL set to its address",
+            "this was not sent from a page of this service: open the page and send it from there; behind a proxy, have "
+            "TOOLCREW_PAGE_URL set to its address",
         )
 
 
 def not_here(what: str) -> ApiProblem:
     """The same for what there is not and for what is somebody else's."""
-    return ApiProblem(ApiCode.NOT_FOUND, f"there is no such {what}, or it is not yours, or it is no longer remembered: go back to the list")
+    return ApiProblem(
+        ApiCode.NOT_FOUND,
+        f"there is no such {what}, or it is not yours, or it is no longer remembered: go back to the list",
+    )
 
 
 Looking = Annotated[Person, Depends(_looking)]

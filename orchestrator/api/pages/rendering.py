@@ -25,7 +25,9 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True)
 class Viewer:
-    """Who looks at a page. `tenant`: whose things are shown; None: everybody's, to operators. `tenants`: those that can be chosen."""
+    """Who looks at a page. `tenant`: whose things are shown; None: everybody's, to operators. `tenants`: those that can
+    be chosen.
+    """
 
     name: str
     role: str
@@ -59,7 +61,11 @@ def render_error(request: Request, status: int, code: str, sentence: str) -> Res
 def environment() -> Environment:
     """The templates, with what they may call."""
     made = Environment(
-        loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(FOLDER / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     made.filters |= {
         "reveal": reveal,
@@ -90,13 +96,15 @@ def static_files() -> Mapping[str, bytes]:
 
 
 def static_address(name: str) -> str:
-    """Where a browser finds one of them: another address when it is another file, so that old ones can be kept for long."""
+    """Where a browser finds one of them: another address when it is another file, so that old ones can be kept for
+    long.
+    """
     return f"/static/{name}?v={hashlib.sha256(static_files()[name]).hexdigest()[:12]}"
 
 
 class _Addresses:
-    """`url(part of the path, ..., name=value)`: an address of ours that keeps the tenant who was chosen. A value that is None or "" is left out, and so
-    is whose a thing is (`of`) for people who have one tenant only."""
+    """`url(part of the path, ..., name=value)`: an address of ours that keeps the tenant who was chosen. A value that
+    is None or "" is left out, and so is whose a thing is (`of`) for people who have one tenant only."""
 
     def __init__(self, viewer: Viewer | None) -> None:
         self._viewer = viewer
@@ -129,14 +137,18 @@ def _ago(at: float | None) -> Markup:
     if not at:
         return Markup("")
     text = format_instant(at)
-    return Markup('<time datetime="{0}" title="{0}">{1} ago</time>').format(text, format_seconds(max(0.0, time.time() - at)))
+    return Markup('<time datetime="{0}" title="{0}">{1} ago</time>').format(
+        text, format_seconds(max(0.0, time.time() - at))
+    )
 
 
 def _until(at: float | None) -> Markup:
     if not at:
         return Markup("")
     left = at - time.time()
-    return Markup('<time datetime="{}">{}</time>').format(format_instant(at), format_seconds(left) if left > 0 else escape("over"))
+    return Markup('<time datetime="{}">{}</time>').format(
+        format_instant(at), format_seconds(left) if left > 0 else escape("over")
+    )
 
 
 def _bytes(size: float) -> str:

@@ -19,14 +19,15 @@ from orchestrator.api.problems import ApiCode, ApiProblem, status_of, tell
 
 LOGIN_PATH = "/login"
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'; "
-    "frame-ancestors 'none'; base-uri 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action "
+    "'self'; frame-ancestors 'none'; base-uri 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # Nothing for other sites. Not no-referrer: with that browsers send `Origin: null` with our own forms, too, by which they are told from others'.
+    # Nothing for other sites. Not no-referrer: with that browsers send `Origin: null` with our own forms, too, by which
+    # they are told from others'.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",

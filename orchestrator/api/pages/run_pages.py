@@ -127,7 +127,9 @@ async def has_page(person: Person, tenant: str, run: str | None) -> bool:
         return False
 
 
-async def newest_runs(person: Person, tenants: list[str], state: HostedState | None = None, most: int = PAGE) -> list[HostedRun]:
+async def newest_runs(
+    person: Person, tenants: list[str], state: HostedState | None = None, most: int = PAGE
+) -> list[HostedRun]:
     """Of several tenants together, the newest first."""
     pages = await asyncio.gather(*(_hosted(person).list(tenant, limit=most, state=state) for tenant in tenants))
     found = [run for page in pages for run in page.runs]
@@ -154,7 +156,10 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
             if time.monotonic() - looked_at >= LOOK_AGAIN_S:
                 looked_at = time.monotonic()
                 await person.login.credential.check(person.owner)
-            parts = [(step.id, build("step.part.html", viewer, step=step, tenant=person.owner)) for step in story.take_changed()]
+            parts = [
+                (step.id, build("step.part.html", viewer, step=step, tenant=person.owner))
+                for step in story.take_changed()
+            ]
             if parts:
                 yield ServerEvent("parts", json.dumps(parts), last)
             if following.done() and following.result() is None:
@@ -170,7 +175,9 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
 
 
 async def _read_so_far(person: Person, run: str, story: RunStory, until: str | None = None) -> str:
-    """Fold what is kept into the story; gives the id of the last event. What came up to the event `until` counts as known."""
+    """Fold what is kept into the story; gives the id of the last event. What came up to the event `until` counts as
+    known.
+    """
     told = RunEventStore(person.house.parts.pool.redis, person.house.settings.deployment)
     last = "0-0"
     while True:

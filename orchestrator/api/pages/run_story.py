@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _OF_STEPS = {
-    "TextArrived": "text", "TextWithdrawn": "characters", "ModelAnswered": "type", "StepFinished": "type", "Warned": "message", "CallStarted": "call",
-    "CallSent": "call", "ApprovalAsked": "call", "ApprovalDecided": "call_id", "OutputArrived": "call_id", "CallFinished": "result",
+    "TextArrived": "text", "TextWithdrawn": "characters", "ModelAnswered": "type", "StepFinished": "type",
+    "Warned": "message", "CallStarted": "call", "CallSent": "call", "ApprovalAsked": "call",
+    "ApprovalDecided": "call_id", "OutputArrived": "call_id", "CallFinished": "result",
 }  # fmt: skip
 """Each with what it is about, which one that was too large to be kept has no more."""
 LIVE_CHARS = 16_384
@@ -16,7 +17,9 @@ LIVE_CHARS = 16_384
 
 @dataclass
 class CallView:
-    """One call. `result`: as its event tells it, None while there is none; `seen`: characters of output that have come."""
+    """One call. `result`: as its event tells it, None while there is none; `seen`: characters of output that have
+    come.
+    """
 
     id: str
     name: str
@@ -85,7 +88,9 @@ class RunStory:
         return taken
 
     def add(self, text: str) -> None:
-        """One event, as its stream has it. What is none of those known here changes nothing: a later release may tell more."""
+        """One event, as its stream has it. What is none of those known here changes nothing: a later release may tell
+        more.
+        """
         told = json.loads(text)
         kind, attempt = told.get("type"), int(told.get("attempt", 1))
         if kind == "StepStarted":
@@ -96,7 +101,8 @@ class RunStory:
             self.notes.append("What was told before is no longer kept: the transcript has it.")
         elif kind == "EventsOmitted":
             self.notes.append(
-                f"{told.get('count', 'Some')} pieces of text or output were not told while Redis was away: the transcript has them."
+                f"{told.get('count', 'Some')} pieces of text or output were not told while Redis was away: the "
+                "transcript has them."
             )
         elif kind == "RunEnded":
             self._end()

@@ -1,4 +1,6 @@
-"""Strangers' text as people see it: escaped for HTML, and with everything visible that would otherwise hide, turn or imitate."""
+"""Strangers' text as people see it: escaped for HTML, and with everything visible that would otherwise hide, turn or
+imitate.
+"""
 
 import json
 import re
@@ -40,7 +42,9 @@ def reveal(text: str) -> Markup:
 
 
 def reveal_exactly(text: str) -> Markup:
-    """As `reveal`, for who must decide by it: also ends of lines, tabs, spaces at ends, and characters that imitate others, each marked."""
+    """As `reveal`, for who must decide by it: also ends of lines, tabs, spaces at ends, and characters that imitate
+    others, each marked.
+    """
     return Markup("".join(_exact_line(line) for line in re.findall(r"[^\n]*\n|[^\n]+", text)))
 
 
@@ -50,7 +54,9 @@ def count_odd(text: str) -> tuple[int, int]:
 
 
 def shorten(text: str, most: int = MAX_SHOWN_CHARS) -> tuple[str, str, int]:
-    """A text's begin and end, and how many characters lie between them, which are not shown: 0 when that is all of it."""
+    """A text's begin and end, and how many characters lie between them, which are not shown: 0 when that is all of
+    it.
+    """
     if len(text) <= most:
         return text, "", 0
     half = most // 2
@@ -86,7 +92,9 @@ def _exact_line(line: str) -> str:
 
 
 def _imitations(text: str) -> set[int]:
-    """Where characters stand that are taken for others: shapes of ASCII, and letters of another script within a word of Latin ones."""
+    """Where characters stand that are taken for others: shapes of ASCII, and letters of another script within a word of
+    Latin ones.
+    """
     found: set[int] = set()
     if text.isascii():
         return found
@@ -97,7 +105,9 @@ def _imitations(text: str) -> set[int]:
             found.add(match.start())
     for word in _WORD.finditer(text):
         if not word[0].isascii() and re.search("[A-Za-z]", word[0]):
-            found |= {word.start() + at for at, letter in enumerate(word[0]) if not letter.isascii() and not _is_latin(letter)}
+            found |= {
+                word.start() + at for at, letter in enumerate(word[0]) if not letter.isascii() and not _is_latin(letter)
+            }
     return found
 
 

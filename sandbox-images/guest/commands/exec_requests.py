@@ -16,13 +16,24 @@ _STREAMS = ("stdout", "stderr", "merged")
 class ExecRequest:
     """Run one program.
 
-    `caps` are the bytes kept of each stream; `stream_bytes` is None unless stdout is sent as it comes; `live_bytes` may be sent
-    while the program runs, beside what is kept. `spill`: beyond how many bytes and lines the whole output goes to a file.
-    `state`: whether a script starts from the session's shell state ("use"), leaves its own as well ("keep"), or starts without
-    and leaves its own ("fresh"). `cwd` None: the session's folder.
+    `caps` are the bytes kept of each stream; `stream_bytes` is None unless stdout is sent as it comes; `live_bytes` may
+    be sent while the program runs, beside what is kept. `spill`: beyond how many bytes and lines the whole output goes
+    to a file. `state`: whether a script starts from the session's shell state ("use"), leaves its own as well ("keep"),
+    or starts without and leaves its own ("fresh"). `cwd` None: the session's folder.
     """
 
-    __slots__ = ("argv", "caps", "cwd", "env", "live_bytes", "script_bytes", "spill", "state", "stream_bytes", "timeout_s")
+    __slots__ = (
+        "argv",
+        "caps",
+        "cwd",
+        "env",
+        "live_bytes",
+        "script_bytes",
+        "spill",
+        "state",
+        "stream_bytes",
+        "timeout_s",
+    )
 
     def __init__(self, header: dict[str, Any]) -> None:
         check_fields(header, "argv", "script_bytes", "cwd", "env", "capture", "state", "spill", "live", "max_bytes")
@@ -57,7 +68,8 @@ class ExecRequest:
             raise Failure(INVALID_ARGUMENTS, "'argv' and a script exclude each other")
         if self.has_state and (self.argv is not None or self.env):
             raise Failure(
-                INVALID_ARGUMENTS, "with a 'state' neither 'argv' nor 'env' can be given: it is a script's, and has the environment"
+                INVALID_ARGUMENTS,
+                "with a 'state' neither 'argv' nor 'env' can be given: it is a script's, and has the environment",
             )
         if self.argv is None and self.script_bytes > read_whole(header, "body_bytes", 0, MAX_BODY):
             raise Failure(INVALID_ARGUMENTS, "'script_bytes' is more than the body has")

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 LEFTOVER_GRACE_S = 0.02
 """What a program that ended left behind may take to end by itself: helpers that follow their parent do."""
 BUSY_GRACE_S = 0.5
-"""The same while any of it is at work or waits for a processor and holds output of the call, in seconds of processor time: on a busy host a helper may
-not have begun after LEFTOVER_GRACE_S."""
+"""The same while any of it is at work or waits for a processor and holds output of the call, in seconds of processor
+time: on a busy host a helper may not have begun after LEFTOVER_GRACE_S."""
 BUSY_LIMIT_S = 2.0
 """The longest that that is on a clock."""
 # Orphans of a long program are reaped at this pace: as zombies they would count against the limit of processes.

@@ -1,4 +1,6 @@
-"""The process that stays with one background job: takes its output, answers for it, ends it, and leaves when its end has been told."""
+"""The process that stays with one background job: takes its output, answers for it, ends it, and leaves when its end
+has been told.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _LAST_READS_S = 0.25
 
 
 class JobKeeper:
-    """`serve` returns when there is nothing left to keep. While it lives the job's processes are below it, a child subreaper."""
+    """`serve` returns when there is nothing left to keep. While it lives the job's processes are below it, a child
+    subreaper.
+    """
 
     def __init__(self, request: JobStartRequest, ends: SupervisorEnds, body: int | None, paths: GuestPaths) -> None:
         self._request = request
@@ -70,7 +74,9 @@ class JobKeeper:
             os.close(fd)
 
     def _watch(self, until: float | None, is_start: bool = False) -> bool:
-        """Until then, or the job's end; without an end given, until something was answered, too. False: there is no more to do."""
+        """Until then, or the job's end; without an end given, until something was answered, too. False: there is no
+        more to do.
+        """
         while self._state == RUNNING or until is None:
             now = time.monotonic()
             if until is not None and now >= until:
@@ -162,7 +168,12 @@ class JobKeeper:
 
     def _told(self, most: int) -> dict[str, object]:
         """Send what the job has printed since the last time; the fields that go with it."""
-        while self._output >= 0 and self._state == RUNNING and self._log.written - self._polled < most and self._read_output():
+        while (
+            self._output >= 0
+            and self._state == RUNNING
+            and self._log.written - self._polled < most
+            and self._read_output()
+        ):
             pass
         head, tail = self._log.read(self._polled, most)
         total = self._log.written - self._polled
@@ -195,7 +206,10 @@ class JobKeeper:
         data = self._pipes.read_body(os.fstat(body).st_size) if body is not None else b""
         if len(self._input) + len(data) > PENDING_INPUT_BYTES:
             waiting = len(self._input)
-            raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has not read {waiting} bytes of earlier input yet: send this later")
+            raise Failure(
+                INVALID_ARGUMENTS,
+                f"{self._request.job} has not read {waiting} bytes of earlier input yet: send this later",
+            )
         self._input += data
         self._closes_input = request.close
         if not self._feed():

@@ -33,7 +33,12 @@ class Job:
         return self.facts["state"] == RUNNING
 
     def as_field(self) -> dict[str, object]:
-        return {**self.facts, "job": self.id, "label": self.label, "age_s": round(time.monotonic() - self._started_at, 3)}
+        return {
+            **self.facts,
+            "job": self.id,
+            "label": self.label,
+            "age_s": round(time.monotonic() - self._started_at, 3),
+        }
 
 
 class Jobs:
@@ -59,7 +64,9 @@ class Jobs:
             ended = next((job for job in self._jobs.values() if not job.is_running), None)
             if ended is None:
                 running = ", ".join(self._jobs)
-                raise Failure(INVALID_ARGUMENTS, f"{MAX_JOBS} jobs run already, and more are not allowed: kill one of {running}")
+                raise Failure(
+                    INVALID_ARGUMENTS, f"{MAX_JOBS} jobs run already, and more are not allowed: kill one of {running}"
+                )
             self.forget(ended)
         self._count += 1
         job = self._jobs[f"job-{self._count}"] = Job(f"job-{self._count}", request.label)
@@ -75,7 +82,9 @@ class Jobs:
         return job
 
     def note(self, keeper: SupervisorHandle, facts: object) -> None:
-        """What a job's keeper tells of it. An end is the last: an answer written before it may be read with it, and noted after it."""
+        """What a job's keeper tells of it. An end is the last: an answer written before it may be read with it, and
+        noted after it.
+        """
         job = self._of(keeper)
         if job is not None and isinstance(facts, dict) and (job.is_running or facts["state"] != RUNNING):
             job.facts = facts
@@ -87,7 +96,9 @@ class Jobs:
             del self._jobs[job.id]
 
     def end_keeper(self, keeper: SupervisorHandle) -> tuple[bool, Job | None]:
-        """A supervisor has exited: whether it leaves a job behind that it did not see to its end, and the job it kept."""
+        """A supervisor has exited: whether it leaves a job behind that it did not see to its end, and the job it
+        kept.
+        """
         job = self._of(keeper)
         if job is None:
             return False, None

@@ -77,7 +77,9 @@ class Capture:
 
 
 class LiveFeed:
-    """`most_bytes` are what may be sent, frames included. What does not fit, or comes while PID 1 is busy, is counted and dropped."""
+    """`most_bytes` are what may be sent, frames included. What does not fit, or comes while PID 1 is busy, is counted
+    and dropped.
+    """
 
     __slots__ = ("_buffers", "_left", "_writer", "dropped", "due_at", "sent")
 
@@ -128,7 +130,8 @@ class LiveFeed:
 
 
 class Outputs:
-    """Who asks for `merged` alone gets one pipe for stdout and stderr, which keeps the order of the program's own writes.
+    """Who asks for `merged` alone gets one pipe for stdout and stderr, which keeps the order of the program's own
+    writes.
 
     Otherwise there are two, and `merged` has their pieces in the order of arrival.
     """
@@ -222,7 +225,8 @@ class Outputs:
         """Take what is in the pipes. Who still holds them is not waited for, nor heard for more than the window."""
         give_up_at = time.monotonic() + DRAIN_WINDOW_S
         while time.monotonic() < give_up_at:
-            # PID 1 may not have taken the last piece of a stream yet: its pipe is not read until then, and is not empty for that.
+            # PID 1 may not have taken the last piece of a stream yet: its pipe is not read until then, and is not empty
+            # for that.
             give_up_at += self._writer.finish()
             took = [self.read(fd) for fd in self.readable_fds()]
             if not any(took):

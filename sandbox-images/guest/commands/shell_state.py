@@ -1,7 +1,8 @@
-"""The state of a session's shells: each command starts with the folder, exported variables and functions that the last one left.
+"""The state of a session's shells: each command starts with the folder, exported variables and functions that the last
+one left.
 
-The shell writes them itself as it ends. A shell gets them by BASH_ENV, a script it runs before its own. Whatever the files hold was written by
-programs of the sandbox.
+The shell writes them itself as it ends. A shell gets them by BASH_ENV, a script it runs before its own. Whatever the
+files hold was written by programs of the sandbox.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ _RUN_LONG = b'eval "$BASH_EXECUTION_STRING"'
 SCRIPT_FD = 4
 _END = b"end"
 _MAX_STATUSES = 64
-# An EXIT trap, run by builtins alone: nothing is forked. What the script traces or traps goes into the file, in front of the first NUL.
-# No variable: any name may be the script's, readonly or a reference to another.
+# An EXIT trap, run by builtins alone: nothing is forked. What the script traces or traps goes into the file, in front
+# of the first NUL. No variable: any name may be the script's, readonly or a reference to another.
 _SAVE = """{{ builtin set -- "${{PIPESTATUS[@]}}"; builtin trap - DEBUG ERR; builtin trap "" XFSZ; builtin set +exu
 builtin printf "\\0"; builtin printf "%s " "$@"; builtin printf "\\0"; builtin pwd -P; builtin printf "\\0"
-builtin export -n PWD; builtin declare -px; builtin printf "\\0"; builtin declare -f; builtin printf "\\0"; builtin declare -F
+builtin export -n PWD; builtin declare -px; builtin printf "\\0"; builtin declare -f
+builtin printf "\\0"; builtin declare -F
 builtin printf "\\0%s" {token}; }} 2>/dev/null >|{next}"""
 _FIELDS = 7
 # What bash writes of a variable whose value has nothing to be quoted.
@@ -62,9 +64,13 @@ def write_state_file(paths: GuestPaths, name: bytes, content: bytes) -> None:
 
 
 def read_state_file(paths: GuestPaths, name: bytes, most: int) -> bytes | None:
-    """At most that many bytes of a file of the state; None when it is missing or is no regular file: a pipe would never end."""
+    """At most that many bytes of a file of the state; None when it is missing or is no regular file: a pipe would never
+    end.
+    """
     try:
-        fd = os.open(paths.state + b"/" + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        fd = os.open(
+            paths.state + b"/" + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        )
     except OSError:
         return None
     try:
@@ -86,14 +92,17 @@ NONE, KEPT, REPLACED, TOO_LARGE, NO_ROOM = "none", "kept", "replaced", "too_larg
 
 
 class ShellState:
-    """What a shell starts with: `environment` as it is handed to a program; `variables` and `functions` in bash's own words.
+    """What a shell starts with: `environment` as it is handed to a program; `variables` and `functions` in bash's own
+    words.
 
     `raw`: the file it came from, None where there was none.
     """
 
     __slots__ = ("environment", "functions", "raw", "variables")
 
-    def __init__(self, environment: dict[bytes, bytes], variables: bytes, functions: bytes, raw: bytes | None = None) -> None:
+    def __init__(
+        self, environment: dict[bytes, bytes], variables: bytes, functions: bytes, raw: bytes | None = None
+    ) -> None:
         self.raw = raw
         self.environment = environment
         self.variables = variables
@@ -103,8 +112,9 @@ class ShellState:
 class StateOutcome:
     """What became of a shell's state. `outcome`: one of the words above.
 
-    `folder`: the session's from now on; `moved`: it is another than before. `stray`: where the shell ended when that cannot be kept,
-    "" for a folder that is gone. `statuses`: of the members of its last pipeline, None when the shell did not tell.
+    `folder`: the session's from now on; `moved`: it is another than before. `stray`: where the shell ended when that
+    cannot be kept, "" for a folder that is gone. `statuses`: of the members of its last pipeline, None when the shell
+    did not tell.
     """
 
     __slots__ = ("folder", "moved", "outcome", "statuses", "stray")
@@ -199,7 +209,9 @@ def build_preamble(state: ShellState, paths: GuestPaths, token: bytes | None, is
 def build_shell(
     script: bytes, state: ShellState, paths: GuestPaths, token: bytes | None
 ) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:
-    """A shell of the session: its arguments, its environment, and what its descriptors from 3 on are to be. Raises Failure, OSError."""
+    """A shell of the session: its arguments, its environment, and what its descriptors from 3 on are to be. Raises
+    Failure, OSError.
+    """
     argv = build_bash_argv(script)
     is_long = len(script) > MAX_ARGUMENT_BYTES
     further = [open_in_memory(build_preamble(state, paths, token, is_long))]
@@ -312,7 +324,9 @@ class ShellSession:
         self._token = os.urandom(8).hex().encode() if request.keeps_state else None
 
     def prepare(self, script: bytes) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:
-        """Arguments, environment, and what its further descriptors are to be; we are then where it is to run. Raises Failure, OSError."""
+        """Arguments, environment, and what its further descriptors are to be; we are then where it is to run. Raises
+        Failure, OSError.
+        """
         if self._request.state == "fresh":
             forget_state(self._paths)
         self._before = load_state(self._paths)

@@ -37,7 +37,8 @@ def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
         if len(script) > MAX_ARGUMENT_BYTES:
             raise Failure(
                 INVALID_ARGUMENTS,
-                f"the script has {len(script)} bytes, more than {MAX_ARGUMENT_BYTES}: write it to a file and run the file",
+                f"the script has {len(script)} bytes, more than {MAX_ARGUMENT_BYTES}: write it to a file and run the "
+                "file",
             )
         return build_bash_argv(script)
     argv = [encode_text(part, "an argument") for part in request.argv]
@@ -69,7 +70,9 @@ def enter_directory(path: str, workspace: bytes) -> None:
         raise describe_os_error(error, f"cwd {printable(target)}") from None
 
 
-def spawn(argv: list[bytes], env: dict[bytes, bytes], stdin: int, stdout: int, stderr: int, further: Sequence[int] = ()) -> int:
+def spawn(
+    argv: list[bytes], env: dict[bytes, bytes], stdin: int, stdout: int, stderr: int, further: Sequence[int] = ()
+) -> int:
     """Start a program in a session of its own, with these descriptors and no other. Raises Failure."""
     actions: list[tuple[int, ...]] = [
         (os.POSIX_SPAWN_DUP2, stdin, 0),
@@ -88,7 +91,10 @@ def spawn(argv: list[bytes], env: dict[bytes, bytes], stdin: int, stdout: int, s
             raise Failure(INVALID_ARGUMENTS, "arguments and environment are too large together") from None
         if program == BASH[0] and error.errno == errno.ENOENT:
             # The same path for every shell of the session: when it is not there, the image has none.
-            message = "the image of this sandbox has no /bin/bash, so no command can run; the file and search tools work without it"
+            message = (
+                "the image of this sandbox has no /bin/bash, so no command can run; the file and search tools work "
+                "without it"
+            )
             raise Failure(SPAWN_FAILED, message) from None
         reason = os.strerror(error.errno or 0).lower()
         raise Failure(SPAWN_FAILED, f"{printable(argv[0][:200])} could not be started: {reason}") from None

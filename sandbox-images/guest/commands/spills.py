@@ -1,4 +1,6 @@
-"""The whole output of a command, in a file that the guest writes while it comes, once it is more than a result has room for."""
+"""The whole output of a command, in a file that the guest writes while it comes, once it is more than a result has room
+for.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,24 @@ _PREFIX, _SUFFIX = b"command-", b".txt"
 
 
 class Spill:
-    """Takes all that a command prints. Up to `limit_bytes` and `limit_lines` it is only remembered, beyond that it lies in a file.
+    """Takes all that a command prints. Up to `limit_bytes` and `limit_lines` it is only remembered, beyond that it lies
+    in a file.
 
     It never fails its command: where there is no room the rest is not kept, which `is_whole` tells.
     """
 
-    __slots__ = ("_fd", "_limit_bytes", "_limit_lines", "_output", "_pending", "_room", "is_whole", "lines", "name", "written")
+    __slots__ = (
+        "_fd",
+        "_limit_bytes",
+        "_limit_lines",
+        "_output",
+        "_pending",
+        "_room",
+        "is_whole",
+        "lines",
+        "name",
+        "written",
+    )
 
     def __init__(self, paths: GuestPaths, limit_bytes: int, limit_lines: int) -> None:
         self._output = paths.output

@@ -1,4 +1,6 @@
-"""The likeliest encoding of bytes that are neither UTF-8 nor UTF-16: by how common the characters are that each would make of them."""
+"""The likeliest encoding of bytes that are neither UTF-8 nor UTF-16: by how common the characters are that each would
+make of them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _LAST = ("cp1252", "latin-1")
 
 
 def guess_codec(sample: bytes) -> str | None:
-    """A codec's name; None for what looks like no text. The sample may end within a character, and a few bytes of it may be wrong."""
+    """A codec's name; None for what looks like no text. The sample may end within a character, and a few bytes of it
+    may be wrong.
+    """
     if _is_noise(sample):
         return None
     if _is_damaged_utf8(sample):
@@ -62,7 +66,9 @@ def _share(codec: str, sample: bytes, is_common: Callable[[bytes], bool]) -> flo
 
 
 def _is_common_gb(pair: bytes) -> bool:
-    """Punctuation, full-width forms, and the first level of Han characters, which is nearly all that modern Chinese uses."""
+    """Punctuation, full-width forms, and the first level of Han characters, which is nearly all that modern Chinese
+    uses.
+    """
     return len(pair) == 2 and pair[1] >= 0xA1 and (0xA1 <= pair[0] <= 0xA3 or 0xB0 <= pair[0] <= 0xD7)
 
 

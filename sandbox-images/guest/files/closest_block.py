@@ -1,4 +1,6 @@
-"""The block of lines in a file that is most like some others: found by lines they share, else by groups of three letters."""
+"""The block of lines in a file that is most like some others: found by lines they share, else by groups of three
+letters.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from collections import Counter
 MIN_RATIO = 0.6
 _CANDIDATES = 8
 _STRIDE = 512
-# Beyond so many characters of a block words are compared, and only so many: the comparison takes time by the square of it.
+# Beyond so many characters of a block words are compared, and only so many: the comparison takes time by the square of
+# it.
 _MAX_SIGNS = 240
 _MAX_WORDS = 300
 _WORD = re.compile(r"\w+|[^\w\s]")

@@ -20,7 +20,9 @@ _MAX_CHANGES = 400
 
 
 class Diff:
-    """`text`: hunks with three lines around, empty when nothing differs. `is_whole`: whether it shows every difference."""
+    """`text`: hunks with three lines around, empty when nothing differs. `is_whole`: whether it shows every
+    difference.
+    """
 
     __slots__ = ("is_whole", "text")
 
@@ -29,14 +31,20 @@ class Diff:
         self.is_whole = is_whole
 
 
-def build_diff(old: bytes, new: bytes, decode: Callable[[bytes], str], max_lines: int = MAX_LINES, max_chars: int = 32_768) -> Diff:
-    """Compare by lines, which end at LF; CR before it is no difference. `decode` makes lines readable and must not raise."""
+def build_diff(
+    old: bytes, new: bytes, decode: Callable[[bytes], str], max_lines: int = MAX_LINES, max_chars: int = 32_768
+) -> Diff:
+    """Compare by lines, which end at LF; CR before it is no difference. `decode` makes lines readable and must not
+    raise.
+    """
     window = _Window(old, new)
     changes, reaches_end = find_changes(*window.core, window.cut)
     shown: list[str] = []
     room = max_chars
     is_whole = reaches_end and not any(window.cut)
-    for hunk in _group([(is_insertion, at + window.offset, other + window.offset) for is_insertion, at, other in changes]):
+    for hunk in _group(
+        [(is_insertion, at + window.offset, other + window.offset) for is_insertion, at, other in changes]
+    ):
         for line in _render(hunk, window, decode):
             room -= len(line) + 1
             if len(shown) == max_lines or room < 0:
@@ -45,10 +53,14 @@ def build_diff(old: bytes, new: bytes, decode: Callable[[bytes], str], max_lines
     return Diff("\n".join(shown), is_whole)
 
 
-def find_changes(old: Sequence[bytes], new: Sequence[bytes], cut: tuple[bool, bool] = (False, False)) -> tuple[list[Change], bool]:
-    """The fewest lines to take away and to add, in order, and whether they lead to the end of both: there are at most 400 of them.
+def find_changes(
+    old: Sequence[bytes], new: Sequence[bytes], cut: tuple[bool, bool] = (False, False)
+) -> tuple[list[Change], bool]:
+    """The fewest lines to take away and to add, in order, and whether they lead to the end of both: there are at most
+    400 of them.
 
-    After Myers, "An O(ND) Difference Algorithm and Its Variations". `cut`: which of both goes on after its last line; the search ends where that one does.
+    After Myers, "An O(ND) Difference Algorithm and Its Variations". `cut`: which of both goes on after its last line;
+    the search ends where that one does.
     """
     furthest = {1: 0}
     trace: list[dict[int, int]] = []
@@ -89,7 +101,9 @@ def _walk_back(trace: list[dict[int, int]], diagonal: int, at: int) -> list[Chan
     for distance in range(len(trace) - 1, 0, -1):
         furthest = trace[distance]
         start = _step(furthest, diagonal, distance)
-        is_insertion = diagonal == -distance or (diagonal != distance and furthest[diagonal - 1] < furthest[diagonal + 1])
+        is_insertion = diagonal == -distance or (
+            diagonal != distance and furthest[diagonal - 1] < furthest[diagonal + 1]
+        )
         other = start - diagonal
         changes.append((True, start, other - 1) if is_insertion else (False, start - 1, other))
         diagonal += 1 if is_insertion else -1
@@ -146,7 +160,10 @@ def _common_suffix(old: bytes, new: bytes, start: int) -> int:
     """Bytes of the whole lines that both end with, from `start` on."""
     size = min(len(old), len(new)) - start
     at = 0
-    while at + _BLOCK <= size and old[len(old) - at - _BLOCK : len(old) - at] == new[len(new) - at - _BLOCK : len(new) - at]:
+    while (
+        at + _BLOCK <= size
+        and old[len(old) - at - _BLOCK : len(old) - at] == new[len(new) - at - _BLOCK : len(new) - at]
+    ):
         at += _BLOCK
     while at < size and old[-at - 1] == new[-at - 1]:
         at += 1

@@ -1,4 +1,6 @@
-"""Why a text was not found: the usual mistakes tried one after the other, then the block of the file that is most like it."""
+"""Why a text was not found: the usual mistakes tried one after the other, then the block of the file that is most like
+it.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,19 @@ _LOOK_ALIKE = str.maketrans(
 def explain_miss(edit: Edit, text: FileText, body: bytes, change: tuple[bytes, str] | None, until: float) -> str:
     """What to tell about an edit whose old_string is not in `body`, at most about 3400 characters.
 
-    `change`: what the file was when the session last saw it, and how it changed since; None when it did not. After `until`, on the
-    monotonic clock, no further cause is tried.
+    `change`: what the file was when the session last saw it, and how it changed since; None when it did not. After
+    `until`, on the monotonic clock, no further cause is tried.
     """
     if body != text.body and text.encode(edit.old, "old_string") in text.body:
-        return "It was there before an earlier edit of this call changed it: edits are made in order, each on what the one before it left."
+        return (
+            "It was there before an earlier edit of this call changed it: edits are made in order, each on what the "
+            "one before it left."
+        )
     if len(body) > _MAX_BYTES or body.count(b"\n") > _MAX_LINES:
         return f"The file is too large to look for the cause. Find the place with grep_tool. {_READ_AGAIN}"
-    miss = _Miss(text.decode(body).replace("\r\n", "\n"), edit.old.replace("\r\n", "\n"), edit.new.replace("\r\n", "\n"), until)
+    miss = _Miss(
+        text.decode(body).replace("\r\n", "\n"), edit.old.replace("\r\n", "\n"), edit.new.replace("\r\n", "\n"), until
+    )
     cause = miss.find_cause()
     if cause is None and change is not None:
         known, diff = change
@@ -100,10 +107,18 @@ class _Miss:
             return None
         start, end, ratio = found
         block = "\n".join(self._lines[start:end])
-        diff = build_diff(f"{old}\n".encode("utf-8", "replace"), f"{block}\n".encode("utf-8", "replace"), _decode, _DIFF_LINES, _DIFF_CHARS)
+        diff = build_diff(
+            f"{old}\n".encode("utf-8", "replace"),
+            f"{block}\n".encode("utf-8", "replace"),
+            _decode,
+            _DIFF_LINES,
+            _DIFF_CHARS,
+        )
         if not diff.text:
             return None
-        shown = "\n".join("..." if line.startswith("@@") else line for line in diff.text.split("\n")).removeprefix("...\n")
+        shown = "\n".join("..." if line.startswith("@@") else line for line in diff.text.split("\n")).removeprefix(
+            "...\n"
+        )
         where = f"line {start + 1}" if end - start == 1 else f"lines {start + 1}-{end}"
         end_note = "" if diff.is_whole else f"\n[diff cut; see {where} with read_tool]"
         return f"Closest: {where}, {ratio:.0%} alike (- is old_string, + the file):\n{shown}{end_note}"
@@ -115,7 +130,10 @@ class _Miss:
         at = self._body.find(self._old)
         if at < 0:
             return None
-        return f"It differs from {self._where(at)} only in its line ends: give them as LF (\\n), which matches LF and CRLF."
+        return (
+            f"It differs from {self._where(at)} only in its line ends: give them as LF (\\n), which matches LF and "
+            "CRLF."
+        )
 
     def _test_line_numbers(self) -> str | None:
         lines = [line for line in self._old.split("\n") if line.strip()]
@@ -126,24 +144,43 @@ class _Miss:
         if at < 0 and "\t" not in lines[0]:
             return None
         self._old = old
-        where = f" Without them it stands at {self._where(at)}." if at >= 0 else " Without them it is not found, either."
-        return f"Its lines begin with line numbers, as read_tool shows them, which are not in the file: leave them out.{where}"
+        where = (
+            f" Without them it stands at {self._where(at)}." if at >= 0 else " Without them it is not found, either."
+        )
+        return (
+            "Its lines begin with line numbers, as read_tool shows them, which are not in the file: leave them "
+            f"out.{where}"
+        )
 
     def _test_escapes(self) -> str | None:
         plain = re.sub(r"\\([ntr\"'`\\/])", lambda found: _ESCAPES[found[1]], self._old)
         at = self._body.find(plain) if plain != self._old else -1
         if at >= 0:
-            return f'It has escaped characters (such as \\n, \\t, \\") where the file has plain ones, at {self._where(at)}: send them unescaped.'
-        for escape in (_escape_breaks, _escape_quotes, lambda text: _escape_quotes(_escape_breaks(text.replace("\\", "\\\\")))):
+            return (
+                'It has escaped characters (such as \\n, \\t, \\") where the file has plain ones, at '
+                f"{self._where(at)}: send them unescaped."
+            )
+        for escape in (
+            _escape_breaks,
+            _escape_quotes,
+            lambda text: _escape_quotes(_escape_breaks(text.replace("\\", "\\\\"))),
+        ):
             escaped = escape(self._old)
             at = self._body.find(escaped) if escaped != self._old else -1
             if at >= 0:
-                return f'The file has it with a backslash before characters (such as \\n, \\t, \\"), at {self._where(at)}: send these as they are there.'
+                return (
+                    'The file has it with a backslash before characters (such as \\n, \\t, \\"), at '
+                    f"{self._where(at)}: send these as they are there."
+                )
         decoded = self._old
         for entity, sign in _ENTITIES:
             decoded = decoded.replace(entity, sign)
         at = self._body.find(decoded) if decoded != self._old else -1
-        return f"It has &lt;, &amp; or the like where the file has plain characters, at {self._where(at)}: send these." if at >= 0 else None
+        return (
+            f"It has &lt;, &amp; or the like where the file has plain characters, at {self._where(at)}: send these."
+            if at >= 0
+            else None
+        )
 
     def _test_indentation(self) -> str | None:
         found = self._find_by_line(lambda line: line.lstrip(" \t"))
@@ -153,10 +190,13 @@ class _Miss:
             (number, line, self._lines[number])
             for number, line in enumerate(self._old.split("\n"), start=found)
             # The first line may begin within one of the file.
-            if line.strip() and number < len(self._lines) and (number > found or self._lines[number].strip() == line.strip())
+            if line.strip()
+            and number < len(self._lines)
+            and (number > found or self._lines[number].strip() == line.strip())
         ]
         number, ours, theirs = next(
-            (pair for pair in pairs if _indent_of(pair[1]) != _indent_of(pair[2])), (found, self._old, self._lines[found])
+            (pair for pair in pairs if _indent_of(pair[1]) != _indent_of(pair[2])),
+            (found, self._old, self._lines[found]),
         )
         return (
             f"Its indentation differs: line {number + 1} of the file begins with {_indent_of(theirs)}, "
@@ -169,11 +209,19 @@ class _Miss:
         if at >= 0:
             return f"Without the blanks and line ends at its own beginning and end it stands at {self._where(at)}."
         found = self._find_by_line(lambda line: line.rstrip(" \t"))
-        return f"It differs in blanks at the ends of lines, in the text from line {found + 1} on." if found is not None else None
+        return (
+            f"It differs in blanks at the ends of lines, in the text from line {found + 1} on."
+            if found is not None
+            else None
+        )
 
     def _test_blanks(self) -> str | None:
         found = self._find_by_line(_squeeze)
-        return f"It differs only in blanks within or around its lines, in the text from line {found + 1} on." if found is not None else None
+        return (
+            f"It differs only in blanks within or around its lines, in the text from line {found + 1} on."
+            if found is not None
+            else None
+        )
 
     def _test_case(self) -> str | None:
         body = self._body.lower()
@@ -191,14 +239,18 @@ class _Miss:
         block = "\n".join(self._lines[first : first + self._old.count("\n") + 1])
         ours, theirs = _name_signs(self._old, block), _name_signs(block, self._old)
         return (
-            f"It differs only in characters that look alike, at line {first + 1}: old_string has {ours or 'none of them'}, "
-            f"the file has {theirs or 'none of them'}."
+            f"It differs only in characters that look alike, at line {first + 1}: old_string has "
+            f"{ours or 'none of them'}, the file has {theirs or 'none of them'}."
         )
 
     def _test_replaced(self) -> str | None:
         # A word or two may stand anywhere and prove nothing.
         at = self._body.find(self._new) if len(self._new.strip()) >= _TELLING_CHARS else -1
-        return f"new_string is in the file already, at {self._where(at)}: the edit may have been made before." if at >= 0 else None
+        return (
+            f"new_string is in the file already, at {self._where(at)}: the edit may have been made before."
+            if at >= 0
+            else None
+        )
 
     def _find_by_line(self, change: Callable[[str], str]) -> int | None:
         """The line, from 0, where old_string stands once each line of both is changed; None when it does not."""

@@ -1,4 +1,6 @@
-"""Where a text occurs in a file's bytes, and what stands there afterwards. Exact, but that LF in the arguments matches CRLF in the file."""
+"""Where a text occurs in a file's bytes, and what stands there afterwards. Exact, but that LF in the arguments matches
+CRLF in the file.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
     Span = tuple[int, int]
 
 _LONE_LF = re.compile(rb"(?<!\r)\n")
-# A byte of these may begin or end anywhere: UTF-8 because no character is within another, the others because each byte is one.
+# A byte of these may begin or end anywhere: UTF-8 because no character is within another, the others because each byte
+# is one.
 _ANYWHERE = ("utf-8", "ascii", "latin-1", "iso8859", "cp125", "cp437", "cp850", "koi8")
 # Below this no byte of any encoding is the rest of a character.
 _FIRST_REST_BYTE = 0x30
@@ -76,7 +79,9 @@ class Needle:
 
 
 class _MixedEnds:
-    """A search in a body with both line ends: it looks with all of them as LF, then back to where that is in the body."""
+    """A search in a body with both line ends: it looks with all of them as LF, then back to where that is in the
+    body.
+    """
 
     def __init__(self, body: bytes, old: bytes) -> None:
         self._body = body

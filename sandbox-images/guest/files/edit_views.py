@@ -69,7 +69,10 @@ def _numbered(part: bytes, first: int, decode: Callable[[bytes], str]) -> list[s
     if len(lines) <= _PLACE_LINES:
         return [_show(number, line, decode) for number, line in lines]
     hidden = lines[half:-half]
-    note = f"[lines {hidden[0][0]}-{hidden[-1][0]} not shown; see them with read_tool offset={hidden[0][0]} limit={len(hidden)}]"
+    note = (
+        f"[lines {hidden[0][0]}-{hidden[-1][0]} not shown; see them with read_tool offset={hidden[0][0]} "
+        f"limit={len(hidden)}]"
+    )
     head, tail = lines[:half], lines[-half:]
     return [*(_show(*line, decode) for line in head), note, *(_show(*line, decode) for line in tail)]
 

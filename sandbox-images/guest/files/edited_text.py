@@ -26,7 +26,8 @@ MAX_BYTES = 67_108_864
 
 
 class EditedText:
-    """`body` as it is after the edits so far. `count` replacements made it; `places` are the first of them, as spans of `body`.
+    """`body` as it is after the edits so far. `count` replacements made it; `places` are the first of them, as spans of
+    `body`.
 
     `parts` are the same bytes, which the last replacement leaves apart: to join them takes as long as to write them.
     """
@@ -51,11 +52,15 @@ class EditedText:
         self.parts = (body,)
 
     def equals(self, body: bytes) -> bool:
-        """Whether it is these bytes, from which it was made. One replacement is of something else: nothing has to be compared."""
+        """Whether it is these bytes, from which it was made. One replacement is of something else: nothing has to be
+        compared.
+        """
         return not (self._body is None and self.count == 1) and self.body == body
 
     def window(self) -> tuple[bytes, int, int]:
-        """Enough of the body to see every place with the lines around it: these bytes, where they begin, and the line they begin with."""
+        """Enough of the body to see every place with the lines around it: these bytes, where they begin, and the line
+        they begin with.
+        """
         if self._body is None and len(self.places) == 1:
             before, new, after = self.parts
             cut = max(0, len(before) - _WINDOW_BYTES)
@@ -143,4 +148,8 @@ class EditedText:
 
 def _check_size(size: int) -> None:
     if size > MAX_BYTES:
-        raise Failure(FILE_TOO_LARGE, f"the edits would make it {size} bytes, more than {MAX_BYTES}; nothing was written", size=size)
+        raise Failure(
+            FILE_TOO_LARGE,
+            f"the edits would make it {size} bytes, more than {MAX_BYTES}; nothing was written",
+            size=size,
+        )

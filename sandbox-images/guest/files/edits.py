@@ -10,7 +10,15 @@ import time
 from collections import Counter
 
 from guest.confinement import Place, find_place
-from guest.failures import AMBIGUOUS_MATCH, FILE_NOT_FOUND, INVALID_ARGUMENTS, NO_CHANGE, NO_MATCH, Failure, describe_os_error
+from guest.failures import (
+    AMBIGUOUS_MATCH,
+    FILE_NOT_FOUND,
+    INVALID_ARGUMENTS,
+    NO_CHANGE,
+    NO_MATCH,
+    Failure,
+    describe_os_error,
+)
 from guest.files.edit_matching import Needle, fit_line_ends
 from guest.files.edit_views import show_places
 from guest.files.edited_text import EditedText
@@ -46,7 +54,8 @@ _KEYS = {"old_string", "new_string", "replace_all"}
 
 
 def find_unindented(body: bytes, old: bytes) -> Span | None:
-    """The whole lines that equal those of `old` once each is stripped; None when there are none, or more than one such place.
+    """The whole lines that equal those of `old` once each is stripped; None when there are none, or more than one such
+    place.
 
     The span leaves out the line end of the last line unless `old` has it.
     """
@@ -70,7 +79,9 @@ def find_unindented(body: bytes, old: bytes) -> Span | None:
 
 
 def _find_only(lines: list[bytes], wanted: list[bytes]) -> int | None:
-    """Where the run of lines stands that is the only one like `wanted`. The rarest line is looked for, as blank ones are many."""
+    """Where the run of lines stands that is the only one like `wanted`. The rarest line is looked for, as blank ones
+    are many.
+    """
     counts = Counter(lines)
     anchor = min(range(len(wanted)), key=lambda number: counts[wanted[number]] if wanted[number] else len(lines) + 1)
     found = None
@@ -148,7 +159,9 @@ class Edit:
             raise Failure(INVALID_ARGUMENTS, f"{self.name}an edit is an object with {', '.join(sorted(_KEYS))}")
         old, new, replace_all = fields.get("old_string"), fields.get("new_string"), fields.get("replace_all", False)
         if not isinstance(old, str) or not isinstance(new, str) or not isinstance(replace_all, bool):
-            raise Failure(INVALID_ARGUMENTS, f"{self.name}old_string and new_string must be texts, replace_all a boolean")
+            raise Failure(
+                INVALID_ARGUMENTS, f"{self.name}old_string and new_string must be texts, replace_all a boolean"
+            )
         self.old: str = old
         self.new: str = new
         self.replace_all = replace_all
@@ -262,14 +275,17 @@ class _FileEdit:
 
         until = time.monotonic() + min(_DIAGNOSIS_S, _DIAGNOSIS_SHARE * self._request.timeout_s)
         words = explain_miss(edit, text, edited.body, self._state.describe_since(data), until)
-        return Failure(NO_MATCH, f"{edit.name}{shorten(self._place.shown)}: old_string was not found, and nothing was written. {words}")
+        return Failure(
+            NO_MATCH,
+            f"{edit.name}{shorten(self._place.shown)}: old_string was not found, and nothing was written. {words}",
+        )
 
     def _create(self, edit: Edit, new: bytes, edited: EditedText) -> None:
         if edited.body:
             raise Failure(
                 INVALID_ARGUMENTS,
-                f"{edit.name}{self._place.shown}: has {len(edited.body)} bytes, and an empty old_string only creates a file or fills an empty one; "
-                "name the text to replace, or use write_tool",
+                f"{edit.name}{self._place.shown}: has {len(edited.body)} bytes, and an empty old_string only creates a "
+                "file or fills an empty one; name the text to replace, or use write_tool",
             )
         if new:
             edited.replace((0, 0), new)
@@ -281,7 +297,9 @@ class _FileEdit:
         span = find_unindented(edited.body, old)
         if span is None:
             return False
-        self._notes.append(f"[{edit.name}old_string matched only without the blanks around its lines; new_string was put in as it is]")
+        self._notes.append(
+            f"[{edit.name}old_string matched only without the blanks around its lines; new_string was put in as it is]"
+        )
         edited.replace(span, fit_line_ends(new, edited.body, span))
         return True
 
@@ -303,22 +321,22 @@ class _FileEdit:
         if expected is not None:
             return Failure(
                 AMBIGUOUS_MATCH,
-                f"{edit.name}{self._place.shown}: old_string occurs {count} times, not {expected}, at {where}; nothing was replaced. Give the "
-                "right expected_count, or an old_string with more of the text around the place",
+                f"{edit.name}{self._place.shown}: old_string occurs {count} times, not {expected}, at {where}; nothing "
+                "was replaced. Give the right expected_count, or an old_string with more of the text around the place",
             )
         times = f"{count} times" if count > 1 else "more than once, overlapping itself"
         return Failure(
             AMBIGUOUS_MATCH,
-            f"{edit.name}{self._place.shown}: old_string occurs {times}, at {where}; nothing was replaced. Either give an old_string with more of "
-            "the text around the one place, or replace_all=true for all of them",
+            f"{edit.name}{self._place.shown}: old_string occurs {times}, at {where}; nothing was replaced. Either give "
+            "an old_string with more of the text around the one place, or replace_all=true for all of them",
         )
 
     def _note_others_change(self, data: bytes, old: OldFile | None) -> None:
         change = self._state.describe_since(data) if old is not None and self._state.is_touched(old.status) else None
         if change is not None:
             self._notes.append(
-                "[the file had been changed by something else since this session last read or wrote it, and the edit matched all the same; "
-                f"that change was:]\n{change[1]}"
+                "[the file had been changed by something else since this session last read or wrote it, and the edit "
+                f"matched all the same; that change was:]\n{change[1]}"
             )
 
     def _note_text(self, text: FileText, edited: EditedText) -> None:
@@ -326,8 +344,8 @@ class _FileEdit:
             found = find_placeholder(edit.new, text.body)
             if found is not None:
                 self._notes.append(
-                    f"[warning: {edit.name}line {found[0]} of new_string looks like a placeholder for text left out, and was put in as it "
-                    f"is: {found[1]}]"
+                    f"[warning: {edit.name}line {found[0]} of new_string looks like a placeholder for text left out, "
+                    f"and was put in as it is: {found[1]}]"
                 )
                 break
         if text.form.is_guess and not all(edit.new.isascii() for edit in self._edits):

@@ -1,4 +1,6 @@
-"""Which encoding a text file has: its byte order mark, UTF-8 when it can be, UTF-16 and UTF-32 without a mark, else the likeliest guess."""
+"""Which encoding a text file has: its byte order mark, UTF-8 when it can be, UTF-16 and UTF-32 without a mark, else the
+likeliest guess.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ _MAX_NAME = 40
 
 
 class TextForm:
-    """How a file's text is written: a codec that neither reads nor writes a mark, and the mark in front (`b""` for none).
+    """How a file's text is written: a codec that neither reads nor writes a mark, and the mark in front (`b""` for
+    none).
 
     `is_guess`: nothing in the file proves the codec. A guess of UTF-8 means that some bytes are no UTF-8 all the same.
     """
@@ -56,8 +59,8 @@ class TextForm:
 def find_form(data: bytes, asked: str = "auto", is_whole: bool = True) -> TextForm:
     """The form of a file's content, or with `is_whole` False of its beginning, where a character may be cut at the end.
 
-    Raises Failure: BINARY_FILE with the size given, or INVALID_ARGUMENTS when `asked` is neither "auto" nor a codec for text.
-    A codec that is asked for is taken, whatever the content is.
+    Raises Failure: BINARY_FILE with the size given, or INVALID_ARGUMENTS when `asked` is neither "auto" nor a codec for
+    text. A codec that is asked for is taken, whatever the content is.
     """
     form = find_sure_form(data, asked, is_whole)
     if form is not None:
@@ -192,7 +195,11 @@ def _reads_like_text(sample: bytes, codec: str) -> bool:
 def _is_usual(sign: str) -> bool:
     # Up to the Semitic scripts; dashes and quotes; kana and Han; Hangul; full-width forms and all beyond.
     return (
-        sign < "\u0700" or "\u2010" <= sign <= "\u2044" or "\u3000" <= sign <= "\u9fff" or "\uac00" <= sign <= "\ud7a3" or sign >= "\uff00"
+        sign < "\u0700"
+        or "\u2010" <= sign <= "\u2044"
+        or "\u3000" <= sign <= "\u9fff"
+        or "\uac00" <= sign <= "\ud7a3"
+        or sign >= "\uff00"
     )
 
 
@@ -203,4 +210,6 @@ def _binary(data: bytes) -> Failure:
 
 def _unknown(name: str) -> Failure:
     shown = name[:_MAX_NAME].encode("ascii", "backslashreplace").decode()
-    return Failure(INVALID_ARGUMENTS, f"no encoding of text files is called '{shown}'; try auto, utf-8, utf-16, gb18030 or latin-1")
+    return Failure(
+        INVALID_ARGUMENTS, f"no encoding of text files is called '{shown}'; try auto, utf-8, utf-16, gb18030 or latin-1"
+    )

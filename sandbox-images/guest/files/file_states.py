@@ -66,14 +66,18 @@ class FileState:
         return self._known is not None and self._known.digest != digest_of(data)
 
     def describe_since(self, data: bytes) -> tuple[bytes, str] | None:
-        """What the file was when the session last saw it (empty when that was not kept), and what changed since; None when nothing did."""
+        """What the file was when the session last saw it (empty when that was not kept), and what changed since; None
+        when nothing did.
+        """
         if not self.is_stale(data):
             return None
         known = self.known_data
         return known or b"", describe_change(known, data)
 
     def note(self, data: bytes, status: os.stat_result) -> bool:
-        """The session knows the file as `data` now. False when something else would still be held against it: then nothing may be."""
+        """The session knows the file as `data` now. False when something else would still be held against it: then
+        nothing may be.
+        """
         return self.note_pieces((data,), digest_of(data), status)
 
     def note_pieces(self, pieces: tuple[bytes | memoryview, ...], digest: bytes, status: os.stat_result) -> bool:
@@ -92,8 +96,8 @@ class FileState:
 def describe_stale(shown: str, known: bytes | None, data: bytes) -> Failure:
     """The failure for a file that is `data` now and was `known` when this session last saw it."""
     words = (
-        f"{shorten(shown)}: changed since this session last read or wrote it, and was left as it is. Mind the change, then send the call "
-        "again, adapted or as it is: it will be carried out."
+        f"{shorten(shown)}: changed since this session last read or wrote it, and was left as it is. Mind the change, "
+        "then send the call again, adapted or as it is: it will be carried out."
     )
     diff = describe_change(known, data)
     return Failure(STALE_FILE, f"{words}\n{diff}")

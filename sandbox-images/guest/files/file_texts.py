@@ -1,4 +1,6 @@
-"""A text file's content as bytes to search and change: in its own encoding where a line end is a byte of its own, else as UTF-8."""
+"""A text file's content as bytes to search and change: in its own encoding where a line end is a byte of its own, else
+as UTF-8.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ _BOM = "\ufeff"
 
 
 class FileText:
-    """`body`: the text without its mark, as bytes of `codec`. What is not changed in it comes back from `join` byte for byte."""
+    """`body`: the text without its mark, as bytes of `codec`. What is not changed in it comes back from `join` byte for
+    byte.
+    """
 
     __slots__ = ("_is_wide", "body", "codec", "form")
 
@@ -24,19 +28,23 @@ class FileText:
             try:
                 body = body.decode(self.form.codec, "surrogatepass").encode("utf-8", "surrogatepass")
             except UnicodeDecodeError:
-                raise Failure(BINARY_FILE, f"{shown}: no whole {self.form.codec}: change it with bash_tool", size=len(data)) from None
+                raise Failure(
+                    BINARY_FILE, f"{shown}: no whole {self.form.codec}: change it with bash_tool", size=len(data)
+                ) from None
         self.body = body
 
     def encode(self, text: str, what: str) -> bytes:
-        """A text as bytes to be found in, or put into, the body. Raises Failure(INVALID_ARGUMENTS) for what the file cannot hold."""
+        """A text as bytes to be found in, or put into, the body. Raises Failure(INVALID_ARGUMENTS) for what the file
+        cannot hold.
+        """
         try:
             return text.encode(self.codec)
         except UnicodeEncodeError as error:
             sign = text[error.start]
             raise Failure(
                 INVALID_ARGUMENTS,
-                f"{what} has {sign!a} (character {error.start}), which the file's encoding, {self.form.codec}, cannot hold; leave it "
-                "out, or write the whole file with write_tool and encoding=utf-8",
+                f"{what} has {sign!a} (character {error.start}), which the file's encoding, {self.form.codec}, cannot "
+                "hold; leave it out, or write the whole file with write_tool and encoding=utf-8",
             ) from None
 
     def decode(self, part: bytes) -> str:
@@ -54,7 +62,9 @@ def _find_form(data: bytes, shown: str) -> TextForm:
     try:
         return find_form(data)
     except Failure as failure:
-        raise Failure(failure.code, f"{shown}: {failure.message}: change it with bash_tool", **failure.details) from None
+        raise Failure(
+            failure.code, f"{shown}: {failure.message}: change it with bash_tool", **failure.details
+        ) from None
 
 
 def strip_mark(text: str) -> str:

@@ -41,7 +41,9 @@ _KINDS = (
 
 
 class FileType:
-    """`medium` is "image" or "document" for what a model may be able to look at, "data" for the rest. `name` comes with its article."""
+    """`medium` is "image" or "document" for what a model may be able to look at, "data" for the rest. `name` comes with
+    its article.
+    """
 
     __slots__ = ("height", "medium", "name", "width")
 

@@ -17,7 +17,9 @@ _MAX_CUTS = 100
 
 
 class LinePage:
-    """Lines end at LF, which CR may precede; the last may lack it. `column` counts within the first line of the page."""
+    """Lines end at LF, which CR may precede; the last may lack it. `column` counts within the first line of the
+    page.
+    """
 
     def __init__(self, offset: int, limit: int, column: int, max_bytes: int) -> None:
         self._offset = offset
@@ -114,7 +116,9 @@ class LinePage:
         self._pass(rest, rest.count("\n"))
 
     def _show_run(self, text: str, at: int) -> int:
-        """Show many lines at once, as far as they are whole, short enough and fit; gives how many characters they are."""
+        """Show many lines at once, as far as they are whole, short enough and fit; gives how many characters they
+        are.
+        """
         if self._length or (self._skip and not self.shown):
             return 0
         # A character is at least a byte: what lies further on cannot fit.

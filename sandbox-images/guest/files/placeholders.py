@@ -13,7 +13,8 @@ _MARKS = r"[\s#/*;%<>!(){}\[\]\-]*"
 _DOTS = r"(?:\.{3,}|…+)"
 _WHAT = (
     r"(?:the\s+)?(?:rest|remainder|remaining|existing|other|previous|same|unchanged|original)\b[^.…]{0,60}?"
-    r"|[^.…]{0,40}?\b(?:unchanged|omitted|stays? the same|remains? the same|as before|same as (?:before|above))\b[^.…]{0,20}?"
+    r"|[^.…]{0,40}?\b(?:unchanged|omitted|stays? the same|remains? the same|as before|same as (?:before|above))"
+    r"\b[^.…]{0,20}?"
     r"|[^.…]{0,20}?(?:其余|剩余|省略|保持不变|同上|原有代码)[^.…]{0,20}?"
 )
 # The dots are what makes it a placeholder, before the words or behind them; a comment about "the rest" is none.

@@ -68,7 +68,8 @@ class WriteFileRequest:
 
 
 class ReadTextRequest:
-    """Lines `offset` to `offset + limit - 1` of a text file, the first one from `column` on, as far as `max_bytes` of UTF-8 go.
+    """Lines `offset` to `offset + limit - 1` of a text file, the first one from `column` on, as far as `max_bytes` of
+    UTF-8 go.
 
     `encoding` is "auto" or the codec to read with.
     """

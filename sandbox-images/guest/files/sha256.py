@@ -1,4 +1,6 @@
-"""sha256 of contents: by the interpreter's own code for what is small, because OpenSSL's library takes longer to load than that."""
+"""sha256 of contents: by the interpreter's own code for what is small, because OpenSSL's library takes longer to load
+than that.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def digest_of(*parts: bytes | memoryview) -> bytes:
 
 
 class RunningDigest:
-    """The sha256 of some bytes, of a large content made while that is written: both take about as long, and neither needs the interpreter.
+    """The sha256 of some bytes, of a large content made while that is written: both take about as long, and neither
+    needs the interpreter.
 
     Who starts one asks for its `result` also when it is not needed any more: then nothing runs on.
     """

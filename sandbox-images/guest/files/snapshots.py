@@ -1,7 +1,7 @@
 """What this session last read or wrote of each file, kept so that a change by somebody else is noticed.
 
-The folder belongs to the sandbox's user: a program may delete, fill or forge it. Then there is nothing to compare with, and no
-request fails for it.
+The folder belongs to the sandbox's user: a program may delete, fill or forge it. Then there is nothing to compare with,
+and no request fails for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class Snapshot:
-    """A file as this session knows it: the sha256 of its whole content, the content unless it was too large, and the time of its last change."""
+    """A file as this session knows it: the sha256 of its whole content, the content unless it was too large, and the
+    time of its last change.
+    """
 
     __slots__ = ("_data", "changed_ns", "digest")
 
@@ -58,7 +60,8 @@ def key_of(place: Place) -> bytes:
 
 
 def remember(paths: GuestPaths, path: bytes, digest: bytes, data: bytes | None, changed_ns: int) -> bool:
-    """Keep what a file is that was last changed (its ctime) at `changed_ns`. Where that fails what was known before is dropped, and nothing is known.
+    """Keep what a file is that was last changed (its ctime) at `changed_ns`. Where that fails what was known before is
+    dropped, and nothing is known.
 
     False when even that fails: what was known before is still held against the file, and always would be.
     """

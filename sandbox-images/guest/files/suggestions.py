@@ -1,4 +1,6 @@
-"""What a path that leads nowhere may have meant: names like its last one, from a bounded look through the places that may be read."""
+"""What a path that leads nowhere may have meant: names like its last one, from a bounded look through the places that
+may be read.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _STRIDE = 128
 
 
 def missing_file(path: str, paths: GuestPaths) -> Failure:
-    """The failure for a path that was looked for and is not there: the path tried, the session's folder, and up to five paths like it."""
+    """The failure for a path that was looked for and is not there: the path tried, the session's folder, and up to five
+    paths like it.
+    """
     cwd = read_folder(paths)
     tried = os.path.normpath(os.path.join(cwd, encode_text(path, "'path'")))
     search = _Search(tried, paths)
@@ -152,9 +156,15 @@ class Likeness:
         return (3, 0) if _stem(folded) == self._stem else None
 
     def _distance(self, name: str) -> int | None:
-        """Letters to add, drop, change or swap with the next; None beyond what is a slip. Cheap for a name that is quite another."""
+        """Letters to add, drop, change or swap with the next; None beyond what is a slip. Cheap for a name that is
+        quite another.
+        """
         most = self._slips
-        if abs(len(name) - len(self._folded)) > most or len(self._signs ^ set(name)) > 2 * most or len(self._folded) <= most:
+        if (
+            abs(len(name) - len(self._folded)) > most
+            or len(self._signs ^ set(name)) > 2 * most
+            or len(self._folded) <= most
+        ):
             return None
         before: list[int] = []
         last = list(range(len(name) + 1))

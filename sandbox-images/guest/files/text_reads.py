@@ -1,4 +1,6 @@
-"""The file request that reads text: a page of lines as UTF-8, in whatever encoding the file is, and never more of it in memory."""
+"""The file request that reads text: a page of lines as UTF-8, in whatever encoding the file is, and never more of it in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ import heapq
 import os
 
 from guest.confinement import Place, find_place, open_pinned, pin_file
-from guest.failures import BINARY_FILE, FILE_NOT_FOUND, FILE_TOO_LARGE, INVALID_ARGUMENTS, OFFSET_OUT_OF_RANGE, Failure, describe_os_error
+from guest.failures import (
+    BINARY_FILE,
+    FILE_NOT_FOUND,
+    FILE_TOO_LARGE,
+    INVALID_ARGUMENTS,
+    OFFSET_OUT_OF_RANGE,
+    Failure,
+    describe_os_error,
+)
 from guest.files.encodings import TextForm, check_codec, find_sure_form, guess_form, guess_window
 from guest.files.file_types import HEAD_BYTES, find_type
 from guest.files.line_page import LinePage
@@ -34,15 +44,21 @@ _BLOCK = 262_144
 
 
 def list_folder(place: Place, max_bytes: int, context: RequestContext) -> dict[str, object]:
-    """Send the first names in order, one a line, a slash behind directories: at most MAX_NAMES, and `max_bytes`. Raises OSError."""
+    """Send the first names in order, one a line, a slash behind directories: at most MAX_NAMES, and `max_bytes`. Raises
+    OSError.
+    """
     fd = os.open(place.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory)
     seen = _Seen(context)
     with os.scandir(fd) as entries:
         hidden = os.path.relpath(context.paths.state, os.readlink(f"/proc/self/fd/{fd}".encode()))
-        names = heapq.nsmallest(MAX_NAMES, seen.pass_on(entry for entry in entries if os.fsencode(entry.name) != hidden), key=_order)
+        names = heapq.nsmallest(
+            MAX_NAMES, seen.pass_on(entry for entry in entries if os.fsencode(entry.name) != hidden), key=_order
+        )
     lines: list[bytes] = []
     for entry in names:
-        line = escaped(os.fsencode(entry.name)).encode() + (b"/" if entry.is_dir(follow_symlinks=False) else b"") + b"\n"
+        line = (
+            escaped(os.fsencode(entry.name)).encode() + (b"/" if entry.is_dir(follow_symlinks=False) else b"") + b"\n"
+        )
         max_bytes -= len(line)
         if max_bytes < 0:
             break
@@ -130,7 +146,13 @@ class _TextRead:
         if self._request.encoding == "auto" and not self._is_output:
             found = find_type(head)
             if found is not None and found.medium != "data":
-                told = {"kind": found.medium, "type": found.name, "size": self._size, "width": found.width, "height": found.height}
+                told = {
+                    "kind": found.medium,
+                    "type": found.name,
+                    "size": self._size,
+                    "width": found.width,
+                    "height": found.height,
+                }
                 return {**EMPTY_ANSWER, **told}
         form = self._find_form(head)
         try:
@@ -194,7 +216,10 @@ class _TextRead:
         page, offset, column = scan.page, self._request.offset, self._request.column
         shown = self._place.shown
         if not page.shown and not scan.has_ended:
-            words = f"{shown}: line {offset} does not begin within its first {scan.bytes} bytes, which have {page.lines} lines"
+            words = (
+                f"{shown}: line {offset} does not begin within its first {scan.bytes} bytes, which have {page.lines} "
+                "lines"
+            )
             raise Failure(FILE_TOO_LARGE, words, size=self._size, lines=page.lines)
         if not page.shown and (page.lines or offset > 1):
             raise Failure(
@@ -203,7 +228,10 @@ class _TextRead:
                 lines=page.lines,
             )
         if column > max(1, page.first_length):
-            words = f"{shown}: line {offset} has {page.first_length} characters, none at {column}; column can be 1 to {max(1, page.first_length)}"
+            words = (
+                f"{shown}: line {offset} has {page.first_length} characters, none at {column}; column can be 1 to "
+                f"{max(1, page.first_length)}"
+            )
             raise Failure(OFFSET_OUT_OF_RANGE, words, lines=page.lines)
 
     def _answer(self, form: TextForm, scan: _Scan) -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""The file request that writes text: in the file's own encoding, with what changed told, and never over a change that was not seen."""
+"""The file request that writes text: in the file's own encoding, with what changed told, and never over a change that
+was not seen.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _UTF8 = "utf-8"
 
 
 def write_text(request: WriteTextRequest, context: RequestContext) -> dict[str, object]:
-    """Write the body, UTF-8 text, to a file. Raises Failure; then the old content is intact and no temporary file is left."""
+    """Write the body, UTF-8 text, to a file. Raises Failure; then the old content is intact and no temporary file is
+    left.
+    """
     text = _read_body(context)
     if request.encoding != "auto":
         check_codec(request.encoding)
@@ -63,13 +67,17 @@ class _TextWrite:
         if old is None:
             status, form, written = self._make(mode)
         elif mode == "create":
-            raise Failure(FILE_EXISTS, f"{self._place.shown}: exists already; mode=overwrite replaces it, mode=append adds to it")
+            raise Failure(
+                FILE_EXISTS, f"{self._place.shown}: exists already; mode=overwrite replaces it, mode=append adds to it"
+            )
         elif mode == "append":
             status, form, written = self._append(old)
         else:
             status, form, written = self._overwrite(old)
         self._warn_of_placeholder()
-        self._context.writer.send("file", "\n".join([*([self._diff] if self._diff else []), *self._notes]).encode("utf-8", "replace"))
+        self._context.writer.send(
+            "file", "\n".join([*([self._diff] if self._diff else []), *self._notes]).encode("utf-8", "replace")
+        )
         return {
             "created": old is None,
             "size": status.st_size,
@@ -103,8 +111,14 @@ class _TextWrite:
     def _append(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
         size = old.status.st_size
         data = read_whole(old.fd, self._place.shown, self._context.watch) if size <= MAX_BYTES else None
-        form = self._choose_form_to_append(data if data is not None else os.pread(old.fd, _SAMPLE_BYTES, 0), data is not None)
-        content = self._encode(form, self._without_mark(form)) if size else form.bom + self._encode(form, self._without_mark(form))
+        form = self._choose_form_to_append(
+            data if data is not None else os.pread(old.fd, _SAMPLE_BYTES, 0), data is not None
+        )
+        content = (
+            self._encode(form, self._without_mark(form))
+            if size
+            else form.bom + self._encode(form, self._without_mark(form))
+        )
         is_stale = data is not None and self._state.is_stale(data)
         status = Version(self._place, BytesContent(content), self._context.watch).append(old)
         if not form.codec.startswith(("utf-16", "utf-32")):
@@ -114,7 +128,8 @@ class _TextWrite:
             self._notes.append("[the file did not end with a line end: the text went on in its last line]")
         if is_stale:
             self._notes.append(
-                "[the file had been changed by something else since this session last read or wrote it; see it with read_tool]"
+                "[the file had been changed by something else since this session last read or wrote it; see it with "
+                "read_tool]"
             )
         if data is None:
             self._state.forget()
@@ -143,7 +158,9 @@ class _TextWrite:
             return TextForm(_UTF8)
         if form.codec != _UTF8 or form.bom:
             mark = " with its byte order mark" if form.bom else ""
-            self._notes.append(f"[written in the file's own encoding, {form.codec}{' (guessed)' if form.is_guess else ''}{mark}]")
+            self._notes.append(
+                f"[written in the file's own encoding, {form.codec}{' (guessed)' if form.is_guess else ''}{mark}]"
+            )
         return form
 
     def _choose_form_to_append(self, data: bytes, is_whole: bool) -> TextForm:
@@ -153,10 +170,17 @@ class _TextWrite:
         try:
             form = find_form(data, is_whole=is_whole)
         except Failure as failure:
-            raise Failure(failure.code, f"{self._place.shown}: {failure.message}: append with bash_tool", **failure.details) from None
-        if asked != "auto" and not (self._text.isascii() and data.isascii()) and find_form(data, asked).codec != form.codec:
             raise Failure(
-                INVALID_ARGUMENTS, f"{self._place.shown}: is {form.codec}, and {asked} at its end would mix encodings; leave encoding out"
+                failure.code, f"{self._place.shown}: {failure.message}: append with bash_tool", **failure.details
+            ) from None
+        if (
+            asked != "auto"
+            and not (self._text.isascii() and data.isascii())
+            and find_form(data, asked).codec != form.codec
+        ):
+            raise Failure(
+                INVALID_ARGUMENTS,
+                f"{self._place.shown}: is {form.codec}, and {asked} at its end would mix encodings; leave encoding out",
             )
         return form
 
@@ -166,7 +190,8 @@ class _TextWrite:
         except UnicodeEncodeError as error:
             sign = text[error.start]
             raise Failure(
-                INVALID_ARGUMENTS, f"content has {sign!a} (character {error.start}), which {form.codec} cannot hold; leave it out"
+                INVALID_ARGUMENTS,
+                f"content has {sign!a} (character {error.start}), which {form.codec} cannot hold; leave it out",
             ) from None
 
     def _compare(self, data: bytes, content: bytes, status: os.stat_result) -> None:
@@ -199,7 +224,8 @@ class _TextWrite:
         found = find_placeholder(self._text, self._old)
         if found is not None:
             self._notes.append(
-                f"[warning: line {found[0]} of the content looks like a placeholder for text left out, and was written as it is: {found[1]}]"
+                f"[warning: line {found[0]} of the content looks like a placeholder for text left out, and was written "
+                f"as it is: {found[1]}]"
             )
 
 

@@ -1,4 +1,6 @@
-"""A file's next version: written beside the old one and put in its place in one step, or into the old one where that has to stay."""
+"""A file's next version: written beside the old one and put in its place in one step, or into the old one where that
+has to stay.
+"""
 
 from __future__ import annotations
 
@@ -96,14 +98,17 @@ def open_old(place: Place, flags: int) -> OldFile | None:
         return OldFile(open_pinned(pinned, flags))
     except PermissionError:
         raise Failure(
-            PERMISSION_DENIED, f"{place.shown}: its mode does not let it be changed; if it is meant to be, chmod it with bash_tool"
+            PERMISSION_DENIED,
+            f"{place.shown}: its mode does not let it be changed; if it is meant to be, chmod it with bash_tool",
         ) from None
     finally:
         os.close(pinned)
 
 
 class Version:
-    """A new content on its way to a place. Each method raises Failure, and then the old content is whole and nothing is left over."""
+    """A new content on its way to a place. Each method raises Failure, and then the old content is whole and nothing is
+    left over.
+    """
 
     def __init__(self, place: Place, content: Content, watch: Watch) -> None:
         self._place = place
@@ -118,13 +123,17 @@ class Version:
             return self._write_beside(_NEW_MODE, self._take_free_name)
 
     def replace(self, old: OldFile | None, is_known: bool = False) -> os.stat_result:
-        """Take the place of `old`, keeping its mode. `is_known`: what is written builds on what was there, which must still be the same."""
+        """Take the place of `old`, keeping its mode. `is_known`: what is written builds on what was there, which must
+        still be the same.
+        """
         with self._described():
             if old is None:
                 return self._write_beside(_NEW_MODE, self._take_free_name if is_known else self._take_name)
             if not old.must_stay:
                 try:
-                    return self._write_beside(stat.S_IMODE(old.status.st_mode), lambda fd: self._take_name(fd, old if is_known else None))
+                    return self._write_beside(
+                        stat.S_IMODE(old.status.st_mode), lambda fd: self._take_name(fd, old if is_known else None)
+                    )
                 except OSError as error:
                     if error.errno not in _NO_NEW_NAMES:
                         raise
@@ -155,7 +164,9 @@ class Version:
                 self._drop(temporary)
 
     def _open_beside(self) -> tuple[int, bytes | None]:
-        """A new file in the folder: without a name, so that a death on the way leaves nothing; where that cannot be, its name, too."""
+        """A new file in the folder: without a name, so that a death on the way leaves nothing; where that cannot be,
+        its name, too.
+        """
         directory = self._place.directory
         try:
             return os.open(b".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=directory), None
@@ -163,7 +174,9 @@ class Version:
             if error.errno not in _NO_NAMELESS_FILES:
                 raise
         name = _build_name()
-        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory), name
+        return os.open(
+            name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory
+        ), name
 
     def _take_free_name(self, fd: int) -> None:
         # Unlike rename, link refuses a name that was taken meanwhile.
@@ -189,7 +202,8 @@ class Version:
             self._check_unchanged(old, os.fstat(old.fd))
         try:
             if self._content.size:
-                # All space is taken, holes included, before the first old byte is touched; from there on nothing interrupts.
+                # All space is taken, holes included, before the first old byte is touched; from there on nothing
+                # interrupts.
                 os.posix_fallocate(old.fd, 0, self._content.size)
         except BaseException:
             os.ftruncate(old.fd, old.status.st_size)
@@ -211,7 +225,10 @@ class Version:
     def _check_unchanged(self, old: OldFile, now: os.stat_result) -> None:
         before = old.status
         if (before.st_ino, before.st_size, before.st_mtime_ns) != (now.st_ino, now.st_size, now.st_mtime_ns):
-            raise Failure(STALE_FILE, f"{self._place.shown}: changed while its new version was made, and was left as it is; read it again")
+            raise Failure(
+                STALE_FILE,
+                f"{self._place.shown}: changed while its new version was made, and was left as it is; read it again",
+            )
 
     def _drop(self, name: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -228,16 +245,24 @@ class Version:
                 # As some file systems call it.
                 error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if error.errno == errno.EFBIG:
-                raise Failure(NO_SPACE, f"{self._place.shown}: {self._content.size} bytes are more than a file here may have") from None
+                raise Failure(
+                    NO_SPACE, f"{self._place.shown}: {self._content.size} bytes are more than a file here may have"
+                ) from None
             raise describe_os_error(error, self._place.shown) from None
 
     def _no_space(self) -> Failure:
         room = os.fstatvfs(self._place.directory)
         free = room.f_bavail * room.f_frsize
         is_out_of_names = room.f_files and not room.f_favail
-        what = "no room for another file" if is_out_of_names else f"{self._content.size} bytes are to be written and {free} bytes are free"
+        what = (
+            "no room for another file"
+            if is_out_of_names
+            else f"{self._content.size} bytes are to be written and {free} bytes are free"
+        )
         return Failure(
-            NO_SPACE, f"{self._place.shown}: no space left: {what}; nothing was changed; remove what is not needed, then try again"
+            NO_SPACE,
+            f"{self._place.shown}: no space left: {what}; nothing was changed; remove what is not needed, then try "
+            "again",
         )
 
     def _exists(self) -> Failure:

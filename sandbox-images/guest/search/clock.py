@@ -16,7 +16,9 @@ _SHARE_TO_FIND = 0.8
 
 
 class Clock:
-    """Asked between two pieces of work. The request's own limit ends it with nothing, so the search stops a little before."""
+    """Asked between two pieces of work. The request's own limit ends it with nothing, so the search stops a little
+    before.
+    """
 
     def __init__(self, watch: Watch, timeout_s: float) -> None:
         self._watch = watch

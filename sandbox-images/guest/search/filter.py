@@ -43,7 +43,9 @@ class NameFilter:
 
     def names_left_out(self) -> list[str]:
         """Globs of names of which every file and folder is left out."""
-        return [glob.parts[0] for glob in self._excluded.globs if len(glob.parts) == 1 and _PLAIN.fullmatch(glob.parts[0])]
+        return [
+            glob.parts[0] for glob in self._excluded.globs if len(glob.parts) == 1 and _PLAIN.fullmatch(glob.parts[0])
+        ]
 
 
 class _Names:

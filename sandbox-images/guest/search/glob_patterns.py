@@ -1,6 +1,7 @@
 """Glob patterns as regular expressions that match in time linear to a name's length, as good as always.
 
-`*`, `?`, `[...]` stay within one part of a path, `**` as a part stands for any number of parts, `{a,b}` is expanded before.
+`*`, `?`, `[...]` stay within one part of a path, `**` as a part stands for any number of parts, `{a,b}` is expanded
+before.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class BadGlob(Exception):
 
     def as_failure(self, what: str, pattern: str) -> Failure:
         shown = escaped((pattern if len(pattern) <= 200 else f"{pattern[:200]}...").encode("utf-8", "backslashreplace"))
-        words = f"{what} '{shown}': {self.reason} at character {self.position}; put \\ before a character that is meant as it is"
+        words = (
+            f"{what} '{shown}': {self.reason} at character {self.position}; put \\ before a character that is meant as "
+            "it is"
+        )
         return Failure(INVALID_PATTERN, words)
 
 
@@ -48,7 +52,9 @@ class TooLarge(BadGlob):
 
 
 class Glob:
-    """One pattern without braces. `name_only`: it is about the last part of a path, at any depth; else about a whole path."""
+    """One pattern without braces. `name_only`: it is about the last part of a path, at any depth; else about a whole
+    path.
+    """
 
     __slots__ = ("name_only", "parts", "regex")
 
@@ -86,10 +92,15 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def compile_any(regexes: list[str], what: str) -> Match | None:
-    """What tells whether a text matches one of the regular expressions of globs; None when there are none. Raises Failure for too many."""
+    """What tells whether a text matches one of the regular expressions of globs; None when there are none. Raises
+    Failure for too many.
+    """
     joined = "|".join(f"(?:{regex})" for regex in regexes)
     if len(joined) + _CLASS_COST * (joined.count("[") - joined.count("[^/]")) > MAX_REGEX_CHARS:
-        raise Failure(INVALID_PATTERN, f"{what} is too large, with all its alternatives and classes: ask for a part of it at a time")
+        raise Failure(
+            INVALID_PATTERN,
+            f"{what} is too large, with all its alternatives and classes: ask for a part of it at a time",
+        )
     return re.compile(joined, re.DOTALL).fullmatch if regexes else None
 
 
@@ -145,7 +156,9 @@ def _translate_in(pattern: str, part: str) -> str:
 
 
 def _join(parts: list[str], regexes: list[str]) -> str:
-    """A whole path, groups of parts with `**` between them. Here, too, each group but the last is well placed where it first fits."""
+    """A whole path, groups of parts with `**` between them. Here, too, each group but the last is well placed where it
+    first fits.
+    """
     groups: list[list[str]] = [[]]
     for part, regex in zip(parts, regexes):
         if part == "**":

@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 import stat
 
-from guest.failures import FILE_NOT_FOUND, INVALID_ARGUMENTS, INVALID_PATTERN, NOT_A_DIRECTORY, PATH_NOT_ALLOWED, Failure
+from guest.failures import (
+    FILE_NOT_FOUND,
+    INVALID_ARGUMENTS,
+    INVALID_PATTERN,
+    NOT_A_DIRECTORY,
+    PATH_NOT_ALLOWED,
+    Failure,
+)
 from guest.files.suggestions import escaped
 from guest.search.clock import ENTRIES_A_CHECK, Clock
 from guest.search.glob_patterns import MAX_PATTERN_CHARS, BadGlob, Glob, compile_any, expand_braces, has_magic
@@ -24,7 +31,9 @@ if TYPE_CHECKING:
 
 
 def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
-    """Send the paths, one a line. Raises Failure for a pattern that is none, and for a path that is not there or not allowed."""
+    """Send the paths, one a line. Raises Failure for a pattern that is none, and for a path that is not there or not
+    allowed.
+    """
     clock = Clock(context.watch, request.timeout_s)
     pattern = GlobPattern(request.pattern, request.kind, request.path)
     finder = _Finder(request, pattern, clock)
@@ -50,12 +59,17 @@ _MODES = {"file": (stat.S_IFREG, stat.S_IFLNK), "dir": (stat.S_IFDIR,)}
 
 
 class GlobPattern:
-    """A pattern and the directory it counts from, taken apart. `kind`: what it is to match, a slash at its end asks for directories."""
+    """A pattern and the directory it counts from, taken apart. `kind`: what it is to match, a slash at its end asks for
+    directories.
+    """
 
     def __init__(self, text: str, kind: str, path: str) -> None:
         """Raises Failure."""
         if not text.strip() or "\0" in text or len(text) > MAX_PATTERN_CHARS:
-            raise Failure(INVALID_PATTERN, f"the pattern must have 1 to {MAX_PATTERN_CHARS} characters and no NUL; **/* matches every file")
+            raise Failure(
+                INVALID_PATTERN,
+                f"the pattern must have 1 to {MAX_PATTERN_CHARS} characters and no NUL; **/* matches every file",
+            )
         if ".." in text.split("/"):
             raise Failure(PATH_NOT_ALLOWED, "a pattern cannot go up with '..': give the directory to search as path")
         self.kind = "dir" if text.endswith("/") else kind
@@ -75,7 +89,9 @@ class GlobPattern:
             self.path = "/" + "/".join(self._prefix)
 
     def _find_prefix(self) -> list[str]:
-        """The parts before the first that is a pattern, if all alternatives have them in common: there the walk can start."""
+        """The parts before the first that is a pattern, if all alternatives have them in common: there the walk can
+        start.
+        """
         heads = [glob.parts[:-1] if not glob.name_only else [] for glob in self._globs]
         prefix = []
         for parts in zip(*heads):
@@ -89,15 +105,22 @@ class GlobPattern:
         return above if self.is_absolute else _open_below(self.path, self._prefix, above, paths)
 
     def open_literal(self, above: Start, paths: GuestPaths) -> tuple[Start | None, str]:
-        """The directory of what has the pattern's text as its path, None when that is not there, and its name there. Raises Failure."""
+        """The directory of what has the pattern's text as its path, None when that is not there, and its name there.
+        Raises Failure.
+        """
         *parts, name = self.text.split("/")
         return _open_below(self.path, parts[len(self._prefix) :] if self.is_absolute else parts, above, paths), name
 
     def matchers(self) -> tuple[Match | None, Match | None]:
-        """What tells whether a name, and whether a path below the start, matches; None where no alternative is about it. Raises Failure."""
+        """What tells whether a name, and whether a path below the start, matches; None where no alternative is about
+        it. Raises Failure.
+        """
         skip = len(self._prefix)
         globs = [Glob("/".join(glob.parts[skip:]), any_depth=False) if skip else glob for glob in self._globs]
-        by_name, by_path = [glob.regex for glob in globs if glob.name_only], [glob.regex for glob in globs if not glob.name_only]
+        by_name, by_path = (
+            [glob.regex for glob in globs if glob.name_only],
+            [glob.regex for glob in globs if not glob.name_only],
+        )
         return compile_any(by_name, "the pattern"), compile_any(by_path, "the pattern")
 
 
@@ -130,7 +153,9 @@ class _Finder:
         self._is_partial = False
 
     def add_literal(self, folder: Start, name: str, paths: GuestPaths) -> None:
-        """What has the very name of the pattern matches it, whatever its characters stand for, and though a rule ignores it."""
+        """What has the very name of the pattern matches it, whatever its characters stand for, and though a rule
+        ignores it.
+        """
         try:
             status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
         except OSError:

@@ -1,4 +1,6 @@
-"""The process that does the searching: started, read as it writes, ended when the time is up. It has no terminal, no input, no shell."""
+"""The process that does the searching: started, read as it writes, ended when the time is up. It has no terminal, no
+input, no shell.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Child:
     def __init__(self, start: Callable[[int, int], int], rest_s: float = 0.0) -> None:
         """`start` gets descriptors for stdout and stderr, and returns the process's number. Raises OSError.
 
-        `rest_s`: how long to let its output gather, once it has come in many pieces; each costs more than what is in it.
+        `rest_s`: how long to let its output gather, once it has come in many pieces; each costs more than what is in
+        it.
         """
         self._rest_s = rest_s
         self._out, out = os.pipe()
@@ -58,7 +61,8 @@ class Child:
         os.close(self._errors)
 
     def read(self, is_late: Callable[[], bool]) -> Iterator[bytes]:
-        """What it writes, piece by piece, to its end or until it is late: it is asked between pieces, and raises Failure on cancel.
+        """What it writes, piece by piece, to its end or until it is late: it is asked between pieces, and raises
+        Failure on cancel.
 
         While the caller does not ask for the next piece the process waits, as soon as the pipe is full.
         """
@@ -102,7 +106,9 @@ class Child:
 
     @property
     def was_cut_off(self) -> bool:
-        """Whether it did not come to its end: for the clock, for whoever kills processes, or for want of memory or threads."""
+        """Whether it did not come to its end: for the clock, for whoever kills processes, or for want of memory or
+        threads.
+        """
         return self.status is None or os.waitstatus_to_exitcode(self.status) not in (0, 1, _FAULT)
 
     @property
@@ -129,7 +135,9 @@ class Child:
 
 
 def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callable[[int, int], int]:
-    """For Child: a program in the directory that this process is in, with these descriptors of ours under their own numbers."""
+    """For Child: a program in the directory that this process is in, with these descriptors of ours under their own
+    numbers.
+    """
 
     def start(out: int, errors: int) -> int:
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
@@ -137,7 +145,9 @@ def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callabl
         try:
             for fd in inherited:
                 os.set_inheritable(fd, True)
-            return os.posix_spawn(argv[0], argv, ENVIRONMENT, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SIGNALS)
+            return os.posix_spawn(
+                argv[0], argv, ENVIRONMENT, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SIGNALS
+            )
         finally:
             os.close(null)
 
@@ -145,7 +155,9 @@ def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callabl
 
 
 def start_function(work: Callable[[int, int], None]) -> Callable[[int, int], int]:
-    """For Child: a fork that does `work` (stdout, stderr) and nothing else; an exception ends it like a signal would, a Failure as a fault."""
+    """For Child: a fork that does `work` (stdout, stderr) and nothing else; an exception ends it like a signal would, a
+    Failure as a fault.
+    """
 
     def start(out: int, errors: int) -> int:
         pid = os.fork()

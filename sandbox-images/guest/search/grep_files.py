@@ -31,7 +31,9 @@ def open_file(folder: int, path: bytes, use_openat2: bool) -> int:
 
 
 def has_binary_head(path: bytes) -> bool:
-    """Whether the file, relative to where this process is, has a NUL near its start and no mark of UTF-16. A file that is gone has not."""
+    """Whether the file, relative to where this process is, has a NUL near its start and no mark of UTF-16. A file that
+    is gone has not.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
@@ -49,7 +51,9 @@ def is_binary(head: bytes) -> bool:
 
 
 def read_text(fd: int) -> bytes:
-    """The text of an open file as UTF-8, as the engines see it: without a mark of the encoding, bytes that are no UTF-8 as they are."""
+    """The text of an open file as UTF-8, as the engines see it: without a mark of the encoding, bytes that are no UTF-8
+    as they are.
+    """
     blocks = []
     at = 0
     while at < MAX_NAMED_BYTES and (block := os.pread(fd, _BLOCK, at)):

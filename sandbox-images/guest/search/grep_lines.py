@@ -88,7 +88,12 @@ class FilePrinter:
         while self._due and self._next_line < mark.line and self._print_context():
             self._due -= 1
         start = max(mark.line - self._before, self._next_line, 1)
-        if (self._before or self._after) and start > self._next_line and not self._page.is_empty and not self._page.add(_GAP):
+        if (
+            (self._before or self._after)
+            and start > self._next_line
+            and not self._page.is_empty
+            and not self._page.add(_GAP)
+        ):
             return False
         if start > self._next_line:
             self._next_offset = self._find_back(mark, mark.line - start)

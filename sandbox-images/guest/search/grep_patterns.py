@@ -1,7 +1,8 @@
 """Regular expressions as they were asked for: which engine is to have them, and what is wrong with one that is none.
 
-Both engines take: letters, `.`, classes with ranges and negation, `\\d \\w \\s \\b` and their opposites, groups, `|`, `^`, `$`, and the
-repetitions `* + ? {n} {n,} {n,m}`, lazy ones too. Look-around, references back, atomic groups and possessive repetitions are Python's own.
+Both engines take: letters, `.`, classes with ranges and negation, `\\d \\w \\s \\b` and their opposites, groups, `|`,
+`^`, `$`, and the repetitions `* + ? {n} {n,} {n,m}`, lazy ones too. Look-around, references back, atomic groups and
+possessive repetitions are Python's own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ MAX_PATTERN_BYTES = 131_000
 """What fits into one argument of a program."""
 # For a pattern that is longer ripgrep would make tables without end.
 _RIPGREP_CHARS = 8192
-_TOKEN = re.compile(r"\\(?P<escape>.)|(?P<group>\(\?(?:<?[=!]|>|\(|P=))|(?P<open>\[)|(?P<dot>\.)|(?P<possessive>[*+?}]\+)|.", re.DOTALL)
+_TOKEN = re.compile(
+    r"\\(?P<escape>.)|(?P<group>\(\?(?:<?[=!]|>|\(|P=))|(?P<open>\[)|(?P<dot>\.)|(?P<possessive>[*+?}]\+)|.", re.DOTALL
+)
 # A byte that is no UTF-8 is decoded to one of these, and is no character to any class.
 _NO_TEXT = "\\udc80-\\udcff"
 _OPERATORS = re.compile(r"\\[wdsbWDSB.]|\.[*+?]|[\])][*+?]|\||^\^|\$$|\[\^|\(\?")
@@ -32,7 +35,9 @@ class GrepPattern:
         self.ignore_case = ignore_case
         self.multiline = multiline
         if not text:
-            raise Failure(INVALID_PATTERN, "the pattern is empty: give what to look for; . matches every line that is not empty")
+            raise Failure(
+                INVALID_PATTERN, "the pattern is empty: give what to look for; . matches every line that is not empty"
+            )
         if "\0" in text:
             raise Failure(INVALID_PATTERN, "the pattern has a NUL character, which no text file has")
         try:
@@ -40,7 +45,9 @@ class GrepPattern:
         except UnicodeEncodeError as error:
             raise self._bad("half of a surrogate pair", error.start + 1) from None
         if size > MAX_PATTERN_BYTES:
-            raise Failure(INVALID_PATTERN, f"the pattern has {size} bytes, more than {MAX_PATTERN_BYTES}: look for a part of it")
+            raise Failure(
+                INVALID_PATTERN, f"the pattern has {size} bytes, more than {MAX_PATTERN_BYTES}: look for a part of it"
+            )
         if "\n" in text and not multiline:
             raise self._spans_lines(text.index("\n"))
         self._tokens = [] if fixed_strings else list(_TOKEN.finditer(text))
@@ -124,7 +131,10 @@ class GrepPattern:
         return Failure(INVALID_PATTERN, words)
 
     def _spans_lines(self, at: int) -> Failure:
-        words = f"the pattern has a line end at character {at + 1}, and no single line matches it: set multiline=true; it was {_shorten(self.text)}"
+        words = (
+            f"the pattern has a line end at character {at + 1}, and no single line matches it: set multiline=true; it "
+            f"was {_shorten(self.text)}"
+        )
         return Failure(INVALID_PATTERN, words)
 
 

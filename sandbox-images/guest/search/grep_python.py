@@ -1,6 +1,8 @@
-"""Python's own regular expressions as the engine: where there is no ripgrep, and for patterns that only Python understands.
+"""Python's own regular expressions as the engine: where there is no ripgrep, and for patterns that only Python
+understands.
 
-It works in a process of its own, which can be killed: such a pattern may take longer than the world lasts, to be compiled, too.
+It works in a process of its own, which can be killed: such a pattern may take longer than the world lasts, to be
+compiled, too.
 """
 
 from __future__ import annotations
@@ -29,21 +31,28 @@ class PythonEngine:
     def __init__(self, pattern: GrepPattern) -> None:
         self._pattern = pattern
 
-    def start_counting(self, names_only: bool, folder: int, paths: list[bytes], use_openat2: bool) -> Callable[[int, int], int]:
+    def start_counting(
+        self, names_only: bool, folder: int, paths: list[bytes], use_openat2: bool
+    ) -> Callable[[int, int], int]:
         def work(out: int, errors: int) -> None:
             regex = self._pattern.compile()
             for path in paths:
                 try:
                     fd = open_file(folder, path, use_openat2)
                 except OSError as error:
-                    write_all(errors, b"./%s: %s (os error %d)\n" % (path, os.strerror(error.errno or 0).encode(), error.errno or 0))
+                    write_all(
+                        errors,
+                        b"./%s: %s (os error %d)\n" % (path, os.strerror(error.errno or 0).encode(), error.errno or 0),
+                    )
                     continue
                 self._count(regex, out, fd, b"./" + path, names_only)
 
         return start_function(work)
 
     def start_counting_one(self, fd: int, names_only: bool) -> Callable[[int, int], int]:
-        return start_function(lambda out, _: self._count(self._pattern.compile(), out, fd, b"/proc/self/fd/%d" % fd, names_only))
+        return start_function(
+            lambda out, _: self._count(self._pattern.compile(), out, fd, b"/proc/self/fd/%d" % fd, names_only)
+        )
 
     def start_marking(self, fds: list[int], most: int | None) -> Callable[[int, int], int]:
         def work(out: int, _: int) -> None:

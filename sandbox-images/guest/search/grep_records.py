@@ -29,7 +29,9 @@ def read_counts(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 
 
 def count_marks(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-    """`path NUL mark LF path NUL ...`, cut at its LFs, a file's marks one after the other: each file and how many it has."""
+    """`path NUL mark LF path NUL ...`, cut at its LFs, a file's marks one after the other: each file and how many it
+    has.
+    """
     current, count, torn = b"", 0, b""
     for record in records:
         path, nul, _ = record.partition(b"\0")
@@ -47,7 +49,8 @@ def count_marks(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 
 
 def group_marks(records: Iterator[bytes]) -> Iterator[tuple[bytes, Iterator[Mark]]]:
-    """`name NUL line::column::offset::text LF ...`, cut at its LFs: each name and its marks, which are read as far as they are wanted.
+    """`name NUL line::column::offset::text LF ...`, cut at its LFs: each name and its marks, which are read as far as
+    they are wanted.
 
     ripgrep leaves the column out when it cannot tell it, as of an empty match at the very end.
     """

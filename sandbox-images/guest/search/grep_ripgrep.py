@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from guest.search.filter import NameFilter
     from guest.search.grep_patterns import GrepPattern
 
-# No file of the sandbox configures it, all files are text to it, a line ends before its \r\n, too, and a file that is cut short
-# while it is searched does not end it.
+# No file of the sandbox configures it, all files are text to it, a line ends before its \r\n, too, and a file that is
+# cut short while it is searched does not end it.
 _ALWAYS = [
     b"--no-config",
     b"--color=never",
@@ -34,7 +34,13 @@ _ALWAYS = [
 ]
 
 # A line by its number and places, and of its text one byte at most: too short to hold a separator.
-_MARKING = [b"--line-number", b"--column", b"--byte-offset", b"--max-columns=1", b"--field-match-separator=" + SEPARATOR]
+_MARKING = [
+    b"--line-number",
+    b"--column",
+    b"--byte-offset",
+    b"--max-columns=1",
+    b"--field-match-separator=" + SEPARATOR,
+]
 
 
 def find_ripgrep() -> bytes | None:
@@ -69,7 +75,15 @@ class Ripgrep:
     def start_counting_one(self, fd: int, names_only: bool) -> Callable[[int, int], int]:
         """As `start_counting`, of one open file."""
         return start_program(
-            [*self._argv, *self._counting(names_only), b"--regexp", self._raw_pattern(), b"--", b"/proc/self/fd/%d" % fd], (fd,)
+            [
+                *self._argv,
+                *self._counting(names_only),
+                b"--regexp",
+                self._raw_pattern(),
+                b"--",
+                b"/proc/self/fd/%d" % fd,
+            ],
+            (fd,),
         )
 
     def start_marking(self, fds: list[int], most: int | None) -> Callable[[int, int], int]:
@@ -95,7 +109,9 @@ class Ripgrep:
         return self._pattern.explain(complaint)
 
     def _counting(self, names_only: bool) -> list[bytes]:
-        """In a multiline search ripgrep would count matches, and not the lines they lie in: those are listed instead."""
+        """In a multiline search ripgrep would count matches, and not the lines they lie in: those are listed
+        instead.
+        """
         if names_only:
             return [b"--files-with-matches"]
         return _MARKING if self._pattern.multiline else [b"--count"]

@@ -1,4 +1,6 @@
-"""Serves grep: first which files match and how often, then, in the order of their times, the lines of as many as are wanted."""
+"""Serves grep: first which files match and how often, then, in the order of their times, the lines of as many as are
+wanted.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, Failure, describe_
 from guest.search.clock import ENTRIES_A_CHECK, Clock
 from guest.search.filter import NameFilter
 from guest.search.grep_children import Child
-from guest.search.grep_files import HEAD_BYTES, MAX_FOUND_BYTES, MAX_NAMED_BYTES, has_binary_head, is_binary, open_file, read_text
+from guest.search.grep_files import (
+    HEAD_BYTES,
+    MAX_FOUND_BYTES,
+    MAX_NAMED_BYTES,
+    has_binary_head,
+    is_binary,
+    open_file,
+    read_text,
+)
 from guest.search.grep_lines import FilePrinter, Mark, Page
 from guest.search.grep_patterns import GrepPattern
 from guest.search.grep_python import PythonEngine
@@ -34,7 +44,9 @@ _LAST_BATCH = 64
 
 
 def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
-    """Send the lines. Raises Failure for a pattern that is none, a path that is not there or not allowed, and when nothing was found in time."""
+    """Send the lines. Raises Failure for a pattern that is none, a path that is not there or not allowed, and when
+    nothing was found in time.
+    """
     clock = Clock(context.watch, request.timeout_s)
     pattern = GrepPattern(request.pattern, request.fixed_strings, request.ignore_case, request.multiline)
     names = NameFilter(request.include, request.exclude, request.type)
@@ -77,7 +89,9 @@ class _Survey:
 class _Search:
     """One request."""
 
-    def __init__(self, request: GrepRequest, pattern: GrepPattern, start: Start, context: RequestContext, clock: Clock) -> None:
+    def __init__(
+        self, request: GrepRequest, pattern: GrepPattern, start: Start, context: RequestContext, clock: Clock
+    ) -> None:
         self._request = request
         self._pattern = pattern
         self._start = start
@@ -95,9 +109,11 @@ class _Search:
         self._is_partial = False
         self._shown = self._shown_files = 0
         program = find_ripgrep() if self._paths.use_ripgrep and not pattern.needs_python else None
-        self._engine: Ripgrep | PythonEngine = Ripgrep(program, pattern) if program is not None else PythonEngine(pattern)
+        self._engine: Ripgrep | PythonEngine = (
+            Ripgrep(program, pattern) if program is not None else PythonEngine(pattern)
+        )
 
-    # --- which files ------------------------------------------------------------------------------------------------------
+    # --- which files --------------------------------------------------------------------------------------------------
 
     def find_files(self, names: NameFilter) -> None:
         """Of all that is below the start. Raises Failure."""
@@ -165,7 +181,9 @@ class _Search:
 
     def _start_counting(self, walk: Walk, names: NameFilter) -> Callable[[int, int], int]:
         if isinstance(self._engine, PythonEngine):
-            return self._engine.start_counting(self._names_only, self._start.fd, list(self._survey.files), self._paths.use_openat2)
+            return self._engine.start_counting(
+                self._names_only, self._start.fd, list(self._survey.files), self._paths.use_openat2
+            )
         rules = not self._request.include_ignored
         return self._engine.start_counting(
             self._names_only, names, rules, not walk.is_start_ignored, walk.kept_out, bool(self._survey.large)
@@ -182,11 +200,15 @@ class _Search:
             self._matches.append(_Match(changed, path, count))
 
     def _run_counting(self, start: Callable[[int, int], int]) -> list[tuple[bytes, int]]:
-        """Path and count of each file that matches. Raises Failure when the engine does not take the pattern, or found nothing in time."""
+        """Path and count of each file that matches. Raises Failure when the engine does not take the pattern, or found
+        nothing in time.
+        """
         with Child(start, _REST_S) as child:
             found = list(self._engine.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
             # It looks into files that are not wanted, too.
-            self._unreadable.update(path for path in child.unreadable() if path in self._survey.files or not os.path.isfile(path))
+            self._unreadable.update(
+                path for path in child.unreadable() if path in self._survey.files or not os.path.isfile(path)
+            )
             if child.was_cut_off:
                 self._is_partial = True
             if child.has_refused:
@@ -194,19 +216,23 @@ class _Search:
         if child.was_cut_off and not child.was_late and not found:
             raise Failure(
                 INTERNAL,
-                "the search was killed before it found anything, for want of memory or processes: narrow path or include, or end what runs beside it",
+                "the search was killed before it found anything, for want of memory or processes: narrow path or "
+                "include, or end what runs beside it",
             )
         if self._is_partial and not found:
             raise Failure(
                 TIMEOUT,
-                f"nothing found in {self._clock.seconds:g} s, and not all was searched: narrow path or include, or simplify the pattern",
+                f"nothing found in {self._clock.seconds:g} s, and not all was searched: narrow path or include, or "
+                "simplify the pattern",
             )
         return found
 
-    # --- which lines ------------------------------------------------------------------------------------------------------
+    # --- which lines --------------------------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Send what was found, each part as soon as it is known; only then are the others judged, which takes a while for many."""
+        """Send what was found, each part as soon as it is known; only then are the others judged, which takes a while
+        for many.
+        """
         if self._request.mode == "content":
             self._send_lines()
         else:
@@ -237,7 +263,9 @@ class _Search:
             for match in self._matches[self._judged : self._judged + batch]:
                 if expected >= left:
                     break
-                expected += match.count if self._request.max_per_file is None else min(match.count, self._request.max_per_file)
+                expected += (
+                    match.count if self._request.max_per_file is None else min(match.count, self._request.max_per_file)
+                )
                 wanted.append(match)
             left -= self._send_files(wanted, left)
             self._judged += len(wanted)
@@ -275,7 +303,9 @@ class _Search:
         return shown
 
     def _send_file(self, match: _Match, fd: int, marks: Iterable[Mark]) -> int:
-        printer = FilePrinter(self._page, self._start.show(match.path), read_text(fd), self._request.before, self._request.after)
+        printer = FilePrinter(
+            self._page, self._start.show(match.path), read_text(fd), self._request.before, self._request.after
+        )
         printer.print_marks(marks)
         self._context.writer.send("lines", self._page.take())
         self._shown += printer.matches

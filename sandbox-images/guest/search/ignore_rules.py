@@ -24,7 +24,9 @@ _EXTENSION = re.compile(r"\*(\.[^.*?\[\\{}/]+)")
 
 
 class Complaint(Exception):
-    """What is wrong with a rule file. `is_odd`: nobody should apply its rules, so that all who look for files find the same."""
+    """What is wrong with a rule file. `is_odd`: nobody should apply its rules, so that all who look for files find the
+    same.
+    """
 
     def __init__(self, words: str, is_odd: bool = False) -> None:
         super().__init__(words)
@@ -36,7 +38,9 @@ class RuleSet:
     """The rules of one file. The last one that matches decides."""
 
     def __init__(self, text: bytes) -> None:
-        """`complaint` says which part of the text was not understood; empty when all was. Raises Complaint for one that takes too long."""
+        """`complaint` says which part of the text was not understood; empty when all was. Raises Complaint for one that
+        takes too long.
+        """
         self.complaint = ""
         self._regex_chars = 0
         self._for_files = _Matcher()
@@ -131,7 +135,9 @@ class _Alternatives:
 
 
 class RuleChain:
-    """The rules that hold in a folder: its own files' and those of the folders above. Never changed: `enter` makes the next."""
+    """The rules that hold in a folder: its own files' and those of the folders above. Never changed: `enter` makes the
+    next.
+    """
 
     __slots__ = ("_levels", "_ordered", "is_empty")
 
@@ -144,7 +150,8 @@ class RuleChain:
     def enter(self, fd: int, prefix: bytes, names: Collection[str]) -> tuple[RuleChain, list[Complaint]]:
         """The chain in a folder open as `fd` that has these names, and what was wrong with its rule files.
 
-        `prefix`: the folder's path, with a slash at its end unless it is empty. Paths of `hides` count from the same place.
+        `prefix`: the folder's path, with a slash at its end unless it is empty. Paths of `hides` count from the same
+        place.
         """
         found = [name for name in RULE_FILES if name in names]
         if not found and ".git" not in names:
@@ -196,7 +203,9 @@ def _rule_lines(text: bytes) -> list[bytes]:
 
 
 def _parse_rule(line: str) -> tuple[list[Glob], bool, bool] | None:
-    """Globs, whether what they match is ignored, and whether it must be a directory; None for a line that is no rule. Raises BadGlob."""
+    """Globs, whether what they match is ignored, and whether it must be a directory; None for a line that is no rule.
+    Raises BadGlob.
+    """
     if line.startswith("#"):
         return None
     if not line.endswith("\\ "):

@@ -30,7 +30,9 @@ class GlobRequest:
 
 
 class GrepRequest:
-    """Lines of the files below `path` that match `pattern`: at most `limit` matches, `max_lines` lines and `max_bytes` of text."""
+    """Lines of the files below `path` that match `pattern`: at most `limit` matches, `max_lines` lines and `max_bytes`
+    of text.
+    """
 
     __slots__ = (
         "after",
@@ -68,7 +70,9 @@ class GrepRequest:
         self.after = read_whole(header, "after", 0, MAX_CONTEXT, default=0)
         self.mode = _read_choice(header, "mode", ("content", "files", "count"))
         self.limit = read_whole(header, "limit", 1, MAX_MATCHES)
-        self.max_per_file = read_whole(header, "max_per_file", 1, None) if header.get("max_per_file") is not None else None
+        self.max_per_file = (
+            read_whole(header, "max_per_file", 1, None) if header.get("max_per_file") is not None else None
+        )
         self.max_bytes = read_whole(header, "max_bytes", 0, None)
         self.max_lines = read_whole(header, "max_lines", 1, None)
 

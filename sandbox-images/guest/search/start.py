@@ -28,7 +28,9 @@ class Start:
         self.fd = fd
         self.file = file
         self.real = os.readlink(f"/proc/self/fd/{fd}".encode())
-        self.root = next((root for root in map(os.path.realpath, paths.readable) if _is_below(self.real, root)), self.real)
+        self.root = next(
+            (root for root in map(os.path.realpath, paths.readable) if _is_below(self.real, root)), self.real
+        )
         self.above = [part for part in self.real[len(self.root) :].split(b"/") if part]
         self.shown = _shown_prefix(self.real, os.path.realpath(read_folder(paths)))
 
@@ -38,7 +40,8 @@ class Start:
 
 
 def open_start(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
-    """Resolve where to search. Raises Failure: what the guest keeps for itself is not allowed, as anything beyond the roots.
+    """Resolve where to search. Raises Failure: what the guest keeps for itself is not allowed, as anything beyond the
+    roots.
 
     `may_miss`: that the path is not there is no surprise, and no path like it is looked for.
     """
@@ -62,7 +65,8 @@ def open_folder(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
     if start.file is not None:
         os.close(start.fd)
         raise Failure(
-            NOT_A_DIRECTORY, f"{escaped(os.fsencode(path))}: is a file; give the folder that it is in, or its name as the pattern"
+            NOT_A_DIRECTORY,
+            f"{escaped(os.fsencode(path))}: is a file; give the folder that it is in, or its name as the pattern",
         )
     return start
 

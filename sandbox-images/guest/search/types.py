@@ -1,4 +1,6 @@
-"""Types of files by name: globs of what a file's own name looks like. Both engines get them from here, so that they mean the same."""
+"""Types of files by name: globs of what a file's own name looks like. Both engines get them from here, so that they
+mean the same.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +199,9 @@ _OTHER_NAMES = {
 
 
 def find_globs(name: str) -> list[str]:
-    """The globs of a type, for the last part of a path. Raises Failure for a type that is not known, with names like it."""
+    """The globs of a type, for the last part of a path. Raises Failure for a type that is not known, with names like
+    it.
+    """
     table = {line.partition(": ")[0]: line.partition(": ")[2].split(", ") for line in _TABLE.strip().splitlines()}
     wanted = name.strip().removeprefix(".").lower()
     globs = table.get(_OTHER_NAMES.get(wanted, wanted))
@@ -208,6 +212,7 @@ def find_globs(name: str) -> list[str]:
         similar = difflib.get_close_matches(wanted, [*table, *_OTHER_NAMES], 3)
         hint = f"did you mean {' or '.join(similar)}? " if similar else ""
         raise Failure(
-            INVALID_ARGUMENTS, f"unknown type {name[:80]!r}: {hint}For a file extension give include, as in include=*.{wanted[:20]}"
+            INVALID_ARGUMENTS,
+            f"unknown type {name[:80]!r}: {hint}For a file extension give include, as in include=*.{wanted[:20]}",
         )
     return globs

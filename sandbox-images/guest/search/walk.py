@@ -21,14 +21,17 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Folder:
-    """One directory: `fd` is open while it is looked at, `prefix` its path below the start with a slash at the end, or empty.
+    """One directory: `fd` is open while it is looked at, `prefix` its path below the start with a slash at the end, or
+    empty.
 
     `is_ignored`: a rule hides the whole of it.
     """
 
     __slots__ = ("_chain", "_full", "entries", "fd", "is_ignored", "prefix")
 
-    def __init__(self, fd: int, prefix: str, full: bytes, entries: list[os.DirEntry[str]], chain: RuleChain, is_ignored: bool) -> None:
+    def __init__(
+        self, fd: int, prefix: str, full: bytes, entries: list[os.DirEntry[str]], chain: RuleChain, is_ignored: bool
+    ) -> None:
         self.fd = fd
         self.prefix = prefix
         self.entries = entries
@@ -45,19 +48,26 @@ class Folder:
 
 
 class Walk:
-    """One walk. When it is over, `unreadable` names the directories that could not be read, `bad_rules` the rule files that hold in part.
+    """One walk. When it is over, `unreadable` names the directories that could not be read, `bad_rules` the rule files
+    that hold in part.
 
-    `has_odd_rules`: one of those is no plain file, which nothing should open.
-    `is_start_ignored`: a rule above hides the directory it starts from. Who names it wants it searched, so those rules are left out.
+    `has_odd_rules`: one of those is no plain file, which nothing should open. `is_start_ignored`: a rule above hides
+    the directory it starts from. Who names it wants it searched, so those rules are left out.
     """
 
-    def __init__(self, start: Start, paths: GuestPaths, use_rules: bool, is_pruned: Callable[[str, str], bool] | None = None) -> None:
+    def __init__(
+        self, start: Start, paths: GuestPaths, use_rules: bool, is_pruned: Callable[[str, str], bool] | None = None
+    ) -> None:
         """`is_pruned` is asked (prefix, name) of each directory whether to leave it out, as if it were not there."""
         self._start = start
         self._use_rules = use_rules
         self._is_pruned = is_pruned
         # What the guest keeps for itself, as a name in the start.
-        self.kept_out = os.fsdecode(os.path.relpath(paths.state, paths.output)) if start.real == os.path.realpath(paths.output) else ""
+        self.kept_out = (
+            os.fsdecode(os.path.relpath(paths.state, paths.output))
+            if start.real == os.path.realpath(paths.output)
+            else ""
+        )
         self.unreadable: list[str] = []
         self.bad_rules: list[str] = []
         self.is_start_ignored = False
@@ -114,12 +124,16 @@ class Walk:
         if self._use_rules and not is_ignored:
             chain = self._add_rules(chain, fd, full, {entry.name for entry in entries if entry.name.startswith(".")})
         left_out = VCS_NAMES if prefix or not self.kept_out else VCS_NAMES | {self.kept_out}
-        return Folder(fd, prefix, full, [entry for entry in entries if entry.name not in left_out], chain, is_ignored), chain
+        return Folder(
+            fd, prefix, full, [entry for entry in entries if entry.name not in left_out], chain, is_ignored
+        ), chain
 
     def _find_below(self, folder: Folder) -> list[tuple[str, bool]]:
         names = []
         for entry in folder.entries:
-            if entry.is_dir(follow_symlinks=False) and not (self._is_pruned and self._is_pruned(folder.prefix, entry.name)):
+            if entry.is_dir(follow_symlinks=False) and not (
+                self._is_pruned and self._is_pruned(folder.prefix, entry.name)
+            ):
                 names.append((entry.name, folder.hides(entry)))
         return names
 

@@ -1,4 +1,6 @@
-"""Which programs have left their connections: an end that was said by a program's death looks like one that it said itself."""
+"""Which programs have left their connections: an end that was said by a program's death looks like one that it said
+itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _NO_INODE = "0"
 
 
 def find_left(connections: list[Ends]) -> list[Ends]:
-    """Of the connections, each (our end, the program's), those whose other end no process has any more; none where that cannot be told."""
+    """Of the connections, each (our end, the program's), those whose other end no process has any more; none where that
+    cannot be told.
+    """
     inodes = _read_table()
     if inodes is None:
         return []

@@ -61,7 +61,9 @@ class Tunnel:
         self._say("net_open")
 
     def interest(self, may_read: bool) -> int | None:
-        """The events to wait for; 0: only its end; None: none at all, since an end that is known would be told for ever."""
+        """The events to wait for; 0: only its end; None: none at all, since an end that is known would be told for
+        ever.
+        """
         events = select.POLLIN if may_read and self.wants_to_speak else 0
         if self._pending:
             events |= select.POLLOUT

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""What tables hold: `{"files": [...], "top": n}` on standard input, one JSON object on standard output. Standard library only."""
+"""What tables hold: `{"files": [...], "top": n}` on standard input, one JSON object on standard output. Standard
+library only.
+"""
 
 import csv
 import json
@@ -71,7 +73,9 @@ class Column:
         if kind in ("integer", "number"):
             told["mean"] = round(self.sum / sum(self.kinds.values()), 6)
         if top:
-            told["top"] = [[value, count] for value, count in sorted(self.values.items(), key=lambda one: (-one[1], one[0]))[:top]]
+            told["top"] = [
+                [value, count] for value, count in sorted(self.values.items(), key=lambda one: (-one[1], one[0]))[:top]
+            ]
         return told
 
 

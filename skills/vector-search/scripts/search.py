@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Passages most like a question: vectors of words and of pieces of words, weighed by rarity, compared by cosine. Standard library only."""
+"""Passages most like a question: vectors of words and of pieces of words, weighed by rarity, compared by cosine.
+Standard library only.
+"""
 
 import fnmatch
 import hashlib
@@ -86,7 +88,9 @@ def walk(folder):
 
 
 def read_passages(path, facts):
-    """Its passages, as kept of an earlier question where the file is the same. Raises ValueError for what is no text."""
+    """Its passages, as kept of an earlier question where the file is the same. Raises ValueError for what is no
+    text.
+    """
     stamp = [VERSION, facts.st_size, facts.st_mtime_ns]
     kept = os.path.join(KEPT, hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json")
     try:
@@ -138,7 +142,9 @@ def gather(asked, left_out):
 
 
 def rank(query, passages):
-    """(score, place in passages), the most similar first. A passage that had every word of the query again and again would have 1."""
+    """(score, place in passages), the most similar first. A passage that had every word of the query again and again
+    would have 1.
+    """
     if not passages:
         return []
     among = Counter(term for _, _, _, terms in passages for term in terms)
@@ -149,14 +155,20 @@ def rank(query, passages):
     scores = []
     for place, (_, _, _, terms) in enumerate(passages):
         damping = SATURATION * (1 - LENGTH_SHARE + LENGTH_SHARE * sizes[place] / usual)
-        score = sum(weight * terms[term] * (SATURATION + 1) / (terms[term] + damping) for term, weight in wanted.items() if term in terms)
+        score = sum(
+            weight * terms[term] * (SATURATION + 1) / (terms[term] + damping)
+            for term, weight in wanted.items()
+            if term in terms
+        )
         if score:
             scores.append((score / most, place))
     return sorted(scores, key=lambda one: (-one[0], one[1]))
 
 
 def weigh(query, among, count):
-    """The query as a vector: each term by how rare it is. The pieces of a word that is nowhere stand for it as a whole, those of others for its other forms."""
+    """The query as a vector: each term by how rare it is. The pieces of a word that is nowhere stand for it as a whole,
+    those of others for its other forms.
+    """
     wanted = {}
     for word in terms_of(query):
         if word[0] == "~":
@@ -191,7 +203,9 @@ def answer(asked):
         if any((path, line) in taken for line in range(first + OVERLAP_LINES, last - OVERLAP_LINES + 1)):
             continue
         taken.update((path, line) for line in range(first, last + 1))
-        results.append({"path": path, "lines": f"{first}-{last}", "score": round(score, 3), "text": show(path, first, last)})
+        results.append(
+            {"path": path, "lines": f"{first}-{last}", "score": round(score, 3), "text": show(path, first, last)}
+        )
         if len(results) == asked.get("limit", 5):
             break
     searched = {"files": len({path for path, _, _, _ in passages}), "passages": len(passages)}

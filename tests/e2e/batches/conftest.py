@@ -15,4 +15,6 @@ def no_sandbox_stays(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     stack: Stack = request.getfixturevalue("stack")
     yield
-    wait_until(lambda: not stack.footprint.containers(), 30, lambda: f"sandboxes are left: {stack.footprint.containers()}")
+    wait_until(
+        lambda: not stack.footprint.containers(), 30, lambda: f"sandboxes are left: {stack.footprint.containers()}"
+    )

@@ -1,4 +1,6 @@
-"""`toolcrew batch submit --ask` on a real pool: what is asked there is answered from other processes, also while nobody works the batch."""
+"""`toolcrew batch submit --ask` on a real pool: what is asked there is answered from other processes, also while nobody
+works the batch.
+"""
 
 import json
 import signal
@@ -20,7 +22,11 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 RISKY = "rm -rf /srv/nothing; echo as it was asked"
 SCRIPT: list[dict[str, Any]] = [
     {"kind": "rule", "when": {"step": 0}, "reply": {"calls": [{"name": "bash_tool", "arguments": {"command": RISKY}}]}},
-    {"kind": "rule", "when": {"observation": "(?P<said>was not run: .{0,200})"}, "reply": {"text": "it {{match.said}}"}},
+    {
+        "kind": "rule",
+        "when": {"observation": "(?P<said>was not run: .{0,200})"},
+        "reply": {"text": "it {{match.said}}"},
+    },
     {"kind": "rule", "when": {"observation": "(?P<said>as it was \\w+)"}, "reply": {"text": "it ran {{match.said}}"}},
 ]
 ITEMS = ("changed", "refused", "later", "never")
@@ -32,18 +38,26 @@ class Desk:
     def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
         self.folder, self._footprint = folder, footprint
         self.output = folder / "out.jsonl"
-        self.environment = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(folder / "traces"), **server.environment()}
+        self.environment = {
+            "TOOLCREW_REDIS_URL": stack.redis_url,
+            "TOOLCREW_TRACES": str(folder / "traces"),
+            **server.environment(),
+        }
 
     def start(self, *arguments: str, **environment: str) -> "subprocess.Popen[bytes]":
         told = self._footprint.environment({**self.environment, **environment})
         with (self.folder / "said").open("ab") as said:
-            return subprocess.Popen([TOOLCREW, *arguments], env=told, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            return subprocess.Popen(
+                [TOOLCREW, *arguments], env=told, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+            )
 
     def toolcrew(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         return run_toolcrew(self._footprint, *arguments, environment=self.environment, within_s=100)
 
     def pending(self) -> dict[str, dict[str, Any]]:
-        """What waits, by its item: asked here, as it is asked again and again, and a process more would take a second each time."""
+        """What waits, by its item: asked here, as it is asked again and again, and a process more would take a second
+        each time.
+        """
         told = CliRunner().invoke(app, ["approve", "ls", "--json"], env=self.environment)
         assert told.exit_code == 0, told.output
         asked = {question["run"]: question for question in json.loads(told.stdout)}
@@ -96,4 +110,8 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk:
     assert (late.returncode, "nobody waits for this answer" in late.stderr) == (1, True)
     told = json.loads(desk.toolcrew("audit", "--json", "--tenant", "default").stdout)
     mine = {question["id"] for question in waiting.values()}
-    assert [entry["action"] for entry in told if entry["target"] in mine] == ["approval.allow", "approval.deny", "approval.allow"]
+    assert [entry["action"] for entry in told if entry["target"] in mine] == [
+        "approval.allow",
+        "approval.deny",
+        "approval.allow",
+    ]

@@ -1,4 +1,6 @@
-"""`toolcrew batch work` on a real pool: several orchestrators share what was handed over, come and go, and are nobody's way into their host."""
+"""`toolcrew batch work` on a real pool: several orchestrators share what was handed over, come and go, and are nobody's
+way into their host.
+"""
 
 import contextlib
 import json
@@ -41,12 +43,24 @@ from store.runs import RunQueue
 from store.tenants import RedisTenants
 from tests.log_lines import read_log
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, eventually, open_footprint, run_toolcrew, wait_until
+from tests.stack import (
+    TOOLCREW,
+    UP_S,
+    Footprint,
+    Stack,
+    end_process,
+    eventually,
+    open_footprint,
+    run_toolcrew,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
 STEPS = 2
-"""Calls of each item: each adds a line to a file of its workspace and counts them, so that one that acted twice shows in the answer."""
+"""Calls of each item: each adds a line to a file of its workspace and counts them, so that one that acted twice shows
+in the answer.
+"""
 
 
 def acting(step: int) -> dict[str, Any]:
@@ -57,7 +71,11 @@ SCRIPT: list[dict[str, Any]] = [
     {"kind": "server", "key": "\\[item (\\S+)\\]"},
     {"kind": "rule", "when": {"conversation": ["endless"]}, "reply": acting(0)},
     *({"kind": "rule", "when": {"step": step}, "reply": acting(step)} for step in range(STEPS)),
-    {"kind": "rule", "when": {"observation": "(?P<lines>\\d+)"}, "reply": {"text": "{{item}} acted {{match.lines}} times"}},
+    {
+        "kind": "rule",
+        "when": {"observation": "(?P<lines>\\d+)"},
+        "reply": {"text": "{{item}} acted {{match.lines}} times"},
+    },
 ]
 
 
@@ -111,7 +129,9 @@ class Place:
         finally:
             end_process(service.process)
 
-    def client(self, tenant: str | None = None, api_key: str | None = None) -> contextlib.AbstractAsyncContextManager[ToolClient]:
+    def client(
+        self, tenant: str | None = None, api_key: str | None = None
+    ) -> contextlib.AbstractAsyncContextManager[ToolClient]:
         return ToolClient.connect(settings=self.settings, tenant=tenant, api_key=api_key, approver=AutoApprover())
 
     def write(self, batch: str, items: list[str]) -> Path:
@@ -160,7 +180,9 @@ def dump(client: "redis.Redis") -> bytes:
     }
     keys = [key for kind in ("run", "batch") for key in client.scan_iter(f"toolcrew:*:{kind}.*", count=1000)]
     kinds: list[bytes] = [client.type(key) for key in keys]
-    return b"\n".join(repr(readers[kind](key)).encode() for kind, key in zip(kinds, keys, strict=True) if kind != b"none")
+    return b"\n".join(
+        repr(readers[kind](key)).encode() for kind, key in zip(kinds, keys, strict=True) if kind != b"none"
+    )
 
 
 async def make_key(place: Place) -> str:
@@ -177,7 +199,9 @@ async def open_queue(place: Place) -> AsyncIterator[tuple["redis.asyncio.Redis",
         await client.aclose()
 
 
-async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_stopped_or_killed_costs_nothing(place: Place) -> None:
+async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_stopped_or_killed_costs_nothing(
+    place: Place,
+) -> None:
     ours, theirs = [f"a{number}" for number in range(6)], [f"b{number}" for number in range(6)]
     key = await make_key(place)
     with place.service("--concurrency", "2") as first, place.service("--concurrency", "2") as second:
@@ -185,7 +209,9 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
         done = run_toolcrew(place.footprint, *submit, environment={**place.environment, "TOOLCREW_API_KEY": key})
         assert (done.returncode, done.stdout.split()) == (0, ["shared"]), done.stderr
         async with place.client("zeta") as zeta:
-            await zeta.batch_runs().batches.submit(load_lines(place.write("shared", theirs)), batch="shared", is_detached=True)
+            await zeta.batch_runs().batches.submit(
+                load_lines(place.write("shared", theirs)), batch="shared", is_detached=True
+            )
         await eventually(lambda: first.is_at_work() and second.is_at_work(), UP_S, lambda: first.said() + second.said())
         assert first.stop() == 0
         assert not first.events("giving_back"), "what ran was ended"
@@ -198,8 +224,13 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
             with place.stack.open_redis() as client:
                 # What the dead one held is free after a lease, which nobody has to wait for here.
                 leases = client.zrange("toolcrew:default:runs:leases", 0, -1)
-                client.zadd("toolcrew:default:runs:leases", {one: 1.0 for one in leases if one.decode().rpartition("|")[2] in left})
-            await eventually(lambda: place.has_ended("default", "shared") and place.has_ended("zeta", "shared"), UP_S, third.said)
+                client.zadd(
+                    "toolcrew:default:runs:leases",
+                    {one: 1.0 for one in leases if one.decode().rpartition("|")[2] in left},
+                )
+            await eventually(
+                lambda: place.has_ended("default", "shared") and place.has_ended("zeta", "shared"), UP_S, third.said
+            )
             assert third.stop() == 0
     async with place.client("zeta") as zeta, place.client(api_key=key) as default:
         await check_rows(default.batch_runs(), "shared", ours)
@@ -225,7 +256,9 @@ def assert_no_secret(place: Place, key: str, said: str) -> None:
         assert secret.encode() not in kept + traces
 
 
-async def test_a_cancelled_batch_ends_and_one_that_was_not_handed_over_is_its_submitter_s_alone(place: Place, service: Service) -> None:
+async def test_a_cancelled_batch_ends_and_one_that_was_not_handed_over_is_its_submitter_s_alone(
+    place: Place, service: Service
+) -> None:
     await submit_by_hand(place, "kept", [call("k")], is_detached=False)
     async with place.client() as client:
         runs, file = client.batch_runs(), load_lines(place.write("cancelled", ["endless", "x", "y"]))
@@ -246,7 +279,13 @@ def call(name: str, **ground: Any) -> BatchItem:
 
 
 async def submit_by_hand(
-    place: Place, batch: str, items: list[BatchItem], *, is_detached: bool, artifacts: Path | None = None, tenant: str = "default"
+    place: Place,
+    batch: str,
+    items: list[BatchItem],
+    *,
+    is_detached: bool,
+    artifacts: Path | None = None,
+    tenant: str = "default",
 ) -> None:
     """As somebody does who writes records past every check of a submission."""
     record = BatchRecord(
@@ -263,10 +302,16 @@ async def submit_by_hand(
         await queue.add(tenant, batch, [(f"{batch}-{number}", item) for number, item in enumerate(items)])
 
 
-async def test_a_record_cannot_have_a_service_read_or_write_files_of_its_host(place: Place, service: Service, tmp_path: Path) -> None:
+async def test_a_record_cannot_have_a_service_read_or_write_files_of_its_host(
+    place: Place, service: Service, tmp_path: Path
+) -> None:
     secret, stolen = tmp_path / "secret", tmp_path / "stolen"
     secret.write_text("a-word-of-the-host")
-    reading = [call("folder", workspace=str(tmp_path)), call("file", workspace=str(secret)), call("etc", workspace="/etc")]
+    reading = [
+        call("folder", workspace=str(tmp_path)),
+        call("file", workspace=str(secret)),
+        call("etc", workspace="/etc"),
+    ]
     await submit_by_hand(place, "reading", reading, is_detached=True)
     writing = [call("patterns", artifacts=("**",)), call("plain")]
     await submit_by_hand(place, "writing", writing, is_detached=True, artifacts=stolen)
@@ -276,7 +321,9 @@ async def test_a_record_cannot_have_a_service_read_or_write_files_of_its_host(pl
     async with place.client() as client:
         runs = client.batch_runs()
         outcomes = await find_outcomes(runs, "reading") + await find_outcomes(runs, "writing")
-    refused = {outcome.custom_id: outcome.failure and (outcome.failure.kind, outcome.failure.code) for outcome in outcomes}
+    refused = {
+        outcome.custom_id: outcome.failure and (outcome.failure.kind, outcome.failure.code) for outcome in outcomes
+    }
     names = ("folder", "file", "etc", "patterns", "plain")
     assert refused == dict.fromkeys(names, (FailureKind.INPUT, "PERMISSION_DENIED"))
     assert not stolen.exists()

@@ -1,4 +1,6 @@
-"""`toolcrew batch` as its users type it, on a real pool with a model that plays a script: rows, deaths in the middle, interruptions."""
+"""`toolcrew batch` as its users type it, on a real pool with a model that plays a script: rows, deaths in the middle,
+interruptions.
+"""
 
 import json
 import signal
@@ -15,17 +17,27 @@ from tests.stack import TOOLCREW, Footprint, Stack, run_toolcrew, wait_until
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
 STEPS = 3
-"""Calls of each item: each adds a line to a file of its workspace and counts them, so that one that acted twice shows in the answer."""
+"""Calls of each item: each adds a line to a file of its workspace and counts them, so that one that acted twice shows
+in the answer.
+"""
 SCRIPT: list[dict[str, Any]] = [
     *(
         {
             "kind": "rule",
             "when": {"step": step},
-            "reply": {"calls": [{"name": "bash_tool", "arguments": {"command": f"echo {step} >> acts; sleep 0.2; wc -l < acts"}}]},
+            "reply": {
+                "calls": [
+                    {"name": "bash_tool", "arguments": {"command": f"echo {step} >> acts; sleep 0.2; wc -l < acts"}}
+                ]
+            },
         }
         for step in range(STEPS)
     ),
-    {"kind": "rule", "when": {"observation": "(?P<lines>\\d+)"}, "reply": {"text": "item {{item}} acted {{match.lines}} times"}},
+    {
+        "kind": "rule",
+        "when": {"observation": "(?P<lines>\\d+)"},
+        "reply": {"text": "item {{item}} acted {{match.lines}} times"},
+    },
 ]
 
 
@@ -36,12 +48,21 @@ class Shell:
         self.server = server
         self.folder = folder
         self._footprint = footprint
-        self.environment = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(folder / "traces"), **server.environment()}
+        self.environment = {
+            "TOOLCREW_REDIS_URL": stack.redis_url,
+            "TOOLCREW_TRACES": str(folder / "traces"),
+            **server.environment(),
+        }
 
     def write(self, count: int) -> Path:
         """A batch of so many items."""
         file = self.folder / "in.jsonl"
-        file.write_text("".join(json.dumps({"id": f"i{number}", "instruction": f"[item {number}] act"}) + "\n" for number in range(count)))
+        file.write_text(
+            "".join(
+                json.dumps({"id": f"i{number}", "instruction": f"[item {number}] act"}) + "\n"
+                for number in range(count)
+            )
+        )
         return file
 
     def toolcrew(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -49,7 +70,9 @@ class Shell:
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         environment = self._footprint.environment(self.environment)
-        return subprocess.Popen([TOOLCREW, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [TOOLCREW, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def rows(self, name: str = "out.jsonl") -> list[dict[str, Any]]:
         path = self.folder / name
@@ -72,7 +95,9 @@ def expected(count: int) -> dict[str, str]:
 
 
 def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
-    done = shell.toolcrew("batch", "submit", str(shell.write(8)), "--output", str(shell.folder / "out.jsonl"), "--id", "rows")
+    done = shell.toolcrew(
+        "batch", "submit", str(shell.write(8)), "--output", str(shell.folder / "out.jsonl"), "--id", "rows"
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["rows"]), done.stderr
     assert answers(shell.rows()) == expected(8)
     assert shell.rows("out.errors.jsonl") == []
@@ -84,18 +109,25 @@ def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
     assert (logs[-1]["type"], logs[-1]["done"], logs[-1]["calls"]) == ("summary", 8, 8 * STEPS)
     page = shell.folder / "page.html"
     assert (
-        shell.toolcrew("batch", "report", "rows", "--html", str(page), "--events", str(shell.folder / "out.events.jsonl")).returncode == 0
+        shell.toolcrew(
+            "batch", "report", "rows", "--html", str(page), "--events", str(shell.folder / "out.events.jsonl")
+        ).returncode
+        == 0
     )
     assert "submitted with 8 items" in page.read_text()
     shown = shell.toolcrew("trace", "show", shell.rows()[0]["id"])
     assert (shown.returncode, shown.stdout.count("wc -l < acts") >= STEPS) == (0, True)
     results = shell.toolcrew("batch", "results", "rows").stdout.splitlines()
-    assert sorted(map(json.loads, results), key=lambda row: str(row["id"])) == sorted(shell.rows(), key=lambda row: str(row["id"]))
+    assert sorted(map(json.loads, results), key=lambda row: str(row["id"])) == sorted(
+        shell.rows(), key=lambda row: str(row["id"])
+    )
 
 
 def test_after_an_orchestrator_was_killed_the_batch_is_gone_with_where_it_was(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
-    first = shell.start("batch", "submit", str(shell.write(12)), "--output", out, "--id", "killed", "--concurrency", "6")
+    first = shell.start(
+        "batch", "submit", str(shell.write(12)), "--output", out, "--id", "killed", "--concurrency", "6"
+    )
     wait_until(lambda: shell.server.stats()["replies"] >= 12, 60, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGKILL)
     first.communicate()
@@ -110,7 +142,9 @@ def test_after_an_orchestrator_was_killed_the_batch_is_gone_with_where_it_was(sh
 
 def test_the_first_interrupt_ends_what_runs_and_the_batch_can_be_gone_on_with(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
-    first = shell.start("batch", "submit", str(shell.write(10)), "--output", out, "--id", "interrupted", "--concurrency", "2")
+    first = shell.start(
+        "batch", "submit", str(shell.write(10)), "--output", out, "--id", "interrupted", "--concurrency", "2"
+    )
     wait_until(lambda: shell.server.stats()["replies"] >= 2, 60, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=60)
@@ -125,7 +159,9 @@ def test_the_first_interrupt_ends_what_runs_and_the_batch_can_be_gone_on_with(sh
 
 def test_the_second_interrupt_stops_at_once_and_nothing_is_lost(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
-    first = shell.start("batch", "submit", str(shell.write(6)), "--output", out, "--id", "stopped", "--concurrency", "3")
+    first = shell.start(
+        "batch", "submit", str(shell.write(6)), "--output", out, "--id", "stopped", "--concurrency", "3"
+    )
     wait_until(lambda: shell.server.stats()["replies"] >= 3, 60, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGINT)
     assert first.stderr is not None

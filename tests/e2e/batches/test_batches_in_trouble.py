@@ -1,4 +1,6 @@
-"""`toolcrew batch` on bad days, as its users type it: files that are none, paths that take no rows, disks that fill up, models that are away, quotas."""
+"""`toolcrew batch` on bad days, as its users type it: files that are none, paths that take no rows, disks that fill up,
+models that are away, quotas.
+"""
 
 import json
 import os
@@ -24,7 +26,11 @@ class Told:
     """A command that runs, and what it has said on stderr so far."""
 
     def __init__(
-        self, shell: "TroubledShell", *arguments: str, environment: Mapping[str, str] | None = None, prefix: tuple[str, ...] = ()
+        self,
+        shell: "TroubledShell",
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
     ) -> None:
         self._path = shell.folder / "stderr.txt"
         with self._path.open("wb") as errors:
@@ -66,7 +72,9 @@ class TroubledShell(Shell):
                 process.wait()
 
     def run(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-        return run_toolcrew(self.footprint, *arguments, environment={**self.environment, **HASTY, **environment}, within_s=150)
+        return run_toolcrew(
+            self.footprint, *arguments, environment={**self.environment, **HASTY, **environment}, within_s=150
+        )
 
     def batch_events(self, kind: str) -> list[dict[str, Any]]:
         return [told for told in self.rows("out.events.jsonl") if told["type"] == kind]
@@ -105,7 +113,17 @@ def test_a_file_that_is_wrong_is_told_line_by_line_and_nothing_is_begun(shell: T
     file.write_bytes(b"\n".join(lines))
     done = shell.run("batch", "submit", str(file), "--output", shell.out, "--id", "wrong")
     assert (done.returncode, done.stdout, Path(shell.out).exists()) == (1, "", False)
-    assert [number for number in range(1, 11) if f"  line {number}, column" in done.stderr] == [2, 3, 4, 5, 6, 7, 8, 9, 10], done.stderr
+    assert [number for number in range(1, 11) if f"  line {number}, column" in done.stderr] == [
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+        10,
+    ], done.stderr
     assert shell.run("batch", "status", "wrong").returncode == 1
 
 
@@ -134,7 +152,17 @@ def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell)
     in_namespace = ("unshare", *(["--map-root-user"] if os.geteuid() else []), "--mount", "sh", "-c", script, str(disk))
     if subprocess.run([*in_namespace, "true"], capture_output=True, check=False).returncode == 99:
         missing("no file system can be mounted here")
-    arguments = ("batch", "submit", str(shell.write(24)), "--output", str(disk / "out.jsonl"), "--id", "full", "--concurrency", "6")
+    arguments = (
+        "batch",
+        "submit",
+        str(shell.write(24)),
+        "--output",
+        str(disk / "out.jsonl"),
+        "--id",
+        "full",
+        "--concurrency",
+        "6",
+    )
     told = Told(shell, *arguments, prefix=in_namespace)
     told.wait_for("make room on its disk")
     Path(f"/proc/{told.process.pid}/root{disk}/ballast").unlink()
@@ -143,10 +171,14 @@ def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell)
     assert shell.rows("out.errors.jsonl") == []
 
 
-def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
+def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(
+    stack: Stack, footprint: Footprint, tmp_path: Path
+) -> None:
     script = [*SCRIPT, fault("status", status=503, retry_after=1, during_s=[2, 8])]
     with running_model_server(script) as server, TroubledShell(stack, footprint, server, tmp_path) as shell:
-        told = Told(shell, "batch", "submit", str(shell.write(16)), "--output", shell.out, "--id", "away", "--concurrency", "4")
+        told = Told(
+            shell, "batch", "submit", str(shell.write(16)), "--output", shell.out, "--id", "away", "--concurrency", "4"
+        )
         assert told.end() == 0, told.said()
         stats = server.stats()
     assert answers(shell.rows()) == expected(16)
@@ -161,7 +193,9 @@ def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(stack: S
 def test_a_batch_whose_model_is_not_there_can_be_interrupted_and_gone_on_with(shell: TroubledShell) -> None:
     port = free_port()
     shell.environment["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/v1"
-    told = Told(shell, "batch", "submit", str(shell.write(6)), "--output", shell.out, "--id", "gone", "--concurrency", "3")
+    told = Told(
+        shell, "batch", "submit", str(shell.write(6)), "--output", shell.out, "--id", "gone", "--concurrency", "3"
+    )
     told.wait_for("the batch waits for its model")
     told.process.send_signal(signal.SIGINT)
     assert told.end() == 130
@@ -175,7 +209,17 @@ def test_a_batch_whose_model_is_not_there_can_be_interrupted_and_gone_on_with(sh
 
 
 def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledShell) -> None:
-    arguments = ("batch", "submit", str(shell.write(20)), "--output", shell.out, "--id", "refused", "--concurrency", "2")
+    arguments = (
+        "batch",
+        "submit",
+        str(shell.write(20)),
+        "--output",
+        shell.out,
+        "--id",
+        "refused",
+        "--concurrency",
+        "2",
+    )
     with running_model_server([*SCRIPT, fault("status", status=401)]) as server:
         done = shell.run(*arguments, **server.environment())
         asked = server.stats()["requests"]
@@ -193,7 +237,19 @@ def test_what_a_tenant_may_have_makes_its_batch_wait_and_fail_nothing(shell: Tro
     shell.run("tenants", "add", "small", "--sandboxes", "2", "--in-flight", "1", "--queued", "1")
     try:
         done = shell.run(
-            *("batch", "submit", str(shell.write(5)), "--output", shell.out, "--id", "quota", "--concurrency", "5", "--tenant", "small")
+            *(
+                "batch",
+                "submit",
+                str(shell.write(5)),
+                "--output",
+                shell.out,
+                "--id",
+                "quota",
+                "--concurrency",
+                "5",
+                "--tenant",
+                "small",
+            )
         )
     finally:
         shell.run("tenants", "rm", "small")

@@ -1,4 +1,6 @@
-"""The example batches as the README submits them: on a real pool, solved by their scripts, judged by their own checkers."""
+"""The example batches as the README submits them: on a real pool, solved by their scripts, judged by their own
+checkers.
+"""
 
 import importlib.util
 import json
@@ -14,7 +16,9 @@ from tests.stack import Footprint, Stack, run_toolcrew
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 EXAMPLES = Path(__file__).parents[3] / "examples"
 EVERY = 3
-"""Of the questions so many are asked once: each of them costs a sandbox, and tests/unit/test_example_batches.py runs the commands of all."""
+"""Of the questions so many are asked once: each of them costs a sandbox, and tests/unit/test_example_batches.py runs
+the commands of all.
+"""
 
 
 def work(stack: Stack, footprint: Footprint, folder: Path, batch: Path, script: Path, *options: str) -> None:
@@ -27,7 +31,9 @@ def work(stack: Stack, footprint: Footprint, folder: Path, batch: Path, script: 
             **server.environment(),
         }
         out = str(folder / "out.jsonl")
-        done = run_toolcrew(footprint, "batch", "submit", str(batch), "--output", out, *options, environment=environment, within_s=250)
+        done = run_toolcrew(
+            footprint, "batch", "submit", str(batch), "--output", out, *options, environment=environment, within_s=250
+        )
         stats = server.stats()
     assert done.returncode == 0, done.stderr
     assert (stats["replies_repeated"], stats["refused"]) == (0, 0)
@@ -49,7 +55,10 @@ def ask_some(stack: Stack, footprint: Footprint, folder: Path, example: Path, pr
             lines = [{**line, "workspace": str(prepared / line["workspace"])} for line in lines]
         (folder / f"{name}-asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     work(stack, footprint, folder, folder / "batch-asked.jsonl", example / "script.jsonl")
-    assert check(example.name, folder, "--expected", str(folder / "expected-asked.jsonl")) == f"{len(lines)} of {len(lines)} right"
+    assert (
+        check(example.name, folder, "--expected", str(folder / "expected-asked.jsonl"))
+        == f"{len(lines)} of {len(lines)} right"
+    )
 
 
 def test_questions_about_data_are_answered_right(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
@@ -68,11 +77,15 @@ def test_questions_about_sources_are_answered_right(stack: Stack, footprint: Foo
     ask_some(stack, footprint, tmp_path, example, tmp_path)
 
 
-def test_the_failing_tests_are_repaired_in_what_the_batch_hands_back(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
+def test_the_failing_tests_are_repaired_in_what_the_batch_hands_back(
+    stack: Stack, footprint: Footprint, tmp_path: Path
+) -> None:
     example, repaired = EXAMPLES / "fix-the-test", tmp_path / "repaired"
     work(stack, footprint, tmp_path, example / "batch.jsonl", example / "script.jsonl", "--artifacts", str(repaired))
     assert check("fix-the-test", tmp_path, "--artifacts", str(repaired)) == "5 of 5 right"
     # What was handed in is as it was: each project still fails.
     argv = [sys.executable, "-B", "-m", "unittest"]
-    unrepaired = subprocess.run(argv, cwd=example / "projects" / "roman", capture_output=True, text=True, timeout=60, check=False)
+    unrepaired = subprocess.run(
+        argv, cwd=example / "projects" / "roman", capture_output=True, text=True, timeout=60, check=False
+    )
     assert "FAILED (failures=1)" in unrepaired.stderr

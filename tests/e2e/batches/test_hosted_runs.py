@@ -1,4 +1,6 @@
-"""Runs that a program starts on a real pool: followed while they work, in a session that is open, cancelled in the middle, looked at by commands."""
+"""Runs that a program starts on a real pool: followed while they work, in a session that is open, cancelled in the
+middle, looked at by commands.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""Traces of runs on a real pool: their calls run again in a fresh sandbox, and no secret in anything that is made of them."""
+"""Traces of runs on a real pool: their calls run again in a fresh sandbox, and no secret in anything that is made of
+them.
+"""
 
 import base64
 import json
@@ -36,7 +38,12 @@ def read_the_rest(messages: list[dict[str, Any]]) -> Calls:
 
 STEADY: list[Any] = [
     Calls([("write_tool", {"file_path": "a.txt", "content": "one\ntwo\n"})]),
-    Calls([("edit_tool", {"file_path": "a.txt", "old_string": "two", "new_string": "three"}), ("read_tool", {"file_path": "a.txt"})]),
+    Calls(
+        [
+            ("edit_tool", {"file_path": "a.txt", "old_string": "two", "new_string": "three"}),
+            ("read_tool", {"file_path": "a.txt"}),
+        ]
+    ),
     Calls([("bash_tool", {"command": "cat a.txt; exit 3"}), ("bash_tool", {"command": "sleep 20", "timeout": 0.5})]),
     # What differs each time, and says nothing: names made by chance, what it took, numbers of processes.
     Calls([("bash_tool", {"command": "mktemp; mktemp -d; echo pid $$; time true; ls -l a.txt; seq 20000"})]),
@@ -75,11 +82,16 @@ async def replay_in(client: ToolClient, path: Path) -> ReplayReport:
         return await replay(calls, session, Comparing(masker=client.traces.masker), pools=pools)
 
 
-async def test_calls_run_again_give_the_same_and_what_was_changed_is_told(traces: Path, stack: Stack, footprint: Footprint) -> None:
+async def test_calls_run_again_give_the_same_and_what_was_changed_is_told(
+    traces: Path, stack: Stack, footprint: Footprint
+) -> None:
     async with ToolClient.connect() as client:
         path = await run_traced(client, STEADY)
         report = await replay_in(client, path)
-        assert [(one.state, one.why) for one in report.calls] == [("same", "")] * 5 + [("same", BUT_FOR), ("same", "")], report.to_json()
+        assert [(one.state, one.why) for one in report.calls] == [("same", "")] * 5 + [
+            ("same", BUT_FOR),
+            ("same", ""),
+        ], report.to_json()
         exported = path.parent / "x.json"
         exported.write_text(json.dumps(build_atif(load_trace(path))))
         assert (await replay_in(client, exported)).is_same
@@ -88,7 +100,10 @@ async def test_calls_run_again_give_the_same_and_what_was_changed_is_told(traces
     environment = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(traces)}
     done = run_toolcrew(footprint, "trace", "replay", path.stem, environment=environment)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "5 the same, 2 different"), done.stdout + done.stderr
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("DIFFERENT")] == ["edit_tool", "read_tool"]
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("DIFFERENT")] == [
+        "edit_tool",
+        "read_tool",
+    ]
     assert ("   -2\ttwo" in done.stdout.splitlines(), "   +2\tthree" in done.stdout.splitlines()) == (True, True)
 
 
@@ -115,7 +130,8 @@ async def test_no_secret_is_in_a_trace_in_its_parts_or_in_what_is_made_of_it(
     traces: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {
-        name: f"canary/{name}-{secrets.token_hex(8)}" for name in ("OPENAI_API_KEY", "TOOLCREW_BRAVE_API_KEY", "TOOLCREW_SECRETS_PREVIOUS")
+        name: f"canary/{name}-{secrets.token_hex(8)}"
+        for name in ("OPENAI_API_KEY", "TOOLCREW_BRAVE_API_KEY", "TOOLCREW_SECRETS_PREVIOUS")
     }
     for name, value in known.items():
         monkeypatch.setenv(name, json.dumps([value]) if name.endswith("PREVIOUS") else value)
@@ -124,7 +140,10 @@ async def test_no_secret_is_in_a_trace_in_its_parts_or_in_what_is_made_of_it(
     monkeypatch.delenv("TOOLCREW_REDIS_URL")
     shaped = ["ghp_" + "a1B2" * 9, "AKIA" + "Q7" * 8]
     said = " ".join([*known.values(), password, *shaped])
-    leaks = f"cat <<'E'\n{said}\nE\necho -n {shlex.quote(said)} | tee /dev/stderr | base64 -w0; echo -n {shlex.quote(password)} | od -An -tx1 | tr -d ' \\n'; seq 9000"
+    leaks = (
+        f"cat <<'E'\n{said}\nE\necho -n {shlex.quote(said)} | tee /dev/stderr | base64 -w0; echo -n "
+        f"{shlex.quote(password)} | od -An -tx1 | tr -d ' \\n'; seq 9000"
+    )
     turns = [
         Calls([("bash_tool", {"command": leaks})], f"I say {said}"),
         Calls([("write_tool", {"file_path": said[:40], "content": said * 200})]),
@@ -135,9 +154,24 @@ async def test_no_secret_is_in_a_trace_in_its_parts_or_in_what_is_made_of_it(
         report = await replay_in(client, path)
         assert [one.state for one in report.calls] == ["unfit", "unfit"]
     trace = load_trace(path)
-    made: list[Any] = [build_atif(trace), build_openai(trace), build_traj(trace), build_otel(trace, with_content=True), build_json(trace)]
-    texts = [*map(json.dumps, made), build_page(trace), "\n".join(build_lines(trace, is_full=True)), json.dumps(report.to_json())]
+    made: list[Any] = [
+        build_atif(trace),
+        build_openai(trace),
+        build_traj(trace),
+        build_otel(trace, with_content=True),
+        build_json(trace),
+    ]
+    texts = [
+        *map(json.dumps, made),
+        build_page(trace),
+        "\n".join(build_lines(trace, is_full=True)),
+        json.dumps(report.to_json()),
+    ]
     texts += read_all(traces)
     assert all("[masked: " in text for text in texts[:6])
-    leaked = [secret for secret in [*known.values(), password, *shaped] if any(form in text for form in forms_of(secret) for text in texts)]
+    leaked = [
+        secret
+        for secret in [*known.values(), password, *shaped]
+        if any(form in text for form in forms_of(secret) for text in texts)
+    ]
     assert leaked == []

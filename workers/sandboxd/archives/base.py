@@ -40,7 +40,8 @@ class StoredFacts:
 
 
 class ArchiveStore(Protocol):
-    """Keeps archives. A name is `<tenant>/<id>`; any other raises ValueError. What cannot be written or read is SandboxUnavailable, with what to do.
+    """Keeps archives. A name is `<tenant>/<id>`; any other raises ValueError. What cannot be written or read is
+    SandboxUnavailable, with what to do.
 
     An archive is there whole or not at all, whoever dies while it is written.
     """
@@ -57,7 +58,9 @@ class ArchiveStore(Protocol):
         ...
 
     def get(self, name: str) -> AsyncGenerator[bytes]:
-        """The archive in order. Raises NotStored, and SandboxUnavailable at its end when it is not what was put: then all of it is void."""
+        """The archive in order. Raises NotStored, and SandboxUnavailable at its end when it is not what was put: then
+        all of it is void.
+        """
         ...
 
     async def delete(self, name: str) -> bool:
@@ -72,7 +75,9 @@ class ArchiveStore(Protocol):
 def split_name(name: str) -> tuple[str, str]:
     """Tenant and id of a name. Raises ValueError: no name may lead out of a store."""
     if _NAME.fullmatch(name) is None:
-        raise ValueError(f"{name[:200]!r} is no name of an archive: <tenant>/<id>, each of A-Z, a-z, 0-9, _ and -, at most 64")
+        raise ValueError(
+            f"{name[:200]!r} is no name of an archive: <tenant>/<id>, each of A-Z, a-z, 0-9, _ and -, at most 64"
+        )
     tenant, _, archive = name.partition("/")
     return tenant, archive
 
@@ -99,16 +104,20 @@ class Tally:
         """Raises SandboxUnavailable when what passed is not what was put."""
         if self.facts() != wanted:
             raise SandboxUnavailable(
-                f"the stored files {name} are damaged: {self.bytes} bytes with sha256 {self._sha256.hexdigest()[:12]} were read and "
-                f"{wanted.bytes} with {wanted.sha256[:12]} were written; see the store's disk, and restore another checkpoint"
+                f"the stored files {name} are damaged: {self.bytes} bytes with sha256 {self._sha256.hexdigest()[:12]} "
+                f"were read and {wanted.bytes} with {wanted.sha256[:12]} were written; see the store's disk, and "
+                "restore another checkpoint"
             )
 
 
 def check_room(folder: Path, free_bytes: int, setting: str) -> None:
-    """Blocks. Raises SandboxUnavailable when the disk of a folder, which `setting` names, has less than this left; OSError."""
+    """Blocks. Raises SandboxUnavailable when the disk of a folder, which `setting` names, has less than this left;
+    OSError.
+    """
     if shutil.disk_usage(folder).free < free_bytes:
         raise SandboxUnavailable(
-            f"the disk of {folder} has less than {free_bytes} bytes free: make room there, or set {setting} to another place"
+            f"the disk of {folder} has less than {free_bytes} bytes free: make room there, or set {setting} to another "
+            "place"
         )
 
 
@@ -125,21 +134,30 @@ def encode_facts(facts: StoredFacts) -> bytes:
 
 
 def parse_facts(name: str, data: bytes) -> StoredFacts:
-    """Facts that were kept. Raises SandboxUnavailable when they are none, or of a layout that this version does not know."""
+    """Facts that were kept. Raises SandboxUnavailable when they are none, or of a layout that this version does not
+    know.
+    """
     try:
         told = json.loads(data)
     except (ValueError, RecursionError):
         told = None
     told = told if isinstance(told, dict) else {}
     size, digest, layout = told.get("bytes"), told.get("sha256"), told.get("layout")
-    if type(size) is not int or size < 0 or not isinstance(digest, str) or _SHA256.fullmatch(digest) is None or type(layout) is not int:
+    if (
+        type(size) is not int
+        or size < 0
+        or not isinstance(digest, str)
+        or _SHA256.fullmatch(digest) is None
+        or type(layout) is not int
+    ):
         raise SandboxUnavailable(
-            f"what is kept about the stored files {name} is damaged: see the store's disk, and restore another checkpoint"
+            f"what is kept about the stored files {name} is damaged: see the store's disk, and restore another "
+            "checkpoint"
         )
     if layout != _LAYOUT:
         raise SandboxUnavailable(
-            f"the stored files {name} have layout {layout}, and this version knows {_LAYOUT}: restore them by the version that kept them, "
-            "or restore another checkpoint"
+            f"the stored files {name} have layout {layout}, and this version knows {_LAYOUT}: restore them by the "
+            "version that kept them, or restore another checkpoint"
         )
     return StoredFacts(size, digest)
 
@@ -152,7 +170,9 @@ class StoreThreads:
         self._turns = asyncio.Semaphore(at_once)
 
     async def run(self, work: Callable[[], T], within_s: float | None = None) -> T:
-        """What blocking work gives. Raises what it raises, and TimeoutError when it has not ended in time: nobody can end it, it may do so later."""
+        """What blocking work gives. Raises what it raises, and TimeoutError when it has not ended in time: nobody can
+        end it, it may do so later.
+        """
         limit_s = within_s or self._answer_s
         try:
             async with asyncio.timeout(limit_s) as limit:

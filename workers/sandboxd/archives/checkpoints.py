@@ -25,7 +25,9 @@ _AUTOMATIC_ID = re.compile(r"auto-([0-9a-f]{8,12})-[A-Za-z0-9_-]{24}")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was kept, by size and sha256 in hex. `skipped`: sockets, which are not kept. `is_torn`: files changed while they were read."""
+    """What was kept, by size and sha256 in hex. `skipped`: sockets, which are not kept. `is_torn`: files changed while
+    they were read.
+    """
 
     id: str
     bytes: int
@@ -35,7 +37,8 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Saves sandboxes and loads them into others. `most`: a tenant may keep so many; None: no limit. `save_s`: for one saving.
+    """Saves sandboxes and loads them into others. `most`: a tenant may keep so many; None: no limit. `save_s`: for one
+    saving.
 
     All raise SandboxUnavailable when the store fails or the sandbox is lost.
     """
@@ -98,7 +101,9 @@ class Checkpoints:
         return len(names)
 
     async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
-        """Delete every archive of this store whose tenant and id are not in `kept`; gives how many. For a store that one sandboxd has alone."""
+        """Delete every archive of this store whose tenant and id are not in `kept`; gives how many. For a store that
+        one sandboxd has alone.
+        """
         names = {f"{tenant}/{checkpoint}" for tenant, checkpoint in kept}
         return await self._forget_all([name for name in await self._store.list() if name not in names])
 
@@ -109,7 +114,8 @@ class Checkpoints:
         if len(kept) >= self._most:
             raise ToolFailure(
                 ErrorCode.NO_SPACE,
-                f"tenant '{tenant}' keeps {self._most} checkpoints, the most that are allowed: delete one that is not needed",
+                f"tenant '{tenant}' keeps {self._most} checkpoints, the most that are allowed: delete one that is not "
+                "needed",
             )
 
 
@@ -122,7 +128,8 @@ async def _in_time(what: str, within_s: float) -> AsyncIterator[None]:
         if not limit.expired():
             raise
         raise ToolFailure(
-            ErrorCode.TIMEOUT, f"the session's files were not {what} within {within_s:g} s: try again, or have fewer files in the session"
+            ErrorCode.TIMEOUT,
+            f"the session's files were not {what} within {within_s:g} s: try again, or have fewer files in the session",
         ) from None
 
 

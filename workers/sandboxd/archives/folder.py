@@ -34,9 +34,11 @@ T = TypeVar("T")
 
 
 class FolderStore:
-    """An archive is `<tenant>/<id>.tar` and, written last, `<tenant>/<id>.json`. Folders are 0700, files 0600, all on the disk before `put` returns.
+    """An archive is `<tenant>/<id>.tar` and, written last, `<tenant>/<id>.json`. Folders are 0700, files 0600, all on
+    the disk before `put` returns.
 
-    `free_bytes`: nothing is kept when the disk would have less than this left. `setting`: of the operator's, which names the folder.
+    `free_bytes`: nothing is kept when the disk would have less than this left. `setting`: of the operator's, which
+    names the folder.
     """
 
     def __init__(self, folder: Path, free_bytes: int = 0, setting: str = STORE_SETTING) -> None:
@@ -61,7 +63,9 @@ class FolderStore:
     async def describe(self, name: str) -> StoredFacts:
         tenant, archive = split_name(name)
         path = self._folder / tenant / (archive + _FACTS)
-        return parse_facts(name, await self._do(f"the stored files {name} cannot be read", lambda: _read_facts(path, name)))
+        return parse_facts(
+            name, await self._do(f"the stored files {name} cannot be read", lambda: _read_facts(path, name))
+        )
 
     async def get(self, name: str) -> AsyncGenerator[bytes]:
         wanted, tally, failed = await self.describe(name), Tally(), f"the stored files {name} cannot be read"
@@ -74,13 +78,17 @@ class FolderStore:
 
     async def delete(self, name: str) -> bool:
         tenant, archive = split_name(name)
-        return await self._do(f"the stored files {name} cannot be deleted", lambda: _delete(self._folder / tenant, archive))
+        return await self._do(
+            f"the stored files {name} cannot be deleted", lambda: _delete(self._folder / tenant, archive)
+        )
 
     async def list(self, prefix: str = "") -> list[str]:
         return await self._do(f"the folder {self._folder} cannot be listed", lambda: list(self._find(prefix)))
 
     def sweep(self, older_than_s: float = _FORGOTTEN_S) -> None:
-        """Delete what was begun so long ago, a day or more, and never ended. 0: for a folder to which nobody else writes."""
+        """Delete what was begun so long ago, a day or more, and never ended. 0: for a folder to which nobody else
+        writes.
+        """
         without_facts = (path for path in self._folder.glob(f"*/*{_DATA}") if not path.with_suffix(_FACTS).exists())
         for path in [*self._folder.glob(f"*/.*{_PART}"), *without_facts]:
             with contextlib.suppress(FileNotFoundError):
@@ -112,11 +120,15 @@ class FolderStore:
         return tally.facts()
 
     async def _do(self, what: str, work: Callable[[], T]) -> T:
-        """In a thread: a disk may be slow, and a folder of another host's slower. Raises SandboxUnavailable, saying `what` could not be done."""
+        """In a thread: a disk may be slow, and a folder of another host's slower. Raises SandboxUnavailable, saying
+        `what` could not be done.
+        """
         try:
             return await self._threads.run(work)
         except OSError as error:
-            raise SandboxUnavailable(f"{what} ({error}): see its rights and its disk, or set {self._setting} to another place") from error
+            raise SandboxUnavailable(
+                f"{what} ({error}): see its rights and its disk, or set {self._setting} to another place"
+            ) from error
 
 
 def _create(path: Path) -> BinaryIO:

@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 class FsspecStore:
-    """An archive is `<url>/<tenant>/<id>.tar` and, written last, `<id>.json`. It is gathered in `spool`, a folder of this process alone, and then
-    sent. `free_bytes`: nothing is gathered when its disk would have less than this left.
+    """An archive is `<url>/<tenant>/<id>.tar` and, written last, `<id>.json`. It is gathered in `spool`, a folder of
+    this process alone, and then sent. `free_bytes`: nothing is gathered when its disk would have less than this left.
 
     Raises ConfigError when fsspec, or the package that its protocol needs, is not installed.
     """
@@ -56,7 +56,11 @@ class FsspecStore:
         with _spooled(self._spool) as file:
             facts, is_void = await self._gather(file, chunks), threading.Event()
             try:
-                await self._do("did not take the files of a session", lambda: self._send(name, Path(file.name), facts, is_void), _SEND_S)
+                await self._do(
+                    "did not take the files of a session",
+                    lambda: self._send(name, Path(file.name), facts, is_void),
+                    _SEND_S,
+                )
             except BaseException:
                 is_void.set()
                 raise
@@ -104,7 +108,9 @@ class FsspecStore:
         return tally.facts()
 
     def _send(self, name: str, local: Path, facts: StoredFacts, is_void: threading.Event) -> None:
-        """Facts of an older archive go first: what they would say of the new one is wrong. `is_void`: nobody waits for it any more."""
+        """Facts of an older archive go first: what they would say of the new one is wrong. `is_void`: nobody waits for
+        it any more.
+        """
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name, _FACTS))
         self._fs.makedirs(self._path(name, "").rpartition("/")[0], exist_ok=True)
@@ -140,14 +146,18 @@ class FsspecStore:
             found = self._fs.find(f"{self._root.rstrip('/')}/{tenant}" if is_whole else self._root)
         except FileNotFoundError:
             return []
-        names = ("/".join(str(path).removesuffix(_FACTS).rsplit("/", 2)[-2:]) for path in found if str(path).endswith(_FACTS))
+        names = (
+            "/".join(str(path).removesuffix(_FACTS).rsplit("/", 2)[-2:]) for path in found if str(path).endswith(_FACTS)
+        )
         return sorted(name for name in names if is_name(name) and name.startswith(prefix))
 
     def _path(self, name: str, suffix: str) -> str:
         return f"{self._root.rstrip('/')}/{name}{suffix}"
 
     async def _do(self, what: str, work: Callable[[], T], within_s: float | None = None) -> T:
-        """Each store's package raises errors of its own, and no two have a base in common. Their words are the operator's to read."""
+        """Each store's package raises errors of its own, and no two have a base in common. Their words are the
+        operator's to read.
+        """
         try:
             return await self._threads.run(work, within_s)
         except NotStored:
@@ -155,8 +165,8 @@ class FsspecStore:
         except Exception as error:  # whatever a store's package may raise
             log.warning("store_failed", what=what, error=repr(error)[:1000])
             raise SandboxUnavailable(
-                f"the store of TOOLCREW_WORKSPACE_STORE {what} ({type(error).__name__}): see that it is up and what rights this host has there; "
-                "sandboxd's log has its words"
+                f"the store of TOOLCREW_WORKSPACE_STORE {what} ({type(error).__name__}): see that it is up and what "
+                "rights this host has there; sandboxd's log has its words"
             ) from error
 
 
@@ -166,14 +176,19 @@ def _open_file_system(url: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError:
         raise ConfigError(
-            f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and fsspec is not installed: pip install 'toolcrew[store]', or give a folder"
+            f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and fsspec is not installed: pip install 'toolcrew[store]', "
+            "or give a folder"
         ) from None
     try:
         system, root = url_to_fs(url)
     except ImportError as error:
-        raise ConfigError(f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and its package is not installed: {error}") from error
+        raise ConfigError(
+            f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and its package is not installed: {error}"
+        ) from error
     except Exception as error:  # whatever a package of a store's may raise
-        raise ConfigError(f"TOOLCREW_WORKSPACE_STORE: {protocol} cannot be opened ({type(error).__name__}: {str(error)[:300]})") from error
+        raise ConfigError(
+            f"TOOLCREW_WORKSPACE_STORE: {protocol} cannot be opened ({type(error).__name__}: {str(error)[:300]})"
+        ) from error
     return system, str(root)
 
 
@@ -182,7 +197,8 @@ def _spooled(folder: Path) -> Iterator[Any]:
     """A file that is gone afterwards."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = tempfile.NamedTemporaryFile(dir=folder, prefix=_SPOOLED, buffering=0)  # noqa: SIM115  # closed just below
+        # closed just below
+        file = tempfile.NamedTemporaryFile(dir=folder, prefix=_SPOOLED, buffering=0)  # noqa: SIM115
     except OSError as error:
         raise _no_spool(error) from error
     with file:
@@ -191,5 +207,6 @@ def _spooled(folder: Path) -> Iterator[Any]:
 
 def _no_spool(error: OSError) -> SandboxUnavailable:
     return SandboxUnavailable(
-        f"sandboxd's state folder did not take the files of a session ({error}): see its rights, and make room on its disk"
+        f"sandboxd's state folder did not take the files of a session ({error}): see its rights, and make room on its "
+        "disk"
     )

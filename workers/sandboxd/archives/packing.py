@@ -1,6 +1,8 @@
-"""Parcels: what dies with a container, as one tar stream out of a guest and into another. Nothing is ever unpacked on the host.
+"""Parcels: what dies with a container, as one tar stream out of a guest and into another. Nothing is ever unpacked on
+the host.
 
-Both ends run the image's own tar inside the sandbox. What a guest sends is kept as it is and only ever given to a guest of the same tenant.
+Both ends run the image's own tar inside the sandbox. What a guest sends is kept as it is and only ever given to a guest
+of the same tenant.
 """
 
 import asyncio
@@ -32,7 +34,8 @@ _FULL = (b"No space left", b"File too large", b"Disk quota exceeded")
 # What its own user may not read is opened to him for as long as tar reads, the lowest folder last put back.
 _PACK = """
 mapfile -d '' -t closed < <(find "$@" -xdev -user "$UID" \\
-    \\( -type d ! -perm -500 -printf '%m %p\\0' -exec chmod u+rx {} \\; \\) -o \\( -type f ! -perm -400 -printf '%m %p\\0' -exec chmod u+r {} + \\))
+    \\( -type d ! -perm -500 -printf '%m %p\\0' -exec chmod u+rx {} \\; \\) -o \\
+    \\( -type f ! -perm -400 -printf '%m %p\\0' -exec chmod u+r {} + \\))
 put_back() {
     for ((at = ${#closed[@]} - 1; at >= 0; at--)); do chmod "${closed[at]%% *}" "${closed[at]#* }"; done
 }
@@ -40,8 +43,8 @@ trap put_back EXIT
 tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${@#/}"
 """
 _MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
-# Open for both, or each piece's end would be the stream's. Only head knows where that is. /tmp itself is the container's: its own user
-# may fill it and not change its mode, and tar would try.
+# Open for both, or each piece's end would be the stream's. Only head knows where that is. /tmp itself is the
+# container's: its own user may fill it and not change its mode, and tar would try.
 _UNPACK = """
 trap 'rm -f -- "$1"' EXIT
 head -c "$2" 0<>"$1" | tar -x -f - -p --delay-directory-restore --no-overwrite-dir --no-same-owner \\
@@ -72,7 +75,9 @@ class Guest(Protocol):
 
 @dataclass(frozen=True)
 class ArchiveFacts:
-    """What was packed, by size and sha256 in hex. `skipped`: sockets, which nobody can pack. `is_torn`: files changed while they were read."""
+    """What was packed, by size and sha256 in hex. `skipped`: sockets, which nobody can pack. `is_torn`: files changed
+    while they were read.
+    """
 
     bytes: int
     sha256: str
@@ -81,7 +86,9 @@ class ArchiveFacts:
 
 
 def count_most_bytes(workspace_bytes: int, inodes: int) -> int:
-    """The most an archive of such a workspace may have: its files, the outputs, /tmp, and what tar needs for each name."""
+    """The most an archive of such a workspace may have: its files, the outputs, /tmp, and what tar needs for each
+    name.
+    """
     return workspace_bytes + 256 * 1024 * 1024 + 4096 * inodes
 
 
@@ -95,9 +102,11 @@ class Packing:
         self.facts: ArchiveFacts | None = None
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """The tar stream, in pieces of a few MiB at most. Who takes them slowly holds the whole sandbox up: take them to a disk.
+        """The tar stream, in pieces of a few MiB at most. Who takes them slowly holds the whole sandbox up: take them
+        to a disk.
 
-        Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, SandboxUnavailable; what was given is then void.
+        Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, SandboxUnavailable; what was
+        given is then void.
         """
         flow, tally = _Outflow(self._guest), Tally()
         request = _exec(["bash", "-c", _PACK, "pack", *self._roots], {"stream": self._max_bytes + 1})
@@ -118,18 +127,23 @@ class Packing:
             await _cancelled(packing)
         _check(done, flow.words, "packed", (0, _CHANGED))
         whole = tally.facts()
-        self.facts = ArchiveFacts(whole.bytes, whole.sha256, flow.words.count(b"socket ignored"), done["exit_code"] == _CHANGED)
+        self.facts = ArchiveFacts(
+            whole.bytes, whole.sha256, flow.words.count(b"socket ignored"), done["exit_code"] == _CHANGED
+        )
 
 
 async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes], total: int) -> None:
     """Unpack an archive of these roots, of `total` bytes, into the places that it was packed from.
 
-    Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and what `read` raises; files may then lie there already.
+    Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and what `read` raises; files may then
+    lie there already.
     """
     fifo, words = f"{_FIFO_FOLDER}/.archive-{secrets.token_hex(8)}", bytearray()
     _check(await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_keep(words)), words, "unpacked")
     names = [root.removeprefix("/") for root in roots]
-    unpacking = asyncio.ensure_future(guest.ask(_exec(["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names]), sink=_keep(words)))
+    unpacking = asyncio.ensure_future(
+        guest.ask(_exec(["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names]), sink=_keep(words))
+    )
     try:
         sent = 0
         async for piece in _pieces(read):
@@ -166,7 +180,9 @@ async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Futur
 
 
 class _Outflow:
-    """What has come of a stream from a guest and nobody has taken. `words`: what its stderr said, as far as it was kept."""
+    """What has come of a stream from a guest and nobody has taken. `words`: what its stderr said, as far as it was
+    kept.
+    """
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
@@ -194,7 +210,9 @@ class _Outflow:
         self._news.set()
 
     def close(self) -> None:
-        """Drop what comes from now on: unread, the guest could not say that it has ended, and would pass for one that does not end."""
+        """Drop what comes from now on: unread, the guest could not say that it has ended, and would pass for one that
+        does not end.
+        """
         self._is_closed = True
         self._guest.release(self)
 
@@ -215,7 +233,14 @@ class _Outflow:
 
 def _exec(argv: list[str], capture: Mapping[str, int] | None = None) -> dict[str, Any]:
     kept = capture or {"stdout": 0, "stderr": _WORDS_BYTES}
-    return {"op": "exec", "argv": argv, "cwd": "/", "env": {"LC_ALL": "C"}, "timeout_s": PARCEL_TIMEOUT_S, "capture": kept}
+    return {
+        "op": "exec",
+        "argv": argv,
+        "cwd": "/",
+        "env": {"LC_ALL": "C"},
+        "timeout_s": PARCEL_TIMEOUT_S,
+        "capture": kept,
+    }
 
 
 def _keep(words: bytearray) -> Callable[[Frame], None]:
@@ -250,15 +275,20 @@ def _check(done: Mapping[str, Any], words: bytes | bytearray, what: str, well: t
     """Raises ToolFailure unless a request ended with one of the exit codes that are well."""
     error = done.get("error")
     if isinstance(error, Mapping):
-        raise ToolFailure(ErrorCode.INTERNAL, f"the session's files could not be {what}: {build_words(error.get('message'))}")
+        raise ToolFailure(
+            ErrorCode.INTERNAL, f"the session's files could not be {what}: {build_words(error.get('message'))}"
+        )
     if done.get("timed_out") is True:
         raise ToolFailure(ErrorCode.TIMEOUT, f"the session's files were not {what} within {PARCEL_TIMEOUT_S:g} s")
     code = done.get("exit_code")
     if type(code) is int and code in well:
         return
     if any(full in words for full in _FULL):
-        raise ToolFailure(ErrorCode.NO_SPACE, f"the session's files could not be {what}: its workspace is too small for them")
+        raise ToolFailure(
+            ErrorCode.NO_SPACE, f"the session's files could not be {what}: its workspace is too small for them"
+        )
     raise ToolFailure(
         ErrorCode.INTERNAL,
-        f"the session's files could not be {what}: tar ended with {build_words(code)}: {build_words(bytes(words[-200:]).decode('utf-8', 'replace'))}",
+        f"the session's files could not be {what}: tar ended with {build_words(code)}: "
+        f"{build_words(bytes(words[-200:]).decode('utf-8', 'replace'))}",
     )

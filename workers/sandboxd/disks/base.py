@@ -18,7 +18,9 @@ class WorkspaceSize:
 
 @dataclass(frozen=True)
 class WorkspaceMount:
-    """How /workspace comes into a container: `bind` is a path of the host, None a tmpfs of the workspace's size inside the container."""
+    """How /workspace comes into a container: `bind` is a path of the host, None a tmpfs of the workspace's size inside
+    the container.
+    """
 
     bind: str | None = None
 
@@ -50,7 +52,9 @@ class Workspace(Protocol):
         ...
 
     async def remove(self) -> None:
-        """Delete the files, after the container is gone. Removing again is fine. Raises SandboxUnavailable; then try again later."""
+        """Delete the files, after the container is gone. Removing again is fine. Raises SandboxUnavailable; then try
+        again later.
+        """
         ...
 
 
@@ -78,8 +82,10 @@ class Workspaces(Protocol):
         ...
 
     async def find_overfull(self) -> Mapping[str, int]:
-        """Names of workspaces that hold more than their size, and how many bytes they hold, at least 1; always empty when `is_hard`.
+        """Names of workspaces that hold more than their size, and how many bytes they hold, at least 1; always empty
+        when `is_hard`.
 
-        A file counts as at least its share of the size, so too many empty ones are bytes too. Raises SandboxUnavailable.
+        A file counts as at least its share of the size, so too many empty ones are bytes too. Raises
+        SandboxUnavailable.
         """
         ...

@@ -30,10 +30,11 @@ class Choice:
 
 
 def choose_workspaces(wanted: WantedKind, state: Path, workspace_bytes: int, host_free_bytes: int) -> Choice:
-    """Image where this process may mount, else tmpfs for small workspaces, else a watched folder. A kind that was asked for is not replaced.
+    """Image where this process may mount, else tmpfs for small workspaces, else a watched folder. A kind that was asked
+    for is not replaced.
 
-    It makes and mounts an image to see whether it can: some tens of milliseconds of blocking. Images and folders lie below
-    `state`/workspaces. Raises SandboxUnavailable when the wanted kind cannot be had, with what is missing.
+    It makes and mounts an image to see whether it can: some tens of milliseconds of blocking. Images and folders lie
+    below `state`/workspaces. Raises SandboxUnavailable when the wanted kind cannot be had, with what is missing.
     """
     folder = state / "workspaces"
     if wanted == "tmpfs":
@@ -50,7 +51,9 @@ def choose_workspaces(wanted: WantedKind, state: Path, workspace_bytes: int, hos
 
 
 def choose_without_images(why: str, state: Path, workspace_bytes: int, host_free_bytes: int) -> Choice:
-    """The next best kind for workspaces of that size. Raises SandboxUnavailable when there is none, with what is missing."""
+    """The next best kind for workspaces of that size. Raises SandboxUnavailable when there is none, with what is
+    missing.
+    """
     if workspace_bytes <= LARGEST_TMPFS_BYTES:
         return Choice(TmpfsWorkspaces(), f"no images: {why}. Files end with their container")
     folder = state / "workspaces"
@@ -86,7 +89,7 @@ def _try_image(folder: Path, host_free_bytes: int) -> None:
 def _check_folder(folder: Path, host_free_bytes: int) -> None:
     if os.geteuid() not in (0, UID):
         raise SandboxUnavailable(
-            f"sandboxd's user, {os.geteuid()}, could neither count nor delete what sandboxes, as user {UID}, write into a folder: "
-            f"run sandboxd as root or as {UID}, or use TOOLCREW_SANDBOX_WORKSPACE=tmpfs"
+            f"sandboxd's user, {os.geteuid()}, could neither count nor delete what sandboxes, as user {UID}, write "
+            f"into a folder: run sandboxd as root or as {UID}, or use TOOLCREW_SANDBOX_WORKSPACE=tmpfs"
         )
     WorkspaceStore(folder, host_free_bytes).prepare()

@@ -1,4 +1,6 @@
-"""ext4 images that hold a workspace of a given size: made once per size, copied for each workspace, checked before they are mounted."""
+"""ext4 images that hold a workspace of a given size: made once per size, copied for each workspace, checked before they
+are mounted.
+"""
 
 import errno
 import os
@@ -30,9 +32,12 @@ _RESERVED_INODES = 10
 _TOOL_S = 60.0
 _RELEASE_S = 10.0
 _TRIES = 8
-# Spelt out, so that no configuration of the host changes them. No journal: it would cost room and time, and a workspace whose host went
-# down is checked before its next mount.
-_FEATURES = "none,extents,dir_index,filetype,sparse_super,large_file,huge_file,flex_bg,metadata_csum,dir_nlink,extra_isize,ext_attr"
+# Spelt out, so that no configuration of the host changes them. No journal: it would cost room and time, and a workspace
+# whose host went down is checked before its next mount.
+_FEATURES = (
+    "none,extents,dir_index,filetype,sparse_super,large_file,huge_file,flex_bg,metadata_csum,dir_nlink,extra_isize,"
+    "ext_attr"
+)
 _EXTENDED = f"root_owner={UID}:{UID},lazy_itable_init=1,nodiscard"
 
 _SUPERBLOCK = 1024
@@ -51,7 +56,9 @@ class Templates:
         self._lock = threading.Lock()
 
     def copy(self, size: WorkspaceSize, target: Path) -> None:
-        """A new sparse image at `target`. Raises OSError, and SandboxUnavailable when an image of that size cannot be made."""
+        """A new sparse image at `target`. Raises OSError, and SandboxUnavailable when an image of that size cannot be
+        made.
+        """
         template = self._folder / f"ext4-1-{size.bytes}-{size.inodes}"
         with self._lock:
             if not template.exists():
@@ -82,7 +89,9 @@ def open_work(folder: Path) -> Iterator[Path]:
 
 
 def clear_work(folder: Path) -> None:
-    """Delete what a process that was killed while it made an image left below `folder`, mounts included. Raises OSError."""
+    """Delete what a process that was killed while it made an image left below `folder`, mounts included. Raises
+    OSError.
+    """
     for work in folder.glob(f"{_WORK}*"):
         _clear(work)
 
@@ -93,7 +102,8 @@ def _clear(work: Path) -> None:
 
 
 def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
-    """An empty image that keeps all of `size` usable, and little more. It is mounted at `place` meanwhile, a folder that this makes.
+    """An empty image that keeps all of `size` usable, and little more. It is mounted at `place` meanwhile, a folder
+    that this makes.
 
     Raises OSError, and SandboxUnavailable when mkfs.ext4 is missing or fails.
     """
@@ -125,7 +135,8 @@ def is_clean(image: int) -> bool:
 
 
 def repair(image: Path) -> None:
-    """Put right what a host's sudden end left. Of what was just being made, that may cost the name: then it is in `lost+found`, and logged.
+    """Put right what a host's sudden end left. Of what was just being made, that may cost the name: then it is in
+    `lost+found`, and logged.
 
     Raises SandboxUnavailable.
     """
@@ -135,12 +146,14 @@ def repair(image: Path) -> None:
         status, words = _run("e2fsck", "-y", str(image))
     if status & ~_CORRECTED:
         raise SandboxUnavailable(
-            f"the file system of {image} was damaged when the host went down, and e2fsck cannot repair it ({words}): open a new session"
+            f"the file system of {image} was damaged when the host went down, and e2fsck cannot repair it ({words}): "
+            "open a new session"
         )
 
 
 def clear_found(top: Path) -> None:
-    """Take away the folder of root's that a repair has made at the top of a mounted image. What lay nameless is in it: then it is the sandbox's.
+    """Take away the folder of root's that a repair has made at the top of a mounted image. What lay nameless is in it:
+    then it is the sandbox's.
 
     Raises OSError.
     """
@@ -211,7 +224,9 @@ def _check_lock_is_kept(image: Path) -> None:
     fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
     try:
         if try_lock(fd):
-            raise SandboxUnavailable("this kernel's loop devices do not keep the lock of their file: use tmpfs or folder workspaces")
+            raise SandboxUnavailable(
+                "this kernel's loop devices do not keep the lock of their file: use tmpfs or folder workspaces"
+            )
     finally:
         os.close(fd)
 
@@ -219,8 +234,8 @@ def _check_lock_is_kept(image: Path) -> None:
 def _open_released(image: Path) -> int:
     """Return the image, open and locked, as soon as no loop device has it.
 
-    A program that another thread starts holds a copy of every open file between its fork and its exec. So the lock of a file that is closed already may
-    be kept for a moment, longer on a busy host.
+    A program that another thread starts holds a copy of every open file between its fork and its exec. So the lock of a
+    file that is closed already may be kept for a moment, longer on a busy host.
     """
     fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
     until = time.monotonic() + _RELEASE_S

@@ -46,7 +46,9 @@ class FolderWorkspace:
 
 
 class FolderWorkspaces:
-    """Folders below `folder`; below `host_free_bytes` on its disk none is made. For sandboxd's user being root or the sandboxes' own uid."""
+    """Folders below `folder`; below `host_free_bytes` on its disk none is made. For sandboxd's user being root or the
+    sandboxes' own uid.
+    """
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
         self._store = WorkspaceStore(folder, host_free_bytes)
@@ -75,7 +77,8 @@ class FolderWorkspaces:
         return await self._store.sweep(keep)
 
     async def find_overfull(self) -> Mapping[str, int]:
-        """Of the workspaces that a container has had since this sandboxd started. Ends soon: what it could not count is first the next time.
+        """Of the workspaces that a container has had since this sandboxd started. Ends soon: what it could not count is
+        first the next time.
 
         Raises SandboxUnavailable when one cannot be read and no other holds too much.
         """

@@ -27,8 +27,8 @@ _LONGEST_PAUSE_S = 0.05
 class ImageWorkspace:
     """`<folder>/<name>/image`, a sparse file that only this user may open, and `mount` beside it.
 
-    The mount there exists only while a container is made: the container keeps the file system with its own mount, and when it is gone the
-    kernel frees mount and loop device. So nothing of them can be left behind, whoever dies.
+    The mount there exists only while a container is made: the container keeps the file system with its own mount, and
+    when it is gone the kernel frees mount and loop device. So nothing of them can be left behind, whoever dies.
     """
 
     name: str
@@ -50,7 +50,9 @@ class ImageWorkspace:
     async def mounted(self) -> AsyncIterator[WorkspaceMount]:
         place = self.store.of(self.name)
         if self.name in self.handing_over:
-            raise SandboxUnavailable(f"workspace {self.name} is being given to another container: try again when that has been made")
+            raise SandboxUnavailable(
+                f"workspace {self.name} is being given to another container: try again when that has been made"
+            )
         self.handing_over.add(self.name)
         try:
             # One that was killed at this point may have left its mount.
@@ -77,8 +79,8 @@ class ImageWorkspace:
             while not try_lock(fd):
                 if loop.time() >= until:
                     raise SandboxUnavailable(
-                        f"workspace {self.name} is still mounted {self.release_s:g} s after its container should be gone: "
-                        "find who has it with `findmnt` and `losetup`, end that, and try again"
+                        f"workspace {self.name} is still mounted {self.release_s:g} s after its container should be "
+                        "gone: find who has it with `findmnt` and `losetup`, end that, and try again"
                     )
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE_S)
@@ -89,7 +91,9 @@ class ImageWorkspace:
 
 
 class ImageWorkspaces:
-    """Images below `folder`. They are sparse: together they may promise more than the host's disk has; below `host_free_bytes` none is made."""
+    """Images below `folder`. They are sparse: together they may promise more than the host's disk has; below
+    `host_free_bytes` none is made.
+    """
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
         self._store = WorkspaceStore(folder, host_free_bytes)
@@ -146,7 +150,9 @@ def _open_image(image: Path) -> int:
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
         return fd
     os.close(fd)
-    raise SandboxUnavailable(f"{image} is not the file that sandboxd made there: somebody changed its folder; open a new session")
+    raise SandboxUnavailable(
+        f"{image} is not the file that sandboxd made there: somebody changed its folder; open a new session"
+    )
 
 
 def _mount(image: int, place: Path) -> None:
@@ -169,5 +175,7 @@ def _unmount(place: Path) -> None:
         unmount(place / MOUNT)
     except OSError as error:
         if error.errno == errno.EPERM:
-            raise SandboxUnavailable(f"what is mounted at {place / MOUNT} cannot be unmounted: run sandboxd as root") from error
+            raise SandboxUnavailable(
+                f"what is mounted at {place / MOUNT} cannot be unmounted: run sandboxd as root"
+            ) from error
         raise refused(f"workspace {place.name} cannot be unmounted", error) from error

@@ -1,8 +1,9 @@
 """Mounts of file system images: one loop device each, which the kernel frees with the last mount of it.
 
-The lock of an image (`try_lock`) belongs to its open file, and the loop device keeps that file open. So the lock is held exactly as long as
-the device lives: in whichever mount namespace, whoever died, and also when the image has been deleted or renamed. Whoever has the lock may
-make a device; two devices over one file, which would corrupt it, cannot be.
+The lock of an image (`try_lock`) belongs to its open file, and the loop device keeps that file open. So the lock is
+held exactly as long as the device lives: in whichever mount namespace, whoever died, and also when the image has been
+deleted or renamed. Whoever has the lock may make a device; two devices over one file, which would corrupt it, cannot
+be.
 """
 
 import ctypes
@@ -24,14 +25,17 @@ _MS_NOSUID = 2
 _MS_NODEV = 4
 _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
-# discard: room that the sandbox frees is free on the host again. noinit_itable: the table of inodes is a hole of the image, and reads as zeros.
+# discard: room that the sandbox frees is free on the host again. noinit_itable: the table of inodes is a hole of the
+# image, and reads as zeros.
 _OPTIONS = b"discard,noinit_itable,errors=remount-ro"
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def try_lock(image: int) -> bool:
-    """Take the image's lock for this open file, without waiting; False: a loop device or another open file has it. Raises OSError."""
+    """Take the image's lock for this open file, without waiting; False: a loop device or another open file has it.
+    Raises OSError.
+    """
     try:
         fcntl.flock(image, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -40,19 +44,27 @@ def try_lock(image: int) -> bool:
 
 
 def mount_image(image: int, place: Path) -> None:
-    """Mount the ext4 image, locked and open for writing, with nosuid and nodev. Afterwards the mount alone holds device and lock.
+    """Mount the ext4 image, locked and open for writing, with nosuid and nodev. Afterwards the mount alone holds device
+    and lock.
 
     Raises OSError; then nothing is left of it.
     """
     device, path = _attach(image, place)
     try:
-        _check(_LIBC.mount(os.fsencode(path), os.fsencode(place), b"ext4", ctypes.c_ulong(_MS_NOSUID | _MS_NODEV), _OPTIONS), path)
+        _check(
+            _LIBC.mount(
+                os.fsencode(path), os.fsencode(place), b"ext4", ctypes.c_ulong(_MS_NOSUID | _MS_NODEV), _OPTIONS
+            ),
+            path,
+        )
     finally:
         os.close(device)
 
 
 def unmount(place: Path) -> bool:
-    """Take away every mount at `place`, now; a container that has it keeps it. False: there was none. Raises OSError."""
+    """Take away every mount at `place`, now; a container that has it keeps it. False: there was none. Raises
+    OSError.
+    """
     was_mounted = False
     while True:
         try:

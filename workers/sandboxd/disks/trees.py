@@ -1,4 +1,6 @@
-"""Folders whose content a hostile user made, any depth, any names and modes: deleted and measured without following a link."""
+"""Folders whose content a hostile user made, any depth, any names and modes: deleted and measured without following a
+link.
+"""
 
 import errno
 import itertools
@@ -20,7 +22,8 @@ _TIMES = 4
 def remove_tree(folder: Path) -> None:
     """Delete `folder` and all in it; nobody else may be changing it. One that is not there is fine. Raises OSError.
 
-    However deep it is, three descriptors and no recursion do: what a subfolder holds is moved up, and the empty subfolder removed.
+    However deep it is, three descriptors and no recursion do: what a subfolder holds is moved up, and the empty
+    subfolder removed.
     """
     try:
         top = _open_folder(str(folder), None)
@@ -74,7 +77,9 @@ def _open_folder(name: str, parent: int | None) -> int:
 
 
 def allow_owner(name: str, parent: int | None) -> None:
-    """Give the owner of a folder his rights in it; its other rights stay, and a link is not followed. Raises OSError."""
+    """Give the owner of a folder his rights in it; its other rights stay, and a link is not followed. Raises
+    OSError.
+    """
     fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
         path = f"/proc/self/fd/{fd}"
@@ -88,7 +93,9 @@ _Identity = tuple[int, int]
 
 @dataclass
 class _Level:
-    """A folder on the way down: what it is, its name in the one above, and its subfolders that are still to be counted."""
+    """A folder on the way down: what it is, its name in the one above, and its subfolders that are still to be
+    counted.
+    """
 
     identity: _Identity
     name: str
@@ -99,8 +106,9 @@ class _Level:
 class TreeCount:
     """One count of a folder, to its end or to several times the files that it may hold.
 
-    A file with several names counts once. What is moved about meanwhile may be missed, or counted twice. A deleted file that is still open
-    is not seen. A folder of ours without rights for its owner gets them; one that cannot be read at all is as good as too much.
+    A file with several names counts once. What is moved about meanwhile may be missed, or counted twice. A deleted file
+    that is still open is not seen. A folder of ours without rights for its owner gets them; one that cannot be read at
+    all is as good as too much.
     """
 
     folder: Path
@@ -118,7 +126,9 @@ class TreeCount:
 
     @property
     def held_bytes(self) -> int:
-        """Of one that is over: more the more it holds. A file weighs at least its share of the size, so that many empty ones are seen to grow."""
+        """Of one that is over: more the more it holds. A file weighs at least its share of the size, so that many empty
+        ones are seen to grow.
+        """
         return max(self.bytes, self.inodes * self.most.bytes // self.most.inodes, 1)
 
     @property

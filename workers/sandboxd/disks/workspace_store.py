@@ -25,7 +25,9 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 async def run_to_end(work: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
-    """What blocking work gives, in a thread. It ends before this does, also when the caller is cancelled; then `undo` takes back a success."""
+    """What blocking work gives, in a thread. It ends before this does, also when the caller is cancelled; then `undo`
+    takes back a success.
+    """
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(running)
@@ -39,7 +41,9 @@ async def run_to_end(work: Callable[[], T], undo: Callable[[], object] | None = 
         if not running.cancelled() and running.exception() is None and undo is not None:
             try:
                 await run_to_end(undo)
-            except SandboxUnavailable as error:  # whoever cancelled must still see that it was; the next start clears what is left
+            except (
+                SandboxUnavailable
+            ) as error:  # whoever cancelled must still see that it was; the next start clears what is left
                 log.error("not_undone", error=str(error))
         raise
 
@@ -55,13 +59,16 @@ class WorkspaceStore:
         self._removing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, name: str) -> Path:
-        """A workspace's folder, which need not be there. ValueError for a name that is not of letters, digits, _ and -."""
+        """A workspace's folder, which need not be there. ValueError for a name that is not of letters, digits, _ and
+        -.
+        """
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} cannot be a workspace's name: 1 to 128 letters, digits, _ and -")
         return self.folder / name
 
     async def make(self, name: str, fill: Callable[[Path], T]) -> T:
-        """A new folder, and what `fill` makes in it of it. Nothing is left of it when that fails or the caller is cancelled.
+        """A new folder, and what `fill` makes in it of it. Nothing is left of it when that fails or the caller is
+        cancelled.
 
         Raises SandboxUnavailable: the disk is nearly full, the name is taken, or whatever else the host says.
         """
@@ -81,7 +88,8 @@ class WorkspaceStore:
             found = self.folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 raise SandboxUnavailable(
-                    f"{self.folder} must be a folder of the user that runs sandboxd: remove it, or set another state folder"
+                    f"{self.folder} must be a folder of the user that runs sandboxd: remove it, or set another state "
+                    "folder"
                 )
             self.folder.chmod(0o700)
         except OSError as error:
@@ -93,20 +101,23 @@ class WorkspaceStore:
         free = found.f_bavail * found.f_frsize
         if free < self._host_free_bytes or (found.f_files and not found.f_favail):
             raise SandboxUnavailable(
-                f"the disk of {self.folder} has {free} bytes and {found.f_favail} files free, and {self._host_free_bytes} bytes must stay free: "
-                "free space on the host, end sessions, or set TOOLCREW_HOST_FREE_BYTES"
+                f"the disk of {self.folder} has {free} bytes and {found.f_favail} files free, and "
+                f"{self._host_free_bytes} bytes must stay free: free space on the host, end sessions, or set "
+                "TOOLCREW_HOST_FREE_BYTES"
             )
 
     async def remove(self, name: str) -> None:
-        """Unmount and delete a workspace's folder; one that is not there is fine. Raises SandboxUnavailable; then try again later."""
+        """Unmount and delete a workspace's folder; one that is not there is fine. Raises SandboxUnavailable; then try
+        again later.
+        """
         place = self.of(name)
         # A sweep may come upon what a session is just giving up.
         async with self._removing.setdefault(name, asyncio.Lock()):
             await run_to_end(lambda: self._delete(place))
 
     async def sweep(self, keep: Set[str]) -> int:
-        """Delete the folders of no name in `keep`, but for those that are being made; gives how many. Raises SandboxUnavailable at the end
-        when some would not go.
+        """Delete the folders of no name in `keep`, but for those that are being made; gives how many. Raises
+        SandboxUnavailable at the end when some would not go.
 
         What is there is looked at before anything is awaited: what is made later is safe.
         """
@@ -118,13 +129,19 @@ class WorkspaceStore:
             except SandboxUnavailable as error:
                 failed.append(str(error))
         if failed:
-            raise SandboxUnavailable(f"{len(failed)} of {len(strays)} workspaces that nobody owns would not go; the first: {failed[0]}")
+            raise SandboxUnavailable(
+                f"{len(failed)} of {len(strays)} workspaces that nobody owns would not go; the first: {failed[0]}"
+            )
         return len(strays)
 
     def _list_names(self) -> list[str]:
         try:
             with os.scandir(self.folder) as entries:
-                return [entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+                return [
+                    entry.name
+                    for entry in entries
+                    if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                ]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -136,7 +153,9 @@ class WorkspaceStore:
             self.check_room()
             place.mkdir(mode=0o700)
         except FileExistsError:
-            raise SandboxUnavailable(f"there is a workspace at {place} already: choose another name, or remove it") from None
+            raise SandboxUnavailable(
+                f"there is a workspace at {place} already: choose another name, or remove it"
+            ) from None
         except OSError as error:
             raise refused(f"workspace {place.name} cannot be made", error) from error
         try:
@@ -164,7 +183,9 @@ def refused(what: str, error: OSError) -> SandboxUnavailable:
         errno.EPERM: "run sandboxd as root with the right to mount, or choose another TOOLCREW_SANDBOX_WORKSPACE",
         errno.EACCES: "give sandboxd's user the right to it, or set another state folder",
         errno.EROFS: "set TOOLCREW_SANDBOXD_STATE to a folder on a writable disk",
-        errno.ENOENT: "something removed what sandboxd needs there; inside a container, make the host's /dev visible to sandboxd",
+        errno.ENOENT: (
+            "something removed what sandboxd needs there; inside a container, make the host's /dev visible to sandboxd"
+        ),
         errno.EMFILE: "raise the limit of open files of sandboxd",
         errno.ENFILE: "raise the host's limit of open files",
     }.get(error.errno or 0, "look at the kernel's log on the host")

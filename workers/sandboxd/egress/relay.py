@@ -38,7 +38,8 @@ _ANSWER = (
 
 
 async def open_proxy(path: Path | None, preamble: Mapping[str, Any], uids: frozenset[int]) -> ProxyStreams:
-    """A connection to the proxy that listens at `path`, the preamble sent: one line of JSON, before the program's own bytes.
+    """A connection to the proxy that listens at `path`, the preamble sent: one line of JSON, before the program's own
+    bytes.
 
     Raises OSError, in words for the operator: there is no proxy (None), and whatever `connect_proxy` raises.
     """
@@ -54,7 +55,8 @@ async def open_proxy(path: Path | None, preamble: Mapping[str, Any], uids: froze
 async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
     """A connection on which nothing was said yet.
 
-    Raises OSError, in words for the operator: nobody listens or answers in time, or whoever does runs under a uid that is not one of `uids`.
+    Raises OSError, in words for the operator: nobody listens or answers in time, or whoever does runs under a uid that
+    is not one of `uids`.
     """
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -64,7 +66,9 @@ async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
     uid = find_peer_uid(writer.get_extra_info("socket"))
     if uid not in uids:
         writer.transport.abort()
-        raise OSError(f"{path} is served by uid {uid}, which may not be the egress proxy: add it to TOOLCREW_EGRESS_UIDS if it is")
+        raise OSError(
+            f"{path} is served by uid {uid}, which may not be the egress proxy: add it to TOOLCREW_EGRESS_UIDS if it is"
+        )
     return reader, writer
 
 
@@ -94,7 +98,9 @@ class Wire:
 
 
 class Relay:
-    """Relays from its making on; `on_over` is called when both sides have closed. The caller has checked what the guest says."""
+    """Relays from its making on; `on_over` is called when both sides have closed. The caller has checked what the guest
+    says.
+    """
 
     def __init__(self, number: int, wire: Wire, on_over: Callable[["Relay"], None]) -> None:
         self.number = number
@@ -133,7 +139,9 @@ class Relay:
         self._arrived.set()
 
     def take_close(self) -> None:
-        """The guest has let go. What the program said to its end is still handed on; else both directions are cut off."""
+        """The guest has let go. What the program said to its end is still handed on; else both directions are cut
+        off.
+        """
         self.guest_closed = True
         if self._closed:
             self._on_over(self)
@@ -187,7 +195,9 @@ class Relay:
         self._end()
 
     async def _send_up(self, writer: asyncio.StreamWriter) -> None:
-        """Until the program's end. A proxy that takes no more may still have an answer: what comes for it is dropped."""
+        """Until the program's end. A proxy that takes no more may still have an answer: what comes for it is
+        dropped.
+        """
         try:
             while data := await self._next_upward():
                 writer.write(data)

@@ -29,8 +29,9 @@ class _Violation(Exception):
 class Tunnels:
     """All connections of one sandbox that are not over on both sides.
 
-    `send` takes a frame for the guest and `drain` waits until the guest has taken most of what was sent; `connect` opens a connection
-    to the proxy, or raises OSError; `on_violation` gets what the guest did, once, and nothing is relayed after it.
+    `send` takes a frame for the guest and `drain` waits until the guest has taken most of what was sent; `connect`
+    opens a connection to the proxy, or raises OSError; `on_violation` gets what the guest did, once, and nothing is
+    relayed after it.
     """
 
     def __init__(
@@ -116,7 +117,9 @@ class Tunnels:
         self._relays.pop(relay.number, None)
 
     def _count(self, event: str) -> None:
-        """Raises _Violation when frames come faster than a guest of ours sends them: every sandbox is read in one loop."""
+        """Raises _Violation when frames come faster than a guest of ours sends them: every sandbox is read in one
+        loop.
+        """
         now = time.monotonic()
         self._tokens = min(_FRAMES_AT_ONCE, self._tokens + (now - self._counted_at) * _FRAMES_PER_S)
         self._counted_at = now

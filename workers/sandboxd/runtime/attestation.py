@@ -23,9 +23,11 @@ _LEAST_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Attestation:
-    """`processes`: living ones beside PID 1 and its waiting supervisor; `entries`: folder -> entries directly in it, counted up to 1,000.
+    """`processes`: living ones beside PID 1 and its waiting supervisor; `entries`: folder -> entries directly in it,
+    counted up to 1,000.
 
-    `workspace_bytes` and `workspace_inodes` are the file system's size, used or not; 0 inodes: it has no fixed number of them.
+    `workspace_bytes` and `workspace_inodes` are the file system's size, used or not; 0 inodes: it has no fixed number
+    of them.
     """
 
     processes: int
@@ -50,11 +52,15 @@ async def ask_attestation(guest: Guest, timeout_s: float = 5.0) -> Attestation:
     try:
         return parse_attestation(await guest.ask({"op": "attest", "timeout_s": timeout_s}))
     except ValueError as error:
-        raise SandboxUnavailable(f"the guest does not tell how its sandbox is ({error}): build its image anew") from error
+        raise SandboxUnavailable(
+            f"the guest does not tell how its sandbox is ({error}): build its image anew"
+        ) from error
 
 
 def parse_attestation(done: Mapping[str, Any]) -> Attestation:
-    """The answer to `attest`. Raises ValueError when it is an error, or anything in it is not what the protocol says."""
+    """The answer to `attest`. Raises ValueError when it is an error, or anything in it is not what the protocol
+    says.
+    """
     if "error" in done:
         raise ValueError(f"it cannot: {str(done['error'])[:300]}")
     entries, workspace = _mapping(done, "entries"), _mapping(done, "workspace")
@@ -94,7 +100,9 @@ def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list
 
 
 def explain_lacks(attestation: Attestation, image: str) -> list[str]:
-    """What an image of the operator's own choice does without: sentences; none for one that has all that the tools use."""
+    """What an image of the operator's own choice does without: sentences; none for one that has all that the tools
+    use.
+    """
     return [f"image {image} has no {name}: {_LOSSES[name]}" for name in _PROGRAMS if name not in attestation.programs]
 
 
@@ -121,7 +129,11 @@ def _count(fields: Mapping[str, Any], name: str) -> int:
 
 
 def _parse_version(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) != 3 or not all(type(part) is int and 0 <= part < 1000 for part in value):
+    if (
+        not isinstance(value, list)
+        or len(value) != 3
+        or not all(type(part) is int and 0 <= part < 1000 for part in value)
+    ):
         raise ValueError("'python' is no version of three numbers")
     return tuple(value)
 

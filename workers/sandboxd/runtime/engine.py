@@ -26,7 +26,9 @@ log = structlog.get_logger(__name__)
 PAUSES_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Before each try; the last one for ever."""
 ABSENT_ENOUGH: Final = 5
-"""Never made: not there this many times in a row, while the engine answered. What comes later still is found by its deadline."""
+"""Never made: not there this many times in a row, while the engine answered. What comes later still is found by its
+deadline.
+"""
 LABEL_PRODUCT: Final = "toolcrew.product"
 LABEL_DEPLOYMENT: Final = "toolcrew.deployment"
 LABEL_SANDBOXD: Final = "toolcrew.sandboxd"
@@ -116,7 +118,9 @@ class AttachedContainer:
 
 @dataclass(frozen=True)
 class ListedContainer:
-    """One of ours as the engine lists it. `state` in the engine's words: created, running, paused, exited, dead ...; instants in epoch seconds."""
+    """One of ours as the engine lists it. `state` in the engine's words: created, running, paused, exited, dead ...;
+    instants in epoch seconds.
+    """
 
     id: str
     name: str
@@ -126,7 +130,9 @@ class ListedContainer:
 
 
 class Engine:
-    """Create, attach, start, pause, inspect, remove. Raises SandboxUnavailable with the engine's own words, or why it is not asked."""
+    """Create, attach, start, pause, inspect, remove. Raises SandboxUnavailable with the engine's own words, or why it
+    is not asked.
+    """
 
     def __init__(self, lanes: Lanes = LANES, late_pauses_s: Sequence[float] = PAUSES_S) -> None:
         self._lanes = lanes
@@ -159,7 +165,8 @@ class Engine:
     async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
         """Create a container of that raw configuration, attach, start it.
 
-        On failure nothing is left behind: at once where the engine refused; where it stayed silent, as soon as it answers again.
+        On failure nothing is left behind: at once where the engine refused; where it stayed silent, as soon as it
+        answers again.
         """
         begun = threading.Event()
 
@@ -195,7 +202,9 @@ class Engine:
         await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=False))
 
     async def remove(self, container: str) -> None:
-        """Kill and remove, frozen or not; returns when the engine no longer has it. A container that is already gone is fine."""
+        """Kill and remove, frozen or not; returns when the engine no longer has it. A container that is already gone is
+        fine.
+        """
         await self._remove_by_name(container)
 
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
@@ -208,9 +217,11 @@ class Engine:
         return await self._run(self._lanes.start_check, work)
 
     async def ensure_guest_volume(self, image: str) -> str:
-        """Name of a volume that holds the guest of that image of ours, for images that have none; made and filled where it is not there.
+        """Name of a volume that holds the guest of that image of ours, for images that have none; made and filled where
+        it is not there.
 
-        Raises SandboxUnavailable when the image is missing or has no guest, and when the volume holds something else and is in use.
+        Raises SandboxUnavailable when the image is missing or has no guest, and when the volume holds something else
+        and is in use.
         """
         return await self._run(self._lanes.fills, lambda api: self._volumes.ensure(api, image))
 
@@ -240,7 +251,9 @@ class Engine:
         while self._clients:
             self._clients.popleft().close()
 
-    async def _run(self, lane: Lane, work: Callable[[docker.APIClient], T], late: Callable[[T], None] | None = None) -> T:
+    async def _run(
+        self, lane: Lane, work: Callable[[docker.APIClient], T], late: Callable[[T], None] | None = None
+    ) -> T:
         return await self.gate.run(lane, lambda: self._work(work, lane.deadline_s), late)
 
     def _work(self, work: Callable[[docker.APIClient], T], timeout_s: float) -> T:
@@ -254,13 +267,18 @@ class Engine:
                 raise EngineSilent(f"the Docker engine gave up on itself: {words}") from error
             raise SandboxUnavailable(f"the Docker engine refused: {words}") from error
         except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
-            raise EngineSilent(f"the Docker engine does not answer ({error}): start it, or check DOCKER_HOST and your rights") from error
+            raise EngineSilent(
+                f"the Docker engine does not answer ({error}): start it, or check DOCKER_HOST and your rights"
+            ) from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise EngineSilent(f"the Docker engine's answer cannot be read ({error!r}): is a Docker engine at DOCKER_HOST?") from error
+            raise EngineSilent(
+                f"the Docker engine's answer cannot be read ({error!r}): is a Docker engine at DOCKER_HOST?"
+            ) from error
 
     @contextlib.contextmanager
     def _client(self, timeout_s: float) -> Iterator[docker.APIClient]:
-        # One a call at a time: a requests session is not promised to be thread-safe. None is kept whose call went wrong on the way.
+        # One a call at a time: a requests session is not promised to be thread-safe. None is kept whose call went wrong
+        # on the way.
         try:
             api = self._clients.popleft()
         except IndexError:
@@ -277,7 +295,9 @@ class Engine:
         self._put_back(api)
 
     def _put_back(self, api: docker.APIClient) -> None:
-        """Keep the client for the next call. Over a socket of this host its connections go: it would keep one for each address it has asked."""
+        """Keep the client for the next call. Over a socket of this host its connections go: it would keep one for each
+        address it has asked.
+        """
         if not str(api.base_url).startswith(("http://", "https://")):
             api.close()
         self._clients.append(api)
@@ -333,7 +353,9 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
     try:
         container = str(api.create_container_from_config(config, name)["Id"])  # type: ignore[no-untyped-call]
     except docker.errors.ImageNotFound as error:
-        raise SandboxUnavailable(f"the engine has no image {config['Image']}: build it with scripts/build-image, or pull it") from error
+        raise SandboxUnavailable(
+            f"the engine has no image {config['Image']}: build it with scripts/build-image, or pull it"
+        ) from error
     attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
     # A descriptor of our own: the SDK's object then goes its way without taking the connection with it.
     sock = socket.socket(fileno=os.dup(attached.fileno()))

@@ -1,4 +1,6 @@
-"""Every call to the container engine passes one gate: bounded in number and time, and refused while the engine does not answer."""
+"""Every call to the container engine passes one gate: bounded in number and time, and refused while the engine does not
+answer.
+"""
 
 import asyncio
 import os
@@ -69,7 +71,9 @@ class Breaker:
         return max(0.0, self._next_try_at - self._clock()) if self.is_open else 0.0
 
     def admit(self) -> Admission:
-        """What a caller may do now. After `PROBE` one of `probe_failed`, `probe_answered` and `probe_dropped` must follow."""
+        """What a caller may do now. After `PROBE` one of `probe_failed`, `probe_answered` and `probe_dropped` must
+        follow.
+        """
         if not self.is_open:
             return Admission.GO
         if self._is_probing or self.next_try_s > 0:
@@ -78,7 +82,9 @@ class Breaker:
         return Admission.PROBE
 
     def failed(self, error: str) -> bool:
-        """A call got no answer. True when this opened the breaker. Calls that were under way when it opened add nothing to its pause."""
+        """A call got no answer. True when this opened the breaker. Calls that were under way when it opened add nothing
+        to its pause.
+        """
         self._count(error)
         if self.is_open or self.failures < self._threshold:
             return False
@@ -102,7 +108,8 @@ class Breaker:
         self._next_try_at = self._clock() + self._pause_s
 
     def probe_answered(self) -> bool:
-        """The engine answers again; a call that gets no answer opens the breaker at once, for longer. True when this closed it.
+        """The engine answers again; a call that gets no answer opens the breaker at once, for longer. True when this
+        closed it.
 
         An engine can answer a probe and nothing else: only a call's answer makes the pause short again.
         """
@@ -133,7 +140,9 @@ class EngineSilent(SandboxUnavailable):
 
 @dataclass(frozen=True)
 class Lane:
-    """One kind of call. `name` is its plural, for sentences. A caller waits for its turn no longer than `max_wait_s`."""
+    """One kind of call. `name` is its plural, for sentences. A caller waits for its turn no longer than
+    `max_wait_s`.
+    """
 
     name: str
     at_once: int
@@ -155,7 +164,8 @@ class Lanes:
 
 
 LANES: Final = Lanes(
-    # Nearly all work of the engine's on this host: more at a time than it has cores end no sooner, and each waits longer.
+    # Nearly all work of the engine's on this host: more at a time than it has cores end no sooner, and each waits
+    # longer.
     starts=Lane("starts", at_once=max(2, min(os.cpu_count() or 1, 16)), deadline_s=45.0),
     removals=Lane("removals", at_once=4, deadline_s=45.0, max_wait_s=120.0),
     start_check=Lane("looks", at_once=4, deadline_s=15.0, max_wait_s=30.0),
@@ -165,7 +175,9 @@ LANES: Final = Lanes(
 
 
 class _Turns:
-    """Who may use a lane: first come, first served. A turn ends with the thread that used it, not with its caller's patience."""
+    """Who may use a lane: first come, first served. A turn ends with the thread that used it, not with its caller's
+    patience.
+    """
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -179,7 +191,9 @@ class _Turns:
         return len(self._waiting)
 
     async def take(self) -> None:
-        """Returns with a turn that must be given back. Raises SandboxUnavailable when too many wait, or for too long."""
+        """Returns with a turn that must be given back. Raises SandboxUnavailable when too many wait, or for too
+        long.
+        """
         if self.running < self.lane.at_once:
             self.running += 1
             return
@@ -227,12 +241,15 @@ class _Turns:
             self.give_back()  # it came as the caller left
 
     def _stuck(self) -> str:
-        return f"the Docker engine does not get done with any of {self.overdue} {self.lane.name}: look after it, or restart it"
+        return (
+            f"the Docker engine does not get done with any of {self.overdue} {self.lane.name}: look after it, or "
+            "restart it"
+        )
 
     def _busy(self) -> SandboxUnavailable:
         return SandboxUnavailable(
-            f"the Docker engine is busy: {self.running} {self.lane.name} under way, {self.waiting} waiting: try again later, "
-            "or spread the sessions over more hosts"
+            f"the Docker engine is busy: {self.running} {self.lane.name} under way, {self.waiting} waiting: try again "
+            "later, or spread the sessions over more hosts"
         )
 
 
@@ -249,8 +266,9 @@ class EngineGate:
     async def run(self, lane: Lane, work: Callable[[], T], late: Callable[[T], None] | None = None) -> T:
         """The result of `work`, which may raise SandboxUnavailable (the engine refused) or EngineSilent.
 
-        Raises SandboxUnavailable at once while the breaker is open, when the lane is full, and EngineSilent at the lane's deadline.
-        A thread cannot be stopped: after a deadline or a cancelled wait it goes on, holds its turn, and its result goes to `late`.
+        Raises SandboxUnavailable at once while the breaker is open, when the lane is full, and EngineSilent at the
+        lane's deadline. A thread cannot be stopped: after a deadline or a cancelled wait it goes on, holds its turn,
+        and its result goes to `late`.
         """
         await self._admit()
         turns = self._turns.setdefault(lane.name, _Turns(lane))
@@ -324,15 +342,19 @@ class EngineGate:
         since = datetime.fromtimestamp(time.time() - breaker.silent_s, UTC)
         when = f"in {breaker.next_try_s:.1f} s" if breaker.next_try_s else "now"
         return (
-            f"the Docker engine has not answered since {since:%H:%M:%S} UTC ({breaker.failures} times in a row; last: {breaker.last_error}); "
-            f"it is tried again {when}"
+            f"the Docker engine has not answered since {since:%H:%M:%S} UTC ({breaker.failures} times in a row; last: "
+            f"{breaker.last_error}); it is tried again {when}"
         )
 
 
 class _Call(Generic[T]):
-    """A call in its thread. Whether its caller waits or has left: at the deadline it is silence, and its end gives the turn back."""
+    """A call in its thread. Whether its caller waits or has left: at the deadline it is silence, and its end gives the
+    turn back.
+    """
 
-    def __init__(self, gate: EngineGate, turns: _Turns, running: "asyncio.Future[T]", late: Callable[[T], None] | None) -> None:
+    def __init__(
+        self, gate: EngineGate, turns: _Turns, running: "asyncio.Future[T]", late: Callable[[T], None] | None
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[T] = loop.create_future()
         """What the caller waits for; cancelled when he leaves."""
@@ -350,7 +372,9 @@ class _Call(Generic[T]):
 
     def _give_up(self) -> None:
         self._is_overdue = True
-        silence = EngineSilent(f"the Docker engine did not answer within {self._turns.lane.deadline_s:g} s: look after it, or restart it")
+        silence = EngineSilent(
+            f"the Docker engine did not answer within {self._turns.lane.deadline_s:g} s: look after it, or restart it"
+        )
         self._gate.learn(silence)
         self._turns.count_overdue()
         if not self.answer.done():

@@ -1,4 +1,6 @@
-"""Starts and removes sandboxes: counted, recorded, labelled, started around a workspace, checked once, and forgotten when they are gone."""
+"""Starts and removes sandboxes: counted, recorded, labelled, started around a workspace, checked once, and forgotten
+when they are gone.
+"""
 
 import asyncio
 import secrets
@@ -67,8 +69,8 @@ class SandboxSlots:
                 continue
             if time.monotonic() >= until:
                 raise SandboxUnavailable(
-                    f"this host already holds {self.limit} sandboxes, and all of them work: close sessions, add a host, "
-                    "or raise TOOLCREW_MAX_SANDBOXES"
+                    f"this host already holds {self.limit} sandboxes, and all of them work: close sessions, add a "
+                    "host, or raise TOOLCREW_MAX_SANDBOXES"
                 )
             await asyncio.sleep(_LOOK_S)
 
@@ -76,7 +78,9 @@ class SandboxSlots:
         self.taken -= 1
 
     async def _has_made_room(self) -> bool:
-        """Who gives a place up does so to the end, also when it takes longer than anybody waits: half of it done is a session's state lost."""
+        """Who gives a place up does so to the end, also when it takes longer than anybody waits: half of it done is a
+        session's state lost.
+        """
         if self.make_room is None:
             return False
         making = asyncio.ensure_future(self.make_room())
@@ -156,7 +160,9 @@ class SandboxFactory:
         owner: Mapping[str, str],
         guest_image: str,
     ) -> None:
-        """`owner`: the labels deployment, sandboxd and lease. `guest_image`: one of ours, whose guest images without one are given."""
+        """`owner`: the labels deployment, sandboxd and lease. `guest_image`: one of ours, whose guest images without
+        one are given.
+        """
         self.engine = engine
         self.workspaces = workspaces
         self.slots = slots
@@ -181,7 +187,8 @@ class SandboxFactory:
         return await self.workspaces.make(secrets.token_hex(12), size)
 
     async def make(self, plan: SandboxPlan, workspace: Workspace, generation: int) -> Sandbox:
-        """A started and greeted sandbox in a place of `room` that the caller has taken; from here on the place is ours to give back.
+        """A started and greeted sandbox in a place of `room` that the caller has taken; from here on the place is ours
+        to give back.
 
         Raises SandboxUnavailable; what was created is then removed, by the sweep if need be.
         """
@@ -202,14 +209,20 @@ class SandboxFactory:
                 LABEL_CREATED_AT: str(int(now)),
                 LABEL_DEADLINE: str(int(deadline)),
             }
-            volume = None if await self.engine.has_guest(plan.image) else await self.engine.ensure_guest_volume(self._guest_image)
+            volume = (
+                None
+                if await self.engine.has_guest(plan.image)
+                else await self.engine.ensure_guest_volume(self._guest_image)
+            )
             async with workspace.mounted() as mount:
                 with explained(plan.image):
                     attached = await self.engine.start(self._profile.build_config(plan, mount, labels, volume), name)
         except BaseException:
             await asyncio.shield(self._confirm_gone(name))
             raise
-        sandbox = Sandbox(self.engine, generation, attached.id, name, on_removed=lambda: self._forget(name), counts=self.counts)
+        sandbox = Sandbox(
+            self.engine, generation, attached.id, name, on_removed=lambda: self._forget(name), counts=self.counts
+        )
         try:
             with explained(plan.image):
                 await sandbox.attach(attached.sock)
@@ -286,7 +299,9 @@ class WorkspaceMissed(SandboxUnavailable):
 
 
 class StartCheck:
-    """Remembers the images, by runtime, whose sandboxes were as they should be. `is_hard`: whether a workspace's size is its file system's."""
+    """Remembers the images, by runtime, whose sandboxes were as they should be. `is_hard`: whether a workspace's size
+    is its file system's.
+    """
 
     def __init__(self, is_hard: bool) -> None:
         self._is_hard = is_hard
@@ -302,7 +317,9 @@ class StartCheck:
         found = await ask_attestation(sandbox)
         misfits = find_misfits(found, size.bytes, size.inodes) if self._is_hard else []
         if misfits:
-            raise WorkspaceMissed(f"a sandbox of image {plan.image} does not get its workspace: {'; '.join(misfits)}; {FOLDERS}")
+            raise WorkspaceMissed(
+                f"a sandbox of image {plan.image} does not get its workspace: {'; '.join(misfits)}; {FOLDERS}"
+            )
         for lack in explain_lacks(found, plan.image):
             log.warning("image_lacks_a_program", lack=lack)
         self._seen.add((plan.image, plan.runtime))

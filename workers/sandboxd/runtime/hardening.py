@@ -1,7 +1,8 @@
 """The whole container profile of a sandbox, as one table: what is asked of the engine, and whether the engine kept it.
 
-Pure data and functions; whoever owns the engine socket sends `build_container_config` to `POST /containers/create` and gives the answer
-of `GET /containers/<id>/json` to `find_drift`. No caller chooses a row: image, runtime, sizes and labels are all that varies.
+Pure data and functions; whoever owns the engine socket sends `build_container_config` to `POST /containers/create` and
+gives the answer of `GET /containers/<id>/json` to `find_drift`. No caller chooses a row: image, runtime, sizes and
+labels are all that varies.
 """
 
 import json
@@ -29,13 +30,15 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
 }
 _PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
 EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
-    **{name: _PROXY for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")},  # programs differ in what they read
+    **{
+        name: _PROXY for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    },  # programs differ in what they read
     **{name: "localhost,127.0.0.1,::1" for name in ("no_proxy", "NO_PROXY")},
 }
 # The engine's own defaults, 20.10 and later. Not asked for, because naming them would drop what a newer engine adds.
 MASKED_PATHS: Final = frozenset({
-    "/proc/asound", "/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list", "/proc/timer_stats",
-    "/proc/sched_debug", "/proc/scsi", "/sys/firmware",
+    "/proc/asound", "/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list",
+    "/proc/timer_stats", "/proc/sched_debug", "/proc/scsi", "/sys/firmware",
 })  # fmt: skip
 READONLY_PATHS: Final = frozenset({"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"})
 
@@ -65,8 +68,12 @@ class SandboxLimits:
                 raise ValueError(f"{field.name} is {value}; it must be a number of at least {least}")
 
     def memory_bytes(self, has_tmpfs_workspace: bool = True) -> int:
-        """The container's limit: full mounts in memory are charged to it and must leave the reserve to the processes."""
-        mounts = self.tmp_bytes + self.output_bytes + self.shm_bytes + (self.workspace_bytes if has_tmpfs_workspace else 0)
+        """The container's limit: full mounts in memory are charged to it and must leave the reserve to the
+        processes.
+        """
+        mounts = (
+            self.tmp_bytes + self.output_bytes + self.shm_bytes + (self.workspace_bytes if has_tmpfs_workspace else 0)
+        )
         return self.memory_reserve_bytes + mounts
 
 
@@ -75,8 +82,8 @@ _OWN_MEMORY: Final = WorkspaceMount()
 
 @dataclass(frozen=True)
 class Variant:
-    """What sandboxes of one host differ in beside image, runtime and sizes. `guest_volume`: for an image that has no guest of its own; `skills_volume`:
-    what sandboxes read skills from; None: there are none."""
+    """What sandboxes of one host differ in beside image, runtime and sizes. `guest_volume`: for an image that has no
+    guest of its own; `skills_volume`: what sandboxes read skills from; None: there are none."""
 
     workspace: WorkspaceMount = _OWN_MEMORY
     network: NetworkPolicy = "none"
@@ -106,7 +113,8 @@ def build_promises(
 ) -> tuple[Promise, ...]:
     """The table. `cgroup_version`, 1 or 2, is what the engine's `GET /info` reports as `CgroupVersion`.
 
-    ValueError when an argument would silently weaken a row: an empty runtime, a seccomp text that is not a profile, a foreign label.
+    ValueError when an argument would silently weaken a row: an empty runtime, a seccomp text that is not a profile, a
+    foreign label.
     """
     _check_arguments(image, runtime, labels, seccomp, cgroup_version)
     row = Promise
@@ -140,7 +148,11 @@ def build_promises(
         row("HostConfig.CapDrop", ["ALL"], "no mount, mknod, chown, raw socket"),
         row("HostConfig.CapAdd", [], "no mount, mknod, chown, raw socket"),
         row("HostConfig.GroupAdd", [], "no group but the sandbox's own"),
-        row("HostConfig.SecurityOpt", ["no-new-privileges", f"seccomp={seccomp}"], "setuid files are inert; calls are filtered"),
+        row(
+            "HostConfig.SecurityOpt",
+            ["no-new-privileges", f"seccomp={seccomp}"],
+            "setuid files are inert; calls are filtered",
+        ),
         row("HostConfig.UsernsMode", "", "a remapping the operator set up is not switched off"),
         row("HostConfig.PidMode", "", "sees and signals its own processes only"),
         row("HostConfig.IpcMode", "private", "shared memory and queues are its own"),
@@ -152,7 +164,9 @@ def build_promises(
         row("HostConfig.Devices", [], "no device"),
         row("HostConfig.DeviceRequests", [], "no device"),
         row("HostConfig.DeviceCgroupRules", [], "no device"),
-        row("HostConfig.Tmpfs", _tmpfs_mounts(limits, variant), "every writable place has a size and a number of files"),
+        row(
+            "HostConfig.Tmpfs", _tmpfs_mounts(limits, variant), "every writable place has a size and a number of files"
+        ),
         row("HostConfig.ShmSize", limits.shm_bytes, "for a runtime that mounts /dev/shm by itself"),
         row("HostConfig.Sysctls", dict(_IPC_SYSCTLS), "System V memory outlives its process and no mount bounds it"),
         row("HostConfig.Memory", memory, "a hog dies in its own sandbox"),
@@ -179,7 +193,8 @@ def build_promises(
     return tuple(table)
 
 
-# Message queues and semaphores outlive their process too; the sizes are what a small database needs, not what fills a sandbox.
+# Message queues and semaphores outlive their process too; the sizes are what a small database needs, not what fills a
+# sandbox.
 _IPC_SYSCTLS: Final[Mapping[str, str]] = {
     "kernel.shm_rmid_forced": "1",  # a segment goes with the last process that has it attached
     "kernel.msgmni": "64",
@@ -190,7 +205,13 @@ _IPC_SYSCTLS: Final[Mapping[str, str]] = {
 def _entrypoint(variant: Variant) -> list[str]:
     # By its name where the image is another's: the engine looks it up in PATH, and says when there is none.
     python = OWN_PYTHON if variant.guest_volume is None else "python3"
-    return [python, *GUEST_COMMAND, "--life", f"{variant.life_s:g}", *(["--proxy", str(PROXY_PORT)] if variant.network == "egress" else [])]
+    return [
+        python,
+        *GUEST_COMMAND,
+        "--life",
+        f"{variant.life_s:g}",
+        *(["--proxy", str(PROXY_PORT)] if variant.network == "egress" else []),
+    ]
 
 
 def _environment(variant: Variant) -> list[str]:
@@ -202,10 +223,20 @@ def _mounts(variant: Variant) -> list[dict[str, object]]:
     mounts: list[dict[str, object]] = []
     if variant.workspace.bind is not None:
         options = {"Propagation": "rprivate", "NonRecursive": True}
-        mounts.append({"Type": "bind", "Source": variant.workspace.bind, "Target": "/workspace", "BindOptions": options})
+        mounts.append(
+            {"Type": "bind", "Source": variant.workspace.bind, "Target": "/workspace", "BindOptions": options}
+        )
     for volume, folder in ((variant.guest_volume, GUEST_FOLDER), (variant.skills_volume, SKILLS_FOLDER)):
         if volume is not None:
-            mounts.append({"Type": "volume", "Source": volume, "Target": folder, "ReadOnly": True, "VolumeOptions": {"NoCopy": True}})
+            mounts.append(
+                {
+                    "Type": "volume",
+                    "Source": volume,
+                    "Target": folder,
+                    "ReadOnly": True,
+                    "VolumeOptions": {"NoCopy": True},
+                }
+            )
     return mounts
 
 
@@ -217,7 +248,8 @@ def _workspace_tmpfs(limits: SandboxLimits) -> dict[str, str]:
 def _tmpfs_mounts(limits: SandboxLimits, variant: Variant) -> dict[str, str]:
     tmp = f"size={limits.tmp_bytes},nr_inodes={limits.tmp_inodes}"
     output = f"size={limits.output_bytes},nr_inodes={limits.output_inodes}"
-    # The engine's own mount has no nr_inodes: empty files in /dev/shm, which no kill ends, would use up the memory limit.
+    # The engine's own mount has no nr_inodes: empty files in /dev/shm, which no kill ends, would use up the memory
+    # limit.
     shm = f"size={limits.shm_bytes},nr_inodes={limits.shm_inodes}"
     return {
         **(_workspace_tmpfs(limits) if variant.workspace.bind is None else {}),
@@ -276,10 +308,11 @@ def build_container_config(
 
 
 def find_drift(config: Mapping[str, object], inspected: Mapping[str, object]) -> list[str]:
-    """Sentences: every promise in `config`, and of the engine's own defaults, that the inspected container does not confirm.
+    """Sentences: every promise in `config`, and of the engine's own defaults, that the inspected container does not
+    confirm.
 
-    Empty: all hold. `inspected` may be of a created or a running container. The engine reports what it accepted; that the kernel
-    enforces it is what the attack tests show.
+    Empty: all hold. `inspected` may be of a created or a running container. The engine reports what it accepted; that
+    the kernel enforces it is what the attack tests show.
     """
     host = cast(Mapping[str, object], config["HostConfig"])
     asked = {f"Config.{name}": value for name, value in config.items() if name != "HostConfig"}
@@ -332,7 +365,9 @@ def _is_same(asked: object, found: object) -> bool:
 def _is_same_in_any_order(asked: object, found: object) -> bool:
     if not isinstance(asked, list) or not isinstance(found, list):
         return False
-    return sorted(json.dumps(item, sort_keys=True) for item in asked) == sorted(json.dumps(item, sort_keys=True) for item in found)
+    return sorted(json.dumps(item, sort_keys=True) for item in asked) == sorted(
+        json.dumps(item, sort_keys=True) for item in found
+    )
 
 
 def _are_our_labels(asked: object, found: object) -> bool:

@@ -15,8 +15,8 @@ _MOST_WORDS = 2000
 def explain_start_failure(words: str, image: str) -> str | None:
     """What `words` say about the image; None when they are about something else.
 
-    `words`: what the engine answered to the start, or what the container wrote to its stderr before it ended: only its first 2,000
-    characters are looked at. A sentence that says what to do next.
+    `words`: what the engine answered to the start, or what the container wrote to its stderr before it ended: only its
+    first 2,000 characters are looked at. A sentence that says what to do next.
     """
     head = words[:_MOST_WORDS]
     for pattern, explain in _FAULTS:
@@ -27,19 +27,24 @@ def explain_start_failure(words: str, image: str) -> str | None:
 
 
 def explain_unfit(config: Mapping[str, Any], image: str) -> str | None:
-    """Why no sandbox may be made of an image with that `Config`, as the engine inspects it; None when one may. A sentence with what to do."""
+    """Why no sandbox may be made of an image with that `Config`, as the engine inspects it; None when one may. A
+    sentence with what to do.
+    """
     volumes = ", ".join(sorted(config.get("Volumes") or {}))
     if not volumes:
         return None
     return (
-        f"image {image} cannot be a sandbox: it declares volumes ({volumes[:200]}), which the engine makes as host disk without a limit; "
-        "make an image without them from its files, by docker export of a container of it and docker import"
+        f"image {image} cannot be a sandbox: it declares volumes ({volumes[:200]}), which the engine makes as host "
+        "disk without a limit; make an image without them from its files, by docker export of a container of it and "
+        "docker import"
     )
 
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Around the start of a sandbox: a SandboxUnavailable that is the image's fault says so. Others pass as they are."""
+    """Around the start of a sandbox: a SandboxUnavailable that is the image's fault says so. Others pass as they
+    are.
+    """
     try:
         yield
     except SandboxUnavailable as error:
@@ -60,8 +65,14 @@ _FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
         lambda found: f"its python3 is {found[1]}; use an image with 3.9 or later",
     ),
     (
-        re.compile(r"toolcrew guest: this image's python3 lacks a part of the standard library: No module named '([A-Za-z0-9_.]{1,40})'"),
-        lambda found: f"its python3 has no module '{found[1]}'; install the whole of Python (Debian: python3, not python3-minimal)",
+        re.compile(
+            r"toolcrew guest: this image's python3 lacks a part of the standard library: "
+            r"No module named '([A-Za-z0-9_.]{1,40})'"
+        ),
+        lambda found: (
+            f"its python3 has no module '{found[1]}'; install the whole of Python (Debian: python3, not "
+            "python3-minimal)"
+        ),
     ),
     (
         re.compile(r"toolcrew guest: this image's python3 lacks a part"),
@@ -84,11 +95,17 @@ _FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
         lambda found: f"its python3 lacks the library {found[1]}; build the image with all that its Python needs",
     ),
     (
-        re.compile(r"exec [^\n]{0,200}python3: permission denied|exec: \"[^\"]{0,200}python3\": permission denied", re.IGNORECASE),
+        re.compile(
+            r"exec [^\n]{0,200}python3: permission denied|exec: \"[^\"]{0,200}python3\": permission denied",
+            re.IGNORECASE,
+        ),
         _say("its python3 may not be run by uid 1000; make it readable and executable for all"),
     ),
     (
-        re.compile(r'to rootfs at "(/[a-z/]{1,40})"[^\n]*(?:: not a directory|cannot be mounted because it is not of type proc)'),
+        re.compile(
+            r'to rootfs at "(/[a-z/]{1,40})"[^\n]*'
+            r"(?:: not a directory|cannot be mounted because it is not of type proc)"
+        ),
         lambda found: f"its {found[1]} is no folder; {FOLDERS}",
     ),
     (
@@ -97,7 +114,10 @@ _FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     ),
     (
         re.compile(r"can't find '__main__' module in '/opt/toolcrew'|can't open file '/opt/toolcrew'"),
-        _say("there is no guest in /opt/toolcrew: build the image FROM ours, or remove its label toolcrew.guest to have the guest mounted"),
+        _say(
+            "there is no guest in /opt/toolcrew: build the image FROM ours, or remove its label toolcrew.guest to have "
+            "the guest mounted"
+        ),
     ),
     (
         re.compile(r"Fatal Python error: |ModuleNotFoundError: No module named '(?:encodings|codecs)'"),

@@ -1,4 +1,6 @@
-"""Removes what nobody owns any more: containers of sandboxds that died, that are past their deadline, or that were never started."""
+"""Removes what nobody owns any more: containers of sandboxds that died, that are past their deadline, or that were
+never started.
+"""
 
 import asyncio
 import time
@@ -23,7 +25,9 @@ DEADLINE_GRACE_S = 60.0
 class Reaper:
     """Looks at the containers of this deployment and at no other's."""
 
-    def __init__(self, engine: Engine, factory: SandboxFactory, records: Records, lease: Lease, deployment: str, name: str) -> None:
+    def __init__(
+        self, engine: Engine, factory: SandboxFactory, records: Records, lease: Lease, deployment: str, name: str
+    ) -> None:
         self._engine = engine
         self._factory = factory
         self._records = records
@@ -57,7 +61,9 @@ class Reaper:
         return None
 
     async def _remove(self, due: Sequence[tuple[ListedContainer, str]]) -> set[str]:
-        results = await asyncio.gather(*(self._engine.remove(container.id) for container, _ in due), return_exceptions=True)
+        results = await asyncio.gather(
+            *(self._engine.remove(container.id) for container, _ in due), return_exceptions=True
+        )
         removed = set()
         for (container, reason), result in zip(due, results, strict=True):
             if isinstance(result, SandboxUnavailable):

@@ -4,18 +4,20 @@ How the profile was made. The starting point was the list of upstream's default 
 `seccomp/default.json`, June 2026, 426 names), written anew and sorted by what the calls are for. Then:
 
 - every rule that depends on a capability went, because a sandbox has none;
-- ptrace, process_vm_*, name_to_handle_at, memfd_secret, modify_ldt, vmsplice, listmount, statmount, adjtimex, clock_adjtime* and
-  fanotify_mark went, which upstream allows to everybody;
-- the io_setup family went: its slots (fs.aio-max-nr) are one number for the whole host, and a sandbox could take them all;
-- `socket` is for AF_UNIX, AF_INET and AF_INET6 by equality, so that neither a new family nor one with high bits set slips
-  through, and `socketpair` for AF_UNIX only;
-- `socketcall`, the 32-bit way to `socket` whose family no filter can read, answers ENOSYS. libseccomp silently adds a permission
-  for it to every `socket` rule, and runc skips a denial that equals the default action: hence an errno of its own, and first;
+- ptrace, process_vm_*, name_to_handle_at, memfd_secret, modify_ldt, vmsplice, listmount, statmount, adjtimex,
+  clock_adjtime* and fanotify_mark went, which upstream allows to everybody;
+- the io_setup family went: its slots (fs.aio-max-nr) are one number for the whole host, and a sandbox could take them
+  all;
+- `socket` is for AF_UNIX, AF_INET and AF_INET6 by equality, so that neither a new family nor one with high bits set
+  slips through, and `socketpair` for AF_UNIX only;
+- `socketcall`, the 32-bit way to `socket` whose family no filter can read, answers ENOSYS. libseccomp silently adds a
+  permission for it to every `socket` rule, and runc skips a denial that equals the default action: hence an errno of
+  its own, and first;
 - `clone3` answers ENOSYS so that the C library falls back to `clone`, which is allowed without the namespace flags;
 - rules of architectures other than x86-64 and aarch64 (with their 32-bit sides) went.
 
-Whatever is not named gets EPERM; nothing is ever killed for a call. An engine or libseccomp that does not know a name skips it, which
-denies that call. `tests/integration/test_container_profile.py` asks a real kernel about each of these.
+Whatever is not named gets EPERM; nothing is ever killed for a call. An engine or libseccomp that does not know a name
+skips it, which denies that call. `tests/integration/test_container_profile.py` asks a real kernel about each of these.
 """
 
 import json
@@ -43,8 +45,8 @@ NEVER_ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
     "kernel keyrings": ("keyctl", "add_key", "request_key"),
     "programs in the kernel and its counters": ("bpf", "perf_event_open", "lookup_dcookie"),
     "mounts": (
-        "mount", "umount", "umount2", "pivot_root", "mount_setattr", "move_mount", "open_tree", "open_tree_attr", "fsopen", "fsconfig",
-        "fsmount", "fspick", "listmount", "statmount",
+        "mount", "umount", "umount2", "pivot_root", "mount_setattr", "move_mount", "open_tree", "open_tree_attr",
+        "fsopen", "fsconfig", "fsmount", "fspick", "listmount", "statmount",
     ),
     "namespaces and roots": ("setns", "unshare", "chroot", "sethostname", "setdomainname"),
     "files by handle": ("name_to_handle_at", "open_by_handle_at", "file_getattr", "file_setattr"),
@@ -58,8 +60,8 @@ NEVER_ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
         "settimeofday", "clock_settime", "clock_settime64", "stime", "adjtimex", "clock_adjtime", "clock_adjtime64",
     ),
     "the machine": (
-        "swapon", "swapoff", "acct", "reboot", "init_module", "finit_module", "delete_module", "create_module", "kexec_load",
-        "kexec_file_load", "syslog", "vhangup", "nfsservctl", "uselib", "fanotify_init", "fanotify_mark",
+        "swapon", "swapoff", "acct", "reboot", "init_module", "finit_module", "delete_module", "create_module",
+        "kexec_load", "kexec_file_load", "syslog", "vhangup", "nfsservctl", "uselib", "fanotify_init", "fanotify_mark",
     ),
     "what hides its arguments from a filter": ("socketcall", "clone3"),
 }  # fmt: skip
@@ -75,7 +77,9 @@ class _Rule:
 
 
 def load_seccomp_profile() -> str:
-    """The profile as one line of JSON, as `HostConfig.SecurityOpt` wants it. ValueError when the shipped file is not what we promise."""
+    """The profile as one line of JSON, as `HostConfig.SecurityOpt` wants it. ValueError when the shipped file is not
+    what we promise.
+    """
     text = resources.files("workers.sandboxd.runtime").joinpath("seccomp.json").read_text(encoding="utf-8")
     faults = find_profile_faults(text)
     if faults:
@@ -84,7 +88,9 @@ def load_seccomp_profile() -> str:
 
 
 def find_profile_faults(text: str) -> list[str]:
-    """Sentences: what in this profile breaks the rules of the module's docstring. Empty: nothing does. Never raises for bad JSON."""
+    """Sentences: what in this profile breaks the rules of the module's docstring. Empty: nothing does. Never raises for
+    bad JSON.
+    """
     try:
         profile = json.loads(text)
         rules = list(_read_rules(profile))

@@ -1,4 +1,6 @@
-"""Volumes that the engine fills: the guest, for images that have none, and the skills. Blocks, and raises what the SDK raises."""
+"""Volumes that the engine fills: the guest, for images that have none, and the skills. Blocks, and raises what the SDK
+raises.
+"""
 
 import contextlib
 import hashlib
@@ -34,14 +36,20 @@ class GuestVolumes:
         self._filled: dict[str, str] = {}
 
     def ensure(self, api: docker.APIClient, image: str) -> str:
-        """Name of a volume with the guest of that image of ours. Raises SandboxUnavailable when the image is missing or has no guest."""
+        """Name of a volume with the guest of that image of ours. Raises SandboxUnavailable when the image is missing or
+        has no guest.
+        """
         try:
             identity = str(api.inspect_image(image)["Id"])  # type: ignore[no-untyped-call]
         except docker.errors.ImageNotFound as error:
-            words = f"the engine has no image {image}, from which other images get the guest: build it with scripts/build-image"
+            words = (
+                f"the engine has no image {image}, from which other images get the guest: build it with "
+                "scripts/build-image"
+            )
             raise SandboxUnavailable(words) from error
         name = _name_of(identity)
-        # One that was made at another time is not ours: a container's start makes a volume that is missing, and makes it empty.
+        # One that was made at another time is not ours: a container's start makes a volume that is missing, and makes
+        # it empty.
         if name not in self._filled or self._filled[name] != _made_at(api, name):
             _fill(api, image, identity, name)
             self._filled[name] = _made_at(api, name)
@@ -54,7 +62,9 @@ def _name_of(image: str) -> str:
 
 
 def _remove_orphans(api: docker.APIClient) -> None:
-    """Remove volumes whose images the engine no longer has: nobody asks for them again. A container's is not removed by the engine."""
+    """Remove volumes whose images the engine no longer has: nobody asks for them again. A container's is not removed by
+    the engine.
+    """
     # In this order: the image of a volume that is made meanwhile is among those that are listed afterwards.
     listed = api.volumes(filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_GUEST}"]})["Volumes"] or []
     wanted = {_name_of(str(image["Id"])) for image in api.images(all=True)}
@@ -73,7 +83,9 @@ def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None
     with _filler(api, identity, f"toolcrew-fill-{volume}", None) as own:
         wanted = _read_guest(api, own)
         if not wanted:
-            raise SandboxUnavailable(f"the image {image} has nothing in {GUEST_FOLDER}: build it anew with scripts/build-image")
+            raise SandboxUnavailable(
+                f"the image {image} has nothing in {GUEST_FOLDER}: build it anew with scripts/build-image"
+            )
         for _ in range(2):
             api.create_volume(volume, driver="local", labels={LABEL_PRODUCT: PRODUCT_GUEST})
             # The engine copies the image's folder into an empty volume as it creates a container.
@@ -82,7 +94,9 @@ def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None
                     return
             with contextlib.suppress(docker.errors.NotFound):
                 api.remove_volume(volume)  # of a fill that was cut off; the engine refuses while a sandbox has it
-    raise SandboxUnavailable(f"the volume {volume} does not take what {image} has in {GUEST_FOLDER}: look at the engine's disk")
+    raise SandboxUnavailable(
+        f"the volume {volume} does not take what {image} has in {GUEST_FOLDER}: look at the engine's disk"
+    )
 
 
 def _made_at(api: docker.APIClient, volume: str) -> str:
@@ -95,7 +109,9 @@ def _made_at(api: docker.APIClient, volume: str) -> str:
 
 @contextlib.contextmanager
 def _filler(api: docker.APIClient, image: str, name: str, volume: str | None) -> Iterator[str]:
-    """A container of the image that is never started, with the volume where the guest is. Waits while another has its name."""
+    """A container of the image that is never started, with the volume where the guest is. Waits while another has its
+    name.
+    """
     mounts = [] if volume is None else [{"Type": "volume", "Source": volume, "Target": GUEST_FOLDER}]
     body = {"Image": image, "NetworkDisabled": True, "Labels": {LABEL_PRODUCT: PRODUCT_GUEST}}
     config = {**body, "HostConfig": {"NetworkMode": "none", "Mounts": mounts}}

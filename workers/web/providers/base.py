@@ -45,13 +45,16 @@ class SearchProvider(Protocol):
     def search(self, query: SearchQuery, deadline: Deadline) -> tuple[SearchResult, ...]:
         """Hits, the best first, at most as many as asked for or as the service gives on one page.
 
-        Domains are wishes here: the tool filters. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, HTTP_ERROR, CONFIG_MISSING for a refused key.
+        Domains are wishes here: the tool filters. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, HTTP_ERROR,
+        CONFIG_MISSING for a refused key.
         """
         ...
 
 
 def parse_results(entries: Any, *, snippet: str, published: str | None = None) -> tuple[SearchResult, ...]:
-    """The results in a provider's list of objects; `snippet` and `published`: how it calls them. What is no result is left out."""
+    """The results in a provider's list of objects; `snippet` and `published`: how it calls them. What is no result is
+    left out.
+    """
     parsed = (_parse_result(entry, snippet, published) for entry in entries) if isinstance(entries, list) else ()
     return tuple(result for result in parsed if result is not None)
 

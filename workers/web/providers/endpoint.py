@@ -44,18 +44,32 @@ class Endpoint:
     pause: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.time
 
-    def get(self, path: str, parameters: Mapping[str, str], deadline: Deadline, key: Mapping[str, SecretStr] | None = None) -> Any:
+    def get(
+        self, path: str, parameters: Mapping[str, str], deadline: Deadline, key: Mapping[str, SecretStr] | None = None
+    ) -> Any:
         """The JSON of a GET. Raises ToolFailure as SearchProvider says."""
         return self._ask("GET", f"{path}?{urlencode(parameters)}", {}, b"", key or {}, deadline)
 
     def post(self, path: str, content: Mapping[str, Any], deadline: Deadline, key: Mapping[str, SecretStr]) -> Any:
         """The JSON of a POST of JSON. Raises ToolFailure as SearchProvider says."""
-        return self._ask("POST", path, {"Content-Type": "application/json"}, json.dumps(content).encode(), key, deadline)
+        return self._ask(
+            "POST", path, {"Content-Type": "application/json"}, json.dumps(content).encode(), key, deadline
+        )
 
     def _ask(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes, key: Mapping[str, SecretStr], deadline: Deadline
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        key: Mapping[str, SecretStr],
+        deadline: Deadline,
     ) -> Any:
-        headers = {"Accept": "application/json", **headers, **{name: secret.get_secret_value() for name, secret in key.items()}}
+        headers = {
+            "Accept": "application/json",
+            **headers,
+            **{name: secret.get_secret_value() for name, secret in key.items()},
+        }
         answer = self._send(method, path, headers, body, deadline)
         if answer.head.status == 429:
             wait_s = self._wait_s(answer.head.headers)
@@ -66,11 +80,19 @@ class Endpoint:
 
     def _send(self, method: str, path: str, headers: Mapping[str, str], body: bytes, deadline: Deadline) -> Answer:
         target = parse_url(self.base_url.rstrip("/") + path)
-        addresses = (target.literal,) if target.literal is not None else self.resolver.resolve(target.host, deadline, self.limits.resolve_s)
+        addresses = (
+            (target.literal,)
+            if target.literal is not None
+            else self.resolver.resolve(target.host, deadline, self.limits.resolve_s)
+        )
         request = Request(target, method, headers, body)
         with open_connection(target, addresses, self.limits, deadline, self.tls) as connection:
             return exchange(
-                connection, request, self.limits, deadline, lambda head: None if head.status == 200 else self.limits.error_body_bytes
+                connection,
+                request,
+                self.limits,
+                deadline,
+                lambda head: None if head.status == 200 else self.limits.error_body_bytes,
             )
 
     def _wait_s(self, headers: Mapping[str, str]) -> float:
@@ -84,7 +106,11 @@ class Endpoint:
     def _parse(self, answer: Answer) -> Any:
         status = answer.head.status
         if status in (401, 403):
-            raise ToolFailure(ErrorCode.CONFIG_MISSING, f"{self.name} refuses the request ({status}): check {self.setting}", status=status)
+            raise ToolFailure(
+                ErrorCode.CONFIG_MISSING,
+                f"{self.name} refuses the request ({status}): check {self.setting}",
+                status=status,
+            )
         if status != 200:
             # Not the body: a service may repeat the key in it.
             raise ToolFailure(ErrorCode.HTTP_ERROR, f"{self.name} answered {answer.head.phrase}", status=status)
@@ -94,4 +120,6 @@ class Endpoint:
                 raise ValueError("too many values")
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise ToolFailure(ErrorCode.HTTP_ERROR, f"{self.name} answered no JSON: check {self.setting}", status=status) from None
+            raise ToolFailure(
+                ErrorCode.HTTP_ERROR, f"{self.name} answered no JSON: check {self.setting}", status=status
+            ) from None

@@ -37,4 +37,6 @@ class Exa:
             since = time.gmtime(self._clock() - _DAYS[query.time_range] * 86400)
             content["startPublishedDate"] = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", since)
         told = self._endpoint.post("/search", content, deadline, self._key)
-        return parse_results(told.get("results") if isinstance(told, dict) else None, snippet="text", published="publishedDate")
+        return parse_results(
+            told.get("results") if isinstance(told, dict) else None, snippet="text", published="publishedDate"
+        )

@@ -8,7 +8,9 @@ MAX_QUERY_CHARS = 1000
 
 
 class Searxng:
-    """SearchProvider over a SearXNG instance. Domains go as operators, which not every engine behind it heeds; it decides how many come."""
+    """SearchProvider over a SearXNG instance. Domains go as operators, which not every engine behind it heeds; it
+    decides how many come.
+    """
 
     name = "searxng"
 
@@ -20,4 +22,6 @@ class Searxng:
         if query.time_range:
             parameters["time_range"] = query.time_range
         told = self._endpoint.get("/search", parameters, deadline)
-        return parse_results(told.get("results") if isinstance(told, dict) else None, snippet="content", published="publishedDate")
+        return parse_results(
+            told.get("results") if isinstance(told, dict) else None, snippet="content", published="publishedDate"
+        )

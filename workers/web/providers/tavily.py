@@ -19,7 +19,12 @@ class Tavily:
         self._key = {"Authorization": SecretStr(f"Bearer {key.get_secret_value()}")}
 
     def search(self, query: SearchQuery, deadline: Deadline) -> tuple[SearchResult, ...]:
-        content: dict[str, Any] = {"query": query.words, "max_results": query.max_results, "search_depth": "basic", "include_answer": False}
+        content: dict[str, Any] = {
+            "query": query.words,
+            "max_results": query.max_results,
+            "search_depth": "basic",
+            "include_answer": False,
+        }
         if query.include_domains:
             content["include_domains"] = list(query.include_domains)
         if query.exclude_domains:
@@ -27,4 +32,6 @@ class Tavily:
         if query.time_range:
             content["time_range"] = query.time_range
         told = self._endpoint.post("/search", content, deadline, self._key)
-        return parse_results(told.get("results") if isinstance(told, dict) else None, snippet="content", published="published_date")
+        return parse_results(
+            told.get("results") if isinstance(told, dict) else None, snippet="content", published="published_date"
+        )
