@@ -9,7 +9,7 @@ can read every event of the call.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, ValidationError
@@ -20,7 +20,7 @@ from contract.errors import EnvelopeRefused
 OUTPUT = "output"
 """A piece of output: `stream` and `text`."""
 MODEL = "model"
-"""A tool asks the caller's model; the answer comes back in a list of its own."""
+"""A tool asks the caller's model; the answer comes back in a list of its own. Question and answer are signed."""
 END = "end"
 """Nothing more comes: `count` entries were written before, `hidden_chars` characters of output were not."""
 
@@ -75,9 +75,17 @@ def entry_fields(data: bytes) -> dict[bytes, bytes]:
     return {_FIELD: data}
 
 
-def entry_event(fields: Mapping[Any, Any]) -> CallEvent:
-    """The event that an entry carries. Raises EnvelopeRefused."""
-    return decode_event(fields.get(_FIELD))
+def entry_event(fields: Mapping[Any, Any], unseal: Callable[[bytes], str]) -> CallEvent:
+    """Return the event that an entry carries. Raises EnvelopeRefused, also for a question that is not signed: it is
+    answered at the caller's cost.
+    """
+    data = fields.get(_FIELD)
+    if isinstance(data, bytes) and not data.startswith(b"{"):
+        return decode_event(unseal(data).encode())
+    event = decode_event(data)
+    if event.kind not in (OUTPUT, END):
+        raise EnvelopeRefused("a question of a call is not signed", "signature")
+    return event
 
 
 def encode_answer(payload: Mapping[str, Any]) -> bytes:

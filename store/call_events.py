@@ -20,12 +20,14 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError, RedisError
 
-from contract.call_events import entry_fields
+from contract.call_events import CallEvent, entry_event, entry_fields
 from contract.names import deployment_key, tenant_key
+from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
 from store.tasks import begin_shared, cancel_all
 from telemetry.logs import get_logger
@@ -62,6 +64,15 @@ class CallEventKeys:
     events: str
     room: str
     answers: str
+
+    @property
+    def question_purpose(self) -> str:
+        """What questions of the call are signed for."""
+        return f"question {self.name}"
+
+    @property
+    def answer_purpose(self) -> str:
+        return f"answer {self.name}"
 
 
 def call_event_keys(deployment: str, tenant: str, call_id: str) -> CallEventKeys:
@@ -148,10 +159,11 @@ class CallEventStore:
     Redis gets them soon.
     """
 
-    def __init__(self, client: RedisClient, deployment: str) -> None:
+    def __init__(self, client: RedisClient, deployment: str, signing: SigningKeys) -> None:
         self.listener = secrets.token_hex(8)
         self._client = client
         self._deployment = deployment
+        self._signing = signing
         self._wakes = wakes_key(deployment, self.listener)
         self._pending = PendingCommands(client)
 
@@ -171,8 +183,13 @@ class CallEventStore:
                 pipe.expire(keys.events, ttl_s)
                 await pipe.execute()
 
+    def parse(self, keys: CallEventKeys, fields: Mapping[Any, Any]) -> CallEvent:
+        """Return the event of an entry. Raises EnvelopeRefused, also for a question that is not signed for this call."""
+        return entry_event(fields, partial(self._signing.unseal, keys.question_purpose))
+
     async def push_answer(self, keys: CallEventKeys, answer: bytes, ttl_s: int) -> None:
         """Answer a question of the running call."""
+        answer = self._signing.seal(keys.answer_purpose, answer.decode()).encode()
         with broker_errors("the answer was not sent to the running call"):
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.rpush(keys.answers, answer)
@@ -231,8 +248,11 @@ class WorkerCallEventStore:
     process that reads the events.
     """
 
-    def __init__(self, client: SyncRedis, deployment: str, tenant: str, call_id: str, listener: str) -> None:
+    def __init__(
+        self, client: SyncRedis, deployment: str, signing: SigningKeys, tenant: str, call_id: str, listener: str
+    ) -> None:
         self._client = client
+        self._signing = signing
         self._keys = call_event_keys(deployment, tenant, call_id)
         self._wakes = wakes_key(deployment, listener)
 
@@ -251,6 +271,10 @@ class WorkerCallEventStore:
             replies = pipe.execute()
         return int(replies[1]) if replies[0] is not None else None
 
+    def ask(self, question: bytes) -> int | None:
+        """Add a question, signed. Return as `add` does."""
+        return self.add(self._signing.seal(self._keys.question_purpose, question.decode()).encode())
+
     def count(self) -> int:
         """Return how many events wait to be read."""
         with broker_errors("the events of the call were not counted"):
@@ -267,10 +291,12 @@ class WorkerCallEventStore:
             return self._client.blpop([self._keys.room], timeout=_slice(timeout_s)) is not None
 
     def await_answer(self, timeout_s: float) -> bytes | None:
-        """Return the next answer to a question of the call; None if there is none within WAIT_SLICE_S."""
+        """Return the next answer to a question of the call; None if there is none within WAIT_SLICE_S. Raises
+        EnvelopeRefused for one that is not signed.
+        """
         with broker_errors("the answer to the running call was not read"):
             item: Any = self._client.blpop([self._keys.answers], timeout=_slice(timeout_s))
-        return item[1] if item is not None else None
+        return self._signing.unseal(self._keys.answer_purpose, item[1]).encode() if item is not None else None
 
 
 def _slice(seconds: float) -> float:

@@ -13,6 +13,7 @@ from contract.settings import BrokerSettings
 from orchestrator.dispatch.call_events import CallEventListener, CallEventReader, OnOutput, output_handler
 from store.call_events import WorkerCallEventStore
 from store.connection import connect_once, open_redis
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from workers.call_events import CallEventWriter
 
@@ -25,14 +26,14 @@ class House:
     def __init__(self, server: RedisProcess) -> None:
         self.broker = BrokerSettings.model_validate({"redis_url": server.url, "deployment": DEPLOYMENT})
         self.redis = open_redis(self.broker)
-        self.events = CallEventListener(self.redis, DEPLOYMENT)
+        self.events = CallEventListener(self.redis, DEPLOYMENT, KEY)
         self.plain = server.client()
         self._clients: list[redis.Redis] = []
 
     def writer(self, call_id: str = "call-1", tenant: str = "acme") -> CallEventWriter:
         client = connect_once(self.broker)
         self._clients.append(client)
-        return CallEventWriter(WorkerCallEventStore(client, DEPLOYMENT, tenant, call_id, self.events.id), call_id)
+        return CallEventWriter(WorkerCallEventStore(client, DEPLOYMENT, KEY, tenant, call_id, self.events.id), call_id)
 
     async def hear(
         self, work: Callable[[CallEventWriter], Any], on_output: OnOutput, call_id: str = "call-1"

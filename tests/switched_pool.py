@@ -60,7 +60,7 @@ class SwitchedPool:
             MemoryBlobs(),
             {"host": "h", "queue": "q"},
             policy=CallPolicy(self.registry, WorkerSwitches(self.redis, "default", KEY)),
-            open_events=partial(open_call_events, connect_once(self.broker), "default"),
+            open_events=partial(open_call_events, connect_once(self.broker), "default", KEY),
         )
         self.transport = AnsweringTransport(self._execute)
         catalog = Catalog(tools=tuple(state.spec for state in self.registry.describe()))
@@ -79,7 +79,7 @@ class SwitchedPool:
         """
         redis = open_redis(self.broker)
         catalog, switches = RedisCatalog(redis, "default", KEY), RedisSwitches(redis, "default", KEY)
-        events = CallEventListener(redis, "default")
+        events = CallEventListener(redis, "default", KEY)
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
         await hosts.sessions.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         tenants = RedisTenants(redis, "default", KEY)

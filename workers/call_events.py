@@ -25,6 +25,7 @@ from contract.call_events import (
 )
 from contract.calls import ToolCall, ToolContext
 from contract.errors import BrokerUnavailable
+from contract.signing import SigningKeys
 from store.call_events import WorkerCallEventStore
 from store.connection import SyncRedis
 
@@ -139,7 +140,7 @@ class CallEventWriter:
         data = encode_event(kind, payload)
         with self._lock:
             self._flush()
-            return not self._is_closed and self._write(data)
+            return not self._is_closed and self._write(data, self._store.ask)
 
     def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
         # Without the lock: output goes on while the call waits for an answer.
@@ -192,9 +193,9 @@ class CallEventWriter:
         unread = sum(list(self._sizes)[-self._waiting :])
         return self._waiting < MAX_WAITING_EVENTS and unread + size <= MAX_WAITING_BYTES
 
-    def _write(self, data: bytes) -> bool:
+    def _write(self, data: bytes, write: Callable[[bytes], int | None] | None = None) -> bool:
         """Write an event. Return False when no process reads the events any more."""
-        waiting = self._try(partial(self._store.add, data)) if not self._is_lost else None
+        waiting = self._try(partial(write or self._store.add, data)) if not self._is_lost else None
         if waiting is None:
             self._is_lost = True
             return False
@@ -213,12 +214,16 @@ class CallEventWriter:
             return None
 
 
-def open_call_events(client: SyncRedis, deployment: str, call: ToolCall, context: ToolContext) -> CallEvents:
+def open_call_events(
+    client: SyncRedis, deployment: str, keys: SigningKeys, call: ToolCall, context: ToolContext
+) -> CallEvents:
     """Return the events of a call whose signed context asks for them. `client`: one that sends every command once
     (`connect_once`).
     """
     assert context.events is not None
-    return CallEventWriter(WorkerCallEventStore(client, deployment, context.tenant, call.id, context.events), call.id)
+    return CallEventWriter(
+        WorkerCallEventStore(client, deployment, keys, context.tenant, call.id, context.events), call.id
+    )
 
 
 def _merge(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:

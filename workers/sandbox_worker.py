@@ -49,7 +49,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
             holder_name(host.queue, host.worker),
             host.open_call_client(),
             StateStore.of(broker),
-            partial(open_call_events, connect_once(broker), deployment),
+            partial(open_call_events, connect_once(broker), deployment, broker.signing_keys()),
         )
 
     run_worker(

@@ -47,7 +47,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
 
     def open_resources() -> WorkerResources:
         # Called in the process that runs the calls: their records name it.
-        events = partial(open_call_events, connect_once(broker), deployment)
+        events = partial(open_call_events, connect_once(broker), deployment, broker.signing_keys())
         return WorkerResources({}, process_holder(host.worker, os.getpid()), None, StateStore.of(broker), events)
 
     def open_guards() -> Sequence[CallMiddleware]:

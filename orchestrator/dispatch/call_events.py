@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from contract.call_events import END, HIDDEN, MAX_PAUSE_S, OUTPUT, STALL_S, CallEvent, encode_answer, entry_event
+from contract.call_events import END, HIDDEN, MAX_PAUSE_S, OUTPUT, STALL_S, CallEvent, encode_answer
 from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable, EnvelopeRefused
+from contract.signing import SigningKeys
 from store.call_events import READ_COUNT, CallEventStore, Entry
 from store.connection import RedisClient
 from store.tasks import begin_shared, cancel_all
@@ -128,10 +129,16 @@ class CallEventReader:
 
     def note(self, result: ToolResult) -> ToolResult:
         """Return the result with the number of characters of output that came too late to be shown."""
-        hidden = sum(_characters(fields) for _, fields in self._entries)
+        hidden = sum(self._count_characters(fields) for _, fields in self._entries)
         noted = result.metadata.get(HIDDEN)
         hidden += noted if isinstance(noted, int) else 0
         return result.model_copy(update={"metadata": {**result.metadata, HIDDEN: hidden}}) if hidden else result
+
+    def _count_characters(self, fields: Mapping[Any, Any]) -> int:
+        try:
+            return len(str(self._store.parse(self.keys, fields).payload.get("text", "")))
+        except EnvelopeRefused:
+            return 0
 
     def end_questions(self) -> None:
         """Cancel the handlers of questions, and start no more of them: the call that asked has ended."""
@@ -145,7 +152,7 @@ class CallEventReader:
 
     async def _handle(self, fields: Mapping[Any, Any]) -> None:
         try:
-            event = entry_event(fields)
+            event = self._store.parse(self.keys, fields)
         except EnvelopeRefused as error:
             log.error("call_event_refused", call=self.call_id, reason=str(error))
             return
@@ -205,8 +212,8 @@ class CallEventListener:
     Its id travels in the signed context of each call.
     """
 
-    def __init__(self, client: RedisClient, deployment: str) -> None:
-        self._store = CallEventStore(client, deployment)
+    def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
+        self._store = CallEventStore(client, deployment, keys)
         self._readers: dict[str, CallEventReader] = {}
         self._due: dict[str, CallEventReader] = {}
         self._reading = asyncio.Lock()
@@ -330,10 +337,3 @@ class CallEventListener:
         for reader, entries in zip(readers, found, strict=True):
             reader.take(entries)
         return [reader for reader, entries in zip(readers, found, strict=True) if len(entries) == READ_COUNT]
-
-
-def _characters(fields: Mapping[Any, Any]) -> int:
-    try:
-        return len(str(entry_event(fields).payload.get("text", "")))
-    except EnvelopeRefused:
-        return 0

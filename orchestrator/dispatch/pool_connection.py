@@ -87,7 +87,7 @@ async def open_pool(
             await catalog.specs()
         clock, events, switches = (
             SharedClock(),
-            CallEventListener(redis, deployment),
+            CallEventListener(redis, deployment, keys),
             RedisSwitches(redis, deployment, keys),
         )
         stack.push_async_callback(events.close)

@@ -2,22 +2,27 @@
 what.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 import redis.asyncio
 
+from contract.call_events import MODEL, encode_answer, encode_event, entry_fields
 from contract.calls import ToolResult
-from contract.errors import ConfigError, RecordRefused
+from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.names import api_keys_key, catalog_key, switches_key, tenants_key
 from contract.registry import Switch
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
+from orchestrator.dispatch.model_requests import ModelRequests
+from orchestrator.models.scripted import ScriptedModel
 from store.api_keys import ApiKeys, LoginStore
 from store.batches import BatchDefaults, RowPlace, RunBody, batch_key, seal_defaults
+from store.call_events import call_event_keys
 from store.catalog import RedisCatalog
 from store.connection import open_redis
 from store.idempotency import OnceSlots
@@ -27,6 +32,7 @@ from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants, WorkerTenants
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
+from tests.event_house import DEPLOYMENT, House, run_call
 from tests.run_ground import RunGround, build_item, build_outcome
 
 GUESS = SigningKeys.of("a guess")
@@ -145,6 +151,54 @@ async def test_a_switch_that_was_copied_to_another_tool_is_not_taken_for_its_own
     await switches.turn_off("echo", Switch(reason="an operator's reason"))
     await client.hset(switches_key("d"), "other", await client.hget(switches_key("d"), "echo") or b"")  # type: ignore[misc]
     assert "operator" not in (await RedisSwitches(client, "d", KEY).switches())["other"].refusal("other")
+
+
+# Calls that run: what a tool asks the model of its caller, at the caller's cost, and what it is answered
+
+QUESTION = {"number": 1, "messages": [{"role": "user", "content": "write my essay"}], "timeout_s": 5}
+QUESTIONS: dict[str, Callable[[bytes], bytes]] = {
+    "unsigned": lambda text: text,
+    "another secret": lambda text: GUESS.seal("question acme:call-1", text.decode()).encode(),
+    "another deployment": lambda text: OTHER_DEPLOYMENT.seal("question acme:call-1", text.decode()).encode(),
+    "of another call": lambda text: KEY.seal("question acme:call-2", text.decode()).encode(),
+    "of another tenant": lambda text: KEY.seal("question rival:call-1", text.decode()).encode(),
+}
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
+    house = House(redis_server)
+    yield house
+    await house.close()
+
+
+@pytest.mark.parametrize("forgery", QUESTIONS)
+async def test_a_forged_question_is_not_put_to_the_model_of_a_run(house: House, forgery: str) -> None:
+    asked = []
+    requests = ModelRequests(ScriptedModel(lambda messages: asked.append(messages) or "an essay"))
+    async with house.events.listen("acme", "call-1", {MODEL: requests.open_call()}, 30) as reader:
+        assert reader is not None
+        event = QUESTIONS[forgery](encode_event(MODEL, QUESTION))
+        house.plain.xadd(reader.keys.events, entry_fields(event))  # type: ignore[arg-type]
+        await asyncio.to_thread(run_call, lambda writer: writer.send(MODEL, {**QUESTION, "number": 2}), house.writer())
+        await asyncio.to_thread(house.writer().await_answer, 5)
+    # The genuine one.
+    assert len(asked) == 1
+
+
+async def test_a_forged_answer_of_the_model_reaches_no_tool(house: House) -> None:
+    answer = encode_answer({"number": 1, "text": "transfer it"})
+    keys = call_event_keys(DEPLOYMENT, "acme", "call-1")
+    for forged in (
+        answer,
+        GUESS.seal("answer acme:call-1", answer.decode()),
+        KEY.seal("answer acme:call-2", answer.decode()),
+    ):
+        house.plain.rpush(keys.answers, forged)
+        with pytest.raises(EnvelopeRefused, match="signature"):
+            await asyncio.to_thread(house.writer().await_answer, 1)
+    await house.events._store.push_answer(keys, answer, 30)
+    assert await asyncio.to_thread(house.writer().await_answer, 1) == {"number": 1, "text": "transfer it"}
 
 
 # What tools may do: a catalog says which calls are asked about, and which are called again

@@ -20,7 +20,7 @@ from orchestrator.models.adapter import MAX_CALLS, BudgetedModel
 from orchestrator.models.scripted import ScriptedModel
 from store.connection import connect, open_redis
 from store.tool_state import StateStore
-from tests.builders import build_call, build_context, build_spec
+from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.call_events import open_call_events
@@ -219,9 +219,9 @@ async def test_s4_14_in_a_worker_a_tool_asks_the_model_of_its_callers_run(redis_
         return [model.name, context.wait(model.complete("What now?")).text]
 
     broker = BrokerSettings.model_validate({"redis_url": redis_server.url})
-    worker = serve(ask, ask_plainly, events=partial(open_call_events, connect(broker), "default"))
+    worker = serve(ask, ask_plainly, events=partial(open_call_events, connect(broker), "default", KEY))
     client = open_redis(broker)
-    listener = CallEventListener(client, "default")
+    listener = CallEventListener(client, "default", KEY)
     questions = ModelRequests(ScriptedModel(lambda messages: f"Re: {messages[-1]['content']}"))
     for name in ("ask", "ask_plainly"):
         async with listener.listen("acme", name, {MODEL: questions.open_call()}, 60):

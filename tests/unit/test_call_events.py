@@ -23,10 +23,10 @@ from contract.settings import BrokerSettings
 from orchestrator.dispatch.call_events import CallEventListener, output_handler
 from store.call_events import WorkerCallEventStore, call_event_keys, wakes_key
 from store.connection import connect_once
-from tests.builders import build_call, build_context
+from tests.builders import KEY
 from tests.event_house import DEPLOYMENT, House, Screen, run_call
 from workers import call_events as writing
-from workers.call_events import CallEventWriter, NoCallEvents, open_call_events
+from workers.call_events import CallEventWriter, NoCallEvents
 
 
 async def test_output_comes_in_order_and_whole_before_listening_ends(house: House) -> None:
@@ -287,7 +287,7 @@ async def test_a_call_is_heard_once(house: House) -> None:
     ):
         assert first is not None
         assert again is None
-    other = CallEventListener(house.redis, DEPLOYMENT)
+    other = CallEventListener(house.redis, DEPLOYMENT, KEY)
     async with (
         house.events.listen("acme", "call-2", handlers, 30),
         other.listen("acme", "call-2", handlers, 30) as elsewhere,
@@ -300,9 +300,8 @@ async def test_without_handlers_nothing_is_written_and_nothing_is_read(house: Ho
     async with house.events.listen("acme", "call-1", {}, 30) as reader:
         assert reader is None
         assert house.names() == []
-    events = open_call_events(house.plain, DEPLOYMENT, build_call(), build_context())
+    events = NoCallEvents()
     events.show("stdout", "x")
-    assert isinstance(events, NoCallEvents)
     assert (events.is_watched, events.send(MODEL, {}), events.await_answer(9), events.close()) == (
         False,
         False,
@@ -315,14 +314,14 @@ async def test_without_handlers_nothing_is_written_and_nothing_is_read(house: Ho
 async def test_a_redis_that_is_away_costs_a_call_nothing_but_its_events() -> None:
     broker = BrokerSettings.model_validate({"redis_url": "redis://:x@127.0.0.1:1/0"})
     client = connect_once(broker)
-    writer = CallEventWriter(WorkerCallEventStore(client, DEPLOYMENT, "acme", "call-1", "l1"), "call-1")
+    writer = CallEventWriter(WorkerCallEventStore(client, DEPLOYMENT, KEY, "acme", "call-1", "l1"), "call-1")
     started = time.monotonic()
     assert run_call(lambda w: [w.show("stdout", "abc") for _ in range(100)], writer) == 300
     assert not writer.send(MODEL, {})
     assert time.monotonic() - started < 2
 
     plain = redis.asyncio.Redis(host="127.0.0.1", port=1, retry=None)
-    events = CallEventListener(plain, DEPLOYMENT)
+    events = CallEventListener(plain, DEPLOYMENT, KEY)
     async with events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30) as reader:
         assert reader is None
     await events.close()
