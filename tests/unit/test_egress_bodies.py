@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.egress.bodies import LAST_CHUNK, Body, ChunkedBody, ExactBody, OpenBody, build_body, encode_chunk
-from workers.egress.headers import Framing, HeadError
+from workers.egress.http_messages import (
+    LAST_CHUNK,
+    Body,
+    ChunkedBody,
+    ExactBody,
+    Framing,
+    HeadError,
+    OpenBody,
+    build_body,
+    encode_chunk,
+)
 
 CUTS = st.lists(st.integers(0, 300), max_size=8)
 

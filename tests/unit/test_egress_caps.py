@@ -26,10 +26,9 @@ from tests.egress_ground import (
     status_of,
 )
 from tests.web_servers import WebServer, answer, open_web_server
-from workers.egress.allowances import Allowances, Bucket
+from workers.egress.allowances import Allowances, Bucket, Opening
 from workers.egress.limits import ProxyLimits
-from workers.egress.opening import Opening
-from workers.egress.verdicts import Refusal, Verdict
+from workers.egress.verdicts import EgressVerdict, Refusal
 from workers.sandboxd.classes import EgressRules
 
 WATCHFUL = ProxyLimits(watch_s=0.05, linger_s=0.2)
@@ -186,7 +185,7 @@ def test_a_tenant_has_only_so_many_connections_over_all_sessions() -> None:
     with allowances.enter(build_session(session="a")), allowances.enter(build_session(session="b")):
         with pytest.raises(Refusal, match="this tenant's sessions have 2") as refused:
             allowances.enter(build_session(session="c")).__enter__()
-        assert refused.value.verdict is Verdict.TOO_MANY_CONNECTIONS
+        assert refused.value.verdict is EgressVerdict.TOO_MANY_CONNECTIONS
         with allowances.enter(build_session("globex", "a")):
             pass
     with allowances.enter(build_session(session="c")):

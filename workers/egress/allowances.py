@@ -1,5 +1,5 @@
-"""What sessions have left: bytes over their whole life, bytes a second, connections at a time. All kept in memory, and
-bounded.
+"""What a session may reach and use: the line with which sandboxd opens a connection, and the rates, bytes and
+connections that it caps.
 """
 
 import asyncio
@@ -7,18 +7,49 @@ import contextlib
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
 
 import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from workers.egress.opening import Opening
-from workers.egress.verdicts import Refusal, Verdict, exhausted
+from workers.egress.verdicts import EgressVerdict, Refusal, bad_gateway, exhausted
+from workers.sandboxd.classes import EgressRules
 
-log = structlog.get_logger(__name__)
-
+Name = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_REMEMBERED = 100_000
 """Sessions whose bytes are remembered; of more, those that were used longest ago begin anew."""
 _BURST_S = 0.1
 _LEAST_BURST_BYTES = 1024
+
+
+class Opening(BaseModel):
+    """One line of JSON, the end of the line included. There are no default rules: a session without any reaches
+    nothing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    v: Literal[1]
+    tenant: Name
+    session: Name
+    rules: EgressRules
+
+
+def parse_opening(line: bytes) -> Opening:
+    """Raises Refusal for anything else than an opening of this version."""
+    try:
+        return Opening.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the line"
+        raise bad_gateway(
+            EgressVerdict.BAD_OPENING,
+            f"sandboxd did not say what this session may reach ({where}: {first['msg']}), so nothing can be reached: "
+            "tell the operator",
+        ) from None
+
+
+log = structlog.get_logger(__name__)
 
 
 class Bucket:
@@ -99,7 +130,7 @@ class Allowance:
 
     def spent(self) -> Refusal:
         return exhausted(
-            Verdict.BYTES_SPENT,
+            EgressVerdict.BYTES_SPENT,
             f"this session has sent and received the {self._max_bytes} bytes that it may in its whole life: work with "
             "what is there",
         )
@@ -141,13 +172,13 @@ class Allowances:
         most = opening.rules.max_connections
         if allowance.connections >= most:
             raise exhausted(
-                Verdict.TOO_MANY_CONNECTIONS,
+                EgressVerdict.TOO_MANY_CONNECTIONS,
                 f"this session has {allowance.connections} connections open, and may have {most}: wait until one ends, "
                 "or use fewer at a time",
             )
         if self._tenants[opening.tenant] >= self._max_tenant_connections:
             raise exhausted(
-                Verdict.TOO_MANY_CONNECTIONS,
+                EgressVerdict.TOO_MANY_CONNECTIONS,
                 f"this tenant's sessions have {self._max_tenant_connections} connections open, all that they may: try "
                 "again later",
             )

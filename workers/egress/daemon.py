@@ -54,8 +54,8 @@ async def serve(settings: EgressSettings, proxy: Proxy, stop: asyncio.Event) -> 
     path = settings.egress_socket
     listener = open_listener(path, settings.egress_socket_mode, owner="egress proxy", variable="TOOLCREW_EGRESS_SOCKET")
     inode = path.stat().st_ino
-    house = _House(proxy, settings.allowed_uids(), settings.egress_max_connections)
-    accepting = asyncio.ensure_future(house.accept(listener))
+    connections = _Listener(proxy, settings.allowed_uids(), settings.egress_max_connections)
+    accepting = asyncio.ensure_future(connections.accept(listener))
     stopping = asyncio.ensure_future(stop.wait())
     log.info("egress_ready", socket=str(path))
     try:
@@ -66,12 +66,12 @@ async def serve(settings: EgressSettings, proxy: Proxy, stop: asyncio.Event) -> 
             task.cancel()
         ends = await asyncio.gather(accepting, stopping, return_exceptions=True)
         listener.close()
-        await house.close()
+        await connections.close()
     if isinstance(ends[0], Exception):
         raise ends[0]
 
 
-class _House:
+class _Listener:
     """The connections there are."""
 
     def __init__(self, proxy: Proxy, uids: frozenset[int], max_connections: int) -> None:

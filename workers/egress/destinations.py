@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from contract.errors import ToolFailure
 from workers.egress.limits import ProxyLimits
-from workers.egress.verdicts import Refusal, Verdict, bad_gateway, refuse
+from workers.egress.verdicts import EgressVerdict, Refusal, bad_gateway, refuse
 from workers.sandboxd.classes import EgressRules
 from workers.web.addresses import AddressRules
 from workers.web.connections import MAX_TRIED, check_peer, one_of_each_first
@@ -56,7 +56,7 @@ class Names:
             try:
                 return await looking
             except ToolFailure as failure:
-                raise bad_gateway(Verdict.UNRESOLVED, failure.message) from None
+                raise bad_gateway(EgressVerdict.UNRESOLVED, failure.message) from None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -95,7 +95,7 @@ class Destinations:
             is_excepted = may_be_private and _is_private(address) and not self._addresses.is_closed_by_operator(address)
             if not is_excepted and self._addresses.refusal(address) is not None:
                 raise refuse(
-                    Verdict.ADDRESS_REFUSED,
+                    EgressVerdict.ADDRESS_REFUSED,
                     f"{target.host} does not lead to a public address, and others are closed to sandboxes: "
                     "use another host, or ask the operator to list it under private_hosts",
                 )
@@ -117,22 +117,25 @@ class Destinations:
                     target, f"refused the connection ({os.strerror(error.errno or errno.ECONNREFUSED)})"
                 )
             except ToolFailure as error:
-                failure = refuse(Verdict.ADDRESS_REFUSED, error.message)
+                failure = refuse(EgressVerdict.ADDRESS_REFUSED, error.message)
         raise failure or _unreachable(target, "has no address")
 
 
 def check_listed(target: Target, rules: EgressRules) -> None:
     """Judge all that is known before a lookup: a name that is not on the list is not even asked for. Raises Refusal."""
     if not _is_listed(target, rules.hosts):
-        raise refuse(Verdict.HOST_REFUSED, f"{target.host} is not on this tenant's list; allowed: {_show(rules.hosts)}")
+        raise refuse(
+            EgressVerdict.HOST_REFUSED, f"{target.host} is not on this tenant's list; allowed: {_show(rules.hosts)}"
+        )
     if target.port not in rules.ports:
         ports = ", ".join(map(str, sorted(rules.ports))) or "none"
         raise refuse(
-            Verdict.PORT_REFUSED, f"port {target.port} of {target.host} is closed to this tenant; open ports: {ports}"
+            EgressVerdict.PORT_REFUSED,
+            f"port {target.port} of {target.host} is closed to this tenant; open ports: {ports}",
         )
     if target.literal is None and is_private_name(target.host) and not _is_listed(target, rules.private_hosts):
         raise refuse(
-            Verdict.HOST_REFUSED,
+            EgressVerdict.HOST_REFUSED,
             f"{target.host} is a name of a private network: ask the operator to list it under private_hosts, too",
         )
 
@@ -171,5 +174,5 @@ async def _connect(target: Target, address: Address) -> socket.socket:
 
 def _unreachable(target: Target, what: str) -> Refusal:
     return bad_gateway(
-        Verdict.UNREACHABLE, f"{target.host} port {target.port} {what}: check host and port, or try again later"
+        EgressVerdict.UNREACHABLE, f"{target.host} port {target.port} {what}: check host and port, or try again later"
     )

@@ -3,14 +3,19 @@ request to the other.
 """
 
 from workers.egress.allowances import Allowance
-from workers.egress.bodies import LAST_CHUNK, Body, build_body, encode_chunk
-from workers.egress.headers import HeadError
+from workers.egress.http_messages import (
+    LAST_CHUNK,
+    AnswerHead,
+    Body,
+    HeadError,
+    ProxyRequest,
+    build_body,
+    encode_chunk,
+    parse_answer,
+)
 from workers.egress.limits import CHUNK_BYTES, ProxyLimits
-from workers.egress.relay import Pulse, Work, run_all
-from workers.egress.requests import ProxyRequest
-from workers.egress.responses import AnswerHead, parse_answer
-from workers.egress.streams import Stream
-from workers.egress.verdicts import Refusal, Verdict, bad_gateway, bad_request
+from workers.egress.streams import Pulse, Stream, Work, run_all
+from workers.egress.verdicts import EgressVerdict, Refusal, bad_gateway, bad_request
 
 MAX_INTERIM = 16
 _HEAD_END = b"\r\n\r\n"
@@ -141,4 +146,6 @@ class Exchange:
         self._pulse.beat()
 
     def _bad_answer(self, what: str) -> Refusal:
-        return bad_gateway(Verdict.BAD_ANSWER, f"{self._request.target.host} {what}: try again, or another source")
+        return bad_gateway(
+            EgressVerdict.BAD_ANSWER, f"{self._request.target.host} {what}: try again, or another source"
+        )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from workers.egress.verdicts import Refusal, Verdict, refuse
+from workers.egress.verdicts import EgressVerdict, Refusal, refuse
 from workers.web.urls import Target
 
 UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
@@ -164,7 +164,7 @@ class HelloGate:
         return held
 
     def _refusal(self, what: str) -> Refusal:
-        return refuse(Verdict.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {what}")
+        return refuse(EgressVerdict.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {what}")
 
     @property
     def answers_in_tls(self) -> bool:

@@ -9,17 +9,14 @@ from http import HTTPStatus
 
 import structlog
 
-from workers.egress.allowances import Allowance, Allowances
+from workers.egress.allowances import Allowance, Allowances, Opening, parse_opening
 from workers.egress.destinations import Destinations
 from workers.egress.exchange import Exchange, read_head
-from workers.egress.headers import HeadError
 from workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
+from workers.egress.http_messages import HeadError, ProxyRequest, parse_request
 from workers.egress.limits import ProxyLimits
-from workers.egress.opening import Opening, parse_opening
-from workers.egress.relay import Pulse, run_all, tunnel, watch
-from workers.egress.requests import ProxyRequest, parse_request
-from workers.egress.streams import Stream
-from workers.egress.verdicts import Refusal, Verdict, bad_gateway, bad_request, build_answer
+from workers.egress.streams import Pulse, Stream, run_all, tunnel, watch
+from workers.egress.verdicts import EgressVerdict, Refusal, bad_gateway, bad_request, build_answer
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +29,7 @@ class _Record:
 
     opening: Opening | None = None
     request: ProxyRequest | None = None
-    verdict: Verdict = Verdict.ALLOWED
+    verdict: EgressVerdict = EgressVerdict.ALLOWED
     began_at: float = field(default_factory=time.monotonic)
 
     def write(self, bytes_up: int, bytes_down: int) -> None:
@@ -71,7 +68,7 @@ class Proxy:
         try:
             await _tell(
                 client,
-                build_answer(Refusal(Verdict.TOO_MANY_CONNECTIONS, HTTPStatus.SERVICE_UNAVAILABLE, sentence)),
+                build_answer(Refusal(EgressVerdict.TOO_MANY_CONNECTIONS, HTTPStatus.SERVICE_UNAVAILABLE, sentence)),
                 self._limits,
             )
         finally:
@@ -108,14 +105,14 @@ class _Connection:
                 self._client, self._last_words or (build_answer(refusal) if self._is_http else b""), self._limits
             )
         except OSError:
-            self._record.verdict = Verdict.BROKEN_OFF
+            self._record.verdict = EgressVerdict.BROKEN_OFF
         except asyncio.CancelledError:
-            self._record.verdict = Verdict.STOPPED
+            self._record.verdict = EgressVerdict.STOPPED
             raise
         finally:
             self._client.close()
             self._close_host()
-            if self._client.received or self._record.verdict is not Verdict.ALLOWED:
+            if self._client.received or self._record.verdict is not EgressVerdict.ALLOWED:
                 self._record.write(self._client.received, self._host.received if self._host else 0)
 
     def _close_host(self) -> None:
@@ -146,7 +143,7 @@ class _Connection:
                 line = await self._client.receive_line(self._limits.opening_bytes)
         except TimeoutError:
             raise bad_gateway(
-                Verdict.BAD_OPENING, "sandboxd did not say in time what this session may reach: tell the operator"
+                EgressVerdict.BAD_OPENING, "sandboxd did not say in time what this session may reach: tell the operator"
             ) from None
         return parse_opening(line) if line else None
 
@@ -159,7 +156,7 @@ class _Connection:
                 head, rest = await read_head(self._client, allowance, self._limits, first) if first else (b"", b"")
         except TimeoutError:
             sentence = f"the head of the request did not come within {self._limits.header_s:g} s"
-            raise Refusal(Verdict.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
+            raise Refusal(EgressVerdict.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
         except HeadError as error:
             raise bad_request(str(error)) from None
         return (parse_request(head, self._limits.header_lines), rest) if head else None
@@ -172,7 +169,7 @@ class _Connection:
             relaying = tunnel(self._client, host, gate, rest, allowance, pulse)
             await run_all(relaying, beside=(watch(self._client, pulse, self._limits),))
         except Refusal as refusal:
-            if refusal.verdict is Verdict.TLS_REFUSED:
+            if refusal.verdict is EgressVerdict.TLS_REFUSED:
                 self._last_words = UNRECOGNIZED_NAME if gate.answers_in_tls else build_answer(refusal)
             raise
 

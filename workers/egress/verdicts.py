@@ -4,7 +4,7 @@ from enum import StrEnum
 from http import HTTPStatus
 
 
-class Verdict(StrEnum):
+class EgressVerdict(StrEnum):
     """What the log says of a connection. `allowed` is one that ended by itself, whatever came over it."""
 
     ALLOWED = "allowed"
@@ -31,29 +31,29 @@ class Refusal(Exception):
     sent.
     """
 
-    def __init__(self, verdict: Verdict, status: HTTPStatus, sentence: str) -> None:
+    def __init__(self, verdict: EgressVerdict, status: HTTPStatus, sentence: str) -> None:
         super().__init__(sentence)
         self.verdict = verdict
         self.status = status
         self.sentence = sentence
 
 
-def refuse(verdict: Verdict, sentence: str) -> Refusal:
+def refuse(verdict: EgressVerdict, sentence: str) -> Refusal:
     """403: the rules do not have it."""
     return Refusal(verdict, HTTPStatus.FORBIDDEN, sentence)
 
 
 def bad_request(what: str) -> Refusal:
     """400: what the client sent is not a request that a proxy takes."""
-    return Refusal(Verdict.BAD_REQUEST, HTTPStatus.BAD_REQUEST, f"the request is not accepted: {what}")
+    return Refusal(EgressVerdict.BAD_REQUEST, HTTPStatus.BAD_REQUEST, f"the request is not accepted: {what}")
 
 
-def exhausted(verdict: Verdict, sentence: str) -> Refusal:
+def exhausted(verdict: EgressVerdict, sentence: str) -> Refusal:
     """429: a cap of the session or its tenant is reached."""
     return Refusal(verdict, HTTPStatus.TOO_MANY_REQUESTS, sentence)
 
 
-def bad_gateway(verdict: Verdict, sentence: str) -> Refusal:
+def bad_gateway(verdict: EgressVerdict, sentence: str) -> Refusal:
     """502: the host cannot be had."""
     return Refusal(verdict, HTTPStatus.BAD_GATEWAY, sentence)
 
