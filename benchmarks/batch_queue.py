@@ -41,7 +41,7 @@ from store.batches import (
     StepDone,
 )
 from store.connection import open_redis
-from store.runs import Claim, RunQueue
+from store.runs import RunClaim, RunQueue
 
 QUEUED = size((10, 1000, 10_000), (10, 20))
 ROUNDS = size(3, 1)
@@ -149,7 +149,7 @@ def _item(number: int) -> BatchItem:
     )
 
 
-def _outcome(claim: Claim) -> Outcome:
+def _outcome(claim: RunClaim) -> Outcome:
     return Outcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={"answer": "done"})
 
 
@@ -174,7 +174,7 @@ class _PlayedWork:
         self.drain: Callable[[], None] = lambda: None
 
     async def work(
-        self, claim: Claim, journal: Journal, _: BatchDefaults, tell: Callable[[BatchEvent], None]
+        self, claim: RunClaim, journal: Journal, _: BatchDefaults, tell: Callable[[BatchEvent], None]
     ) -> Outcome:
         told: dict[str, Any] = {"item": claim.record.item.custom_id, "run": claim.run}
         tell(ItemReady(at=time.time(), **told))
@@ -188,7 +188,7 @@ class _PlayedWork:
             self.drain()
         return _outcome(claim)
 
-    def drop_spans(self, claim: Claim) -> None:
+    def drop_spans(self, claim: RunClaim) -> None:
         """No spans are recorded."""
 
 

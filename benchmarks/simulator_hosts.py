@@ -18,7 +18,7 @@ from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.clock import SharedClock
 from contract.envelope import decode_call, encode_result
 from contract.hosts import HEARTBEAT_S, HOST_TTL_S, HostReport, holder_name
-from contract.ledger import Claim
+from contract.ledger import CallClaim
 from contract.names import call_key, host_key, hosts_key, result_key, slots_key, tombstone_key
 from contract.signing import ResultSeal, SigningKeys
 from store.calls import WorkerCallStore
@@ -193,7 +193,7 @@ class World:
         fields = json.loads(message)
         envelope = json.loads(base64.b64decode(fields["body"]))[1]["envelope"]
         call, context = decode_call(envelope, KEYS)
-        if self._ledger.claim(call, context, holder_name(host.queue, "w")) is not Claim.GRANTED:
+        if self._ledger.claim(call, context, holder_name(host.queue, "w")) is not CallClaim.GRANTED:
             return
         self.starts[call.id] += 1
         host.busy += 1

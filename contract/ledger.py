@@ -36,7 +36,7 @@ class CallState(StrEnum):
     FORBIDDEN = "forbidden"
 
 
-class Claim(StrEnum):
+class CallClaim(StrEnum):
     """What a worker is told that wants to start a call."""
 
     GRANTED = "granted"

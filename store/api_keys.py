@@ -31,7 +31,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 KEY_FRESH_S = 1.0
-"""How old what a process knows of a key may be: half of the time within which revoking it takes effect everywhere."""
+"""How long a process uses a record that it has read: half of the time within which revoking a key takes effect
+everywhere.
+"""
 MAX_KNOWN = 4096
 SECRET_BYTES = 32
 LOGIN_S = 12 * 3600
@@ -68,8 +70,8 @@ if redis.call('LLEN', KEYS[2]) > tonumber(ARGV[3]) then redis.call('DEL', redis.
 
 
 class ApiKeyRecord(Record):
-    """What is kept of a key. `digest`: SHA-256 of it, in hexadecimal; `tail`: its last characters, for recognition.
-    Instants in Unix seconds.
+    """The stored record of a key. `digest`: SHA-256 of it, in hexadecimal; `tail`: its last characters, for
+    recognition. Instants in Unix seconds.
     """
 
     tenant: Identifier
@@ -83,25 +85,25 @@ class ApiKeyRecord(Record):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a key stands for."""
+    """The tenant and role that a key stands for."""
 
     tenant: str
     role: Role
     key_id: str
     name: str = field(default="", compare=False)
-    """Whose key it is, as whoever made it has said."""
+    """The name that was given when the key was created."""
 
     def may_act_for(self, tenant: str) -> bool:
         return self.role != "tenant" or tenant == self.tenant
 
     def actor(self) -> Actor:
-        """As the audit names whoever changes something."""
+        """Return the actor for the audit."""
         return Actor(key=self.key_id, role=self.role, name=self.name, tenant=self.tenant)
 
 
 @dataclass(frozen=True)
 class NewKey:
-    """A key that was just made. `text` is the key itself, which nobody can tell again."""
+    """A new key. `text` is the key itself, which is not stored anywhere."""
 
     id: str
     text: str
@@ -132,14 +134,14 @@ class ApiKeys:
         self._add_script, self._revoke_script = client.register_script(_ADD), client.register_script(_REVOKE)
 
     def acting_as(self, actor: Actor) -> Self:
-        """The same keys, changed by `actor`."""
+        """Return the same keys, changed by `actor`."""
         mine = copy.copy(self)
         mine._actor = actor
         return mine
 
     async def authenticate(self, text: str) -> Identity:
-        """Who the key stands for. Raises ToolFailure(UNAUTHENTICATED) for one that is unknown, revoked or expired;
-        BrokerUnavailable.
+        """Return the identity of a key. Raises ToolFailure(UNAUTHENTICATED) for one that is unknown, revoked or
+        expired; BrokerUnavailable.
         """
         parts = _KEY.fullmatch(text)
         key_id = parts[1] if parts is not None else ""
@@ -155,14 +157,14 @@ class ApiKeys:
         return self._identity(key_id, record)
 
     async def recall(self, key_id: str) -> Identity:
-        """Who a key stands for that was shown before, and is known by its id since. Raises as `authenticate`."""
+        """Return the identity of a key that was shown before, by its id. Raises as `authenticate`."""
         record = await self._find(key_id)
         if record is None:
             raise ToolFailure(ErrorCode.UNAUTHENTICATED, "the API key was revoked: show another one")
         return self._identity(key_id, record)
 
     async def add(self, tenant: str, role: Role = "tenant", *, name: str = "", ttl_s: float | None = None) -> NewKey:
-        """A new key for a registered tenant; `ttl_s`: how long it holds, None: until it is revoked.
+        """Create a key for a registered tenant; `ttl_s`: how long it is valid, None: until it is revoked.
 
         Raises ToolFailure: UNKNOWN_TENANT, INVALID_ARGUMENTS for a name or time that is too long; BrokerUnavailable.
         """
@@ -182,8 +184,8 @@ class ApiKeys:
             first = error.errors(include_url=False, include_input=False)[0]
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{first['loc'][0]}: {first['msg']}") from None
         until = format_instant(record.expires_at) if record.expires_at is not None else None
-        told = {"role": role, "name": name, "tail": record.tail, "expires": until}
-        entry = build_entry(self._actor or local_actor(), "key.add", key_id, tenant=tenant, details=told)
+        details = {"role": role, "name": name, "tail": record.tail, "expires": until}
+        entry = build_entry(self._actor or local_actor(), "key.add", key_id, tenant=tenant, details=details)
         keys, args = (
             [self._tenants, self._key, self._audit],
             [tenant, key_id, self._signing.seal(_purpose(key_id), record.model_dump_json()), entry_text(entry)],
@@ -198,7 +200,9 @@ class ApiKeys:
         return NewKey(key_id, text, record)
 
     async def revoke(self, key_id: str) -> bool:
-        """Whether there was such a key; it opens nothing anywhere within 2 seconds. Raises BrokerUnavailable."""
+        """Revoke a key; return whether it existed. It is invalid everywhere within 2 seconds. Raises
+        BrokerUnavailable.
+        """
         with broker_errors("the API key was not revoked"):
             data: Any = await self._client.hget(self._key, key_id)
             if data is None:
@@ -209,13 +213,13 @@ class ApiKeys:
         return bool(was_there)
 
     async def all(self) -> dict[str, ApiKeyRecord | ConfigError]:
-        """Every key by its id, oldest first; in place of a record that cannot be read: why. Raises
+        """Return every key by its id, oldest first, or the error of a record that cannot be read. Raises
         BrokerUnavailable.
         """
         with broker_errors("the API keys were not read"):
-            told: Any = await self._client.hgetall(self._key)
+            details: Any = await self._client.hgetall(self._key)
         found: dict[str, ApiKeyRecord | ConfigError] = {}
-        for raw, data in told.items():
+        for raw, data in details.items():
             key_id = raw.decode(errors="replace")
             try:
                 found[key_id] = self._parse(key_id, data)
@@ -263,7 +267,7 @@ class ApiKeys:
             raise ConfigError(f"the record of API key {key_id} cannot be read, so {advice}") from error
 
     def _describe(self, key_id: str, data: bytes) -> dict[str, Any]:
-        """The fields of the audit entry about a record that is removed."""
+        """Return the fields of the audit entry about a record that is removed."""
         try:
             record = self._parse(key_id, data)
         except ConfigError:
@@ -272,7 +276,7 @@ class ApiKeys:
 
 
 class Credential:
-    """The key that a client was given, looked at again before each call: it may have been revoked meanwhile."""
+    """The key of a client, checked again before each call: it may have been revoked."""
 
     def __init__(self, keys: ApiKeys, text: str) -> None:
         self._keys = keys
@@ -296,21 +300,19 @@ class Credential:
 
 
 class ShownCredential(Credential):
-    """A key that was shown once, by its id: for who holds something else since, such as a login to the pages."""
+    """The id of a key that was shown once, for a client that has a login to the pages since."""
 
     async def _identify(self) -> Identity:
         return await self._keys.recall(self._text)
 
 
 def _digest(text: str) -> str:
-    """A plain hash, and no slow one: the secret is 32 random bytes, which nobody finds by trying; and each call
-    asks.
-    """
+    """Return a fast digest: the secret has 32 random bytes, so guessing is hopeless, and each call needs the digest."""
     return hashlib.sha256(b"toolcrew api key v1\0" + text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _purpose(key_id: str) -> str:
-    """A record is valid for its own key id only."""
+    """Return the signing purpose: a record is valid for its own key id only."""
     return f"api-key {key_id}"
 
 

@@ -338,8 +338,7 @@ class ApprovalQueue:
         return pending
 
     async def decide(self, id_: str, decision: Decision, *, digest: str, actor: Actor) -> ApprovalAnswer:
-        """ApprovalAnswer a question, once; `digest`: of the question as the actor saw it. The audit gets its entry in
-        the same step.
+        """Answer a question, once. `digest`: of the question as the actor saw it. The same step writes the audit entry.
 
         Raises UnknownQuestion, AlreadyAnswered, QuestionOver, OtherCall; ToolFailure: PERMISSION_DENIED where only
         operators answer, INVALID_ARGUMENTS for arguments or a reason that cannot be kept.

@@ -1,5 +1,5 @@
-"""Who changed what: one entry in Redis for every change that an administrator or an approver makes, written in the step
-that makes it.
+"""The audit: one entry in Redis for every change that an administrator or an approver makes, written in the step that
+makes it.
 
 What operators and administrators change is in one stream; what the holders of a tenant's keys change is in a stream of
 that tenant, so that a tenant can only push out entries of its own.
@@ -49,15 +49,15 @@ AuditAction = Literal[
 ]
 ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
 MAX_ENTRIES = 100_000
-"""The operators' stream keeps at least so many of the newest entries."""
+"""The operators' stream keeps at least this number of the newest entries."""
 MAX_TENANT_ENTRIES = 5_000
-"""A tenant's stream keeps at least so many."""
+"""A tenant's stream keeps at least this number."""
 MAX_TARGET_CHARS = 256
 MAX_DETAILS = 16
 MAX_DETAIL_CHARS = 1024
 MAX_PAGE = 1000
 MAX_LOOKED_AT = 10_000
-"""Entries that are read for one page: it is quick also when few of them match the filters."""
+"""Entries that are read for one page, so that it is quick also when few of them match the filters."""
 _AT_ONCE = 500
 _WHAT = "the audit was not read"
 _CURSOR = re.compile(r"([0-9]{1,20})-([0-9]{1,20})(?:-([A-Za-z0-9_-]{1,64}))?")
@@ -83,8 +83,8 @@ _ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
 
 
 class Actor(Record):
-    """`key`: the id of an API key; "local" for whoever has the pool's own secrets, whose `name` is that of the system's
-    user. `tenant`: whose key it is; None for local ones."""
+    """`key`: the id of an API key; "local" for a system user who has the pool's own secrets, whose name is `name`.
+    `tenant`: the tenant of the key; None for local ones."""
 
     key: str = Field(max_length=64)
     role: Role
@@ -92,7 +92,7 @@ class Actor(Record):
     tenant: Identifier | None = None
 
     def may_act_for(self, tenant: str | None) -> bool:
-        """None: for everybody."""
+        """Return whether it may act for the tenant; None: for all tenants."""
         return self.role != "tenant" or (tenant is not None and tenant == self.tenant)
 
     def has_role(self, needed: Role) -> bool:
@@ -100,12 +100,12 @@ class Actor(Record):
         return _ROLES.index(self.role) >= _ROLES.index(needed)
 
     def label(self) -> str:
-        """In one word, for people."""
+        """Return a short name for people."""
         return self.name or self.key
 
 
 class AuditEntry(Record):
-    """One change. `tenant`: whom it is about, None when that is everybody. `target`: the tool, tenant, key, approval,
+    """One change. `tenant`: the tenant it is about, None for all tenants. `target`: the tool, tenant, key, approval,
     call, host, batch, run, session or skill.
 
     `details` never hold a secret, nor what a call says."""
@@ -131,8 +131,8 @@ class Audited:
 
 @dataclass(frozen=True)
 class AuditPage:
-    """Entries, newest first. `cursor`: where older ones begin, None when there are none; a page may be short, or empty,
-    and not be the last.
+    """Entries, newest first. `cursor`: where older ones begin, None when there are none; a page may be short or empty
+    without being the last.
     """
 
     entries: tuple[Audited, ...]
@@ -140,7 +140,7 @@ class AuditPage:
 
 
 def local_actor() -> Actor:
-    """Whoever runs this program."""
+    """Return the system user that runs this program."""
     try:
         name = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -156,13 +156,13 @@ def build_entry(
     tenant: str | None = None,
     details: Mapping[str, str | None] | None = None,
 ) -> AuditEntry:
-    """An entry; details that are None or "" are left out, longer ones than fit are shortened visibly.
+    """Return an entry. Details that are None or "" are left out; too long ones are shortened visibly.
 
     Raises ToolFailure(INVALID_ARGUMENTS) for a target or tenant that can be none: build it before the change.
     """
-    told = {name: _fitting(value) for name, value in (details or {}).items() if value}
+    fitting = {name: _fitting(value) for name, value in (details or {}).items() if value}
     try:
-        return AuditEntry(actor=actor, action=action, tenant=tenant, target=target, details=told)
+        return AuditEntry(actor=actor, action=action, tenant=tenant, target=target, details=fitting)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -172,7 +172,7 @@ def build_entry(
 
 
 def entry_text(entry: AuditEntry) -> str:
-    """What AUDIT_LUA takes."""
+    """Return the text that AUDIT_LUA takes."""
     return entry.model_dump_json(exclude_defaults=True)
 
 
@@ -189,8 +189,8 @@ class Audit:
         self._add = client.register_script(_ADD)
 
     async def add(self, entry: AuditEntry) -> None:
-        """For changes that are not made in Redis: before them, so that none is without its entry. Others write theirs
-        by AUDIT_LUA or `note_entry`.
+        """Write an entry before a change outside of Redis. Changes in Redis write theirs by AUDIT_LUA or `note_entry`
+        instead.
 
         Raises BrokerUnavailable: nothing was written, and nothing is to be done.
         """
@@ -211,8 +211,8 @@ class Audit:
         actions: tuple[AuditAction, ...] = (),
         target: str | None = None,
     ) -> AuditPage:
-        """Newest first; `after`: the cursor of the page before. Only those about `tenant`, of one of `actions`, of
-        `target`, where these are given.
+        """Return entries, newest first; `after`: the cursor of the page before. Filtered by `tenant`, by `actions`, by
+        `target`, if given.
 
         Raises ToolFailure(INVALID_ARGUMENTS) for a cursor or limit that is none, BrokerUnavailable.
         """
@@ -235,8 +235,8 @@ class Audit:
         return AuditPage(tuple(found), str(cursor))
 
     async def _owners(self, tenant: str | None) -> list[str]:
-        """The owners of the streams that may hold entries about that tenant, or about any: "" for the operators', else
-        a tenant.
+        """Return the owners of the streams that may have entries about that tenant, or about any: "" for the
+        operators', else a tenant.
         """
         if tenant is not None:
             return ["", tenant]
@@ -246,7 +246,7 @@ class Audit:
         return ["", *sorted({DEFAULT_TENANT, *(field.decode(errors="replace") for field in fields)} - {VERSION_FIELD})]
 
     async def _rows(self, after: "_Position | None", owners: Sequence[str]) -> tuple[list["_Row"], bool]:
-        """The next entries of these streams merged, newest first, and whether they are the last ones."""
+        """Return the next entries of these streams merged, newest first, and whether they are the last ones."""
         count = max(_AT_ONCE // len(owners), min(_AT_ONCE, _LEAST_AT_ONCE))
         pipe = self._client.pipeline(transaction=False)
         for owner in owners:
@@ -265,8 +265,8 @@ class Audit:
 
 
 class _Position(NamedTuple):
-    """Where an entry is among those of all streams, oldest first. `owner`: of its stream; orders entries of the same
-    instant.
+    """The position of an entry among those of all streams, oldest first. `owner`: of its stream; orders entries of the
+    same instant.
     """
 
     milliseconds: int
@@ -279,7 +279,7 @@ class _Position(NamedTuple):
         return cls(int(milliseconds), int(sequence), owner)
 
     def before_in(self, owner: str) -> str:
-        """The bound, as XREVRANGE takes it, of what comes before this position in a stream."""
+        """Return the bound for XREVRANGE of what comes before this position in a stream."""
         is_included = owner < self.owner
         return f"{'' if is_included else '('}{self.milliseconds}-{self.sequence}"
 
@@ -297,7 +297,7 @@ def _fits(entry: AuditEntry, tenant: str | None, actions: tuple[AuditAction, ...
 
 
 def _parse(position: _Position, fields: Mapping[bytes, bytes]) -> Audited | None:
-    """None for what is no entry: of a later release, or somebody else's. What can be read is shown all the same."""
+    """Parse an entry; return None for one of a later release. What can be read is shown."""
     try:
         entry = AuditEntry.model_validate_json(fields.get(b"entry", b""))
     except ValidationError:
@@ -316,6 +316,6 @@ def _parse_cursor(text: str) -> _Position:
 
 
 def _fitting(text: str) -> str:
-    """A detail, as JSON can carry it."""
+    """Return a detail in a form that JSON can carry."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_DETAIL_CHARS else f"{text[: MAX_DETAIL_CHARS - 32]}... ({len(text)} characters)"

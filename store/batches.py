@@ -1,4 +1,4 @@
-"""The records of batches: their items and outcomes, how a batch stands, and the stream of its events."""
+"""The records of batches: items and outcomes, the state of a batch, and the stream of its events."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 RUN_TTL_S = 30 * 24 * 3600
-"""How long a run and its batch are remembered, from when something last happened in them."""
+"""How long a run and its batch are stored after the last change."""
 HOSTED_BATCH = "@runs"
 """The batch of each tenant's hosted runs, which never ends. No submitted batch can have this name."""
 
@@ -47,7 +47,7 @@ RUNS_URL, CALLS_URL, CHAT_URL = "/v1/agent/runs", "/v1/tools/execute", "/v1/chat
 
 
 class FailureKind(StrEnum):
-    """Whose fault an item's failure is; only `infrastructure` is worth the same attempt again."""
+    """The origin of an item's failure. Only `infrastructure` is worth the same attempt again."""
 
     MODEL = "model"
     """The model gave no answer: cut, empty or malformed replies, a limit of the run, a request that it refuses."""
@@ -71,8 +71,8 @@ class RunLimits(Record):
 
 
 class Ground(Record):
-    """Where an item works. `workspace`: a folder, an archive or a git bundle, read by whoever works the item;
-    `restore`: a checkpoint instead.
+    """Where an item works. `workspace`: a folder, an archive or a git bundle, read by the orchestrator; `restore`: a
+    checkpoint instead.
 
     `artifacts`: patterns below /workspace of what is to be copied out at the end. `session`: an open one of the
     tenant's, instead of one of the item's own; it stays open. Left out of the bytes where there is none: releases
@@ -124,7 +124,7 @@ class BatchItem(Record):
 
 
 class Failure(Record):
-    """Why an item has no result. `code`: an ErrorCode, a StopReason or one of runs/outcomes.py."""
+    """The reason why an item has no result. `code`: an ErrorCode, a StopReason or one of runs/outcomes.py."""
 
     kind: FailureKind
     code: str
@@ -132,8 +132,8 @@ class Failure(Record):
 
 
 class Outcome(Record):
-    """How an item ended: exactly one a run. `run`: its id; `body`: what the row's response holds, None with a failure
-    that left nothing to tell.
+    """The end of an item: exactly one for each run. `run`: its id; `body`: the response in the row, None for a failure
+    without any.
 
     A failed run keeps its body, too, where it has one: the last text, the steps, the usage.
     """
@@ -344,7 +344,7 @@ def build_recalled_end(outcome: Outcome, at: float) -> ItemDone:
     body, failure = outcome.body or {}, outcome.failure
     usage, cost, steps = body.get("usage"), body.get("cost"), body.get("steps")
     counts = usage if isinstance(usage, dict) else {}
-    told = {
+    fields = {
         "at": at,
         "item": outcome.custom_id,
         "run": outcome.run,
@@ -357,7 +357,7 @@ def build_recalled_end(outcome: Outcome, at: float) -> ItemDone:
         "completion_tokens": counts.get("completion_tokens") or 0,
         "cost": cost if isinstance(cost, float) else None,
     }
-    return ItemDone.model_validate(told)
+    return ItemDone.model_validate(fields)
 
 
 def parse_batch_event(text: str | bytes) -> BatchEvent:
@@ -424,7 +424,7 @@ class BatchEventWriter:
 
 
 class BatchEventReader:
-    """One watcher of one batch's stream."""
+    """A reader of one batch's stream."""
 
     def __init__(
         self, client: "redis.asyncio.Redis", deployment: str, tenant: str, batch: str, after: str = START

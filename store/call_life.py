@@ -1,5 +1,5 @@
-"""The life of one call through every process: what its record, its queue, its worker, its session and its result say of
-it now.
+"""The state of one call in every process: what its record, its queue, its worker, its session and its result show
+now.
 """
 
 import json
@@ -37,11 +37,11 @@ from store.run_log import run_key
 from store.sessions import parse_session_location
 
 MAX_LOOKED_AT = 200_000
-"""Calls that wait for slots, among which one is looked for."""
+"""Waiting calls among which a call is searched."""
 _TASK = re.compile(r"[0-9a-f]{12}-([A-Za-z0-9_-]{1,64})\.([1-9][0-9]{0,8})\.([A-Za-z0-9_-]{1,64})")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OWN_RUN = re.compile(r"([0-9a-f]{16})-[0-9]+-[0-9]+")
-"""A call of a run that a program worked by itself."""
+"""The id of a call of a run in a program's own process."""
 
 # KEYS: queue. ARGV: what only the call's message has. Gives how many are taken before it, -1 when it is not among the
 # first 5,000, and how many wait in all.
@@ -60,8 +60,8 @@ return {-1, length}
 
 @dataclass(frozen=True)
 class Waiting:
-    """Where a call waits: for a slot (`admission`), or in the broker's queue. `ahead`: how many of `waiting` go before
-    it, None when that is not known.
+    """Where a call waits: for a slot (`admission`), or in the broker's queue. `ahead`: how many of `waiting` are before
+    it, None when unknown.
     """
 
     where: str
@@ -72,9 +72,8 @@ class Waiting:
 
 @dataclass(frozen=True)
 class CallLife:
-    """All that is known of a call. `record` None: it waits for its first slot. `is_held`: whether the worker that runs
-    it still reports; `result`: while it is kept for whoever takes it; `place`: of its session, None when that is closed
-    or has expired."""
+    """The state of a call. `record` None: it waits for its first slot. `is_held`: whether the worker that runs it still
+    reports; `result`: as long as it is stored; `place`: of its session, None when that is closed or has expired."""
 
     call: str
     tenant: str
@@ -90,12 +89,12 @@ class CallLife:
 
     @property
     def state(self) -> str:
-        """As the ledger has it, or `waiting`."""
+        """Return the state in the record, or `waiting`."""
         return self.record.state.value if self.record is not None else "waiting"
 
     @property
     def advice(self) -> str | None:
-        """What to do about a call that was lost; None for any other call."""
+        """Return what to do about a call that was lost; None for any other call."""
         if self.state == CallState.RUNNING and self.is_held is False:
             return (
                 f"Its worker stopped reporting. The program that sent the call marks it as lost within {HOST_TTL_S} s. "
@@ -113,10 +112,10 @@ class CallLife:
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """For people and programs: times in ISO 8601 UTC, None for what is not known."""
+        """Return it for people and programs: times in ISO 8601 UTC, None for unknown values."""
         record = self.record or CallRecord(state=CallState.QUEUED)
         queue, worker = parse_holder(record.holder)
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "call": self.call,
             "tenant": self.tenant,
             "tool": self.tool or None,
@@ -146,17 +145,17 @@ class CallLife:
             "run_s": _seconds(record.started_at, record.ended_at) if not record.noticed_by else None,
         }
         waits, place, result = self.waiting, self.place, self.result
-        told["waits_in"] = waits.where if waits is not None else None
-        told["ahead"] = waits.ahead if waits is not None else None
-        told["waiting"] = waits.waiting if waits is not None else None
-        told["place"] = _place_json(place) if place is not None else None
-        told["result"] = _result_json(result) if result is not None else None
-        return told
+        fields["waits_in"] = waits.where if waits is not None else None
+        fields["ahead"] = waits.ahead if waits is not None else None
+        fields["waiting"] = waits.waiting if waits is not None else None
+        fields["place"] = _place_json(place) if place is not None else None
+        fields["result"] = _result_json(result) if result is not None else None
+        return fields
 
 
 class CallLives:
-    """Looks calls up in one deployment. `flower_url`: where people reach Flower, None: nowhere. Every method raises
-    BrokerUnavailable.
+    """Reads the state of calls of one deployment. `flower_url`: the address of Flower for people, or None. Every method
+    raises BrokerUnavailable.
     """
 
     def __init__(
@@ -169,8 +168,8 @@ class CallLives:
         self._position = client.register_script(_POSITION)
 
     async def read(self, tenant: str, call_id: str) -> CallLife | None:
-        """What is known of a tenant's call; None for nothing. One that waits because its tenant is paused only its own
-        program knows.
+        """Return the state of a tenant's call; None for an unknown one. A call that waits because its tenant is paused
+        is known to its own program only.
         """
         if not _NAME.fullmatch(call_id):
             return None
@@ -182,7 +181,7 @@ class CallLives:
         if record.state is CallState.QUEUED:
             waiting = await self._in_queue(record)
         elif record.state is CallState.RUNNING:
-            is_held = bool(await _told(self._client.exists(host_key(self._deployment, parse_holder(record.holder)[0]))))
+            is_held = bool(await _ask(self._client.exists(host_key(self._deployment, parse_holder(record.holder)[0]))))
         return CallLife(
             call=call_id,
             tenant=tenant,
@@ -198,7 +197,8 @@ class CallLives:
         )
 
     async def find(self, text: str, tenant: str | None) -> CallLife:
-        """The call of that id, or of a Celery task's as Flower shows it, of the tenant or (None) of whichever has it.
+        """Return the call of that id, or of a Celery task's id as Flower shows it, of the tenant or (None) of any
+        tenant.
 
         Raises ToolFailure(INVALID_ARGUMENTS) for nothing, and for ids that several tenants have.
         """
@@ -209,7 +209,7 @@ class CallLives:
         return life
 
     async def resolve(self, text: str, tenant: str | None) -> tuple[str, str]:
-        """Tenant and id of a call, as for `find`; of a tenant that is given it need not be known."""
+        """Return tenant and id of a call, as for `find`; the call of a given tenant need not exist."""
         task = parse_task_id(text)
         if task is not None and tenant in (None, task[0]):
             return task
@@ -226,22 +226,22 @@ class CallLives:
         return owners[0], text
 
     async def owners(self, call_id: str) -> list[str]:
-        """The tenants that have a call of that id, among those that are registered, have opened a session, or wait for
-        a slot with it.
+        """Return the tenants that have a call of that id, among those that are registered, have opened a session, or
+        wait for a slot with it.
         """
         if not _NAME.fullmatch(call_id):
             return []
-        registered: Any = await _told(self._client.hkeys(tenants_key(self._deployment)))
-        seen: Any = await _told(self._client.zrange(seen_tenants_key(self._deployment), 0, -1))
+        registered: Any = await _ask(self._client.hkeys(tenants_key(self._deployment)))
+        seen: Any = await _ask(self._client.zrange(seen_tenants_key(self._deployment), 0, -1))
         names = sorted({DEFAULT_TENANT, *(name.decode() for name in (*registered, *seen))} - {VERSION_FIELD})
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             pipe.exists(call_key(self._deployment, name, call_id))
-        known = {name for name, is_there in zip(names, await _told(pipe.execute()), strict=True) if is_there}
-        return sorted(known | {str(told["tenant"]) for _, told in await self._tickets(call_id)})
+        known = {name for name, is_there in zip(names, await _ask(pipe.execute()), strict=True) if is_there}
+        return sorted(known | {str(fields["tenant"]) for _, fields in await self._tickets(call_id)})
 
     async def _record(self, tenant: str, call_id: str) -> CallRecord | None:
-        fields: Any = await _told(self._client.hgetall(call_key(self._deployment, tenant, call_id)))
+        fields: Any = await _ask(self._client.hgetall(call_key(self._deployment, tenant, call_id)))
         try:
             return parse_record(fields)
         except ValidationError as error:
@@ -251,24 +251,24 @@ class CallLives:
             ) from error
 
     async def _waiting_life(self, tenant: str, call_id: str) -> CallLife | None:
-        """Of a call that waits for its first slot."""
-        found = [(ticket, told) for ticket, told in await self._tickets(call_id) if told["tenant"] == tenant]
+        """Return the state of a call that waits for its first slot."""
+        found = [(ticket, fields) for ticket, fields in await self._tickets(call_id) if fields["tenant"] == tenant]
         if not found:
             return None
-        ticket, told = found[0]
-        lane = f"{admission_prefix(self._deployment)}lane:{told['queue']}|{tenant}:{told.get('lane')}"
-        ahead = await _told(self._client.zrank(lane, ticket))
-        waiting = Waiting("admission", str(told["queue"]), ahead, int(await _told(self._client.zcard(lane))))
+        ticket, fields = found[0]
+        lane = f"{admission_prefix(self._deployment)}lane:{fields['queue']}|{tenant}:{fields.get('lane')}"
+        ahead = await _ask(self._client.zrank(lane, ticket))
+        waiting = Waiting("admission", str(fields["queue"]), ahead, int(await _ask(self._client.zcard(lane))))
         run, batch = await self._run(tenant, call_id)
-        return CallLife(call_id, tenant, None, str(told.get("tool", "")), waiting=waiting, run=run, batch=batch)
+        return CallLife(call_id, tenant, None, str(fields.get("tool", "")), waiting=waiting, run=run, batch=batch)
 
     async def _tickets(self, call_id: str) -> list[tuple[str, dict[str, Any]]]:
-        """The places in admission's queue of calls of that id, with their terms."""
+        """Return the entries in admission's queue of calls of that id, each with its fields."""
         key, needle = f"{admission_prefix(self._deployment)}waiting", f'"call":"{call_id}"'.encode()
         found: list[tuple[str, dict[str, Any]]] = []
         cursor, looked_at = 0, 0
         while looked_at < MAX_LOOKED_AT:
-            answer: Any = await _told(self._client.hscan(key, cursor, count=1000))
+            answer: Any = await _ask(self._client.hscan(key, cursor, count=1000))
             cursor, rows = answer
             found += [(ticket.decode(), json.loads(text)) for ticket, text in rows.items() if needle in text]
             looked_at += len(rows)
@@ -277,40 +277,40 @@ class CallLives:
         return found
 
     async def _in_queue(self, record: CallRecord) -> Waiting:
-        ahead, length = await _told(self._position(keys=[record.queue], args=[f'"id": "{record.task}"']))
+        ahead, length = await _ask(self._position(keys=[record.queue], args=[f'"id": "{record.task}"']))
         return Waiting("queue", record.queue, int(ahead) if int(ahead) >= 0 else None, int(length))
 
     async def _place(self, tenant: str, session: str) -> SessionLocation | None:
         if not session:
             return None
-        fields: Any = await _told(self._client.hgetall(place_key(self._deployment, tenant, session)))
+        fields: Any = await _ask(self._client.hgetall(place_key(self._deployment, tenant, session)))
         try:
             return parse_session_location(fields)
         except ValidationError:
             return None  # of a later release: nothing of it could be shown truly
 
     async def _result(self, tenant: str, call_id: str, record: CallRecord) -> ToolResult | None:
-        """The call's result, while it lies in Redis; nothing that nobody with the secret has signed."""
-        text = await _told(self._client.get(result_key(record.task))) if record.task else None
+        """Return the call's result, as long as it is stored; None for one with a wrong signature."""
+        text = await _ask(self._client.get(result_key(record.task))) if record.task else None
         try:
             stored: Any = json.loads(text or b"null")
             encoded: Any = stored_answer(stored) if isinstance(stored, dict) else None
             key = kept_result_key(encoded)
             if key is not None and is_blob_of(key, self._deployment, tenant):
-                encoded = join_result(encoded, await _told(self._client.get(key)) or b"")
+                encoded = join_result(encoded, await _ask(self._client.get(key)) or b"")
             result = decode_result(encoded, ResultSeal(self._keys, tenant, record.attempt)) if encoded else None
         except (ValueError, KeyError, EnvelopeRefused):
             return None
         return result if result is not None and result.call_id == call_id else None
 
     async def _run(self, tenant: str, call_id: str) -> tuple[str | None, str | None]:
-        """The run that makes the call, as its id tells, and the batch that the run is of."""
+        """Return the run that makes the call, by the call's id, and the run's batch."""
         parts = call_id.split("-")
         names = ["-".join(parts[:count]) for count in range(len(parts), max(0, len(parts) - 4), -1)]
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             pipe.hget(run_key(self._deployment, tenant, name), "batch")
-        for name, batch in zip(names, await _told(pipe.execute()), strict=True):
+        for name, batch in zip(names, await _ask(pipe.execute()), strict=True):
             if batch is not None:
                 return name, None if batch.startswith(b"@") else batch.decode(errors="replace")
         own = _OWN_RUN.fullmatch(call_id)
@@ -318,7 +318,7 @@ class CallLives:
 
 
 def unknown_call(text: str, tenant: str | None) -> ToolFailure:
-    """The same for one that never was, is forgotten, or is another tenant's."""
+    """Return the same failure for a call that never existed, has expired, or is another tenant's."""
     whose = f" of tenant {tenant}" if tenant is not None else ""
     return ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
@@ -328,7 +328,7 @@ def unknown_call(text: str, tenant: str | None) -> ToolFailure:
 
 
 def parse_task_id(text: str) -> tuple[str, str] | None:
-    """Tenant and call of a Celery task, as Flower shows its id; None for one that is none of ours."""
+    """Return tenant and call of a Celery task's id, as Flower shows it; None for another task."""
     found = _TASK.fullmatch(text)
     return (found[3], found[1]) if found is not None else None
 
@@ -346,13 +346,13 @@ def _place_json(place: SessionLocation) -> dict[str, Any]:
 
 
 def _result_json(result: ToolResult) -> dict[str, Any]:
-    """What it tells of how the call went; its output is the caller's."""
-    told = result.model_dump(
+    """Return what the result says about the call, without its output, which is the caller's."""
+    fields = result.model_dump(
         mode="json", include={"success", "error", "error_code", "truncated", "clocks", "kill", "sandbox"}
     )
-    if isinstance(told["sandbox"], dict):
-        told["sandbox"].pop("news")
-    return told
+    if isinstance(fields["sandbox"], dict):
+        fields["sandbox"].pop("news")
+    return fields
 
 
 def _instant(at: float) -> str | None:
@@ -363,6 +363,6 @@ def _seconds(first: float, last: float) -> float | None:
     return round(last - first, 6) if first and last >= first else None
 
 
-async def _told(asked: Awaitable[Any]) -> Any:
+async def _ask(command: Awaitable[Any]) -> Any:
     with broker_errors("the state of the call was not read"):
-        return await asked
+        return await command

@@ -44,7 +44,7 @@ from contract.calls import Identifier, Record, ToolCall, ToolContext
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ErrorCode, RefusalReason
 from contract.hosts import HEARTBEAT_S, HOST_LOST_TYPE, HOST_TTL_S, TOMBSTONE_TTL_S
-from contract.ledger import CALL_TTL_S, RESULT_TTL_S, CallRecord, CallState, Claim, parse_record
+from contract.ledger import CALL_TTL_S, RESULT_TTL_S, CallClaim, CallRecord, CallState, parse_record
 from contract.names import (
     audit_key,
     call_key,
@@ -560,7 +560,7 @@ class WorkerCallStore:
         self._refuse = client.register_script(_REFUSE)
         self._forbid = client.register_script(_FORBID)
 
-    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
+    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
         """Return whether the call may start now, on behalf of `holder`. After BrokerUnavailable it must not start.
 
         A claim past the call's deadline forbids the call: EXPIRED. A claim for a session that is elsewhere by now
@@ -573,14 +573,14 @@ class WorkerCallStore:
         arguments = [holder, repr(context.deadline_at), fence, may_move, call.name, context.session or "", self._node]
         return self._decide(self._claim, [key, location], context.attempt, arguments)
 
-    def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
+    def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
         """Note again that a call runs which was granted here before: GRANTED when Redis had lost that, wherever its
         session is by now.
         """
         arguments = [holder, call.name, context.session or "", self._node]
         return self._decide(self._confirm, [self._key(context.tenant, call.id)], context.attempt, arguments)
 
-    def refuse(self, call: ToolCall, context: ToolContext) -> Claim:
+    def refuse(self, call: ToolCall, context: ToolContext) -> CallClaim:
         """Return whether a refusal is the call's answer: GRANTED, and then it will never start."""
         return self._decide(self._refuse, [self._key(context.tenant, call.id)], context.attempt, [])
 
@@ -602,11 +602,11 @@ class WorkerCallStore:
     def _key(self, tenant: str, call_id: str) -> str:
         return call_key(self._deployment, tenant, call_id)
 
-    def _decide(self, script: Any, keys: list[str], attempt: int, arguments: list[Any]) -> Claim:
+    def _decide(self, script: Any, keys: list[str], attempt: int, arguments: list[Any]) -> CallClaim:
         with broker_errors("the call was not run, because its claim was not noted"):
             verdict, now = script(keys=keys, args=[attempt, CALL_TTL_S, secrets.token_hex(8), *arguments])
         self._clock.learn(float(now))
-        return Claim(verdict.decode())
+        return CallClaim(verdict.decode())
 
 
 class FinishedCalls:

@@ -1,4 +1,4 @@
-"""What the workers publish, as the orchestrator knows it."""
+"""The tools that workers publish, and how orchestrators read them."""
 
 import difflib
 import json
@@ -28,23 +28,23 @@ STARTED_BY = {
     "web": "`toolcrew worker start --kind web`",
     "tools": "`toolcrew worker start --kind web` with TOOLCREW_TOOL_MODULES or the tools' package",
 }
-"""Pool -> how its worker is started."""
+"""Pool -> the command that starts its worker."""
 
 
 class CatalogSource(Protocol):
-    """Where specs come from."""
+    """A source of tool specs."""
 
     async def specs(self) -> tuple[ToolSpec, ...]: ...
 
     def explain_missing(self, name: str) -> str | None:
-        """Why a tool that there is cannot be called now, and what to do; None: there is no such tool. As of the last
+        """Return why an existing tool cannot be called now, and what to do; None: there is no such tool. From the last
         `specs`.
         """
         ...
 
 
 class RedisCatalog:
-    """The catalogs of all pools in Redis as one, read again at most every FRESH_S seconds, in one round trip."""
+    """The catalogs of all pools in Redis, read again at most every FRESH_S seconds, in one round trip."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._signing = client, keys
@@ -59,15 +59,15 @@ class RedisCatalog:
         self._skills: tuple[SkillSummary, ...] = ()
 
     async def specs(self) -> tuple[ToolSpec, ...]:
-        """All specs, session verbs included. Raises ConfigError when no worker lives, BrokerUnavailable when Redis does
-        not answer.
+        """Return all specs with the session verbs. Raises ConfigError when no worker lives, BrokerUnavailable when
+        Redis does not answer.
         """
         if time.monotonic() - self._read_at > FRESH_S:
             await self._reads.read("catalog", self._refresh)
         return self._specs
 
     async def skills(self) -> tuple[SkillSummary, ...]:
-        """What the workers beside sandboxes have, by name. Raises as `specs`."""
+        """Return the skills of the workers with sandboxes, by name. Raises as `specs`."""
         await self.specs()
         return self._skills
 
@@ -76,14 +76,14 @@ class RedisCatalog:
         return None if pool is None else f"no worker serves {name} now: start one with {STARTED_BY[pool]}"
 
     async def pools(self) -> dict[str, tuple[ToolSpec, ...]]:
-        """Pool -> what its workers publish now; a pool without a worker is not in it. Raises as `specs`, but not for
-        want of workers.
+        """Return what each pool publishes now; a pool without a worker is left out. Raises as `specs`, but not for
+        missing workers.
         """
         texts, _ = await self._fetch()
         return {pool: self._parse(pool, text).tools for pool, text in texts.items() if text is not None}
 
     async def served_before(self) -> dict[str, list[str] | None]:
-        """Pool -> the names of the tools that it published last; None for a list that cannot be read. Raises
+        """Return the names of the tools that each pool published last; None for a list that cannot be read. Raises
         BrokerUnavailable.
         """
         _, names = await self._fetch()
@@ -137,7 +137,7 @@ class RedisCatalog:
         return tuple(sorted(found.values(), key=lambda spec: spec.name))
 
     async def _fetch(self) -> tuple[dict[str, str | bytes | None], dict[str, str | bytes | None]]:
-        """Pool -> text of its catalog, pool -> text of the names it served last."""
+        """Return the text of each pool's catalog, and of the names it served last."""
         with broker_errors("the tool catalog was not read"):
             values = await self._client.mget(self._keys)
         count = len(CATALOG_POOLS)
@@ -146,7 +146,7 @@ class RedisCatalog:
         )
 
     def _note_clash(self, taken: ToolSpec, other: ToolSpec) -> None:
-        """Say once that a tool cannot be reached behind another of its name."""
+        """Log once that a tool is hidden by another one of its name."""
         if taken is other or taken.name in self._clashes:
             return
         self._clashes.add(taken.name)
@@ -154,7 +154,7 @@ class RedisCatalog:
 
 
 def find_skill(name: str, skills: Sequence[SkillSummary]) -> SkillSummary:
-    """The skill of that name. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names."""
+    """Return the skill of that name. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names."""
     found = next((skill for skill in skills if skill.name == name), None)
     if found is None:
         nearest = difflib.get_close_matches(name, [skill.name for skill in skills], n=3, cutoff=0.0)

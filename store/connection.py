@@ -48,13 +48,13 @@ SyncRedis: TypeAlias = "redis.Redis"
 TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 16
 LOADING_S = 10.0
-"""So long a Redis that reads its data in is waited for at the start."""
+"""How long a starting Redis may take to load its data."""
 LOOK_S = 0.1
 _REDIS_ERRORS = (RedisError, OSError)
 
 _sync_clients: "weakref.WeakSet[redis.Redis]" = weakref.WeakSet()
 _thread_connections: "weakref.WeakKeyDictionary[SyncPool, threading.local]" = weakref.WeakKeyDictionary()
-"""Of each pool, the connection that a thread keeps for its scripts."""
+"""The connection of each thread for its scripts, by pool."""
 
 
 class RedisAccessDenied(OperatorError):
@@ -73,9 +73,7 @@ def broker_errors(what: str) -> Iterator[None]:
 
 
 def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":
-    """A client whose callers wait for a connection instead of failing when all are busy. Behind sentinels it follows
-    the master.
-    """
+    """Return a client whose callers wait for a connection when all are busy. Behind sentinels it follows the master."""
     return redis.asyncio.Redis.from_pool(_open_pool(broker))
 
 
@@ -94,7 +92,7 @@ async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> 
 
 
 async def _ping(client: "redis.asyncio.Redis") -> None:
-    """A Redis that has just been started may have to read its data first."""
+    """Ping Redis; wait while it loads its data."""
     clock = asyncio.get_running_loop().time
     until = clock() + LOADING_S
     while True:
@@ -108,7 +106,7 @@ async def _ping(client: "redis.asyncio.Redis") -> None:
 
 
 class _Careful(AbstractConnection):
-    """A connection whose loss, and whose user's end, are not overlooked.
+    """A connection that notices when it is lost, and when its user is cancelled.
 
     Whoever is cancelled while a command is being sent is cancelled: the client sends in `asyncio.wait_for`, which loses
     a cancellation that comes just as the last byte has gone (Python before 3.12), and a task that never ends by it is
@@ -116,8 +114,8 @@ class _Careful(AbstractConnection):
     """
 
     async def can_read(self) -> bool:
-        """What the pool asks before it lends a connection: one that was reset looks empty to the client, and would fail
-        its next command.
+        """Check a connection before the pool lends it: one that was reset looks empty to the client, and would fail its
+        next command.
         """
         if self._reader is not None and (error := self._reader.exception()) is not None:
             raise RedisConnectionError(f"the connection was lost ({error})")
@@ -150,7 +148,7 @@ class _MasterTlsConnection(_Careful, SentinelManagedSSLConnection):
 
 
 class _BlockingSentinelPool(SentinelConnectionPool, BlockingConnectionPool):
-    """Connections to whoever is the master now; closing them closes those to the sentinels, too."""
+    """Connections to the present master; closing them closes those to the sentinels, too."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
         await super().disconnect(inuse_connections)

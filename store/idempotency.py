@@ -1,5 +1,5 @@
-"""What is kept of requests with an Idempotency-Key in Redis: one slot for each, which one request at a time holds, and
-only who holds it settles.
+"""Requests with an Idempotency-Key in Redis: one slot for each key, which one request at a time holds; only its holder
+stores the answer.
 """
 
 import json
@@ -15,13 +15,11 @@ from store.connection import RedisClient, broker_errors
 
 KEPT_S = 24 * 3600
 PENDING_S = 900
-"""How long a request may take before another with its key is let through: longer than any call. What it begins is found
-by its key then, too.
-"""
+"""How long a request may hold its slot: longer than any call. What it has started is found by its key then, too."""
 KEPT_BYTES = 256 * 1024 * 1024
-"""Of the answers of one API key within a day: they lie in Redis, which is everybody's."""
+"""Limit of the answers of one API key within a day: all tenants share the memory of Redis."""
 SLOT_BYTES = 200
-"""What an answer takes beside its own bytes."""
+"""What an answer takes in addition to its own bytes."""
 FULL = (
     f"the answers that are kept for this API key fill {KEPT_BYTES // 2**20} MiB, so that this request was not begun: "
     "send it without an Idempotency-Key, with another API key, or when those of yesterday are forgotten"
@@ -53,9 +51,9 @@ return 0
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A request's hold on its slot. `pending`: what lies there meanwhile, which no other request writes; `gone`: what
-    lies in Redis once it was let go of before it was seen to come."""
+class SlotClaim:
+    """A request's claim to its slot. `pending`: the content of the slot while the request runs, which no other request
+    writes; `gone`: the key that exists when the claim was released before Redis got it."""
 
     slot: str
     gone: str
@@ -63,8 +61,8 @@ class Claim:
     pending: str
 
 
-class OnceSlots:
-    """Of one deployment. `account`: the id of the API key that pays for what is kept."""
+class IdempotencyStore:
+    """The slots of one deployment. `account`: the id of the API key whose limit an answer counts for."""
 
     def __init__(
         self, client: RedisClient, deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time
@@ -74,18 +72,18 @@ class OnceSlots:
         self._claim, self._keep = client.register_script(_CLAIM), client.register_script(_KEEP)
         self._release = client.register_script(_RELEASE)
 
-    def name(self, account: str, name: str, digest: str, token: str) -> Claim:
-        """The claim of the request with that content. `token`: new for each request."""
-        return Claim(
+    def name(self, account: str, name: str, digest: str, token: str) -> SlotClaim:
+        """Return the claim of the request with that content. `token`: new for each request."""
+        return SlotClaim(
             f"{self._prefix}:once:{name}",
             f"{self._prefix}:gone:{token}",
             account,
             json.dumps({"digest": digest, "pending": True, "by": token}),
         )
 
-    async def claim(self, claim: Claim) -> dict[str, Any] | None:
-        """What lies in the slot already; None: it is ours. Raises BrokerUnavailable, then it may be ours;
-        ToolFailure(QUOTA_EXCEEDED) when no more can be kept.
+    async def claim(self, claim: SlotClaim) -> dict[str, Any] | None:
+        """Take the slot and return None, or return its content. Raises BrokerUnavailable: the slot may be taken;
+        ToolFailure(QUOTA_EXCEEDED) for a full account.
         """
         with broker_errors("the request was not started, send it again"):
             is_full = await self.count(claim.account) > KEPT_BYTES
@@ -96,9 +94,9 @@ class OnceSlots:
             raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, FULL)
         return self._open(claim.slot, found) if found is not None else None
 
-    async def keep(self, claim: Claim, record: str) -> None:
-        """Put the answer into the slot, unless another request has it by now. Raises BrokerUnavailable; may be tried
-        again.
+    async def keep(self, claim: SlotClaim, record: str) -> None:
+        """Store the answer in the slot, unless another request has the slot now. Raises BrokerUnavailable; may be
+        repeated.
         """
         # Signed for its slot: a process that can write to Redis could else answer in the API's place.
         record = self._signing.seal(_purpose(claim.slot), record)
@@ -121,16 +119,16 @@ class OnceSlots:
             ) from error
         return answer
 
-    async def release(self, claim: Claim) -> None:
-        """Make the slot free, if it is still held by that claim. Raises BrokerUnavailable; may be tried again."""
+    async def release(self, claim: SlotClaim) -> None:
+        """Free the slot, if that claim still holds it. Raises BrokerUnavailable; may be repeated."""
         await self._settle(self._release([claim.slot, claim.gone], [claim.pending, PENDING_S]))
 
     async def count(self, account: str) -> int:
-        """How many bytes are kept for the account, told by the hour in which they were: what is older than a day is
-        forgotten with its answers.
+        """Return how many bytes are stored for the account. They are counted by the hour: counts expire a day later,
+        with their answers.
         """
         hours: Any = await self._redis.mget([self._hour(account, back) for back in range(KEPT_S // 3600 + 1)])
-        return sum(int(told) for told in hours if told is not None)
+        return sum(int(count) for count in hours if count is not None)
 
     def _hour(self, account: str, back: int = 0) -> str:
         return f"{self._prefix}:kept:{account}:{int(self._clock() // 3600) - back}"

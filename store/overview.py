@@ -1,6 +1,4 @@
-"""A deployment at a glance: its hosts, queues, tenants and batches at one moment. `toolcrew top` and the pages show
-it.
-"""
+"""The hosts, queues, tenants and batches of a deployment at one moment. `toolcrew top` and the pages show them."""
 
 import asyncio
 import json
@@ -31,7 +29,7 @@ _CALL_KEY = re.compile(rb'"call_key": ?"([^"\\]+)"')
 _WHAT = "the state of the deployment was not read"
 
 
-class QueueLook(Record):
+class QueueSummary(Record):
     """A queue. `length`: messages that no worker has taken; `slots`: calls at a time of all its workers together, 0
     when none lives; `held`: calls in flight, which run or are on their way; `waiting`: calls that wait for their turn,
     one of them for `oldest_s` seconds: the longest, unless hundreds of tenants wait; None: no call waits for this queue
@@ -49,16 +47,16 @@ class QueueLook(Record):
         return count_slots_in_use(self.held, self.slots)
 
 
-class TenantLook(Record):
-    """A tenant that is registered, or has calls. `share`: the part that its calls have of all that hold a slot;
-    `fair_share`: what its weight gives it beside the others that have calls, 0 when it has none. `trouble`: why its
-    policy cannot be read, so that nothing is served for it."""
+class TenantSummary(Record):
+    """A tenant that is registered, or has calls. `share`: the part that its calls have of all used slots; `fair_share`:
+    the part that its weight gives it among the tenants that have calls, 0 when it has none. `trouble`: why its policy
+    cannot be read; nothing is served for it then."""
 
     tenant: str
     is_registered: bool
     weight: float
     in_flight: int
-    """How many calls at a time it may have."""
+    """Its limit of calls at a time."""
     held: int = Field(ge=0)
     waiting: int = Field(ge=0)
     share: float = Field(ge=0, le=1)
@@ -67,8 +65,8 @@ class TenantLook(Record):
     trouble: str = ""
 
 
-class BatchLook(Record):
-    """A batch that has something to do. `waiting`: also what is tried again later; `created_at`: Unix seconds."""
+class BatchSummary(Record):
+    """A batch that has work. `waiting`: including runs that are retried later; `created_at`: Unix seconds."""
 
     tenant: str
     batch: str
@@ -83,28 +81,27 @@ class BatchLook(Record):
 
 
 class Overview(Record):
-    """`at`: Unix seconds of Redis's clock. `queues`, `tenants`, `batches`: those that are busiest first. `batch_count`:
-    with those that are not told one by one. `running`: runs that are being worked; `approvals`: questions that wait for
-    a person."""
+    """`at`: Unix seconds of Redis's clock. `queues`, `tenants`, `batches`: the busiest first. `batch_count`: with those
+    that are not listed. `running`: runs that have a holder; `approvals`: questions that wait for a person."""
 
     at: float
     deployment: str
     hosts: tuple[HostReport, ...]
-    queues: tuple[QueueLook, ...]
-    tenants: tuple[TenantLook, ...]
-    batches: tuple[BatchLook, ...]
+    queues: tuple[QueueSummary, ...]
+    tenants: tuple[TenantSummary, ...]
+    batches: tuple[BatchSummary, ...]
     batch_count: int
     running: int
     approvals: int
 
     @property
     def slots(self) -> int:
-        """Calls at a time of all workers."""
+        """Return the calls at a time of all workers."""
         return sum(report.slots for report in self.hosts)
 
     @property
     def slots_in_use(self) -> int:
-        """Slots in use in all queues. Workers that serve several queues have their slots counted once."""
+        """Return the slots in use in all queues. The slots of a worker that serves several queues count once."""
         return min(self.slots, sum(queue.slots_in_use for queue in self.queues))
 
     @property
@@ -113,19 +110,19 @@ class Overview(Record):
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a slot."""
+        """Return the calls that wait for a slot."""
         return sum(tenant.waiting for tenant in self.tenants)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs: instants in ISO 8601, sizes in bytes."""
-        told = self.model_dump(mode="json", exclude={"hosts"})
-        told["at"] = format_instant(self.at)
-        told |= {"slots": self.slots, "slots_in_use": self.slots_in_use, "waiting": self.waiting}
-        for queue, look in zip(told["queues"], self.queues, strict=True):
+        """Return it for programs: instants in ISO 8601, sizes in bytes."""
+        data = self.model_dump(mode="json", exclude={"hosts"})
+        data["at"] = format_instant(self.at)
+        data |= {"slots": self.slots, "slots_in_use": self.slots_in_use, "waiting": self.waiting}
+        for queue, look in zip(data["queues"], self.queues, strict=True):
             queue["slots_in_use"] = look.slots_in_use
-        for batch in told["batches"]:
+        for batch in data["batches"]:
             batch["created_at"] = format_instant(batch["created_at"])
-        return told | {"hosts": [_host_json(report) for report in self.hosts]}
+        return data | {"hosts": [_host_json(report) for report in self.hosts]}
 
 
 class OverviewReader:
@@ -143,25 +140,25 @@ class OverviewReader:
         )
 
     async def read(self) -> Overview:
-        """As of now. Raises BrokerUnavailable."""
+        """Return the present state. Raises BrokerUnavailable."""
         hosts, policies = await asyncio.gather(self._hosts.read(), self._tenants.all())
         queues = sorted(
             {queue for report in hosts for queue in (report.queue, *report.pools)} | set(POOL_QUEUES.values())
         )
-        told = await self._look(
+        data = await self._look(
             [queue for queue in queues if not queue.startswith("pool.") or queue in POOL_QUEUES.values()],
             list(policies),
         )
         return Overview(
-            at=told["now"],
+            at=data["now"],
             deployment=self._deployment,
             hosts=tuple(hosts),
-            queues=_queues(told["queues"]),
-            tenants=_tenants(told["tenants"], policies),
-            batches=_batches(told["batches"]),
-            batch_count=told["batch_count"],
-            running=told["running"],
-            approvals=told["approvals"],
+            queues=_queues(data["queues"]),
+            tenants=_tenants(data["tenants"], policies),
+            batches=_batches(data["batches"]),
+            batch_count=data["batch_count"],
+            running=data["running"],
+            approvals=data["approvals"],
         )
 
     async def oldest_message_s(self, queue: str) -> float | None:
@@ -198,22 +195,22 @@ def _host_json(report: HostReport) -> dict[str, Any]:
     return report.model_dump(mode="json", exclude={"process"}) | {"state": report.state} | instants
 
 
-def _queues(told: Mapping[str, Mapping[str, Any]]) -> tuple[QueueLook, ...]:
-    found = [QueueLook.model_validate({"queue": queue, **fields}) for queue, fields in told.items()]
+def _queues(data: Mapping[str, Mapping[str, Any]]) -> tuple[QueueSummary, ...]:
+    found = [QueueSummary.model_validate({"queue": queue, **fields}) for queue, fields in data.items()]
     return tuple(sorted(found, key=lambda one: (-one.waiting - one.length, -one.held, one.queue)))
 
 
 def _tenants(
-    told: Mapping[str, Sequence[int]], policies: Mapping[str, TenantPolicy | ConfigError]
-) -> tuple[TenantLook, ...]:
+    data: Mapping[str, Sequence[int]], policies: Mapping[str, TenantPolicy | ConfigError]
+) -> tuple[TenantSummary, ...]:
     known = {name: policy if isinstance(policy, TenantPolicy) else TenantPolicy() for name, policy in policies.items()}
-    anybodys = known.get("default", TenantPolicy())
-    all_held = sum(held for held, _ in told.values())
-    all_weight = sum(known.get(name, anybodys).weight for name in told)
+    default = known.get("default", TenantPolicy())
+    all_held = sum(held for held, _ in data.values())
+    all_weight = sum(known.get(name, default).weight for name in data)
     found = []
-    for name in sorted({*policies, *told}):
-        policy, (held, waiting), kept = known.get(name, anybodys), told.get(name, (0, 0)), policies.get(name)
-        look = TenantLook(
+    for name in sorted({*policies, *data}):
+        policy, (held, waiting), stored = known.get(name, default), data.get(name, (0, 0)), policies.get(name)
+        look = TenantSummary(
             tenant=name,
             is_registered=name in policies,
             weight=policy.weight,
@@ -221,19 +218,19 @@ def _tenants(
             held=held,
             waiting=waiting,
             share=held / all_held if all_held else 0.0,
-            fair_share=policy.weight / all_weight if name in told else 0.0,
+            fair_share=policy.weight / all_weight if name in data else 0.0,
             is_paused=policy.is_paused,
-            trouble=str(kept) if isinstance(kept, ConfigError) else "",
+            trouble=str(stored) if isinstance(stored, ConfigError) else "",
         )
         found.append(look)
     return tuple(sorted(found, key=lambda one: (-one.waiting, -one.held, one.tenant)))
 
 
-def _batches(told: Iterable[Any]) -> tuple[BatchLook, ...]:
-    """Newest first. Lua knows no list that is empty: then it is an object."""
+def _batches(data: Iterable[Any]) -> tuple[BatchSummary, ...]:
+    """Return batches, newest first. Lua encodes an empty list as an object."""
     found = []
-    for tenant, batch, name, state, created_at, total, succeeded, ended, running, waiting in told:
-        look = BatchLook(
+    for tenant, batch, name, state, created_at, total, succeeded, ended, running, waiting in data:
+        look = BatchSummary(
             tenant=tenant,
             batch=batch,
             name=name,

@@ -1,4 +1,4 @@
-"""How much more the pool is asked for than it has: what autoscalers go by."""
+"""The demand of each pool in relation to its workers: numbers for autoscalers."""
 
 import asyncio
 import json
@@ -15,17 +15,17 @@ from store.hosts import HostStore
 FRESH_S = 3.0
 SCAN = 1000
 FULL_SHARE = 0.7
-"""A host is wanted more when the sessions of now would fill those that are there beyond this."""
+"""More hosts are wanted when the present sessions would fill the existing ones beyond this."""
 BUSY_SHARE = 0.9
-"""Or when their calls would need more of the slots than this."""
+"""More hosts are wanted when their calls would need more of the slots than this."""
 _WHAT = "the waiting calls were not counted"
 
 
 @dataclass(frozen=True)
 class QueuePressure:
-    """One queue now. `held`: calls that have a slot; `waiting`: those that would run if there were more slots, the
-    oldest for `oldest_s` seconds; `stopped`: calls that wait because of their own tenant (a limit, a pause), which no
-    worker changes; `demand`: calls that want a worker."""
+    """One queue. `held`: calls that have a slot; `waiting`: those that would run if there were more slots, the oldest
+    for `oldest_s` seconds; `stopped`: calls that wait because of their own tenant (a limit, a pause), which no worker
+    changes; `demand`: calls that want a worker."""
 
     queue: str
     slots: int
@@ -40,7 +40,7 @@ class QueuePressure:
 
 @dataclass(frozen=True)
 class HostsPressure:
-    """All sandbox hosts now; `wanted`: how many of their mean size would do."""
+    """All sandbox hosts; `wanted`: how many of their mean size are enough."""
 
     hosts: int
     sessions: int
@@ -71,7 +71,7 @@ class Pressure:
         self._scanned_at = float("-inf")
 
     async def queue(self, name: str) -> QueuePressure:
-        """Of one queue; all zero for one that nobody uses."""
+        """Return the demand of one queue; zero for a queue without calls."""
         scan, now = await self._waiting(), await self._now()
         with broker_errors(_WHAT):
             held, slots = await self._numbers(name)
@@ -80,7 +80,9 @@ class Pressure:
         return QueuePressure(name, slots, held, scan.waiting[name], scan.stopped[name], round(age_s, 3))
 
     async def hosts(self) -> HostsPressure:
-        """Sessions of a host that drains want another one; its places count no more."""
+        """Return the demand for hosts. Sessions of a draining host need another host, and its capacity does not
+        count.
+        """
         reports = [report for report in await self._hosts.reports() if report.kind == "sandbox"]
         open_ones = [report for report in reports if not report.draining and report.healthy]
         sessions, busy = sum(report.sessions for report in reports), sum(report.busy for report in reports)
@@ -99,7 +101,7 @@ class Pressure:
             return self._scan
 
     async def _scanned(self) -> _Scan:
-        """Goes through all waiting calls, so many at a time that Redis is free for others in between."""
+        """Read all waiting calls in steps, so that Redis serves others in between."""
         calls: dict[tuple[str, str], list[float]] = defaultdict(list)
         paused = Counter[str]()
         cursor, found = 0, dict[bytes, bytes]()
@@ -138,5 +140,5 @@ class Pressure:
         return int(float(held or 0)), int(float(slots or 0))
 
     async def _now(self) -> float:
-        """As admission counts."""
+        """Return the size as admission counts it."""
         return self._clock() if self._clock is not None else await read_clock(self._client)

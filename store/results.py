@@ -1,4 +1,4 @@
-"""One listener a process for the results of all calls in flight: one pub/sub pattern, and a sweep for what it
+"""The results of all calls in flight: one listener for each process with one pub/sub pattern, and a sweep for what it
 missed.
 """
 
@@ -23,21 +23,23 @@ SWEEP_EVERY_S = 5.0
 SWEEP_BATCH = 500
 QUIET_S = 5.0
 SILENCE_S = 20.0
-"""A subscription that says nothing for so long, though it is asked every QUIET_S, is dead: its other end may be gone
-without a word.
+"""A subscription without a message for this time, though it is pinged every QUIET_S, is dead: its other end may have
+ended without notice.
 """
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 OUTAGE_LIMIT_S = 30.0
-"""How long Redis may be away before calls in flight are given up: a restart takes seconds, and results outlive it."""
+"""How long Redis may not answer before calls in flight are given up: a restart takes seconds, and results survive
+it.
+"""
 DISCARD_EVERY_S = 0.2
 DISCARD_BATCH = 500
 MAX_UNDELETED = 10_000
-"""Keys kept for deletion while Redis is away; what is beyond expires by itself."""
+"""Keys to delete while Redis does not answer; further ones expire by themselves."""
 _READY = frozenset({"SUCCESS", "FAILURE", "REVOKED"})
 
 
 async def read_result_record(client: RedisClient, key: str) -> bytes | None:
-    """Return the record of a result that lies beside its message. Raises BrokerUnavailable."""
+    """Return the record of a result that is stored apart from its message. Raises BrokerUnavailable."""
     with broker_errors("the record of a result was not read"):
         data = await client.get(key)
     return data if isinstance(data, bytes) else None
@@ -66,7 +68,7 @@ class ResultHub:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Subscribe; returns when the subscription stands. Raises BrokerUnavailable."""
+        """Subscribe; return when the subscription is active. Raises BrokerUnavailable."""
         self._tasks = [
             asyncio.create_task(self._listen(), name="results"),
             asyncio.create_task(self._sweep_regularly(), name="results-sweep"),
@@ -82,7 +84,7 @@ class ResultHub:
             ) from None
 
     async def close(self) -> None:
-        """Stop listening; who still waits gets BrokerUnavailable."""
+        """Stop listening. Callers that still wait get BrokerUnavailable."""
         await cancel_all(self._tasks)
         self._fail_all("the client was closed while this call was awaited: it may or may not have acted")
         self._waiting.clear()
@@ -92,13 +94,13 @@ class ResultHub:
                 await self._delete_taken()
 
     def task_id(self, name: str) -> str:
-        """The task id under which a result comes back to this hub."""
+        """Return the task id under which a result comes back to this hub."""
         return f"{self.id}-{name}"
 
     @contextlib.contextmanager
     def expect(self, task_id: str, *, keeps: bool = False) -> Iterator[asyncio.Future[dict[str, Any]]]:
-        """A future of the task's stored result; enter before publishing. Raises ValueError when that task is awaited
-        already.
+        """Yield a future of the task's stored result; enter before publishing. Raises ValueError when that task is
+        awaited already.
 
         `keeps`: the result stays in Redis until its key is discarded by who took it.
         """
@@ -115,20 +117,22 @@ class ResultHub:
             self._kept.discard(task_id)
 
     async def look(self, task_id: str) -> None:
-        """Take the result of one task now, if it is there: of what another hub published nothing is heard."""
+        """Take the result of one task now, if it is stored: results that another hub published are not announced
+        here.
+        """
         try:
             await self._take_stored([task_id])
         except (RedisError, OSError) as error:
             log.debug("result_not_looked_for", task=task_id, error=str(error))
 
     def fail(self, task_id: str, error: Exception) -> None:
-        """Raise `error` to whoever still waits for that task; a result that comes later is dropped."""
+        """Raise `error` to the caller that waits for that task; a result that comes later is dropped."""
         future = self._waiting.get(task_id)
         if future is not None and not future.done():
             future.set_exception(error)
 
     def discard(self, key: str) -> None:
-        """Have a key deleted soon, together with others."""
+        """Delete a key soon, together with others."""
         if len(self._taken) < MAX_UNDELETED:
             self._taken.append(key)
 
@@ -147,7 +151,7 @@ class ResultHub:
                 await asyncio.sleep(delay)
 
     def _note_loss(self, error: Exception, delay: float) -> None:
-        """Say it once an outage; give up who waits when it lasts."""
+        """Log an outage once; fail the waiting calls when it lasts."""
         now = asyncio.get_running_loop().time()
         if self._lost_at is None:
             self._lost_at = now
@@ -164,7 +168,7 @@ class ResultHub:
                 future.set_exception(BrokerUnavailable(sentence))
 
     async def _read(self, pubsub: Any) -> None:
-        """Take what comes, as the connection gives it: `get_message` would cost as much again for each."""
+        """Read messages as the connection gives them: `get_message` would double the cost of each."""
         clock = asyncio.get_running_loop().time
         heard_at = clock()
         while True:
@@ -208,8 +212,8 @@ class ResultHub:
             self._take(channel[self._key_chars :].decode(errors="replace"), data)
 
     def _take(self, task_id: str, data: bytes) -> None:
-        """Give a result to whoever waits for it. Whose it is tells where it lay or came from; what it says of itself
-        must be the same.
+        """Give a result to its caller. The task id comes from the key or the channel; the content must have the
+        same.
         """
         future = self._waiting.get(task_id)
         if future is None or future.done():

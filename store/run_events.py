@@ -28,7 +28,7 @@ def run_events_key(deployment: str, tenant: str, run: str) -> str:
 
 
 MAX_EVENTS, MAX_STREAM_BYTES = 5000, 2 * 1024 * 1024
-"""What a run's stream holds; of more the oldest go."""
+"""Limits of a run's stream. Beyond them the oldest events are deleted."""
 MAX_EVENT_BYTES = 16 * 1024
 PAGE = 16
 START = "0-0"
@@ -76,8 +76,8 @@ StoredEvent = tuple[str, str]
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Some events of one run. `first`: how many its holder has told before; `told_step`: the last step that is told
-    whole by then; None: no other.
+    """Some events of one run. `first`: how many its holder has added before; `told_step`: the last step whose events
+    are all there then; None: no further one.
     """
 
     tenant: str
@@ -91,9 +91,7 @@ class EventBatch:
 
 @dataclass(frozen=True)
 class EventPage:
-    """Events in order. `tip`: the id of the last one that the stream has; `is_over`: there are none after these, and
-    none will come.
-    """
+    """Events in order. `tip`: the id of the last one in the stream; `is_over`: no events follow."""
 
     entries: tuple[StoredEvent, ...]
     tip: str
@@ -101,7 +99,7 @@ class EventPage:
 
 
 class RunEventStore:
-    """Every method raises BrokerUnavailable when Redis does not answer."""
+    """The streams of a deployment. Every method raises BrokerUnavailable when Redis does not answer."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client = client
@@ -132,7 +130,7 @@ class RunEventStore:
         return [reply == b"told" for reply in await self._ask(pipe.execute())]
 
     async def read(self, tenant: str, run: str, after: str) -> EventPage:
-        """The next events after an id. What is not kept any more is told by one event. Raises
+        """Return the next events after an id. One event stands for those that are no longer kept. Raises
         ToolFailure(FILE_NOT_FOUND).
         """
         key, pipe = self.key(tenant, run), self._client.pipeline(transaction=True)
@@ -157,7 +155,7 @@ class RunEventStore:
         return _page(run, after, entries, tip, values)
 
     async def last(self, tenant: str, run: str) -> str:
-        """Return the JSON of the last event that is kept of a tenant's run; "" for none."""
+        """Return the JSON of the last stored event of a tenant's run; "" for none."""
         found = await self._ask(self._client.xrevrange(self.key(tenant, run), count=1))
         return found[0][1][b"e"].decode() if found else ""
 
@@ -194,7 +192,7 @@ def not_found(run: str) -> ToolFailure:
 
 
 def parse_id(text: str) -> str:
-    """The id of an event as it was told; "" for the beginning. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    """Return the id of an event from its text; "" stands for the beginning. Raises ToolFailure(INVALID_ARGUMENTS)."""
     if not text:
         return START
     parts = _ID.fullmatch(text)
@@ -212,7 +210,7 @@ def parse_id(text: str) -> str:
 
 
 def is_before(one: str, other: str) -> bool:
-    """Of two ids of events."""
+    """Compare the ids of two events."""
     return _place(one) < _place(other)
 
 
@@ -226,22 +224,22 @@ def _id_before(event: str) -> str:
     return f"{milliseconds}-{number - 1}" if number else f"{milliseconds - 1}-{2**64 - 1}"
 
 
-def build_event(told: dict[str, Any]) -> str:
-    """The JSON of an event. Of a large one the long texts are shortened, and it says so (`is_cut`): results and
-    transcript have the whole.
+def build_event(event: dict[str, Any]) -> str:
+    """Return the JSON of an event. Long texts of a large one are cut, which `is_cut` says: results and transcript have
+    the whole text.
     """
-    text = _dump(told)
+    text = _dump(event)
     for limit in _STEPS_OF_CUT:
         if len(text.encode()) <= MAX_EVENT_BYTES:
             return text
-        text = _dump({**_shorten(told, limit), "is_cut": True})
+        text = _dump({**_shorten(event, limit), "is_cut": True})
     if len(text.encode()) <= MAX_EVENT_BYTES:
         return text
-    return _dump({name: told[name] for name in ("type", "run", "at", "attempt") if name in told} | {"is_cut": True})
+    return _dump({name: event[name] for name in ("type", "run", "at", "attempt") if name in event} | {"is_cut": True})
 
 
-def _dump(told: dict[str, Any]) -> str:
-    text = json.dumps(told, ensure_ascii=False, separators=(",", ":"), default=str)
+def _dump(event: dict[str, Any]) -> str:
+    text = json.dumps(event, ensure_ascii=False, separators=(",", ":"), default=str)
     # Halves of surrogate pairs cannot be written down.
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -260,18 +258,18 @@ def _shorten(value: Any, limit: int) -> Any:
 
 BLOCK_MS = 200
 PAUSE_S = 0.05
-"""After each read, so that what comes meanwhile is one more read, not many."""
+"""A pause after each read, so that the events of that time need one read, not many."""
 AGAIN_S = 0.5
 LOOK_S = 15.0
-"""So long without an event a follower looks by himself whether the run is still there."""
+"""After this time without an event a follower checks whether the run still exists."""
 READ_COUNT = 64
 RING_EVENTS, RING_BYTES = 128, 64 * 1024
-"""Of each run that is followed: whoever is further behind reads for himself."""
+"""Events of each followed run in memory. A follower that is further behind reads the stream itself."""
 
 
 @dataclass
 class _Stream:
-    """One run's events as they come. `last`: the id up to which they are known here; None until somebody has read as
+    """The latest events of one run. `last`: the id up to which they are known here; None until a follower has read that
     far. `floor`: the id after which `ring` has all of them."""
 
     key: str
@@ -283,12 +281,12 @@ class _Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, tip: str) -> None:
-        """Somebody has read up to there."""
+        """Begin at the id up to which a follower has read."""
         if self.last is None:
             self.last = self.floor = tip
 
     def take(self, entries: list[StoredEvent]) -> None:
-        """The next ones."""
+        """Add the next events."""
         for entry in entries:
             self.ring.append(entry)
             self.bytes += len(entry[1])
@@ -307,8 +305,8 @@ class _Stream:
 
 
 class RunEventHub:
-    """Nobody is held up by anybody: each follower takes what is new at his own pace, and reads for himself what has
-    gone by.
+    """Follows runs for all clients of this process. No follower waits for another: each one reads at its own pace, and
+    reads older events itself.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
@@ -318,8 +316,8 @@ class RunEventHub:
         self._reading: asyncio.Task[None] | None = None
 
     async def follow(self, tenant: str, run: str, after: str = "") -> AsyncIterator[StoredEvent]:
-        """As `HostedRuns.follow`. Raises BrokerUnavailable only before the first event; later it waits until Redis is
-        back.
+        """Yield events as `HostedRuns.follow`. Raises BrokerUnavailable only before the first event; later it waits
+        until Redis answers.
         """
         event = parse_id(after)
         page = await self.read(tenant, run, event)
@@ -336,16 +334,16 @@ class RunEventHub:
             await self._leave(stream)
 
     async def read(self, tenant: str, run: str, after: str = "") -> EventPage:
-        """The next events that there are. Raises as `follow`."""
+        """Return the next events that exist now. Raises as `follow`."""
         return await self._store.read(tenant, run, parse_id(after))
 
     async def close(self) -> None:
-        """Stop reading; whoever still follows waits in vain."""
+        """Stop reading. Followers get no further events."""
         if self._reading is not None:
             await cancel_all((self._reading,))
 
     async def _next(self, stream: _Stream, tenant: str, run: str, event: str) -> EventPage:
-        """What follows an event, as soon as there is something."""
+        """Wait for the events after an id, and return them."""
         while True:
             if stream.has_all_after(event):
                 changed = stream.changed
@@ -413,8 +411,8 @@ def _is_end(entry: StoredEvent) -> bool:
 
 
 def _streams_of(reply: Any) -> list[tuple[str, list[StoredEvent]]]:
-    """In either shape that the client gives: pairs of key and entries, or a dict whose entries may lie in a list of
-    their own.
+    """Parse either shape of the reply: pairs of key and entries, or a dict whose entries may lie in a list of their
+    own.
     """
     found = []
     for key, entries in reply.items() if isinstance(reply, dict) else reply or ():

@@ -113,7 +113,7 @@ def parse_entry(text: str | bytes) -> Entry:
 
 
 INLINE_BYTES = 64 * 1024
-"""A larger entry lies beside the log."""
+"""A larger entry is stored apart from the log."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live, '1' when the run has come further
 # by it. Gives added; there (said before, its answer was lost); taken (another process has the run); or how many entries
@@ -140,9 +140,7 @@ class RunTaken(Exception):
 
 
 class RunLog:
-    """One run's log as its holder knows it. `entries`: those of the processes that had it before, then its own.
-    `clock`: Redis's.
-    """
+    """One run's log as its holder knows it. `entries`: those of former holders, then its own. `clock`: Redis's."""
 
     def __init__(
         self,
@@ -162,7 +160,7 @@ class RunLog:
         self._keys, self._attempt = keys, attempt
         self.entries = entries
         self.has_grown = False
-        """Whether this holder has brought the run further."""
+        """Whether the run has progressed under this holder."""
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
@@ -255,8 +253,8 @@ async def _whole(
 
 AT_ONCE = 100
 PAGE = 16
-"""Entries of a log that are read at a time: those of its session come first, and there are two, unless processes died
-while they opened it.
+"""Entries of a log that are read at a time. Those of its session come first; there are two, unless processes died while
+they opened it.
 """
 
 

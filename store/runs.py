@@ -217,7 +217,7 @@ LISTED = (
 
 
 @dataclass(frozen=True)
-class Claim:
+class RunClaim:
     """A run that belongs to this process until its lease ends. `is_resumed`: its log says how far it has come."""
 
     tenant: str
@@ -423,7 +423,9 @@ class RunQueue:
             added += count
         return added
 
-    async def claim(self, most: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()) -> list[Claim]:
+    async def claim(
+        self, most: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()
+    ) -> list[RunClaim]:
         """Claim up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of
         that tenant's batch; None: of all detached ones, of those `tenants` if there are some. A run that this process
         cannot verify or read is given back."""
@@ -434,20 +436,20 @@ class RunQueue:
         )
         await self._end_left([tuple(part.decode() for part in one) for one in left])
         given = [tuple(part.decode() for part in one) for one in reply]
-        claims: list[Claim] = []
+        claims: list[RunClaim] = []
         for (tenant, run, token, how), fields in zip(
             given, await self._fields([one[:2] for one in given]), strict=True
         ):
             if b"item" not in fields:
                 continue
             try:
-                claims.append(Claim(tenant, run, token, how == "resumed", parse_run(self.keys, tenant, run, fields)))
+                claims.append(RunClaim(tenant, run, token, how == "resumed", parse_run(self.keys, tenant, run, fields)))
             except ConfigError as error:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
                 await self.step("give_back", tenant, run, token, LEASE_S, "")
         return claims
 
-    async def renew(self, claims: Sequence[Claim]) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+    async def renew(self, claims: Sequence[RunClaim]) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
         """Extend the leases. Return the runs that belong to another process now, and those whose batch is being
         cancelled, as (tenant, run).
         """
@@ -467,7 +469,7 @@ class RunQueue:
             for one in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
         }
 
-    async def finish(self, claim: Claim, outcome: Outcome) -> bool:
+    async def finish(self, claim: RunClaim, outcome: Outcome) -> bool:
         """Store how a run ended. Return False when another process has it."""
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
         rest: tuple[str | bytes, ...] = ()
@@ -477,7 +479,7 @@ class RunQueue:
         sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
         return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))
 
-    async def give_back(self, claim: Claim, *, after_s: float = 0.0, anew: bool = False) -> bool:
+    async def give_back(self, claim: RunClaim, *, after_s: float = 0.0, anew: bool = False) -> bool:
         """Let another process continue a run, or start it `anew`, as one more attempt, after so many seconds. Return
         False when another process has it. Raises BatchCancelled."""
         reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, "1" if anew else "0"))

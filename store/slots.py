@@ -137,7 +137,7 @@ def tick(queues: Iterable[str]) -> Operation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SlotReply:
     """The answer to one step. `granted`: calls of this orchestrator that have a slot; `refused`: calls that may not
     wait, with the seconds after which the caller can try again; `waiting`: calls that the step queued, with the reason
     why they wait; `unknown`: renewed calls that Redis does not know; `wake_s`: seconds until the rate of some tenant
@@ -150,12 +150,12 @@ class Answer:
     wake_s: float | None
 
 
-def parse_answer(text: bytes | str) -> Answer:
+def parse_reply(text: bytes | str) -> SlotReply:
     """What the script returned. An empty table of Lua comes as an object."""
     told = json.loads(text)
     refused = {str(call): float(retry_after_s) for call, retry_after_s in told["refused"]}
     waiting = {str(call): WaitReason(reason) for call, reason in told["waiting"]}
-    return Answer(tuple(told["granted"]), refused, waiting, tuple(told["unknown"]), told.get("wake"))
+    return SlotReply(tuple(told["granted"]), refused, waiting, tuple(told["unknown"]), told.get("wake"))
 
 
 def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -188,7 +188,7 @@ RETRY_S = 0.5
 OTHERS_AT_ONCE = 4
 
 Clock = Callable[[], float]
-OnAnswer = Callable[[Answer, frozenset[str]], None]
+OnReply = Callable[[SlotReply, frozenset[str]], None]
 """Gets what Redis answered, and the calls whose request it has got with this step."""
 OnFailure = Callable[[str, frozenset[str]], None]
 """Gets the reason why there is no answer, and the calls whose request may or may not have arrived."""
@@ -205,7 +205,7 @@ class _Step:
     is_repeated: bool = False
 
 
-class Steps:
+class SlotStore:
     """The steps of one orchestrator, one after the other. A release is repeated until Redis has it; everything else is
     lost with its step, and reported.
     """
@@ -215,7 +215,7 @@ class Steps:
         connection: ScriptConnection,
         deployment: str,
         orchestrator: str,
-        on_answer: OnAnswer,
+        on_reply: OnReply,
         on_failure: OnFailure,
         *,
         lease_s: float,
@@ -224,7 +224,7 @@ class Steps:
         self._connection = connection
         self._script = Script(load_script())
         self._deployment, self._orchestrator, self._lease_s, self._clock = deployment, orchestrator, lease_s, clock
-        self._on_answer, self._on_failure = on_answer, on_failure
+        self._on_reply, self._on_failure = on_reply, on_failure
         self._requests: dict[str, SlotRequest] = {}
         self._releases: dict[str, float] = {}
         self._others: list[Operation] = []
@@ -330,7 +330,7 @@ class Steps:
         else:
             for call in step.releases:
                 self._releases.pop(call, None)
-            self._on_answer(parse_answer(done.result()), step.requests)
+            self._on_reply(parse_reply(done.result()), step.requests)
         if self._requests or self._releases or self._others:
             # A release can wait a moment. A new request is sent at once, so that its caller learns that Redis is away.
             self._schedule(RETRY_S if error is not None and not self._requests else 0.0)

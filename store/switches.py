@@ -1,4 +1,6 @@
-"""Which tools are turned off in this deployment: asked before a call is sent, set by administrators."""
+"""The tools that are turned off in this deployment. Administrators turn them off; orchestrators and workers check
+before each call.
+"""
 
 import copy
 import time
@@ -35,16 +37,18 @@ return was_off
 
 
 class SwitchSource(Protocol):
-    """Where it is known what is off."""
+    """A source of the switches."""
 
     async def switches(self) -> Mapping[str, Switch]:
-        """What is off: `find_switch` and `switches_for` tell for whom."""
+        """Return the switches of all tools that are off, for all tenants or for one: see `find_switch` and
+        `switches_for`.
+        """
         ...
 
 
 class RedisSwitches:
-    """The switches in Redis, read again at most every SWITCHES_FRESH_S seconds; one's own changes are seen at once.
-    They are put down to whoever runs this program, or to the actor of `acting_as`."""
+    """The switches in Redis, read again at most every SWITCHES_FRESH_S seconds; own changes are visible at once. The
+    audit names the system user as the actor, or the actor of `acting_as`."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._keys = client, keys
@@ -54,36 +58,38 @@ class RedisSwitches:
         self._known = _Known()
 
     def acting_as(self, actor: Actor) -> Self:
-        """The same switches, turned by `actor`."""
+        """Return the same switches, changed by `actor`."""
         mine = copy.copy(self)
         mine._actor = actor
         return mine
 
     async def switches(self) -> Mapping[str, Switch]:
-        """Raises BrokerUnavailable when Redis does not answer: what may have been turned off is not called."""
+        """Return the switches. Raises BrokerUnavailable: a tool that may be off is not called."""
         known = self._known
         if time.monotonic() - known.read_at >= SWITCHES_FRESH_S:
             asked_at = time.monotonic()
             with broker_errors("the switches were not read"):
-                told: Any = await self._client.hgetall(self._key)
-            if told != known.told:
-                known.told, known.switches = told, parse_switches(self._keys, told)
+                fields: Any = await self._client.hgetall(self._key)
+            if fields != known.fields:
+                known.fields, known.switches = fields, parse_switches(self._keys, fields)
             known.read_at = asked_at
         return known.switches
 
     async def turn_off(self, name: str, switch: Switch, tenant: str | None = None) -> None:
-        """For everybody, or for one tenant: every worker and orchestrator knows within 2 seconds. Raises
+        """Turn a tool off for all tenants, or for one. Every worker and orchestrator knows within 2 seconds. Raises
         BrokerUnavailable.
         """
         await self._turn("tool.disable", name, tenant, switch)
 
     async def turn_on(self, name: str, tenant: str | None = None) -> bool:
-        """Whether it was off. For everybody: what is off for one tenant stays so. Raises BrokerUnavailable."""
+        """Turn a tool on, and return whether it was off. It stays off for a tenant that has a switch of its own. Raises
+        BrokerUnavailable.
+        """
         return await self._turn("tool.enable", name, tenant, None)
 
     async def _turn(self, action: AuditAction, name: str, tenant: str | None, switch: Switch | None) -> bool:
-        told = {"reason": switch.reason} if switch is not None else {}
-        entry = build_entry(self._actor or local_actor(), action, name, tenant=tenant, details=told)
+        fields = {"reason": switch.reason} if switch is not None else {}
+        entry = build_entry(self._actor or local_actor(), action, name, tenant=tenant, details=fields)
         field = switch_field(name, tenant)
         args = [field, seal_switch(self._keys, field, switch) if switch is not None else "", entry_text(entry)]
         with broker_errors(f"{name} was not switched"):
@@ -93,10 +99,10 @@ class RedisSwitches:
 
 
 class _Known:
-    """What was read last, shared by all who act on the same switches."""
+    """The last read switches, shared by all copies of the same RedisSwitches."""
 
     def __init__(self) -> None:
-        self.told: Mapping[bytes, bytes] = {}
+        self.fields: Mapping[bytes, bytes] = {}
         self.switches: Mapping[str, Switch] = {}
         self.read_at = float("-inf")
 
@@ -112,7 +118,9 @@ class RegistrySwitches:
 
 
 def build_switch(by: str, reason: str | None) -> Switch:
-    """A switch as of now. Raises ToolFailure(INVALID_ARGUMENTS) for a name or reason that is too long."""
+    """Return a switch with the present time. Raises ToolFailure(INVALID_ARGUMENTS) for a name or reason that is too
+    long.
+    """
     try:
         return Switch(by=by, at=time.time(), reason=reason)
     except ValidationError as error:
@@ -121,7 +129,7 @@ def build_switch(by: str, reason: str | None) -> Switch:
 
 
 class WorkerSwitches:
-    """The switches as a worker reads them when it runs a call, again at most every SWITCHES_FRESH_S seconds."""
+    """The switches as a worker reads them when it runs a call, at most every SWITCHES_FRESH_S seconds."""
 
     def __init__(
         self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic

@@ -1,6 +1,4 @@
-"""Tasks of the event loop: cancelled for certain, shared by several callers, started once for everyone who needs their
-result.
-"""
+"""Tasks of the event loop: reliable cancellation, and results that several callers share."""
 
 import asyncio
 import contextvars
@@ -23,15 +21,15 @@ OUTAGE_S = 120.0
 
 
 def is_being_cancelled() -> bool:
-    """Whether somebody cancels this task; False: something that it waited for was cancelled, or ran out of time."""
+    """Return whether this task is being cancelled. False: something that it awaited was cancelled, or ran out of
+    time.
+    """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def check_cancelled() -> None:
-    """Raises CancelledError in a task that has been cancelled and goes on all the same. For the top of loops without an
-    end.
-    """
+    """Raise CancelledError in a task that was cancelled and still runs. For the top of endless loops."""
     if is_being_cancelled():
         raise asyncio.CancelledError
 
@@ -39,9 +37,7 @@ def check_cancelled() -> None:
 async def cancel_all(
     tasks: Iterable["asyncio.Task[Any]"], is_ending: Callable[["asyncio.Task[Any]"], bool] = lambda _: False
 ) -> None:
-    """Cancel tasks until they are done, each by what it likes to end with. `is_ending`: one that has heard it, and only
-    cleans up.
-    """
+    """Cancel tasks until they are done. `is_ending`: the task has noticed it, and only cleans up."""
     pending = set(tasks)
     while pending:
         for task in pending:
@@ -51,19 +47,19 @@ async def cancel_all(
 
 
 def begin_shared(work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
-    """A task that does not belong to the call, or the run, that happened to begin it: its log lines do not carry their
-    names, and it keeps nothing of them alive."""
+    """Start a task that does not belong to the call or run that happens to start it: its log lines do not have their
+    names, and it keeps no objects of them alive."""
     return asyncio.create_task(work, name=name, context=contextvars.Context())
 
 
 class SharedReads(Generic[T]):
-    """The reads that are on their way, by what they read. A cancelled caller takes nobody's answer away."""
+    """Reads in progress, by what they read. Cancelling one caller does not cancel the read for the others."""
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[T]] = {}
 
     async def read(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What `work` gives, or what the one gives that reads the same already. Raises what it raises."""
+        """Return the result of `work`, or of the read of the same thing that is in progress. Raises what it raises."""
         task = self._running.get(what)
         if task is None:
             task = self._running[what] = begin_shared(work(), "shared-read")

@@ -1,4 +1,4 @@
-"""Who the tenants are and what each may have: asked before a call is sent, set by administrators."""
+"""The tenants and their policies. Administrators change them; orchestrators and workers check them for each call."""
 
 import copy
 import json
@@ -33,9 +33,9 @@ from store.connection import SyncRedis, broker_errors
 from store.tasks import SharedReads
 
 MAX_CACHED_POLICIES = 4096
-"""Policies that are remembered; of more the one learned first is forgotten, and read again when it is needed."""
+"""Policies in the cache. Beyond, the oldest one is dropped, and read again when it is needed."""
 MAX_CHANGES = 20
-"""How often a change is tried when others change the same tenant meanwhile."""
+"""Attempts at a change while other processes change the same tenant."""
 _NAME: TypeAdapter[str] = TypeAdapter(Identifier)
 
 _CHANGE = f"""
@@ -92,8 +92,8 @@ class StoredPolicy:
         return self.fields == (self.version is not None) + (self.default is not None)
 
     def policy(self, tenant: str, keys: SigningKeys) -> TenantPolicy:
-        """The tenant's policy. Raises ToolFailure(UNKNOWN_TENANT); ConfigError when it cannot be verified or read: then
-        the tenant has no rights.
+        """Return the tenant's policy. Raises ToolFailure(UNKNOWN_TENANT); ConfigError if it cannot be verified or read:
+        then the tenant has no rights.
         """
         if self.own is not None:
             policy = parse_policy(keys, tenant, self.own)
@@ -127,16 +127,16 @@ class PolicyCache:
         self._had_tenants = False
 
     def is_stale(self) -> bool:
-        """Whether the version has to be asked for before anything is believed."""
+        """Return whether the version must be read before the cache may be used."""
         return self.clock() - self._asked_at >= POLICY_FRESH_S
 
     def find(self, tenant: str) -> TenantPolicy | None:
-        """The policy as far as it is known; None: look."""
+        """Return the cached policy; None: read it."""
         return self._policies.get(tenant)
 
     def confirm(self, version: bytes | None, asked_at: float) -> None:
-        """This is the version now. Without one nothing says whether anything has changed, and all is looked at
-        again.
+        """Record the version in Redis. Without a version every policy is read again, since a change would go
+        unnoticed.
         """
         with self._lock:
             if asked_at >= self._asked_at:
@@ -144,8 +144,8 @@ class PolicyCache:
                 self._asked_at = asked_at
 
     def learn(self, tenant: str, look: StoredPolicy, asked_at: float) -> TenantPolicy:
-        """The tenant's policy, from a look into the hash. Raises as StoredPolicy.policy does, and ConfigError when
-        Redis has lost the tenants that this process has seen: it serves no name with the default policy then."""
+        """Return the tenant's policy from the fields of the hash. Raises as StoredPolicy.policy does, and ConfigError
+        when Redis has lost the tenants that this process has seen: then no name gets the default policy."""
         if look.is_open and self._had_tenants:
             raise ConfigError(
                 "Redis has lost the registered tenants, so nothing is served: restore its data, or register the "
@@ -164,7 +164,7 @@ class PolicyCache:
         return policy
 
     def forget(self) -> None:
-        """Believe nothing any more: this process has changed something."""
+        """Clear the cache: this process has changed a policy."""
         with self._lock:
             self._policies.clear()
             self._asked_at = float("-inf")
@@ -176,11 +176,11 @@ class PolicyCache:
 
 
 class TenantSource(Protocol):
-    """Where policies come from."""
+    """A source of policies."""
 
     async def policy(self, tenant: str) -> TenantPolicy:
-        """What the tenant may have now. Raises ToolFailure(UNKNOWN_TENANT), BrokerUnavailable, ConfigError for a policy
-        that cannot be read.
+        """Return the tenant's present policy. Raises ToolFailure(UNKNOWN_TENANT), BrokerUnavailable, ConfigError for a
+        policy that cannot be read.
         """
         ...
 
@@ -194,8 +194,8 @@ class OpenTenants:
 
 class RedisTenants:
     """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first
-    needed or something has changed; one's own changes are seen at once. They are put down to whoever runs this program,
-    or to the actor of `acting_as`."""
+    needed or something has changed; own changes are visible at once. The audit names the system user as the actor, or
+    the actor of `acting_as`."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._deployment, self._signing = client, deployment, keys
@@ -212,22 +212,24 @@ class RedisTenants:
         self._remove_script = client.register_script(_REMOVE)
 
     def acting_as(self, actor: Actor) -> Self:
-        """The same tenants, changed by `actor`."""
+        """Return the same tenants, changed by `actor`."""
         mine = copy.copy(self)
         mine._actor = actor
         return mine
 
     async def policy(self, tenant: str) -> TenantPolicy:
-        """As TenantSource promises. What Redis does not say is not assumed."""
+        """Return the tenant's policy, as TenantSource. Nothing is assumed while Redis does not answer."""
         if self._known.is_stale():
             await self._checks.read(VERSION_FIELD, self._check)
         return self._known.find(tenant) or await self._looks.read(tenant, lambda: self._look(tenant))
 
     async def all(self) -> Mapping[str, TenantPolicy | ConfigError]:
-        """Every registered tenant by name; in place of a policy that cannot be read: why. Raises BrokerUnavailable."""
+        """Return every registered tenant's policy by name, or the error of a policy that cannot be read. Raises
+        BrokerUnavailable.
+        """
         with broker_errors("the tenants were not read"):
-            told: Any = await self._client.hgetall(self._keys[0])
-        return parse_tenants(self._signing, told)
+            fields: Any = await self._client.hgetall(self._keys[0])
+        return parse_tenants(self._signing, fields)
 
     async def add(self, name: str, policy: TenantPolicy) -> None:
         """Register a tenant; every worker and orchestrator knows within 2 seconds.
@@ -256,8 +258,9 @@ class RedisTenants:
         action: AuditAction = "tenant.set",
         reason: str | None = None,
     ) -> TenantPolicy:
-        """What `change` makes of the tenant's present policy; it is called again when somebody else was faster, so that
-        no change is lost. `action` and `reason`: what the audit tells of it; of a policy that stays as it is nothing.
+        """Set the result of `change` of the tenant's present policy. `change` is called again if another process was
+        faster, so that no change is lost. `action` and `reason`: what the audit tells of it; of a policy that stays as
+        it is nothing.
 
         Raises as `add` does, and what `change` raises; ConfigError when the present policy cannot be read: `replace`
         it.
@@ -270,9 +273,7 @@ class RedisTenants:
         raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
 
     async def replace(self, name: str, policy: TenantPolicy) -> None:
-        """Give a registered tenant this policy, whatever it has; one that is paused stays so. Raises as `change`
-        does.
-        """
+        """Replace a registered tenant's policy. A paused tenant stays paused. Raises as `change` does."""
         for _ in range(MAX_CHANGES):
             present = await self._read_present(name)
             if await self._write(name, present, self._as_paused(name, present, policy), "tenant.set"):
@@ -280,23 +281,23 @@ class RedisTenants:
         raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
 
     async def pause(self, name: str, reason: str = "") -> TenantPolicy:
-        """Begin none of the tenant's calls and runs any more, within 2 s everywhere; what runs goes on. The policy as
-        it is then. Raises as `change` does.
+        """Start no further calls and runs of the tenant, within 2 s everywhere; running ones continue. Return the new
+        policy. Raises as `change` does.
         """
         if len(reason) > MAX_PAUSE_REASON_CHARS:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"the reason has {len(reason)} characters: give at most {MAX_PAUSE_REASON_CHARS}",
             )
-        told = {"is_paused": True, "pause_reason": reason}
+        fields = {"is_paused": True, "pause_reason": reason}
         return await self.change(
-            name, lambda policy: policy.model_copy(update=told), action="tenant.pause", reason=reason
+            name, lambda policy: policy.model_copy(update=fields), action="tenant.pause", reason=reason
         )
 
     async def resume(self, name: str) -> TenantPolicy:
-        """Let all go on, within 2 s everywhere. Raises as `change` does."""
-        told = {"is_paused": False, "pause_reason": ""}
-        return await self.change(name, lambda policy: policy.model_copy(update=told), action="tenant.resume")
+        """Resume a tenant, within 2 s everywhere. Raises as `change` does."""
+        fields = {"is_paused": False, "pause_reason": ""}
+        return await self.change(name, lambda policy: policy.model_copy(update=fields), action="tenant.resume")
 
     async def remove(self, name: str) -> int:
         """Remove a tenant, and return how many API keys were revoked with it, in one step. Its open sessions end when
@@ -339,7 +340,7 @@ class RedisTenants:
         return self._known.learn(tenant, StoredPolicy(version, own, default, fields), asked_at)
 
     async def _read_present(self, name: str) -> bytes:
-        """What is kept of a tenant that can be changed; b"" for the default one before it is set."""
+        """Return the stored policy of a tenant that can be changed; b"" for the default one before it is set."""
         _check_name(name)
         with broker_errors(f"tenant {name} was not changed"):
             kept: Any = await self._client.hget(self._keys[0], name)
@@ -363,7 +364,7 @@ class RedisTenants:
     async def _write(
         self, name: str, present: bytes, policy: TenantPolicy, action: AuditAction, reason: str | None = None
     ) -> bool:
-        """False when the tenant is not what it was."""
+        """Write a policy; return False when the stored one is not `present` any more."""
         if policy.is_removed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
@@ -377,8 +378,8 @@ class RedisTenants:
             )
         entry = ""
         if present != text:
-            told = {**self._changes(name, present, policy), "reason": reason}
-            entry = entry_text(build_entry(self._actor or local_actor(), action, name, tenant=name, details=told))
+            fields = {**self._changes(name, present, policy), "reason": reason}
+            entry = entry_text(build_entry(self._actor or local_actor(), action, name, tenant=name, details=fields))
         with broker_errors(f"tenant {name} was not changed"):
             written = await self._change_script(
                 keys=[self._keys[0], self._keys[3]], args=[name, present, text, secrets.token_hex(8), entry]
@@ -390,7 +391,7 @@ class RedisTenants:
         return parse_policy(self._signing, name, present) if present else TenantPolicy()
 
     def _changes(self, name: str, present: bytes, policy: TenantPolicy) -> dict[str, str | None]:
-        """The changed fields. If the present policy cannot be read: all fields that differ from the default."""
+        """Return the changed fields. If the present policy cannot be read: all fields that differ from the default."""
         try:
             old = self._parse(name, present)
         except ConfigError:
@@ -403,7 +404,7 @@ class RedisTenants:
         }
 
     def _as_paused(self, name: str, present: bytes, policy: TenantPolicy) -> TenantPolicy:
-        """The new policy, paused if the present one is: a file with a policy does not resume a tenant."""
+        """Return the new policy, paused if the present one is: a file with a policy does not resume a tenant."""
         try:
             old = self._parse(name, present)
         except ConfigError:
@@ -441,7 +442,7 @@ class WorkerTenants:
         self._known = PolicyCache(keys, clock)
 
     def policy(self, tenant: str) -> TenantPolicy:
-        """What the tenant may have now.
+        """Return the tenant's present policy.
 
         Raises ToolFailure(UNKNOWN_TENANT), ConfigError for a policy that cannot be verified or read, BrokerUnavailable:
         the call is then not run.

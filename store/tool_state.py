@@ -1,4 +1,4 @@
-"""A session's state in Redis, for the tools of every worker: one hash a session, changed only at the version that was
+"""The state of a session for the tools of every worker: one hash for each session, changed only at the version that was
 read.
 """
 
@@ -26,7 +26,7 @@ from contract.settings import BrokerSettings
 from store.connection import connect_once
 
 STATE_TTL_S = 24 * 3600
-"""A state that no tool has read or changed for so long is forgotten."""
+"""A state expires when no tool has read or changed it for this time."""
 
 _ENTRY = b"="
 """Before a key, so that no key is taken for the size."""
@@ -51,9 +51,7 @@ return {'stored', version + 1}
 
 @dataclass(frozen=True)
 class StateStore:
-    """Where the states of a deployment lie. `client`: one that never repeats a command, or an update could count
-    twice.
-    """
+    """The states of a deployment. `client`: one that never repeats a command, or an update could count twice."""
 
     client: "redis.Redis"
     deployment: str
@@ -65,7 +63,7 @@ class StateStore:
         return cls(connect_once(broker), broker.deployment)
 
     def open(self, tenant: str, session: str) -> "RedisState":
-        """The state of one session. Tenant and session are those of the call's signed context."""
+        """Return the state of one session. Tenant and session are those of the call's signed context."""
         return RedisState(self, session_state_key(self.deployment, tenant, session))
 
 
@@ -112,7 +110,7 @@ class RedisState:
         return {key: json.loads(text) for key, text in entries.items()}
 
     def _read(self, key: str) -> tuple[int, str] | None:
-        """Version and text of a value; None when there is none."""
+        """Return version and text of a value; None when there is none."""
         if not is_key(key):
             return None
         try:
@@ -125,16 +123,16 @@ class RedisState:
         return None if entry is None else _parsed(entry)
 
     def _write(self, key: str, text: str, version: int | None) -> bool:
-        """False when somebody else has changed the value since `version`."""
+        """Store a value; return False when another call has changed it since `version`."""
         expected = b"" if version is None else b"%d" % version
         arguments = (_field(key), expected, text.encode(), len(key.encode()), self._store.max_state_bytes, STATE_TTL_S)
         try:
-            told, number = self._store.client.eval(_STORE, 1, self._key, *arguments)
+            verdict, number = self._store.client.eval(_STORE, 1, self._key, *arguments)
         except redis.RedisError as error:
             raise _unreachable(error) from error
-        if told == b"full":
+        if verdict == b"full":
             raise full(key, int(number), self._store.max_state_bytes)
-        return bool(told == b"stored")
+        return bool(verdict == b"stored")
 
 
 def _field(key: str) -> bytes:

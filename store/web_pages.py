@@ -1,4 +1,4 @@
-"""Pages a tenant has fetched, for a quarter of an hour, in Redis: reading on does not fetch again. And how many it
+"""Pages that a tenant has fetched, for a quarter of an hour, so that reading on does not fetch again; and how many it
 fetches a minute.
 """
 
@@ -19,15 +19,15 @@ from contract.names import tenant_key
 log = structlog.get_logger(__name__)
 
 FRESH_S = 900.0
-"""How long a page serves without asking its server; shorter when the server says so."""
+"""How long a page is served without a request to its server; shorter when the server says so."""
 KEPT_S = 3600
-"""How long a page that can be asked after (ETag, Last-Modified) is kept for that."""
+"""How long a page that can be revalidated (ETag, Last-Modified) is kept for that."""
 MAX_ENTRY_BYTES = 1024 * 1024
-"""Of a packed page; a larger one is not kept."""
+"""Limit of a packed page; a larger one is not kept."""
 MAX_ENTRIES = 32
-"""Of one tenant; the oldest goes."""
+"""Pages of one tenant; beyond, the oldest one is deleted."""
 MAX_SHARE = 0.5
-"""Of the memory that Redis may use: where more is in use nothing is kept, the queue needs the rest."""
+"""Share of the memory that Redis may use. Above it no page is kept, because the queue needs the rest."""
 MAX_UNPACKED_BYTES = 16 * 1024 * 1024
 MAX_VALIDATOR_CHARS = 512
 
@@ -61,16 +61,18 @@ class Page(Record):
 
 
 class PageStore(Protocol):
-    """Where pages are kept. Never raises: without it every call fetches."""
+    """A store of pages. It never raises: without it every call fetches."""
 
     def take(self, tenant: str, url: str) -> Page | None: ...
 
     def keep(self, tenant: str, page: Page) -> bool:
-        """Whether it was kept."""
+        """Store a page; return whether it was stored."""
         ...
 
     def count(self, tenant: str) -> int:
-        """One more fetch from the network: how many the tenant has made in this minute. 0 when nobody knows."""
+        """Count one fetch from the network, and return how many the tenant has made in this minute; 0 when Redis does
+        not answer.
+        """
         ...
 
 
@@ -139,21 +141,21 @@ class PageCache:
 
 
 def may_be_kept(headers: Mapping[str, str]) -> bool:
-    """Whether the server lets the page be kept at all."""
+    """Return whether the server allows the page to be kept."""
     return "no-store" not in _directives(headers) and headers.get("vary", "").strip() != "*"
 
 
 def fresh_for_s(headers: Mapping[str, str]) -> float:
-    """Seconds for which a new call needs not ask the server; at most FRESH_S, which is also what silence means."""
+    """Return for how many seconds the page is fresh; at most FRESH_S, which is also the default."""
     directives = _directives(headers)
     if "no-cache" in directives:
         return 0.0
-    told = _MAX_AGE.search(directives)
-    return min(FRESH_S, float(told[1])) if told else FRESH_S
+    found = _MAX_AGE.search(directives)
+    return min(FRESH_S, float(found[1])) if found else FRESH_S
 
 
 def validator(headers: Mapping[str, str], name: str) -> str | None:
-    """An ETag or Last-Modified to send back later; None when there is none, or it would be no good header."""
+    """Return an ETag or Last-Modified to send back later; None when there is none, or it is no valid header."""
     value = headers.get(name, "").strip()
     return value if 0 < len(value) <= MAX_VALIDATOR_CHARS and value.isascii() and value.isprintable() else None
 
@@ -168,7 +170,7 @@ def _pack(page: Page) -> bytes:
 
 
 def _unpack(data: bytes) -> Page | None:
-    """None for what is no page of this version."""
+    """Parse a stored page; return None for one of another version."""
     try:
         inflater = zlib.decompressobj()
         whole = inflater.decompress(data, MAX_UNPACKED_BYTES)

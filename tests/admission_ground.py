@@ -9,13 +9,13 @@ import redis
 from contract.names import admission_prefix, slots_key
 from contract.tenancy import TenantPolicy
 from store.slots import (
-    Answer,
     Operation,
+    SlotReply,
     SlotRequest,
     enqueue,
     grants_channel,
     load_script,
-    parse_answer,
+    parse_reply,
     release,
     script_arguments,
 )
@@ -55,9 +55,9 @@ class Ground:
         self._script = client.register_script(load_script())
         self._numbers = itertools.count(1)
 
-    def step(self, *operations: Operation, by: str = "o1", lease_s: float = 20.0) -> Answer:
+    def step(self, *operations: Operation, by: str = "o1", lease_s: float = 20.0) -> SlotReply:
         arguments = script_arguments(DEPLOYMENT, by, operations, lease_s=lease_s, now=self.now)
-        answer = parse_answer(self._script(args=arguments))
+        answer = parse_reply(self._script(args=arguments))
         self.held += answer.granted
         return answer
 
@@ -67,7 +67,7 @@ class Ground:
         self.step(enqueue(call, build_request(tenant, **fields)), by=by)
         return call
 
-    def end(self, call: str, used_s: float = 0.01) -> Answer:
+    def end(self, call: str, used_s: float = 0.01) -> SlotReply:
         """It gives its slot back, or its waiting up."""
         if call in self.held:
             self.held.remove(call)

@@ -8,7 +8,7 @@ from typing import IO, Any
 from contract.calls import BLOB_TTL_S, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import ErrorCode, ToolFailure
-from contract.ledger import Claim
+from contract.ledger import CallClaim
 from contract.signing import ResultSeal
 from contract.specs import SkillSummary, ToolSpec
 from orchestrator.dispatch.transport import Delivery
@@ -123,29 +123,29 @@ async def close_hub(hub: ResultHub) -> None:
 class MemoryLedger:
     """Claims in a set. `verdict`: what claims are told instead of being granted."""
 
-    def __init__(self, verdict: Claim | None = None) -> None:
+    def __init__(self, verdict: CallClaim | None = None) -> None:
         self.verdict = verdict
         self.claimed: set[tuple[str, str]] = set()
         self.refused: set[tuple[str, str]] = set()
 
-    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
+    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
         key = (context.tenant, call.id)
         if self.verdict is not None:
             return self.verdict
         if key in self.claimed | self.refused:
-            return Claim.STARTED
+            return CallClaim.STARTED
         self.claimed.add(key)
-        return Claim.GRANTED
+        return CallClaim.GRANTED
 
-    def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
-        return Claim.STARTED
+    def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
+        return CallClaim.STARTED
 
-    def refuse(self, call: ToolCall, context: ToolContext) -> Claim:
+    def refuse(self, call: ToolCall, context: ToolContext) -> CallClaim:
         key = (context.tenant, call.id)
         if key in self.claimed | self.refused:
-            return Claim.STARTED
+            return CallClaim.STARTED
         self.refused.add(key)
-        return Claim.GRANTED
+        return CallClaim.GRANTED
 
     def forbid(self, tenant: str, call_id: str) -> bool:
         if (tenant, call_id) in self.claimed:

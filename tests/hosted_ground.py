@@ -11,12 +11,12 @@ from typing import Any
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from orchestrator.runs.event_teller import EventTellers
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.run_service import ServiceWork
 from orchestrator.runs.runner import Runner
 from store.batches import BatchEventWriter, Ground, RunBody
-from store.runs import Claim, HostedRun
+from store.runs import HostedRun, RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemorySessionStore
@@ -33,8 +33,8 @@ class HostedGround(ItemGround):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.tellers = EventTellers(self.client, "d")
-        self.work = ServiceWork(self.pool, self.parts, self.work._models, None, self.tellers)
+        self.publisher = RunEventPublisher(self.client, "d")
+        self.work = ServiceWork(self.pool, self.parts, self.work._models, None, self.publisher)
         self.runs = HostedRuns(self.client, "d", KEY, self.pool.tenants)
 
     def runner(self, **options: Any) -> Runner:
@@ -71,7 +71,7 @@ class HostedGround(ItemGround):
         found: Any = await self.client.xrange(f"toolcrew:d:t:acme:run.{run}:events")
         return [json.loads(fields[b"e"]) | {"id": event.decode()} for event, fields in found]
 
-    async def claimed(self) -> Claim:
+    async def claimed(self) -> RunClaim:
         """The next run, claimed by hand."""
         (claim,) = await self.queue.claim(1)
         return claim

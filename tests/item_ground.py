@@ -29,7 +29,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.batches import BatchDefaults, BatchEvent, BatchItem, CallBody, Outcome, RunBody
 from store.calls import CallStore
 from store.run_log import RunLog
-from store.runs import Claim
+from store.runs import RunClaim
 from store.skills import SkillStore
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
@@ -115,25 +115,25 @@ class ItemGround(RunGround):
         assert isinstance(self.model, ScriptedModel)
         return len(self.model.requests)
 
-    async def put(self, item: BatchItem) -> Claim:
+    async def put(self, item: BatchItem) -> RunClaim:
         """Submit a batch of this one item, and claim it."""
         await self.submit(1, url=item.url, work=item.work, ground=item.ground)
         (claim,) = await self.queue.claim(1, ("acme", "b"))
         return claim
 
-    async def taken_over(self, claim: Claim) -> Claim:
+    async def taken_over(self, claim: RunClaim) -> RunClaim:
         """The same run, claimed by another process after its holder's death."""
         await self.die(claim)
         (again,) = await self.other.claim(1, ("acme", "b"))
         return again
 
-    async def begun_anew(self, claim: Claim) -> Claim:
+    async def begun_anew(self, claim: RunClaim) -> RunClaim:
         """The same item's next attempt."""
         await self.queue.give_back(claim, anew=True)
         (again,) = await self.queue.claim(1, ("acme", "b"))
         return again
 
-    async def journal(self, claim: Claim) -> Journal:
+    async def journal(self, claim: RunClaim) -> Journal:
         """As its holder has it; whoever works by it is cancelled when it is taken."""
         task = asyncio.current_task()
         assert task is not None
@@ -142,7 +142,7 @@ class ItemGround(RunGround):
             task.cancel,
         )
 
-    async def worked(self, claim: Claim, defaults: BatchDefaults | None = None) -> Outcome:
+    async def worked(self, claim: RunClaim, defaults: BatchDefaults | None = None) -> Outcome:
         """How the item ends."""
         return await self.work.work(
             claim, await self.journal(claim), defaults or BatchDefaults(), self.batch_events.append

@@ -27,7 +27,7 @@ from orchestrator.loop.events import (
     TextArrived,
 )
 from orchestrator.models.base import Usage
-from orchestrator.runs.event_teller import EventTellers, RunTeller
+from orchestrator.runs.event_publisher import RunEventBuffer, RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys, NewKey
@@ -212,7 +212,7 @@ class World:
         """A run while it is worked by hand; left, it has ended."""
         run = await self.hosted.start(tenant, RunBody(instruction=instruction))
         claim = next(claim for claim in await self.runs.claim(100) if claim.run == run.id)
-        async with EventTellers(self.redis, DEPLOYMENT).open(tenant, run.id, claim.token, 1) as teller:
+        async with RunEventPublisher(self.redis, DEPLOYMENT).open(tenant, run.id, claim.token, 1) as teller:
             yield Worked(run.id, teller)
         body = {
             "answer": f"There are three. {WRITABLE}",
@@ -239,7 +239,7 @@ class Worked:
     """A run, and what its holder tells of it."""
 
     id: str
-    teller: RunTeller
+    teller: RunEventBuffer
     call: ToolCall | None = None
 
     def begin_step(self, number: int, text: str = f"I look at the files. {HOSTILE}") -> None:

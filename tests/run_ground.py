@@ -6,7 +6,7 @@ from typing import Any
 import redis.asyncio
 
 from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, Failure, FailureKind, Outcome, RunBody
-from store.runs import Claim, RunQueue
+from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 
 
@@ -21,7 +21,7 @@ def build_item(number: int, **fields: Any) -> BatchItem:
     return BatchItem.model_validate({**told, **fields})
 
 
-def build_outcome(claim: Claim, kind: FailureKind | None = None) -> Outcome:
+def build_outcome(claim: RunClaim, kind: FailureKind | None = None) -> Outcome:
     """How a claimed run ended: well, or with a failure of that kind."""
     failure = Failure(kind=kind, code="TIMEOUT", message="no") if kind is not None else None
     return Outcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={}, failure=failure)
@@ -58,6 +58,6 @@ class RunGround:
         items = [build_item(number, **fields) for number in range(1, count + 1)]
         await self.queue.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
 
-    async def die(self, claim: Claim) -> None:
+    async def die(self, claim: RunClaim) -> None:
         """Its holder has not been heard of for a lease."""
         await self.client.zadd("toolcrew:d:runs:leases", {f"{claim.tenant}|{claim.run}": 1.0})

@@ -26,17 +26,17 @@ from store.batches import (
     Outcome,
     parse_batch_event,
 )
-from store.runs import Claim, RunQueue
+from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
 
 SOON_S = 20.0
 BATCH = ("acme", "b")
-Work = Callable[[Claim, Journal, Callable[[BatchEvent], None]], Awaitable[Outcome]]
+Work = Callable[[RunClaim, Journal, Callable[[BatchEvent], None]], Awaitable[Outcome]]
 
 
-def outcome_of(claim: Claim, kind: FailureKind | None = None, body: dict[str, Any] | None = None) -> Outcome:
+def outcome_of(claim: RunClaim, kind: FailureKind | None = None, body: dict[str, Any] | None = None) -> Outcome:
     failure = Failure(kind=kind, code="CODE", message="no") if kind is not None else None
     attempt = claim.record.attempt
     return Outcome(
@@ -63,7 +63,7 @@ class Worker:
         self._work = work
 
     async def work(
-        self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]
+        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]
     ) -> Outcome:
         self.begun.append((claim.run, claim.record.attempt))
         self.has_begun.set()
@@ -72,10 +72,10 @@ class Worker:
         await self.may_end.wait()
         return outcome_of(claim)
 
-    async def abandon(self, claim: Claim, journal: Journal) -> None:
+    async def abandon(self, claim: RunClaim, journal: Journal) -> None:
         self.abandoned.append(claim.run)
 
-    def drop_spans(self, claim: Claim) -> None:
+    def drop_spans(self, claim: RunClaim) -> None:
         """Nothing is traced."""
 
 
@@ -129,7 +129,7 @@ class WatchedQueue(RunQueue):
         self.renewed.set()
         return told
 
-    async def finish(self, claim: Claim, outcome: Outcome) -> bool:
+    async def finish(self, claim: RunClaim, outcome: Outcome) -> bool:
         self.noting.set()
         await self.may_note.wait()
         if self.outages:

@@ -13,7 +13,7 @@ from contract.call_events import HIDDEN
 from contract.calls import Clocks, RunFailure, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_arguments
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from contract.ledger import Claim
+from contract.ledger import CallClaim
 from contract.schema import prepare_arguments
 from contract.tenancy import SandboxTerms
 from workers.call_policy import CallPolicy
@@ -30,7 +30,7 @@ class CallRepeated(Exception):
     `claim` says which.
     """
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, claim: CallClaim) -> None:
         super().__init__(claim.value)
         self.claim = claim
 
@@ -38,9 +38,9 @@ class CallRepeated(Exception):
 class ClaimStore(Protocol):
     """Decides which worker starts a call, or refuses it (WorkerCallStore of store/calls.py)."""
 
-    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim: ...
+    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim: ...
 
-    def refuse(self, call: ToolCall, context: ToolContext) -> Claim: ...
+    def refuse(self, call: ToolCall, context: ToolContext) -> CallClaim: ...
 
 
 class BlobStore(Protocol):
@@ -118,10 +118,10 @@ class Executor:
         if isinstance(prepared, ToolResult):
             claim = _attempt(call, lambda: self._claims.refuse(call, context))
             # Its sender gets the refusal even if that cannot be noted.
-            claim = Claim.GRANTED if isinstance(claim, ToolResult) else claim
+            claim = CallClaim.GRANTED if isinstance(claim, ToolResult) else claim
         else:
             claim = _attempt(call, lambda: self._claims.claim(call, context, self._resources.holder))
-        if claim in (Claim.STARTED, Claim.SUPERSEDED):
+        if claim in (CallClaim.STARTED, CallClaim.SUPERSEDED):
             raise CallRepeated(claim)
         if isinstance(claim, ToolResult):
             # Only a Redis that did not answer may answer in a moment; any other failure is a bug, which another attempt
@@ -132,7 +132,7 @@ class Executor:
             queued_s = max(0.0, self._clock() - (time.monotonic() - received) - context.sent_at)
             if isinstance(prepared, ToolResult):
                 result = prepared
-            elif claim is Claim.GRANTED:
+            elif claim is CallClaim.GRANTED:
                 result, requests = self._run(prepared, context)
             else:
                 result = _refusal(call, claim)
@@ -255,9 +255,9 @@ def _sandboxd_away(call: ToolCall, away: SandboxdAway) -> ToolResult:
     return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, message, metadata=RunFailure.LOST.metadata)
 
 
-def _refusal(call: ToolCall, claim: Claim) -> ToolResult:
+def _refusal(call: ToolCall, claim: CallClaim) -> ToolResult:
     """Return the result of a call whose claim was not granted."""
-    if claim is Claim.EXPIRED:
+    if claim is CallClaim.EXPIRED:
         message = f"{call.name} waited in the queue past its deadline and was not run: send it again"
         return _not_run(ToolResult.failed(call, ErrorCode.TIMEOUT, message), RunFailure.EXPIRED)
     message = f"{call.name} was not run: its session has moved to another host, or was closed"

@@ -13,11 +13,11 @@ from orchestrator.admission.waiting import NOTICE_S, build_notice, waiting_liste
 from store.connection import RedisClient, ScriptConnection
 from store.slots import (
     LEASE_S,
-    Answer,
     Clock,
     GrantListener,
+    SlotReply,
     SlotRequest,
-    Steps,
+    SlotStore,
     WaitReason,
     grants_channel,
     renew,
@@ -70,7 +70,7 @@ class SharedAdmission:
         self._numbers = itertools.count(1)
         self._tickets: dict[str, _Ticket] = {}
         self._waiting: dict[str, _Ticket] = {}
-        self._steps = Steps(
+        self._steps = SlotStore(
             self._scripts,
             deployment,
             self.id,
@@ -172,7 +172,7 @@ class SharedAdmission:
                 if not ticket.granted.done():
                     ticket.granted.set_result(None)
 
-    def _on_answer(self, answer: Answer, requested: frozenset[str]) -> None:
+    def _on_answer(self, answer: SlotReply, requested: frozenset[str]) -> None:
         for call in requested & self._waiting.keys():
             self._waiting[call].is_known = True
         for call, reason in answer.waiting.items():

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 
 from contract.errors import BrokerUnavailable, ConfigError, OperatorError
-from orchestrator.api.errands import Errands
+from orchestrator.api.background import BackgroundTasks
 from orchestrator.api.fresh import Fresh
 from orchestrator.api.known_sessions import KnownSessions
 from orchestrator.api.problems import ApiCode, ApiProblem
@@ -32,7 +32,7 @@ request.
 """
 AGAIN_S = 1.0
 """How often it is tried to reach a Redis that does not answer at the start."""
-ERRANDS_S = 5.0
+BACKGROUND_S = 5.0
 """How long what requests have left to be done may take once the service is told to stop."""
 READY_FRESH_S = 1.0
 """Anybody may ask whether the service is ready, without a key: his asking costs Redis no more than this often."""
@@ -65,7 +65,7 @@ class House:
         self.sessions = KnownSessions()
         self.readiness = Fresh[Mapping[str, str]](READY_FRESH_S)
         self.streams = OpenStreams()
-        self.errands = Errands()
+        self.background = BackgroundTasks()
         self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.
         self.examining = FairTurn()
@@ -127,7 +127,7 @@ class House:
             if parts is None:
                 return
             stack.push_async_callback(parts.runs.hub.close)
-            stack.push_async_callback(self.errands.end, ERRANDS_S)
+            stack.push_async_callback(self.background.end, BACKGROUND_S)
             await stack.enter_async_context(beside(parts))
             self._parts = parts
             log.info("api_connected")

@@ -19,7 +19,7 @@ from orchestrator.api.door import identify
 from orchestrator.api.house import House
 from orchestrator.api.limits import JSON_BYTES, find_header
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
-from store.idempotency import PENDING_S, Claim, OnceSlots
+from store.idempotency import PENDING_S, IdempotencyStore, SlotClaim
 from store.tasks import retry_until_available
 from telemetry.logs import get_logger
 
@@ -72,7 +72,9 @@ class Idempotency:
         body = await _read(receive)
         digest = hashlib.sha256(scope["path"].encode() + b"\0" + scope["query_string"] + b"\0" + body).hexdigest()
         name = hashlib.sha256(f"{identity.key_id}\0{key}".encode()).hexdigest()
-        slots = OnceSlots(self._house.parts.pool.redis, self._house.settings.deployment, self._house.parts.pool.keys)
+        slots = IdempotencyStore(
+            self._house.parts.pool.redis, self._house.settings.deployment, self._house.parts.pool.keys
+        )
         claim = slots.name(identity.key_id, name, digest, secrets.token_hex(8))
         kept = await self._claim(slots, claim)
         if kept is not None:
@@ -87,19 +89,19 @@ class Idempotency:
             if not answer.has_ended:
                 await self._settle(slots, claim, None)
 
-    async def _claim(self, slots: OnceSlots, claim: Claim) -> dict[str, Any] | None:
+    async def _claim(self, slots: IdempotencyStore, claim: SlotClaim) -> dict[str, Any] | None:
         """What is kept under the key already; None: it is ours."""
         try:
             return await slots.claim(claim)
         except BaseException:
             # It may be ours without our having heard of it, and would be said to be worked for as long as a request may
             # take.
-            self._house.errands.begin(_patiently(partial(slots.release, claim)))
+            self._house.background.begin(_patiently(partial(slots.release, claim)))
             raise
 
-    async def _settle(self, slots: OnceSlots, claim: Claim, record: str | None) -> None:
+    async def _settle(self, slots: IdempotencyStore, claim: SlotClaim, record: str | None) -> None:
         settle = partial(slots.release, claim) if record is None else partial(slots.keep, claim, record)
-        await asyncio.wait({self._house.errands.begin(_patiently(settle))}, timeout=KEPT_FIRST_S)
+        await asyncio.wait({self._house.background.begin(_patiently(settle))}, timeout=KEPT_FIRST_S)
 
 
 async def _patiently(settle: Callable[[], Awaitable[None]]) -> None:

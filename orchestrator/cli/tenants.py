@@ -18,7 +18,7 @@ from orchestrator.cli.runner import Json, run_work
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.api_keys import ApiKeyRecord, Role
 from store.catalog import check_tools
-from store.overview import OverviewReader, TenantLook
+from store.overview import OverviewReader, TenantSummary
 
 tenants_app = typer.Typer(no_args_is_help=True, help="Who is served, and what each may have.")
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: who may call for which tenant.")
@@ -39,7 +39,7 @@ def tenants_ls(as_json: Json = False) -> None:
     one.
     """
 
-    async def work() -> tuple[dict[str, TenantPolicy | ConfigError], dict[str, TenantLook]]:
+    async def work() -> tuple[dict[str, TenantPolicy | ConfigError], dict[str, TenantSummary]]:
         async with open_deployment("operator") as deployment:
             policies = {DEFAULT_TENANT: TenantPolicy(), **await deployment.tenants.all()}
             reader = OverviewReader(deployment.redis, deployment.broker.deployment, deployment.signing_keys)
@@ -201,7 +201,7 @@ def _tenant_json(name: str, policy: TenantPolicy | ConfigError) -> dict[str, Any
     return {"name": name, **told}
 
 
-def _row(name: str, policy: TenantPolicy | ConfigError, look: TenantLook | None) -> dict[str, Any]:
+def _row(name: str, policy: TenantPolicy | ConfigError, look: TenantSummary | None) -> dict[str, Any]:
     if isinstance(policy, ConfigError):
         return {"name": name, "tools": f"nothing: {policy}"}
     return {

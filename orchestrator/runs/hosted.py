@@ -135,8 +135,8 @@ class HostedRuns:
         messages = await self._queue.transcript(tenant, _checked(run))
         return messages if messages is not None else build_transcript(run, *await self._queue.hosted_log(tenant, run))
 
-    async def told(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
-        """As `follow`, of what there is now."""
+    async def stored_events(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
+        """Yield the events that exist now, as `follow`."""
         page = await self.hub.read(tenant, _checked(run), after)
         while page.entries:
             for entry in page.entries:
@@ -156,8 +156,8 @@ class HostedRuns:
                 "there is no such session open: open one, or leave the session out for one of the run's own",
             )
 
-    def _check_started(self, tenant: str, told: Sequence[str]) -> None:
-        match told:
+    def _check_started(self, tenant: str, reply: Sequence[str]) -> None:
+        match reply:
             case ["started" | "known"]:
                 return
             case ["full"]:

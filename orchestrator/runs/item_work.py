@@ -55,7 +55,7 @@ from store.batches import (
     StepDone,
 )
 from store.run_log import Exported
-from store.runs import Claim
+from store.runs import RunClaim
 from store.tasks import is_being_cancelled, retry_until_available
 from telemetry.logs import get_logger
 
@@ -86,7 +86,7 @@ class ItemWork:
         self._interrupted: dict[tuple[str, str], RunSpans] = {}
         self._warned: set[tuple[str, str]] = set()
 
-    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
         """How the item ended. Its session is closed by then, but when this is cancelled, or raises: whoever goes on
         with the run has it.
 
@@ -98,12 +98,12 @@ class ItemWork:
                 spans.finish(outcome.failure.code if outcome.failure is not None else None)
         return outcome
 
-    def drop_spans(self, claim: Claim) -> None:
+    def drop_spans(self, claim: RunClaim) -> None:
         """A run that was interrupted here is gone on with elsewhere, where it is told of."""
         self._interrupted.pop((claim.tenant, claim.run), None)
 
     @contextmanager
-    def _traced(self, claim: Claim, journal: Journal) -> Iterator[RunSpans | None]:
+    def _traced(self, claim: RunClaim, journal: Journal) -> Iterator[RunSpans | None]:
         """What is done in the block is done for the run. It has to be finished; one that breaks off is kept until it is
         known what becomes of it.
         """
@@ -130,7 +130,7 @@ class ItemWork:
             self._interrupted[claim.tenant, claim.run] = spans
             raise
 
-    async def _ended(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
+    async def _ended(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
         item, began = claim.record.item, time.monotonic()
         own_model = item.work.model if isinstance(item.work, RunBody) else None
         session: Session | None = None
@@ -165,7 +165,7 @@ class ItemWork:
                 await self._close(claim.tenant, session)
         return build_outcome(claim, failure, body)
 
-    async def abandon(self, claim: Claim, journal: Journal) -> None:
+    async def abandon(self, claim: RunClaim, journal: Journal) -> None:
         """Have the session of a run that is not gone on with removed, as far as it can be reached; its trace ends."""
         spans = self._interrupted.pop((claim.tenant, claim.run), None)
         if spans is not None:
@@ -174,7 +174,7 @@ class ItemWork:
         if name is not None:
             await self._abandon(claim.tenant, name)
 
-    async def _session(self, claim: Claim, journal: Journal) -> Session:
+    async def _session(self, claim: RunClaim, journal: Journal) -> Session:
         """The run's session: the one of its log, or a new one."""
         ground, pool = claim.record.item.ground, self._pool
         if ground.session is not None:
@@ -198,7 +198,7 @@ class ItemWork:
         return session
 
     async def _worked(
-        self, claim: Claim, journal: Journal, defaults: BatchDefaults, session: Session | None, tell: Tell
+        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, session: Session | None, tell: Tell
     ) -> tuple[dict[str, Any], Failure | None]:
         """The body of the item's row, and why it is no success."""
         work = claim.record.item.work
@@ -211,7 +211,7 @@ class ItemWork:
 
     async def _run(
         self,
-        claim: Claim,
+        claim: RunClaim,
         work: RunBody,
         journal: Journal,
         defaults: BatchDefaults,
@@ -269,7 +269,7 @@ class ItemWork:
         body = build_answer_body(item.url, run, model=name, created=began_at, has_transcript=is_standing, **artifacts)
         return body, judge_run(run)
 
-    def _warn_once(self, claim: Claim, message: str, tell: Tell) -> None:
+    def _warn_once(self, claim: RunClaim, message: str, tell: Tell) -> None:
         """Add a warning to the item's batch, once for all its items."""
         batch = claim.tenant, claim.record.batch
         if batch not in self._warned and claim.record.batch != HOSTED_BATCH:
@@ -281,11 +281,13 @@ class ItemWork:
         return PlacedApprover(approver, place) if isinstance(approver, QueueApprover) else approver
 
     @asynccontextmanager
-    async def _heard(self, claim: Claim, tell: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
+    async def _heard(self, claim: RunClaim, tell: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
         """Around a run: whom its events are told to, and whoever shows its replies while they come."""
         yield tell, None
 
-    async def _called(self, claim: Claim, journal: Journal, work: CallBody, session: Session, tell: Tell) -> ToolResult:
+    async def _called(
+        self, claim: RunClaim, journal: Journal, work: CallBody, session: Session, tell: Tell
+    ) -> ToolResult:
         """The one call of an item that is no run."""
         call_id, telling = _run_name(claim), _Telling(claim, tell)
         known = journal.result_of(call_id)
@@ -358,7 +360,7 @@ class _CopiedOut(TypedDict, total=False):
 class _Telling:
     """Makes batch_events of the events of one run."""
 
-    def __init__(self, claim: Claim, tell: Tell) -> None:
+    def __init__(self, claim: RunClaim, tell: Tell) -> None:
         self._item, self._run, self._attempt = claim.record.item.custom_id, claim.run, claim.record.attempt
         self._tell = tell
         self._begun: dict[str, float] = {}
@@ -407,7 +409,7 @@ def _needs_session(item: BatchItem) -> bool:
     return isinstance(item.work, CallBody) or item.work.tools != () or item.ground != Ground()
 
 
-def _run_name(claim: Claim, attempt: int | None = None) -> str:
+def _run_name(claim: RunClaim, attempt: int | None = None) -> str:
     """The run of one attempt, the present one by itself: ids of calls are made of it, and those of an earlier attempt
     have been used.
     """

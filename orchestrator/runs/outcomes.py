@@ -19,7 +19,7 @@ from contract.errors import (
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from store.batches import Failure, FailureKind, Outcome
-from store.runs import Claim
+from store.runs import RunClaim
 
 _INPUT_CODES = frozenset(
     {
@@ -106,7 +106,7 @@ def judge_losses(times: int) -> Failure:
     return Failure(kind=FailureKind.INFRASTRUCTURE, code=ORCHESTRATOR_LOST, message=told)
 
 
-def build_outcome(claim: Claim, failure: Failure | None, body: Mapping[str, Any] | None = None) -> Outcome:
+def build_outcome(claim: RunClaim, failure: Failure | None, body: Mapping[str, Any] | None = None) -> Outcome:
     """What a claimed run came to. `failure` None: it is a success."""
     record = claim.record
     return Outcome(

@@ -20,7 +20,7 @@ from orchestrator.loop.events import CallFinished, CallSent, OnEvent, RunEvent
 from orchestrator.models.choice import LOCAL
 from orchestrator.runs.batch_runs import until_first
 from orchestrator.runs.brake import NotNow
-from orchestrator.runs.event_teller import EventTellers
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.item_work import ItemWork, Tell
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.live_text import LiveText
@@ -41,7 +41,7 @@ from store.batches import (
     Outcome,
     RunBody,
 )
-from store.runs import Claim, RunQueue
+from store.runs import RunClaim, RunQueue
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -73,7 +73,7 @@ async def open_runner(
     )
     async with Models(settings) as models:
         parts, traces = RunParts(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
-        work = ServiceWork(pool, parts, models, traces, EventTellers(pool.redis, settings.deployment))
+        work = ServiceWork(pool, parts, models, traces, RunEventPublisher(pool.redis, settings.deployment))
         yield Runner(pool.redis, settings.deployment, queue, work, writer, concurrency, None, tenants)
 
 
@@ -127,17 +127,17 @@ class ServiceWork(ItemWork):
         parts: RunParts,
         models: Models,
         traces: Traces | None,
-        tellers: EventTellers | None = None,
+        publisher: RunEventPublisher | None = None,
     ) -> None:
-        """`tellers`: of the events of programs' runs; None: nobody hears of those."""
+        """`publisher`: of the events of programs' runs; None: nobody hears of those."""
         super().__init__(pool, parts, models, traces)
-        self._tellers = tellers
+        self._publisher = publisher
         self._users: dict[str, int] = {}
         """Of each model that is named: how many runs; those named longest ago first."""
         self._sent: dict[tuple[str, str], set[str]] = {}
         """Of each run in a session that is not its own: the calls that are under way."""
 
-    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
         log.info("run_begun", **_names(claim), is_resumed=claim.is_resumed)
         try:
             outcome = await self._checked(claim, journal, defaults, tell)
@@ -153,7 +153,7 @@ class ServiceWork(ItemWork):
         )
         return outcome
 
-    async def _checked(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
+    async def _checked(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
         work = claim.record.item.work
         model = (work.model or defaults.model) if isinstance(work, RunBody) else None
         refusal = _refuse(claim, defaults, model)
@@ -190,7 +190,7 @@ class ServiceWork(ItemWork):
                 del self._users[name]
                 await self._models.close(name)
 
-    async def _while_served(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
+    async def _while_served(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
         """As `ItemWork.work`, ended when the tenant is served no more: its model would be asked again and again what to
         do about that.
         """
@@ -218,7 +218,7 @@ class ServiceWork(ItemWork):
         )
         return _failed(claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.UNKNOWN_TENANT.value, message=gone))
 
-    async def abandon(self, claim: Claim, journal: Journal) -> None:
+    async def abandon(self, claim: RunClaim, journal: Journal) -> None:
         """As `ItemWork.abandon`. Of a session that is not the run's own only the run's calls are ended."""
         await super().abandon(claim, journal)
         session = claim.record.item.ground.session
@@ -228,18 +228,18 @@ class ServiceWork(ItemWork):
             with suppress(BrokerUnavailable):
                 await self._pool.dispatcher.command(order, Route(claim.tenant, session))
 
-    def drop_spans(self, claim: Claim) -> None:
+    def drop_spans(self, claim: RunClaim) -> None:
         """As `ItemWork.drop_spans`: nothing of the run is known here any more."""
         super().drop_spans(claim)
         self._sent.pop((claim.tenant, claim.run), None)
 
     @asynccontextmanager
-    async def _heard(self, claim: Claim, tell: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
-        if claim.record.batch != HOSTED_BATCH or self._tellers is None:
+    async def _heard(self, claim: RunClaim, tell: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
+        if claim.record.batch != HOSTED_BATCH or self._publisher is None:
             yield tell, None
             return
-        async with self._tellers.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as teller:
-            live, sent = LiveText(claim.run, teller.on_event), set[str]()
+        async with self._publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:
+            live, sent = LiveText(claim.run, buffer.on_event), set[str]()
 
             def tell_all(event: RunEvent) -> None:
                 tell(event)
@@ -254,19 +254,19 @@ class ServiceWork(ItemWork):
             yield tell_all, live
 
 
-def _refuse(claim: Claim, defaults: BatchDefaults, model: str | None) -> str | None:
+def _refuse(claim: RunClaim, defaults: BatchDefaults, model: str | None) -> str | None:
     """Why a service does not work an item, however its record came to be; None: it does."""
     if model == LOCAL:
         return "a service starts no model of its own for a batch: name one of its endpoint, or submit without --detach"
     return next(find_paths(claim.record.item, defaults.artifacts), None)
 
 
-def _names(claim: Claim) -> dict[str, object]:
+def _names(claim: RunClaim) -> dict[str, object]:
     """What is logged of a run: whose it is, and nothing of what is in it."""
     return {"tenant": claim.tenant, "batch": claim.record.batch, "run": claim.run, "attempt": claim.record.attempt}
 
 
-def _failed(claim: Claim, failure: Failure) -> Outcome:
+def _failed(claim: RunClaim, failure: Failure) -> Outcome:
     record = claim.record
     return Outcome(
         custom_id=record.item.custom_id,

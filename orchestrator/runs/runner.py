@@ -32,7 +32,7 @@ from store.batches import (
 )
 from store.connection import RedisClient
 from store.run_log import RunLog
-from store.runs import HOSTED_DEFAULTS, LEASE_S, BatchCancelled, Claim, RunQueue
+from store.runs import HOSTED_DEFAULTS, LEASE_S, BatchCancelled, RunClaim, RunQueue
 from store.tasks import cancel_all, check_cancelled
 from telemetry.logs import bound, get_logger
 
@@ -62,7 +62,7 @@ that not all come at once.
 
 @dataclass
 class _Working:
-    claim: Claim
+    claim: RunClaim
     task: "asyncio.Task[None]"
     journal: Journal | None = None
     began: float = field(default_factory=time.monotonic)
@@ -179,7 +179,7 @@ class Runner:
                 await cancel_all((earlier.task,))
             self._working[key] = _Working(claim, asyncio.create_task(self._worked(claim), name=f"run-{claim.run}"))
 
-    async def _worked(self, claim: Claim) -> None:
+    async def _worked(self, claim: RunClaim) -> None:
         key = (claim.tenant, claim.run)
         working = self._working[key]
         try:
@@ -195,7 +195,7 @@ class Runner:
                 del self._working[key]
             self._freed.set()
 
-    async def _until_ended(self, claim: Claim, working: _Working) -> None:
+    async def _until_ended(self, claim: RunClaim, working: _Working) -> None:
         record = claim.record
         if record.losses >= MAX_LOSSES:
             # Its log is not even read: that may be what they died of.
@@ -249,7 +249,7 @@ class Runner:
         else:
             await self._ended(claim, working, outcome, defaults)
 
-    async def _loaded(self, claim: Claim) -> tuple[RunLog, BatchDefaults]:
+    async def _loaded(self, claim: RunClaim) -> tuple[RunLog, BatchDefaults]:
         """The log of a run, and what its batch says; however long Redis is away: begun anew instead, it would pay and
         act twice. Raises ConfigError for a log that cannot be gone on with."""
         while True:
@@ -268,7 +268,7 @@ class Runner:
                 log.warning("run_not_loaded", run=claim.run, error=str(error))
                 await asyncio.sleep(LOOK_S)
 
-    async def _hold(self, claim: Claim, reason: NotNow) -> None:
+    async def _hold(self, claim: RunClaim, reason: NotNow) -> None:
         """Put a run back that has to wait, as it is. Who watches its batch is told once what for."""
         batch, after_s = (claim.tenant, claim.record.batch), ROOM_AGAIN_S * random.uniform(1.0, 2.0)
         if reason.cause == "endpoint":
@@ -297,7 +297,7 @@ class Runner:
     def _note(self, batch: tuple[str, str], message: str) -> None:
         self.writer.tell(*batch, BatchNotice(at=time.time(), message=message))
 
-    async def _ended(self, claim: Claim, working: _Working, outcome: Outcome, defaults: BatchDefaults) -> None:
+    async def _ended(self, claim: RunClaim, working: _Working, outcome: Outcome, defaults: BatchDefaults) -> None:
         """Note the outcome, or have the item begun anew. However long Redis is away: what a run came to is not lost for
         that.
         """
@@ -320,7 +320,7 @@ class Runner:
         if is_ours:
             self._tell_end(claim, working, outcome, is_retried=is_retried)
 
-    def _tell_end(self, claim: Claim, working: _Working, outcome: Outcome, *, is_retried: bool) -> None:
+    def _tell_end(self, claim: RunClaim, working: _Working, outcome: Outcome, *, is_retried: bool) -> None:
         failure, body, record = outcome.failure, outcome.body or {}, claim.record
         told = {"at": time.time(), "item": record.item.custom_id, "run": claim.run, "attempt": record.attempt}
         if is_retried and failure is not None:
@@ -342,7 +342,7 @@ class Runner:
         }
         self.writer.tell(claim.tenant, record.batch, ItemDone.model_validate(done))
 
-    async def _interrupted(self, claim: Claim, working: _Working) -> None:
+    async def _interrupted(self, claim: RunClaim, working: _Working) -> None:
         """This process does not go on with a run: it was taken, its batch is cancelled, or the process ends."""
         working.is_ending = working.is_interrupted = True
         if working.is_taken:
@@ -354,14 +354,14 @@ class Runner:
             else:
                 await self._give_back(claim, working)
 
-    async def _give_back(self, claim: Claim, working: _Working, after_s: float = 0.0) -> None:
+    async def _give_back(self, claim: RunClaim, working: _Working, after_s: float = 0.0) -> None:
         """Put a run back as it is; one of a batch that is being cancelled ends."""
         try:
             await self.queue.give_back(claim, after_s=after_s)
         except BatchCancelled:
             await self._cancelled(claim, working)
 
-    async def _cancelled(self, claim: Claim, working: _Working) -> None:
+    async def _cancelled(self, claim: RunClaim, working: _Working) -> None:
         if working.journal is not None:
             await self.work.abandon(claim, working.journal)
         else:
@@ -415,7 +415,7 @@ class Runner:
         interrupted = {working.task: working for working in self._working.values()}
         await cancel_all(interrupted, lambda task: interrupted[task].is_interrupted)
 
-    async def _defaults_of(self, claim: Claim) -> BatchDefaults:
+    async def _defaults_of(self, claim: RunClaim) -> BatchDefaults:
         """Of the claim's batch. They may change when it is submitted again."""
         key, now = (claim.tenant, claim.record.batch), time.monotonic()
         if claim.record.batch == HOSTED_BATCH:

@@ -62,5 +62,5 @@ class ClientRuns:
 
     async def told(self, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
         """Its events until now."""
-        async for entry in self._hosted.told(await self._tenant(), run, after):
+        async for entry in self._hosted.stored_events(await self._tenant(), run, after):
             yield entry

@@ -17,7 +17,7 @@ from orchestrator.api import limits, server, service
 from orchestrator.api.idempotency import KEPT_FIRST_S
 from orchestrator.api.service import ApiService
 from orchestrator.runs.runner import Runner
-from store.idempotency import Claim, OnceSlots
+from store.idempotency import IdempotencyStore, SlotClaim
 from tests.api_ground import ApiGround, api_settings, open_api, serving
 from tests.conftest import RedisProcess
 from tests.stack import eventually
@@ -187,9 +187,9 @@ async def test_a_batch_that_is_sent_again_after_its_answer_was_lost_is_the_same_
 async def test_a_request_whose_claim_was_not_heard_of_is_done_when_it_is_sent_again(
     api: ApiGround, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work, claims = OnceSlots.claim, 0
+    work, claims = IdempotencyStore.claim, 0
 
-    async def claim(slots: OnceSlots, claimed: Claim) -> Any:
+    async def claim(slots: IdempotencyStore, claimed: SlotClaim) -> Any:
         nonlocal claims
         claims += 1
         told = await work(slots, claimed)
@@ -197,7 +197,7 @@ async def test_a_request_whose_claim_was_not_heard_of_is_done_when_it_is_sent_ag
             raise BrokerUnavailable("the connection was lost with the answer")
         return told
 
-    monkeypatch.setattr(OnceSlots, "claim", claim)
+    monkeypatch.setattr(IdempotencyStore, "claim", claim)
     headers = {"Idempotency-Key": "once"}
     unheard = await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)
     assert (unheard.status_code, unheard.json()["code"]) == (503, "BROKER_UNAVAILABLE")
@@ -211,14 +211,14 @@ async def test_a_request_whose_claim_was_not_heard_of_is_done_when_it_is_sent_ag
 async def test_a_service_that_is_told_to_stop_keeps_its_answers_first(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work, goes_on, began = OnceSlots.keep, asyncio.Event(), asyncio.Event()
+    work, goes_on, began = IdempotencyStore.keep, asyncio.Event(), asyncio.Event()
 
-    async def keep(slots: OnceSlots, claimed: Claim, record: str) -> None:
+    async def keep(slots: IdempotencyStore, claimed: SlotClaim, record: str) -> None:
         began.set()
         await goes_on.wait()
         await work(slots, claimed, record)
 
-    monkeypatch.setattr(OnceSlots, "keep", keep)
+    monkeypatch.setattr(IdempotencyStore, "keep", keep)
     headers = {"Idempotency-Key": "once"}
     async with open_api(redis_server.url) as api:
         assert (await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)).status_code == 201

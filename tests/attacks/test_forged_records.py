@@ -25,7 +25,7 @@ from store.batches import BatchDefaults, RowPlace, RunBody, batch_key, seal_defa
 from store.call_events import call_event_keys
 from store.catalog import RedisCatalog
 from store.connection import open_redis
-from store.idempotency import OnceSlots
+from store.idempotency import IdempotencyStore
 from store.run_log import Replied, Resulted, RunLog, run_key, run_log_key
 from store.runs import seal_item
 from store.switches import RedisSwitches, WorkerSwitches
@@ -97,7 +97,7 @@ async def test_a_login_that_was_copied_to_another_word_is_nobodys(client: "redis
 async def test_a_forged_answer_to_an_idempotency_key_is_not_replayed(
     client: "redis.asyncio.Redis", keys: SigningKeys | None
 ) -> None:
-    slots = OnceSlots(client, "d", KEY)
+    slots = IdempotencyStore(client, "d", KEY)
     claim = slots.name("key", "word", "digest", "1")
     record = '{"digest": "digest", "status": 200, "headers": [], "body": ""}'
     await client.set(claim.slot, keys.seal(f"answer {claim.slot}", record) if keys is not None else record)

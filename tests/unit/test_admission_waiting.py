@@ -20,7 +20,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.loop.events import CallFinished, RunEvent, Warned
 from orchestrator.models.scripted import Calls, ScriptedModel
 from store.connection import open_redis
-from store.overview import OverviewReader, TenantLook
+from store.overview import OverviewReader, TenantSummary
 from store.pressure import Pressure
 from store.slots import WaitReason
 from store.tenants import RedisTenants
@@ -76,7 +76,7 @@ class Caller:
         await asyncio.wait_for(self.task, SOON_S)
 
 
-async def read_tenant(client: "redis.asyncio.Redis") -> TenantLook:
+async def read_tenant(client: "redis.asyncio.Redis") -> TenantSummary:
     seen = await OverviewReader(client, DEPLOYMENT, KEY).read()
     (tenant,) = seen.tenants
     assert seen.waiting == tenant.waiting

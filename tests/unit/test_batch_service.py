@@ -26,7 +26,7 @@ from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from store.batches import BatchDefaults, BatchEvent, BatchEventWriter, CallDone, FailureKind, Ground, Outcome
 from store.run_log import RunLog
-from store.runs import Claim
+from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
@@ -154,7 +154,7 @@ class FakePool:
         self.abandoned.append((tenant, session))
 
 
-async def take(ground: RunGround, /, **fields: Any) -> tuple[Claim, Journal]:
+async def take(ground: RunGround, /, **fields: Any) -> tuple[RunClaim, Journal]:
     await ground.submit(1, **fields)
     (claim,) = await ground.queue.claim(1)
     run_log = await RunLog.load(ground.client, "d", KEY, claim.tenant, claim.run, claim.token, claim.record.attempt)
@@ -201,7 +201,7 @@ async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(grou
 class Unserved(ItemWork):
     """A call of it is told that its tenant is none any more; by itself it never ends."""
 
-    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
         told = {
             "at": 0.0,
             "item": "item-1",
@@ -247,7 +247,7 @@ class Asking(ItemWork):
 
     may_end: asyncio.Event
 
-    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
         await self._models.get(defaults.model)
         if defaults.model == "held":
             await self.may_end.wait()
@@ -327,7 +327,7 @@ class Endless(ItemWork):
 
     begun: asyncio.Event
 
-    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
         self.begun.set()
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")

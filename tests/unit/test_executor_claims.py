@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from contract.errors import BrokerUnavailable, ErrorCode
-from contract.ledger import Claim
+from contract.ledger import CallClaim
 from tests.builders import build_call
 from tests.unit.test_worker_executor import House
 
@@ -22,7 +22,7 @@ def test_only_a_redis_that_does_not_answer_lets_a_call_be_sent_again(
 ) -> None:
     house = House()
 
-    def claim(*_: Any) -> Claim:
+    def claim(*_: Any) -> CallClaim:
         raise error
 
     house.ledger.claim = claim  # type: ignore[method-assign]

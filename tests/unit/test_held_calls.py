@@ -10,7 +10,7 @@ import pytest
 
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
-from contract.ledger import CallState, Claim, parse_record
+from contract.ledger import CallClaim, CallState, parse_record
 from contract.names import call_key
 from store.calls import WorkerCallStore
 from tests.builders import build_call, build_context
@@ -86,25 +86,25 @@ def test_a_claim_that_redis_forgot_is_noted_again(
     ledger: WorkerCallStore, redis_server: RedisProcess, fields: dict[str, str | int]
 ) -> None:
     with redis_server.client() as client:
-        assert ledger.claim(CALL, CONTEXT, HOLDER) is Claim.GRANTED
+        assert ledger.claim(CALL, CONTEXT, HOLDER) is CallClaim.GRANTED
         client.delete(KEY)
         if fields:
             client.hset(KEY, mapping=fields)  # type: ignore[arg-type]
-        assert ledger.confirm(CALL, CONTEXT, HOLDER) is Claim.GRANTED
+        assert ledger.confirm(CALL, CONTEXT, HOLDER) is CallClaim.GRANTED
         record = parse_record(client.hgetall(KEY))  # type: ignore[arg-type]
     assert record is not None
     assert (record.state, record.holder, record.tool, record.session) == (CallState.RUNNING, HOLDER, "echo", "s1")
     assert not ledger.forbid("acme", "c1")
-    assert ledger.claim(CALL, CONTEXT, "host.h2.b00t/w2") is Claim.STARTED
+    assert ledger.claim(CALL, CONTEXT, "host.h2.b00t/w2") is CallClaim.STARTED
 
 
 @pytest.mark.parametrize(
     ("state", "attempt", "told"),
-    [(state, 1, Claim.STARTED) for state in CallState if state is not CallState.QUEUED]
-    + [(CallState.QUEUED, 2, Claim.SUPERSEDED)],
+    [(state, 1, CallClaim.STARTED) for state in CallState if state is not CallState.QUEUED]
+    + [(CallState.QUEUED, 2, CallClaim.SUPERSEDED)],
 )
 def test_what_was_decided_since_then_stays(
-    ledger: WorkerCallStore, redis_server: RedisProcess, state: CallState, attempt: int, told: Claim
+    ledger: WorkerCallStore, redis_server: RedisProcess, state: CallState, attempt: int, told: CallClaim
 ) -> None:
     with redis_server.client() as client:
         fields = {"state": state.value, "attempt": attempt, "holder": "another"}

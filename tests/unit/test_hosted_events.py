@@ -23,7 +23,7 @@ from orchestrator.loop.events import (
     TextArrived,
 )
 from orchestrator.models.base import Usage
-from orchestrator.runs.event_teller import MAX_OUTPUT_CHARS, MAX_UNTOLD_CHARS, RunTeller
+from orchestrator.runs.event_publisher import MAX_BUFFERED_CHARS, MAX_OUTPUT_CHARS, RunEventBuffer
 from store import run_events
 from store.run_events import MAX_EVENT_BYTES, RunEventStore, build_event, is_before
 from store.runs import HostedState
@@ -52,14 +52,14 @@ def step(number: int) -> StepFinished:
     return StepFinished(run="r", step=number, model_s=0.0, usage=Usage())
 
 
-def teller(told_step: int = 0) -> RunTeller:
-    return RunTeller("acme", "r", "word", 1, told_step=told_step)
+def teller(told_step: int = 0) -> RunEventBuffer:
+    return RunEventBuffer("acme", "r", "word", 1, told_step=told_step)
 
 
-def taken(one: RunTeller) -> list[dict[str, Any]]:
+def taken(one: RunEventBuffer) -> list[dict[str, Any]]:
     found = one.take()
     assert found is not None
-    one.note_told(found, is_ours=True)
+    one.confirm(found, is_ours=True)
     return [json.loads(event) for event in found.telling.events]
 
 
@@ -91,7 +91,7 @@ def test_a_flood_of_output_is_bounded_and_says_so_once() -> None:
     for _ in range(100):
         one.on_event(OutputArrived(run="r", call_id="c", stream="stdout", text="x" * 10_000))
     told = []
-    while one.has_untold:
+    while one.has_pending:
         told += taken(one)
     assert sum(len(event.get("text", "")) for event in told) <= MAX_OUTPUT_CHARS
     assert types(told).count("OutputOmitted") == 1
@@ -105,9 +105,9 @@ def test_what_a_dead_redis_does_not_take_is_bounded_and_only_pieces_are_left_out
             one.on_event(text("x" * 1000))
         one.on_event(step(number))
     told = []
-    while one.has_untold:
+    while one.has_pending:
         told += taken(one)
-    assert sum(len(event.get("text", "")) for event in told) <= MAX_UNTOLD_CHARS
+    assert sum(len(event.get("text", "")) for event in told) <= MAX_BUFFERED_CHARS
     assert [event["step"] for event in told if event["type"] == "StepFinished"] == [1, 2, 3]
     assert [event["count"] > 0 for event in told if event["type"] == "EventsOmitted"] == [True]
 
@@ -267,7 +267,7 @@ async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(
     ground = made(["done"])
     run = await ground.start()
     claim = await ground.claimed()
-    async with ground.tellers.open("acme", run, claim.token, 1) as one:
+    async with ground.publisher.open("acme", run, claim.token, 1) as one:
         one.on_event(step(1))
     await ground.queue.give_back(claim, anew=True)
     async with ground.working():
@@ -283,7 +283,7 @@ async def test_a_redis_that_was_away_loses_nothing_that_was_told_meanwhile(redis
         run = await ground.start()
         claim = await ground.claimed()
         following = asyncio.create_task(ground.events(run))
-        async with ground.tellers.open("acme", run, claim.token, 1) as one:
+        async with ground.publisher.open("acme", run, claim.token, 1) as one:
             one.on_event(text("before"))
             while not await ground.told(run):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -128,7 +128,7 @@ async def test_runs_are_found_by_their_state(made: MadeHosted, state: HostedStat
     await ground.runs.cancel("acme", cancelled)
     lost = await ground.start(RunBody(instruction="x", tools=("echo",), dialect="native", model="nosuch"))
     claim = await ground.claimed()
-    async with ground.tellers.open("acme", lost, claim.token, 1):
+    async with ground.publisher.open("acme", lost, claim.token, 1):
         pass
     asking, running, queued = [await ground.start() for _ in range(3)]
     for _ in range(2):

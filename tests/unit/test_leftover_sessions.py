@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolCall
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.ledger import Claim
+from contract.ledger import CallClaim
 from contract.names import place_key, tenant_sessions_key
 from store.calls import WorkerCallStore
 from store.sessions import CLOSED_MARGIN_S, SessionStore
@@ -116,7 +116,7 @@ async def test_an_opening_that_comes_when_its_session_was_closed_is_not_run(host
     await host.orchestrator.close("acme", "s1")
     ledger = WorkerCallStore(host.ground.redis, DEPLOYMENT, host.ground.clock)
     call, context = ToolCall(id="c1", name="session.open"), build_context(tenant="acme", session="s1", fence=1)
-    assert await asyncio.to_thread(ledger.claim, call, context, "host.a.b1#w1") is Claim.MOVED
+    assert await asyncio.to_thread(ledger.claim, call, context, "host.a.b1#w1") is CallClaim.MOVED
 
 
 async def test_that_a_session_was_closed_is_known_for_as_long_as_a_sandbox_of_it_may_live(host: Host) -> None:

@@ -12,7 +12,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.settings import BrokerSettings
 from store import idempotency as once_slots
 from store.connection import open_redis
-from store.idempotency import KEPT_S, PENDING_S, SLOT_BYTES, OnceSlots
+from store.idempotency import KEPT_S, PENDING_S, SLOT_BYTES, IdempotencyStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 
@@ -27,12 +27,12 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 
 @pytest.fixture
-def slots(client: "redis.asyncio.Redis") -> OnceSlots:
-    return OnceSlots(client, "d", KEY)
+def slots(client: "redis.asyncio.Redis") -> IdempotencyStore:
+    return IdempotencyStore(client, "d", KEY)
 
 
 async def test_one_request_has_the_slot_and_another_is_told_that_it_is_worked(
-    slots: OnceSlots, client: "redis.asyncio.Redis"
+    slots: IdempotencyStore, client: "redis.asyncio.Redis"
 ) -> None:
     mine, other = slots.name("key", "word", "d", "1"), slots.name("key", "word", "d", "2")
     assert await slots.claim(mine) is None
@@ -40,13 +40,13 @@ async def test_one_request_has_the_slot_and_another_is_told_that_it_is_worked(
     assert 0 < await client.ttl(mine.slot) <= PENDING_S
 
 
-async def test_a_claim_whose_answer_was_lost_is_made_again(slots: OnceSlots) -> None:
+async def test_a_claim_whose_answer_was_lost_is_made_again(slots: IdempotencyStore) -> None:
     mine = slots.name("key", "word", "d", "1")
     assert [await slots.claim(mine) for _ in range(3)] == [None, None, None]
 
 
 async def test_what_is_kept_is_told_and_paid_for_once_however_often_it_is_kept(
-    slots: OnceSlots, client: "redis.asyncio.Redis"
+    slots: IdempotencyStore, client: "redis.asyncio.Redis"
 ) -> None:
     mine = slots.name("key", "word", "d", "1")
     await slots.claim(mine)
@@ -57,7 +57,7 @@ async def test_what_is_kept_is_told_and_paid_for_once_however_often_it_is_kept(
     assert PENDING_S < await client.ttl(mine.slot) <= KEPT_S
 
 
-async def test_a_release_that_comes_late_leaves_what_another_request_holds(slots: OnceSlots) -> None:
+async def test_a_release_that_comes_late_leaves_what_another_request_holds(slots: IdempotencyStore) -> None:
     first, second, third = (slots.name("key", "word", "d", token) for token in "123")
     await slots.claim(first)
     await slots.release(first)
@@ -73,7 +73,7 @@ async def test_a_release_that_comes_late_leaves_what_another_request_holds(slots
 
 
 async def test_a_claim_that_comes_after_its_own_release_holds_nothing(
-    slots: OnceSlots, client: "redis.asyncio.Redis"
+    slots: IdempotencyStore, client: "redis.asyncio.Redis"
 ) -> None:
     mine, again = slots.name("key", "word", "d", "1"), slots.name("key", "word", "d", "2")
     await slots.release(mine)
@@ -83,14 +83,14 @@ async def test_a_claim_that_comes_after_its_own_release_holds_nothing(
     assert 0 < await client.ttl(mine.gone) <= PENDING_S
 
 
-async def test_an_answer_that_redis_has_lost_the_claim_of_is_kept(slots: OnceSlots) -> None:
+async def test_an_answer_that_redis_has_lost_the_claim_of_is_kept(slots: IdempotencyStore) -> None:
     mine = slots.name("key", "word", "d", "1")
     await slots.keep(mine, RECORD)
     assert await slots.claim(slots.name("key", "word", "d", "2")) == json.loads(RECORD)
 
 
 async def test_a_full_account_claims_nothing_new_and_is_told_what_it_has(
-    slots: OnceSlots, monkeypatch: pytest.MonkeyPatch
+    slots: IdempotencyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = slots.name("key", "word", "d", "1")
     await slots.claim(kept)

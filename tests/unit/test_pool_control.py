@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from contract.calls import ToolCall
 from contract.clock import SharedClock
 from contract.envelope import encode_call
-from contract.ledger import Claim
+from contract.ledger import CallClaim
 from contract.names import POOL_WEB, call_key, control_queue, pool_worker
 from contract.signing import SigningKeys
 from store.calls import WorkerCallStore
@@ -121,7 +121,7 @@ def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:
     late = WorkerCallStore(floor.store, "d", SharedClock()).claim(
         ToolCall(id="c1", name="echo"), build_context(session=None), "late"
     )
-    assert late is Claim.STARTED
+    assert late is CallClaim.STARTED
 
 
 @pytest.mark.parametrize(

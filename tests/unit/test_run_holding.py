@@ -26,7 +26,7 @@ from store.batches import (
     Outcome,
     parse_batch_event,
 )
-from store.runs import Claim
+from store.runs import RunClaim
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
 
@@ -44,7 +44,7 @@ class Troubled:
         self._troubles = list(troubles)
 
     async def work(
-        self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]
+        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]
     ) -> Outcome:
         self.begun.append((claim.run, claim.record.attempt, claim.is_resumed))
         if not journal.is_resumed:
@@ -54,10 +54,10 @@ class Troubled:
         self.brake.note_answer(claim.run)
         return build_outcome(claim)
 
-    async def abandon(self, claim: Claim, journal: Journal) -> None:
+    async def abandon(self, claim: RunClaim, journal: Journal) -> None:
         self.abandoned.append(claim.run)
 
-    def drop_spans(self, claim: Claim) -> None:
+    def drop_spans(self, claim: RunClaim) -> None:
         """Nothing is traced."""
 
 

@@ -14,7 +14,7 @@ from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.runs.journal import Journal, LoggedModel
 from store.run_log import RunLog
-from store.runs import Claim
+from store.runs import RunClaim
 from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
@@ -30,13 +30,13 @@ async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
         yield RunGround(client)
 
 
-async def claimed(ground: RunGround) -> Claim:
+async def claimed(ground: RunGround) -> RunClaim:
     await ground.submit(1)
     (claim,) = await ground.queue.claim(1)
     return claim
 
 
-async def journal_of(ground: RunGround, claim: Claim, on_taken: Any = lambda: None) -> Journal:
+async def journal_of(ground: RunGround, claim: RunClaim, on_taken: Any = lambda: None) -> Journal:
     return Journal(
         await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.token, claim.record.attempt),
         on_taken,

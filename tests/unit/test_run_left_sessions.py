@@ -21,7 +21,7 @@ from store.run_log import (
     run_key,
     run_log_key,
 )
-from store.runs import Claim
+from store.runs import RunClaim
 from store.sessions import SessionStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -35,7 +35,7 @@ class Ground(House):
         super().__init__(client)
         self.places = SessionStore(client, "d")
 
-    async def open(self, claim: Claim, *sessions: str) -> None:
+    async def open(self, claim: RunClaim, *sessions: str) -> None:
         """As a process does that works the run and dies while it opens each but the last."""
         run_log = await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.token, claim.record.attempt)
         for session in sessions:

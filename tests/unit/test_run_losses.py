@@ -14,7 +14,7 @@ from orchestrator.runs.outcomes import ORCHESTRATOR_LOST
 from orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
 from store.batches import BatchState, FailureKind, Outcome
 from store.run_log import Replied, RunLog, SessionOpening
-from store.runs import Claim
+from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, Worker, outcome_of
@@ -28,7 +28,7 @@ async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
             yield House(client)
 
 
-async def claimed_and_lost(house: House, times: int) -> list[Claim]:
+async def claimed_and_lost(house: House, times: int) -> list[RunClaim]:
     """What is claimed, after so many processes died with it."""
     claims = await house.queue.claim(9)
     for _ in range(times):
@@ -109,7 +109,7 @@ async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_ot
     running: set[str] = set()
     together: list[set[str]] = []
 
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         running.add(claim.run)
         together.append(set(running))
         await worker.may_end.wait()
@@ -134,7 +134,7 @@ async def test_one_that_is_tried_and_comes_further_makes_room_for_the_next(house
         await house.die(claim)
     both: set[str] = set()
 
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         both.add(claim.run)
         await journal.note_reply([])
         if len(both) == 2:
@@ -153,7 +153,7 @@ async def test_after_a_retry_by_hand_an_item_is_begun_anew_by_itself_as_often_as
 ) -> None:
     monkeypatch.setattr(runner_module, "RETRY_AFTER_S", (0.001,))
 
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 
     await house.submit(1)

@@ -16,7 +16,7 @@ from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.follower import BatchForgotten, Follower
 from store.batches import BatchEventReader, BatchState, batch_key
 from store.run_log import run_key
-from store.runs import Claim
+from store.runs import RunClaim
 from store.tasks import retry_until_available
 from tests.batch_rows import any_row, ids_of
 from tests.conftest import RedisProcess
@@ -130,10 +130,10 @@ class Followed(RunGround):
             self.queue, reader, "acme", "b", rows=self.rows, show=lambda _: None, tick=lambda: None
         )
 
-    async def end(self, claim: Claim) -> None:
+    async def end(self, claim: RunClaim) -> None:
         assert await self.queue.finish(claim, build_outcome(claim))
 
-    async def forget_end(self, claim: Claim) -> None:
+    async def forget_end(self, claim: RunClaim) -> None:
         """Redis is as it was before the first run of the batch ended."""
         key = batch_key("d", "acme", "b")
         await self.client.zrem(f"{key}:ended", claim.run)

@@ -13,7 +13,7 @@ from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
 from store.batches import BatchDefaults, BatchState, CallDone, FailureKind, ItemDone, ItemRetried, Outcome, StepDone
 from store.run_log import RunLog
-from store.runs import Claim, RunState
+from store.runs import RunClaim, RunState
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
 
@@ -27,7 +27,7 @@ async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_it_works_as_many_at_a_time_as_it_may_and_goes_on_when_one_has_ended(house: House) -> None:
     busiest = 0
 
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         nonlocal busiest
         busiest = max(busiest, runner.running)
         await asyncio.sleep(0)
@@ -43,7 +43,7 @@ async def test_it_works_as_many_at_a_time_as_it_may_and_goes_on_when_one_has_end
 
 
 async def test_two_processes_share_a_batch_and_work_each_item_once(house: House) -> None:
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         await asyncio.sleep(0.005)
         return outcome_of(claim)
 
@@ -57,7 +57,7 @@ async def test_two_processes_share_a_batch_and_work_each_item_once(house: House)
 
 
 async def test_what_fails_for_the_infrastructure_is_begun_anew_so_often_and_then_ends(house: House) -> None:
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 
     await house.submit(1)
@@ -75,7 +75,7 @@ async def test_what_fails_for_the_infrastructure_is_begun_anew_so_often_and_then
 
 @pytest.mark.parametrize("kind", [FailureKind.MODEL, FailureKind.TOOL, FailureKind.INPUT])
 async def test_what_fails_for_any_other_reason_fails_once(house: House, kind: FailureKind) -> None:
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         return outcome_of(claim, kind)
 
     await house.submit(1)
@@ -126,7 +126,7 @@ async def test_what_runs_is_kept(house: House) -> None:
 async def test_a_run_that_another_process_has_is_let_go_and_its_end_is_not_told(house: House) -> None:
     cancelled = asyncio.Event()
 
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         try:
             await asyncio.Event().wait()
         finally:
@@ -154,7 +154,7 @@ async def test_its_own_run_whose_lease_ran_out_is_worked_once_at_a_time(
     at_work: list[str] = []
     again = asyncio.Event()
 
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         at_work.append(claim.token)
         assert len(at_work) == 1
         try:
@@ -217,7 +217,7 @@ async def test_a_log_of_another_release_fails_its_item_and_is_not_thrown_away_by
 
 
 async def test_an_end_tells_what_the_item_took(house: House) -> None:
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         told = {"at": 1.0, "item": claim.record.item.custom_id, "run": claim.run}
         for number in (1, 2, 2):
             tell(CallDone.model_validate({**told, "call": f"c{number}", "tool": "echo", "seconds": 0.1}))
@@ -245,7 +245,7 @@ async def test_an_end_tells_what_the_item_took(house: House) -> None:
 
 
 async def test_a_bug_in_one_run_stops_no_other_and_leaves_it_to_its_lease(house: House) -> None:
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         if claim.run == "b-1" and worker.begun.count(("b-1", 1)) == 1:
             raise KeyError("oops")
         return outcome_of(claim)

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
 from store.batches import BatchState, CallDone, FailureKind, Outcome
-from store.runs import Claim
+from store.runs import RunClaim
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
 
@@ -23,7 +23,7 @@ async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_what_runs_of_a_cancelled_batch_ends_as_cancelled_with_its_session_removed(house: House) -> None:
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         tell(CallDone(at=1.0, item="item-1", run=claim.run, call="c1", tool="echo", seconds=0.1))
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
@@ -57,7 +57,7 @@ async def test_an_outcome_that_is_being_noted_is_not_disturbed_by_a_cancelled_ba
 
 
 async def test_a_failure_in_a_batch_that_is_being_cancelled_is_an_end(house: House) -> None:
-    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         await house.queue.cancel(*BATCH)
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 

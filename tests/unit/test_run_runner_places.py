@@ -9,7 +9,7 @@ import redis.asyncio
 
 from orchestrator.runs.journal import Journal
 from store.batches import BatchEvent, BatchState, Outcome
-from store.runs import Claim, RunQueue
+from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.place_ground import given_up
@@ -30,7 +30,7 @@ class SlowQueue(RunQueue):
         self.claiming, self.may_claim = asyncio.Event(), asyncio.Event()
         self.may_claim.set()
 
-    async def claim(self, most: int, *arguments: Any) -> list[Claim]:
+    async def claim(self, most: int, *arguments: Any) -> list[RunClaim]:
         if not self.may_claim.is_set():
             self.claiming.set()
             await self.may_claim.wait()
@@ -46,7 +46,7 @@ class Story:
         self.queue, self.worker = queue, Worker(self._work)
         self.answered, self.is_back, self.has_begun, self.may_end = (asyncio.Event() for _ in range(4))
 
-    async def _work(self, claim: Claim, journal: Journal, tell: Callable[[BatchEvent], None]) -> Outcome:
+    async def _work(self, claim: RunClaim, journal: Journal, tell: Callable[[BatchEvent], None]) -> Outcome:
         async with self.worker.places.run() as place:
             if claim.run == "b-1":
                 self.queue.may_claim.clear()

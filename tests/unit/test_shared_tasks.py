@@ -60,7 +60,7 @@ async def test_what_tells_the_events_of_all_runs_is_not_of_the_first_one(ground:
         async with ground.working():
             await ground.events(run)
     assert begun["Runner._worked"] == [{"call": "first"}]
-    assert begun["EventTellers._tell_regularly"] == [{}]
+    assert begun["RunEventPublisher._send_regularly"] == [{}]
     assert begun["RunEventHub._read_all"] == [{}]
 
 

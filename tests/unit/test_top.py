@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from contract.names import host_key, hosts_key
 from orchestrator.cli.main import app
 from orchestrator.cli.terminal_overview import VIEWS, Shown, build_overview_screen, count_rows
-from store.overview import BatchLook, Overview, QueueLook, TenantLook
+from store.overview import BatchSummary, Overview, QueueSummary, TenantSummary
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.stack import TOOLCREW, UP_S
@@ -28,7 +28,7 @@ from tests.stack import TOOLCREW, UP_S
 HOSTILE = "\x1b]0;owned\x07\x1b[2J‮evil\nline"
 
 
-def build_tenant(name: str, **fields: Any) -> TenantLook:
+def build_tenant(name: str, **fields: Any) -> TenantSummary:
     told = {
         "is_registered": True,
         "weight": 1.0,
@@ -39,7 +39,7 @@ def build_tenant(name: str, **fields: Any) -> TenantLook:
         "fair_share": 0.5,
         "is_paused": False,
     }
-    return TenantLook.model_validate({"tenant": name, **told, **fields})
+    return TenantSummary.model_validate({"tenant": name, **told, **fields})
 
 
 def build_overview(*, tenants: int = 3, hosts: int = 2, batches: int = 2, **fields: Any) -> Overview:
@@ -57,12 +57,12 @@ def build_overview(*, tenants: int = 3, hosts: int = 2, batches: int = 2, **fiel
         "deployment": "default",
         "hosts": tuple(build_report(f"h{number}", busy=1, sessions=4) for number in range(hosts)),
         "queues": tuple(
-            QueueLook(queue=f"host.h{number}.b00t", length=1, slots=4, held=3, waiting=2, oldest_s=75.0)
+            QueueSummary(queue=f"host.h{number}.b00t", length=1, slots=4, held=3, waiting=2, oldest_s=75.0)
             for number in range(hosts)
         ),
         "tenants": tuple(build_tenant(f"tenant-{number}") for number in range(tenants)),
         "batches": tuple(
-            BatchLook.model_validate({**batch, "batch": f"b{number}", "running": 2, "waiting": 4})
+            BatchSummary.model_validate({**batch, "batch": f"b{number}", "running": 2, "waiting": 4})
             for number in range(batches)
         ),
         "batch_count": batches,
@@ -117,7 +117,7 @@ def test_strangers_names_drive_no_terminal() -> None:
     ).model_copy(
         update={
             "hosts": (build_report("h").model_copy(update={"host": HOSTILE}),),
-            "queues": (QueueLook(queue=HOSTILE, length=0, slots=0, held=0, waiting=0),),
+            "queues": (QueueSummary(queue=HOSTILE, length=0, slots=0, held=0, waiting=0),),
             "tenants": (build_tenant(HOSTILE, trouble=HOSTILE),),
             "batches": (batch,),
         }

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext, ToolResult
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.ledger import Claim
+from contract.ledger import CallClaim
 from contract.registry import ToolRegistry
 from store.blobs import WorkerBlobs
 from store.calls import WorkerCallStore
@@ -38,7 +38,7 @@ class House:
     """An executor with fakes around it, and one tool `echo` whose handler the test gives."""
 
     def __init__(
-        self, handler: Any = None, *answers: Any, checks: Any = (), verdict: Claim | None = None, **spec: Any
+        self, handler: Any = None, *answers: Any, checks: Any = (), verdict: CallClaim | None = None, **spec: Any
     ) -> None:
         self.client = FakeSandboxClient(*answers)
         self.ledger = MemoryLedger(verdict)
@@ -77,9 +77,11 @@ def test_an_unknown_tool_is_named_exactly_and_never_starts() -> None:
 
 @pytest.mark.parametrize(
     ("verdict", "code", "why"),
-    [(Claim.EXPIRED, ErrorCode.TIMEOUT, "expired"), (Claim.MOVED, ErrorCode.HOST_LOST, "moved")],
+    [(CallClaim.EXPIRED, ErrorCode.TIMEOUT, "expired"), (CallClaim.MOVED, ErrorCode.HOST_LOST, "moved")],
 )
-def test_a_call_that_may_not_start_says_so_to_whoever_sends_it_again(verdict: Claim, code: ErrorCode, why: str) -> None:
+def test_a_call_that_may_not_start_says_so_to_whoever_sends_it_again(
+    verdict: CallClaim, code: ErrorCode, why: str
+) -> None:
     house = House(verdict=verdict)
     result = house.execute()
     assert (result.error_code, result.metadata, house.runs) == (code, {"not_run": why}, 0)
@@ -87,8 +89,8 @@ def test_a_call_that_may_not_start_says_so_to_whoever_sends_it_again(verdict: Cl
     assert house.ledger.refused == set()
 
 
-@pytest.mark.parametrize("verdict", [Claim.STARTED, Claim.SUPERSEDED])
-def test_a_repetition_is_neither_run_nor_answered(verdict: Claim) -> None:
+@pytest.mark.parametrize("verdict", [CallClaim.STARTED, CallClaim.SUPERSEDED])
+def test_a_repetition_is_neither_run_nor_answered(verdict: CallClaim) -> None:
     house = House(verdict=verdict)
     with pytest.raises(CallRepeated) as repeated:
         house.execute()

@@ -14,7 +14,7 @@ from redis.retry import Retry
 
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
-from contract.ledger import CALL_TTL_S, CallRecord, CallState, Claim, parse_record
+from contract.ledger import CALL_TTL_S, CallClaim, CallRecord, CallState, parse_record
 from contract.names import call_key, place_key
 from store.calls import WorkerCallStore
 from tests.builders import build_call, build_context
@@ -46,7 +46,7 @@ class Book:
     def read(self) -> CallRecord | None:
         return parse_record(self.client.hgetall(call_key("d", "acme", "c1")))  # type: ignore[arg-type]
 
-    def claim(self, **context: Any) -> Claim:
+    def claim(self, **context: Any) -> CallClaim:
         return self.ledger.claim(CALL, build_context(**context), HOLDER)
 
 
@@ -58,7 +58,7 @@ def book(redis_server: RedisProcess) -> Iterator[Book]:
 
 def test_a_call_that_was_sent_starts_once_and_says_where(book: Book) -> None:
     book.write(CallState.QUEUED, queue="host.h1.b00t", queued_at=1.5)
-    assert [book.claim(), book.claim()] == [Claim.GRANTED, Claim.STARTED]
+    assert [book.claim(), book.claim()] == [CallClaim.GRANTED, CallClaim.STARTED]
     record = book.read()
     assert record is not None
     assert (record.state, record.holder, record.queue, record.tool, record.session) == (
@@ -72,27 +72,29 @@ def test_a_call_that_was_sent_starts_once_and_says_where(book: Book) -> None:
 
 
 def test_one_id_of_two_tenants_or_two_deployments_is_two_calls(book: Book) -> None:
-    assert [book.claim(), book.claim(tenant="rival")] == [Claim.GRANTED, Claim.GRANTED]
-    assert WorkerCallStore(book.client, "other", SharedClock()).claim(CALL, build_context(), HOLDER) is Claim.GRANTED
+    assert [book.claim(), book.claim(tenant="rival")] == [CallClaim.GRANTED, CallClaim.GRANTED]
+    assert (
+        WorkerCallStore(book.client, "other", SharedClock()).claim(CALL, build_context(), HOLDER) is CallClaim.GRANTED
+    )
 
 
 def test_of_many_that_want_to_start_a_call_at_once_one_may(book: Book) -> None:
     book.write(CallState.QUEUED)
     with ThreadPoolExecutor(16) as threads:
         verdicts = list(threads.map(lambda _: book.claim(), range(64)))
-    assert verdicts.count(Claim.GRANTED) == 1
-    assert verdicts.count(Claim.STARTED) == 63
+    assert verdicts.count(CallClaim.GRANTED) == 1
+    assert verdicts.count(CallClaim.STARTED) == 63
 
 
 EXPECTED = {
     # state of the record: verdict for a message of the same attempt, of the next one, of the one before
-    None: (Claim.GRANTED, Claim.GRANTED, Claim.GRANTED),
-    CallState.QUEUED: (Claim.GRANTED, Claim.GRANTED, Claim.SUPERSEDED),
-    CallState.RUNNING: (Claim.STARTED, Claim.STARTED, Claim.SUPERSEDED),
-    CallState.DONE: (Claim.STARTED, Claim.STARTED, Claim.SUPERSEDED),
-    CallState.LOST: (Claim.STARTED, Claim.GRANTED, Claim.SUPERSEDED),
-    CallState.UNKNOWN: (Claim.STARTED, Claim.STARTED, Claim.SUPERSEDED),
-    CallState.FORBIDDEN: (Claim.STARTED, Claim.STARTED, Claim.SUPERSEDED),
+    None: (CallClaim.GRANTED, CallClaim.GRANTED, CallClaim.GRANTED),
+    CallState.QUEUED: (CallClaim.GRANTED, CallClaim.GRANTED, CallClaim.SUPERSEDED),
+    CallState.RUNNING: (CallClaim.STARTED, CallClaim.STARTED, CallClaim.SUPERSEDED),
+    CallState.DONE: (CallClaim.STARTED, CallClaim.STARTED, CallClaim.SUPERSEDED),
+    CallState.LOST: (CallClaim.STARTED, CallClaim.GRANTED, CallClaim.SUPERSEDED),
+    CallState.UNKNOWN: (CallClaim.STARTED, CallClaim.STARTED, CallClaim.SUPERSEDED),
+    CallState.FORBIDDEN: (CallClaim.STARTED, CallClaim.STARTED, CallClaim.SUPERSEDED),
 }
 
 
@@ -105,7 +107,7 @@ def test_the_table_of_cases_holds_for_starting_and_for_refusing(book: Book, stat
         verdict = book.ledger.claim(CALL, context, HOLDER) if verb == "claim" else book.ledger.refuse(CALL, context)
         assert verdict is expected
         record = book.read()
-        if expected is Claim.GRANTED:
+        if expected is CallClaim.GRANTED:
             assert record is not None
             assert (record.state, record.attempt) == (
                 CallState.RUNNING if verb == "claim" else CallState.FORBIDDEN,
@@ -117,30 +119,30 @@ def test_the_table_of_cases_holds_for_starting_and_for_refusing(book: Book, stat
 
 def test_what_is_refused_never_starts_and_is_refused_once(book: Book) -> None:
     book.write(CallState.QUEUED)
-    assert [book.ledger.refuse(CALL, build_context()) for _ in range(2)] == [Claim.GRANTED, Claim.STARTED]
-    assert book.claim() is Claim.STARTED
+    assert [book.ledger.refuse(CALL, build_context()) for _ in range(2)] == [CallClaim.GRANTED, CallClaim.STARTED]
+    assert book.claim() is CallClaim.STARTED
 
 
 def test_a_call_past_its_deadline_is_forbidden_by_the_clock_of_redis(book: Book) -> None:
     book.write(CallState.QUEUED)
-    assert book.claim(deadline_at=time.time() - 5) is Claim.EXPIRED
+    assert book.claim(deadline_at=time.time() - 5) is CallClaim.EXPIRED
     record = book.read()
     assert record is not None
     assert record.state is CallState.FORBIDDEN
-    assert book.claim() is Claim.STARTED
+    assert book.claim() is CallClaim.STARTED
 
 
 def test_the_lateness_of_a_repetition_is_nobodys_answer(book: Book) -> None:
     """The attacker's aim: repeat a message once it is late, so that its sender reads that nothing ran while it runs."""
-    assert book.claim() is Claim.GRANTED
-    assert book.claim(deadline_at=time.time() - 5) is Claim.STARTED
+    assert book.claim() is CallClaim.GRANTED
+    assert book.claim(deadline_at=time.time() - 5) is CallClaim.STARTED
 
 
 @pytest.mark.parametrize("skew_s", [-60.0, 60.0])
 def test_a_host_whose_clock_is_a_minute_wrong_learns_the_time_with_its_first_claim(book: Book, skew_s: float) -> None:
     clock = SharedClock(lambda: time.time() + skew_s)
     ledger = WorkerCallStore(book.client, "d", clock)
-    assert ledger.claim(CALL, build_context(deadline_at=time.time() + 30), HOLDER) is Claim.GRANTED
+    assert ledger.claim(CALL, build_context(deadline_at=time.time() + 30), HOLDER) is CallClaim.GRANTED
     assert clock() == pytest.approx(time.time(), abs=5)
 
 
@@ -150,17 +152,17 @@ def test_a_host_whose_clock_is_a_minute_wrong_learns_the_time_with_its_first_cla
 @pytest.mark.parametrize(
     ("state", "fence", "name", "verdict"),
     [
-        ("open", 3, "echo", Claim.GRANTED),
-        ("open", 4, "echo", Claim.MOVED),
-        ("open", 2, "echo", Claim.MOVED),
-        ("moving", 3, "echo", Claim.MOVED),
-        ("moving", 3, "session.open", Claim.GRANTED),
-        ("moving", 4, "session.open", Claim.MOVED),
-        (None, 3, "echo", Claim.MOVED),
+        ("open", 3, "echo", CallClaim.GRANTED),
+        ("open", 4, "echo", CallClaim.MOVED),
+        ("open", 2, "echo", CallClaim.MOVED),
+        ("moving", 3, "echo", CallClaim.MOVED),
+        ("moving", 3, "session.open", CallClaim.GRANTED),
+        ("moving", 4, "session.open", CallClaim.MOVED),
+        (None, 3, "echo", CallClaim.MOVED),
     ],
 )
 def test_a_call_starts_only_where_its_session_lives(
-    book: Book, state: str | None, fence: int, name: str, verdict: Claim
+    book: Book, state: str | None, fence: int, name: str, verdict: CallClaim
 ) -> None:
     book.write(CallState.QUEUED)
     if state is not None:
@@ -168,14 +170,14 @@ def test_a_call_starts_only_where_its_session_lives(
     assert book.ledger.claim(build_call(name, call_id="c1"), build_context(fence=3), HOLDER) is verdict
     record = book.read()
     assert record is not None
-    assert record.state is (CallState.RUNNING if verdict is Claim.GRANTED else CallState.QUEUED)
+    assert record.state is (CallState.RUNNING if verdict is CallClaim.GRANTED else CallState.QUEUED)
 
 
 def test_what_has_started_is_a_repetition_wherever_its_session_lives_by_now(book: Book) -> None:
     book.place(3)
-    assert book.claim(fence=3) is Claim.GRANTED
+    assert book.claim(fence=3) is CallClaim.GRANTED
     book.place(4)
-    assert book.claim(fence=3) is Claim.STARTED
+    assert book.claim(fence=3) is CallClaim.STARTED
 
 
 # Records
@@ -202,7 +204,7 @@ def test_a_cancel_is_in_time_until_the_call_starts(book: Book, state: CallState 
     in_time = state in (None, CallState.QUEUED, CallState.FORBIDDEN)
     assert book.ledger.forbid("acme", "c1") is in_time
     if in_time:
-        assert book.claim(attempt=2 if state else 1) is Claim.STARTED
+        assert book.claim(attempt=2 if state else 1) is CallClaim.STARTED
 
 
 def test_who_runs_a_call_is_known_while_it_runs(book: Book) -> None:
@@ -225,8 +227,8 @@ def test_a_claim_whose_answer_was_lost_knows_itself_when_it_is_sent_again(book: 
         return script(keys=keys, args=args)
 
     book.ledger._claim = lose_first  # type: ignore[assignment]
-    assert book.claim() is Claim.GRANTED
-    assert book.claim() is Claim.STARTED
+    assert book.claim() is CallClaim.GRANTED
+    assert book.claim() is CallClaim.STARTED
 
 
 def test_a_refusal_or_a_lateness_whose_answer_was_lost_is_told_all_the_same(book: Book) -> None:
@@ -241,17 +243,17 @@ def test_a_refusal_or_a_lateness_whose_answer_was_lost_is_told_all_the_same(book
 
     book.ledger._refuse, book.ledger._claim = twice(book.ledger._refuse), twice(book.ledger._claim)
     assert [book.ledger.refuse(CALL, build_context()), book.ledger.refuse(CALL, build_context())] == [
-        Claim.GRANTED,
-        Claim.STARTED,
+        CallClaim.GRANTED,
+        CallClaim.STARTED,
     ]
     book.write(CallState.QUEUED)
-    assert [book.claim(deadline_at=time.time() - 5), book.claim()] == [Claim.EXPIRED, Claim.STARTED]
+    assert [book.claim(deadline_at=time.time() - 5), book.claim()] == [CallClaim.EXPIRED, CallClaim.STARTED]
 
 
 def test_a_redis_that_lost_its_scripts_is_given_them_again(book: Book) -> None:
     book.claim()
     book.client.script_flush()
-    assert book.claim() is Claim.STARTED
+    assert book.claim() is CallClaim.STARTED
 
 
 def test_a_redis_that_is_away_starts_nothing() -> None:
@@ -272,7 +274,7 @@ def test_a_record_that_is_none_of_ours_starts_nothing(book: Book) -> None:
     ):
         book.client.delete(call_key("d", "acme", "c1"))
         book.client.hset(call_key("d", "acme", "c1"), mapping=fields)
-        assert book.claim() is not Claim.GRANTED
+        assert book.claim() is not CallClaim.GRANTED
     book.client.set(call_key("d", "acme", "c1"), "a text")
     with pytest.raises(BrokerUnavailable):
         book.claim()
@@ -295,9 +297,9 @@ def test_an_attempt_starts_at_most_once_whatever_happens_in_between(
         attempt, starts = 1, []
         for step in steps:
             if step == "claim":
-                starts += [attempt] if book.claim(attempt=attempt) is Claim.GRANTED else []
+                starts += [attempt] if book.claim(attempt=attempt) is CallClaim.GRANTED else []
             elif step == "claim old" and attempt > 1:
-                starts += [attempt - 1] if book.claim(attempt=attempt - 1) is Claim.GRANTED else []
+                starts += [attempt - 1] if book.claim(attempt=attempt - 1) is CallClaim.GRANTED else []
             elif step == "renew":
                 attempt += 1
                 book.write(CallState.QUEUED, attempt=attempt)

@@ -21,7 +21,7 @@ from contract.calls import DEFAULT_TIMEOUT_S, MAX_BLOB_BYTES, POOL_GRACE_S, Tool
 from contract.errors import ErrorCode, ToolFailure
 from contract.functions.completions import Completion, Usage
 from contract.functions.model_questions import ModelAnswer, parse_question
-from contract.ledger import Claim
+from contract.ledger import CallClaim
 from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
 from workers.call_events import CallEvents, NoCallEvents
@@ -138,11 +138,11 @@ class LocalWorker:
 class _GrantingLedger:
     """Knows of no other worker: every call is this one's."""
 
-    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
-        return Claim.GRANTED
+    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
+        return CallClaim.GRANTED
 
-    def refuse(self, call: ToolCall, context: ToolContext) -> Claim:
-        return Claim.GRANTED
+    def refuse(self, call: ToolCall, context: ToolContext) -> CallClaim:
+        return CallClaim.GRANTED
 
 
 class _NoBlobs:

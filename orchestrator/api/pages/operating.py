@@ -16,7 +16,7 @@ from orchestrator.operations.drains import find_workers, order_drain
 from store.api_keys import ApiKeyRecord
 from store.audit import ACTIONS, Audit
 from store.hosts import HostStore
-from store.overview import OverviewReader, TenantLook
+from store.overview import OverviewReader, TenantSummary
 from store.sessions import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -42,7 +42,7 @@ Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 class TenantRow:
     """A tenant as the page shows it."""
 
-    look: TenantLook
+    look: TenantSummary
     sessions: int
 
 

@@ -1,5 +1,5 @@
-"""Tells the events of the runs that this process works: gathered for a moment, so that a model that writes fast is some
-pieces a second.
+"""Publishes the events of the runs that this process holds. They are gathered for a moment, so that a fast model makes
+a few events a second.
 """
 
 import asyncio
@@ -30,29 +30,29 @@ EVERY_S = 0.1
 AT_ONCE = 64
 MAX_PIECE_CHARS = 4000
 MAX_OUTPUT_CHARS = 256 * 1024
-"""Of the output of one call that is told while it runs."""
-MAX_UNTOLD_CHARS = 4 * 1024 * 1024
-"""Of one run, while Redis is away: beyond, pieces of text and output are left out, and that is told."""
-LAST_WORDS_S = 1.0
-"""So long a run that is taken from this process may need to have its last events told."""
+"""Published output of one call while it runs."""
+MAX_BUFFERED_CHARS = 4 * 1024 * 1024
+"""Buffered text of one run while Redis does not answer. Beyond, pieces of text and output are left out, and an event
+says so.
+"""
+FINAL_SEND_S = 1.0
+"""Time to publish the last events of a run that is taken from this process."""
 
 Piece = tuple[str, ...]
-"""What pieces belong together: of one text, or of one stream of a call's output."""
+"""The key of pieces that belong together: of one text, or of one stream of a call's output."""
 
 
 @dataclass
-class RunTeller:
-    """The events of one run as its holder tells them. What was told of earlier steps before, by a process that died, is
-    not told again.
-    """
+class RunEventBuffer:
+    """The unpublished events of one run. Events of steps that a former holder has published are left out."""
 
     tenant: str
     run: str
     claim: str
     attempt: int
     told_step: int = 0
-    """The last step that is told whole."""
-    _untold: list[dict[str, Any]] = field(default_factory=list)
+    """The last step whose events are all published."""
+    _pending: list[dict[str, Any]] = field(default_factory=list)
     _open: dict[Piece, dict[str, Any]] = field(default_factory=dict)
     _step: int = 1
     _first: int = 0
@@ -63,7 +63,7 @@ class RunTeller:
     is_taken: bool = False
 
     def resume(self) -> None:
-        """Somebody has told of the run before: what he told of the steps from the next one on is void."""
+        """Note that a former holder has published events: those from the next step on are void."""
         self._add(
             {
                 "type": "RunResumed",
@@ -93,14 +93,14 @@ class RunTeller:
                 self._asking.add(event.digest)
             elif isinstance(event, ApprovalDecided):
                 self._asking.discard(event.digest)
-            self._add(self._told(event))
+            self._add(self._fields(event))
 
     def _note_output(self, event: OutputArrived) -> None:
-        told = self._output.get(event.call_id, 0)
-        self._output[event.call_id] = told + len(event.text)
-        if told + len(event.text) <= MAX_OUTPUT_CHARS:
+        fields = self._output.get(event.call_id, 0)
+        self._output[event.call_id] = fields + len(event.text)
+        if fields + len(event.text) <= MAX_OUTPUT_CHARS:
             self._add_piece(event, (event.call_id, event.stream), event.text)
-        elif told <= MAX_OUTPUT_CHARS:
+        elif fields <= MAX_OUTPUT_CHARS:
             # Once: the result has the whole of it.
             self._add(
                 {
@@ -113,7 +113,7 @@ class RunTeller:
             )
 
     def _add_piece(self, event: RunEvent, piece: Piece, text: str) -> None:
-        if self._chars + len(text) > MAX_UNTOLD_CHARS:
+        if self._chars + len(text) > MAX_BUFFERED_CHARS:
             self._omitted += 1
             return
         self._chars += len(text)
@@ -122,117 +122,117 @@ class RunTeller:
             known["text"] += text
             return
         for at in range(0, len(text), MAX_PIECE_CHARS):
-            told = {**self._told(event), "text": text[at : at + MAX_PIECE_CHARS]}
-            self._untold.append(told)
-            self._open[piece] = told
+            fields = {**self._fields(event), "text": text[at : at + MAX_PIECE_CHARS]}
+            self._pending.append(fields)
+            self._open[piece] = fields
 
-    def _add(self, told: dict[str, Any]) -> None:
+    def _add(self, fields: dict[str, Any]) -> None:
         self._open.clear()
-        self._untold.append(told)
+        self._pending.append(fields)
 
-    def _told(self, event: RunEvent) -> dict[str, Any]:
+    def _fields(self, event: RunEvent) -> dict[str, Any]:
         # Of an attempt after the first the loop has another name for the run.
         return {**event.to_json(), "run": self.run, "attempt": self.attempt}
 
     @property
-    def has_untold(self) -> bool:
-        return bool(self._untold) and not self.is_taken
+    def has_pending(self) -> bool:
+        return bool(self._pending) and not self.is_taken
 
-    def take(self) -> "Taken | None":
-        """What there is to tell; None: nothing."""
-        if not self.has_untold:
+    def take(self) -> "PendingEvents | None":
+        """Return the events to publish next; None when there are none."""
+        if not self.has_pending:
             return None
         self._open.clear()
         if self._omitted:
-            self._untold.append({"type": "EventsOmitted", "run": self.run, "at": time.time(), "count": self._omitted})
+            self._pending.append({"type": "EventsOmitted", "run": self.run, "at": time.time(), "count": self._omitted})
             self._omitted = 0
-        some = self._untold[:AT_ONCE]
-        steps = [told["step"] for told in some if told["type"] == StepFinished.__name__]
-        events = [build_event(told) for told in some]
+        some = self._pending[:AT_ONCE]
+        steps = [fields["step"] for fields in some if fields["type"] == StepFinished.__name__]
+        events = [build_event(fields) for fields in some]
         telling = EventBatch(
             self.tenant, self.run, self.claim, self._first, events, max(steps, default=None), len(self._asking)
         )
-        return Taken(telling, len(some))
+        return PendingEvents(telling, len(some))
 
-    def note_told(self, taken: "Taken", *, is_ours: bool) -> None:
-        """They are in the stream, or the run is somebody else's."""
+    def confirm(self, taken: "PendingEvents", *, is_ours: bool) -> None:
+        """Remove published events, or note that another process has the run."""
         self.is_taken = not is_ours
-        done = self._untold[: taken.count]
-        del self._untold[: taken.count]
+        done = self._pending[: taken.count]
+        del self._pending[: taken.count]
         self._first += taken.count
         self._chars -= sum(
-            len(told["text"]) for told in done if told["type"] in (TextArrived.__name__, OutputArrived.__name__)
+            len(fields["text"]) for fields in done if fields["type"] in (TextArrived.__name__, OutputArrived.__name__)
         )
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What is being told of a run. `count`: so many of its events."""
+class PendingEvents:
+    """Events that are being published. `count`: how many of the buffer's."""
 
     telling: EventBatch
     count: int
 
 
-class EventTellers:
-    """Those of one process. A run is never held up by its events; at its end they are told, however long Redis is
-    away.
+class RunEventPublisher:
+    """Publishes the events of all runs of one process. A run does not wait for its events; at its end they are
+    published, however long Redis is away.
     """
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
-        self._told = RunEventStore(client, deployment)
-        self._tellers: list[RunTeller] = []
+        self._fields = RunEventStore(client, deployment)
+        self._buffers: list[RunEventBuffer] = []
         self._telling: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
 
     @asynccontextmanager
-    async def open(self, tenant: str, run: str, claim: str, attempt: int) -> AsyncIterator[RunTeller]:
-        """Around the work on a run that was claimed under that word. Raises BrokerUnavailable when Redis is away for
+    async def open(self, tenant: str, run: str, claim: str, attempt: int) -> AsyncIterator[RunEventBuffer]:
+        """Yield the buffer of a run that was claimed with that token. Raises BrokerUnavailable when Redis is away for
         long.
         """
-        step, has_any = await retry_until_available(lambda: self._told.progress(tenant, run))
-        teller = RunTeller(tenant, run, claim, attempt, told_step=step)
+        step, has_any = await retry_until_available(lambda: self._fields.progress(tenant, run))
+        buffer = RunEventBuffer(tenant, run, claim, attempt, told_step=step)
         if has_any:
-            teller.resume()
-        self._tellers.append(teller)
+            buffer.resume()
+        self._buffers.append(buffer)
         if self._telling is None or self._telling.done():
-            self._telling = begin_shared(self._tell_regularly(), "tell-events")
+            self._telling = begin_shared(self._send_regularly(), "tell-events")
         try:
-            yield teller
+            yield buffer
         except asyncio.CancelledError:
             # It goes back, where the last step is told again, or it ends, which is all that is to be known.
             with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_S):
-                    await self._tell()
+                async with asyncio.timeout(FINAL_SEND_S):
+                    await self._send()
             raise
         except Exception:
-            await self._until_told(teller)
+            await self._until_sent(buffer)
             raise
         else:
-            await self._until_told(teller)
+            await self._until_sent(buffer)
         finally:
-            self._tellers.remove(teller)
+            self._buffers.remove(buffer)
 
-    async def _until_told(self, teller: RunTeller) -> None:
-        while teller.has_untold:
+    async def _until_sent(self, buffer: RunEventBuffer) -> None:
+        while buffer.has_pending:
             check_cancelled()
-            await self._tell()
-            if teller.has_untold:
+            await self._send()
+            if buffer.has_pending:
                 await asyncio.sleep(EVERY_S)
 
-    async def _tell_regularly(self) -> None:
-        while self._tellers:
+    async def _send_regularly(self) -> None:
+        while self._buffers:
             check_cancelled()
             await asyncio.sleep(EVERY_S)
-            await self._tell()
+            await self._send()
 
-    async def _tell(self) -> None:
-        """Tell what there is of all runs, if Redis answers."""
+    async def _send(self) -> None:
+        """Publish what is buffered of all runs, if Redis answers."""
         async with self._one_at_a_time:
-            some = [(teller, taken) for teller in self._tellers if (taken := teller.take()) is not None]
+            some = [(buffer, taken) for buffer in self._buffers if (taken := buffer.take()) is not None]
             try:
-                answers = await self._told.append([taken.telling for _, taken in some]) if some else []
+                answers = await self._fields.append([taken.telling for _, taken in some]) if some else []
             except BrokerUnavailable as error:
                 log.warning("events_not_told", runs=len(some), error=str(error))
                 return
-            for (teller, taken), is_ours in zip(some, answers, strict=True):
-                teller.note_told(taken, is_ours=is_ours)
+            for (buffer, taken), is_ours in zip(some, answers, strict=True):
+                buffer.confirm(taken, is_ours=is_ours)
