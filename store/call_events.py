@@ -184,7 +184,7 @@ class CallEventStore:
                 await pipe.execute()
 
     def parse(self, keys: CallEventKeys, fields: Mapping[Any, Any]) -> CallEvent:
-        """Return the event of an entry. Raises EnvelopeRefused, also for a question that is not signed for this call."""
+        """Return the event of an entry. Raises EnvelopeRefused, also for a question not signed for this call."""
         return entry_event(fields, partial(self._signing.unseal, keys.question_purpose))
 
     async def push_answer(self, keys: CallEventKeys, answer: bytes, ttl_s: int) -> None:
