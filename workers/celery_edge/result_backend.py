@@ -33,13 +33,17 @@ class Ending:
 class Answer(dict[str, Any]):
     """What a task gives back: to Celery, its events and its log a few harmless fields, to the caller the whole record.
 
-    `ending` None: the call was not run, and its record in the ledger stays as it is.
+    `ending` None: the call was not run, and its record in the ledger stays as it is. `log_end`: writes its line of the
+    log, once its caller need not wait for that.
     """
 
-    def __init__(self, encoded: Mapping[str, Any], ending: Ending | None) -> None:
+    def __init__(
+        self, encoded: Mapping[str, Any], ending: Ending | None, log_end: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__({name: value for name, value in encoded.items() if name not in ("data", "kept")})
         self.encoded = encoded
         self.ending = ending
+        self.log_end = log_end
 
 
 class CallNotServed(Exception):
@@ -75,22 +79,24 @@ class _Results(RedisBackend):
     def store_result(
         self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **options: Any
     ) -> Any:
+        failure = result if isinstance(result, CallNotServed) else None
+        answer = failure.answer if failure is not None else result
         try:
-            if isinstance(result, CallNotServed) and result.answer is not None:
-                self._ensure_retryable(partial(self._store_answer, task_id, result.answer, result))
-            elif isinstance(result, Answer):
-                self._ensure_retryable(partial(self._store_answer, task_id, result))
+            if isinstance(answer, Answer):
+                self._ensure_retryable(partial(self._store_answer, task_id, answer, failure))
             else:
                 super().store_result(task_id, result, state, traceback, request, **options)
         except RedisError as error:
             log.error("result_lost", task=task_id, error=str(error))
+        if isinstance(answer, Answer):
+            answer.log_end()
         return result
 
     def exception_safe_to_retry(self, exc: Exception) -> bool:
         # Also what Redis itself says: that it is full, loading, or has become a replica passes.
         return isinstance(exc, RedisError)
 
-    def _store_answer(self, task_id: str, answer: Answer, failure: CallNotServed | None = None) -> None:
+    def _store_answer(self, task_id: str, answer: Answer, failure: CallNotServed | None) -> None:
         ended = datetime.now(UTC).isoformat()
         text = json.dumps(
             {**_outcome(answer, failure), "traceback": None, "children": [], "date_done": ended, "task_id": task_id}

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import structlog
@@ -158,17 +159,10 @@ class _Edge:
         log.debug("call_begun", attempt=context.attempt)
         executor = self._executors.get()
         result = executor.execute(call, context)
-        log.info(
-            "call_ended",
-            attempt=context.attempt,
-            code=result.error_code,
-            **_round(result.clocks),
-            sandbox=_sandbox_id(result),
-        )
         encoded = encode_result_message(result, call, context, executor.blobs, self._key)
         record = call_key(self._deployment, context.tenant, call.id)
         ending = Ending(record, context.attempt, result.error_code or "", _sandbox_id(result))
-        answer = Answer(encoded, None if result.has_not_run else ending)
+        answer = Answer(encoded, None if result.has_not_run else ending, partial(_log_end, call, context, result))
         if result.error_code in OPERATOR_CODES:
             raise CallNotServed(str(result.error_code), call.id, answer)
         return answer
@@ -184,6 +178,17 @@ class _Edge:
             self._executors.get().execute(*_opened(name, arguments.get("envelope"), self._key))
         except (EnvelopeRefused, CallRepeated, ValueError, TypeError, AttributeError) as error:
             log.error("unknown_task_refused", task=name, error=str(error))
+
+
+def _log_end(call: ToolCall, context: ToolContext, result: ToolResult) -> None:
+    with bound_to_call(call, context):
+        log.info(
+            "call_ended",
+            attempt=context.attempt,
+            code=result.error_code,
+            **_round(result.clocks),
+            sandbox=_sandbox_id(result),
+        )
 
 
 def _sandbox_id(result: ToolResult) -> str:
