@@ -62,3 +62,21 @@ def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLo
         raise SandboxUnavailable(
             f"how the session was opened cannot be verified, so it is not opened again: open a new one. {error}"
         ) from error
+
+
+def seal_checkpoint(keys: SigningKeys, tenant: str, session: str, checkpoint: str) -> str:
+    """Return the signed name of a checkpoint of the session: its host deletes it, and another host restores it."""
+    return keys.seal(f"checkpoint {tenant} {session}", checkpoint)
+
+
+def open_checkpoint(keys: SigningKeys, tenant: str, session: str, sealed: str) -> str:
+    """Return the name of the checkpoint; "" if there is none, or if it is not signed for that session."""
+    try:
+        return keys.unseal(f"checkpoint {tenant} {session}", sealed)
+    except EnvelopeRefused:
+        return ""
+
+
+def show_checkpoint(sealed: str) -> str | None:
+    """Return the name of a checkpoint for people to read, whether its signature holds or not."""
+    return sealed.rpartition(".")[2] or None

@@ -29,7 +29,7 @@ from contract.names import (
     seen_tenants_key,
     tenants_key,
 )
-from contract.session_locations import SessionLocation
+from contract.session_locations import SessionLocation, show_checkpoint
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from store.connection import broker_errors
@@ -340,7 +340,7 @@ def _place_json(place: SessionLocation) -> dict[str, Any]:
         "queue": place.queue or None,
         "generation": place.fence,
         "opened_at": _instant(place.opened_at),
-        "checkpoint": place.checkpoint or None,
+        "checkpoint": show_checkpoint(place.checkpoint),
         "checkpoint_at": _instant(place.checkpoint_at),
     }
 

@@ -52,7 +52,10 @@ from contract.session_locations import (
     LOCATION_MARGIN_S,
     LocationState,
     SessionLocation,
+    open_checkpoint,
     open_start,
+    seal_checkpoint,
+    show_checkpoint,
 )
 from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
@@ -409,8 +412,9 @@ class WorkerSessionStore:
     Every method raises BrokerUnavailable when Redis does not answer.
     """
 
-    def __init__(self, client: SyncRedis, deployment: str, host: str, queue: str) -> None:
+    def __init__(self, client: SyncRedis, deployment: str, host: str, queue: str, keys: SigningKeys) -> None:
         self.queue = queue
+        self._keys = keys
         self._client = client
         self._deployment = deployment
         self._prefix = host_prefix(host)
@@ -465,7 +469,9 @@ class WorkerSessionStore:
         result = self._recorded(name, str(fence), checkpoint, taken_at, is_automatic=True)
         if not result:
             return None
-        return RecordedCheckpoint(result.decode() if isinstance(result, bytes) else None)
+        previous = result.decode(errors="replace") if isinstance(result, bytes) else ""
+        tenant, _, session = name.partition(":")
+        return RecordedCheckpoint(open_checkpoint(self._keys, tenant, session, previous) or None)
 
     def record_requested(self, name: str, checkpoint: str, taken_at: float) -> bool:
         """Write a checkpoint into the location that a caller asked for. Only that caller deletes it."""
@@ -501,10 +507,10 @@ class WorkerSessionStore:
         return queue is not None and not queue.startswith(self._prefix)
 
     def _recorded(self, name: str, fence: str, checkpoint: str, taken_at: float, *, is_automatic: bool) -> Any:
+        tenant, _, session = name.partition(":")
+        sealed = seal_checkpoint(self._keys, tenant, session, checkpoint)
         with broker_errors(_WHAT):
-            return self._record(
-                keys=[self._key(name)], args=[self.queue, fence, checkpoint, taken_at, int(is_automatic)]
-            )
+            return self._record(keys=[self._key(name)], args=[self.queue, fence, sealed, taken_at, int(is_automatic)])
 
     def _hold_ended(self, name: str, fence: int, state: LocationState, queue: str) -> bool:
         with broker_errors(_WHAT):
@@ -707,7 +713,7 @@ def _listed(row: _Row, location: SessionLocation, start: Mapping[str, Any]) -> O
         network=start.get("network"),
         opened_at=location.opened_at,
         ttl_s=location.ttl_s,
-        checkpoint=location.checkpoint or None,
+        checkpoint=show_checkpoint(location.checkpoint),
         checkpoint_at=location.checkpoint_at or None,
     )
 

@@ -11,13 +11,15 @@ from contract.clock import SharedClock
 from contract.errors import SandboxUnavailable
 from contract.hosts import HostReport
 from contract.names import place_key
-from contract.session_locations import SessionLocation
+from contract.session_locations import SessionLocation, open_checkpoint, seal_checkpoint
 from store.hosts import WorkerHostStore
 from store.sessions import WorkerSessionStore, parse_session_location
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from workers.sandbox_client import SandboxClient
 
 DEPLOYMENT = "d"
+_SIGNED = ("checkpoint", "automatic")
 
 
 def build_report(queue: str = "host.a.b1", worker: str = "w1", **fields: Any) -> HostReport:
@@ -108,19 +110,23 @@ class HostGround:
         self.clock = SharedClock()
 
     def sessions(self, queue: str = "host.a.b1") -> WorkerSessionStore:
-        return WorkerSessionStore(self.redis, DEPLOYMENT, queue.split(".")[1], queue)
+        return WorkerSessionStore(self.redis, DEPLOYMENT, queue.split(".")[1], queue, KEY)
 
     def hosts(self) -> WorkerHostStore:
         return WorkerHostStore(self.redis, DEPLOYMENT, self.clock)
 
     def put_place(self, name: str, **fields: Any) -> None:
+        tenant, _, session = name.partition(":")
+        fields |= {field: seal_checkpoint(KEY, tenant, session, fields[field]) for field in _SIGNED if field in fields}
         plain: Mapping[str, Any] = {"state": "open", "queue": "host.a.b1", "fence": 1, **fields}
         self.redis.hset(self._key(name), mapping={field: str(value) for field, value in plain.items()})
 
     def place(self, name: str) -> SessionLocation:
         found = parse_session_location(self.redis.hgetall(self._key(name)))  # type: ignore[arg-type]
         assert found is not None
-        return found
+        tenant, _, session = name.partition(":")
+        opened = {field: open_checkpoint(KEY, tenant, session, getattr(found, field)) for field in _SIGNED}
+        return found.model_copy(update=opened)
 
     def drop_place(self, name: str) -> None:
         self.redis.delete(self._key(name))

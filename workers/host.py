@@ -140,7 +140,9 @@ class SandboxHost:
 
     def open_sessions(self) -> WorkerSessionStore:
         """Return a store with a connection of its own."""
-        return WorkerSessionStore(connect(self._broker), self._broker.deployment, self._settings.host, self.queue)
+        return WorkerSessionStore(
+            connect(self._broker), self._broker.deployment, self._settings.host, self.queue, self._broker.signing_keys()
+        )
 
     def open_call_client(self) -> SandboxClient:
         """Return a client of sandboxd for one thread or process that runs calls."""

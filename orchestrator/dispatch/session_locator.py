@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.hosts import HostReport
-from contract.session_locations import LocationState, SessionLocation, open_start, seal_start
+from contract.session_locations import LocationState, SessionLocation, open_checkpoint, open_start, seal_start
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch.placement import HostRoom, NoHost, Wanted, choose_host, find_room
@@ -337,8 +337,14 @@ class SessionLocator:
         # Its host may have noted a newer checkpoint until it lost the location.
         latest = await self._sessions.find(tenant, session) or location
         result = ToolResult.failed(ToolCall(id="none", name="session.open"), ErrorCode.INTERNAL, "not tried")
-        for checkpoint in _checkpoints(latest):
-            arguments = {**start, "moved": _told(location, latest, checkpoint, address)} | (
+        # The owner may have deleted the last one. In the end nothing is restored; the session's next call is told.
+        kept = [
+            open_checkpoint(self._keys, tenant, session, sealed) for sealed in (latest.checkpoint, latest.automatic)
+        ]
+        for checkpoint in [*dict.fromkeys(filter(None, kept)), ""]:
+            # Of an automatic one that is older than the last nobody knows when it was taken.
+            at = latest.checkpoint_at if checkpoint and checkpoint == kept[0] else None
+            arguments = {**start, "moved": _told(location, at, address)} | (
                 {"restore": checkpoint} if checkpoint else {}
             )
             log.warning(
@@ -362,19 +368,9 @@ class SessionLocator:
             await self._sessions.settle(tenant, session, fence, LocationState.MOVING)
 
 
-def _checkpoints(location: SessionLocation) -> list[str]:
-    """What to restore from, best first: the owner may have deleted the last one. In the end nothing, which the
-    session's next call is told.
-    """
-    kept = dict.fromkeys((location.checkpoint, location.automatic))
-    return [*filter(None, kept), ""]
-
-
-def _told(before: SessionLocation, latest: SessionLocation, checkpoint: str, address: SessionAddress) -> dict[str, Any]:
+def _told(before: SessionLocation, checkpoint_at: float | None, address: SessionAddress) -> dict[str, Any]:
     """What the session's next sandbox is to tell of its move."""
-    # Of an automatic one that is older than the last nobody knows when it was taken.
-    is_last = bool(checkpoint) and checkpoint == latest.checkpoint
-    at = datetime.fromtimestamp(latest.checkpoint_at, UTC).isoformat(timespec="seconds") if is_last else None
+    at = None if checkpoint_at is None else datetime.fromtimestamp(checkpoint_at, UTC).isoformat(timespec="seconds")
     return {"generation": address.fence, "checkpoint_at": at, "is_planned": not before.queue}
 
 

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.names import host_key, hosts_key, place_key, tombstone_key
-from contract.session_locations import LocationState, seal_start
+from contract.session_locations import LocationState, seal_checkpoint, seal_start
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch import session_locator as homes_module
 from orchestrator.dispatch.session_locator import Opening, SessionLocator
@@ -26,6 +26,14 @@ from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 
 DEFAULT = TenantPolicy()
+
+
+def checkpoints(*names: str) -> dict[str, str]:
+    """The last checkpoint of acme's session s1, and its host's own, as they are in Redis."""
+    return {
+        field: seal_checkpoint(KEY, "acme", "s1", name)
+        for field, name in zip(("checkpoint", "automatic"), names, strict=False)
+    }
 
 
 class Hosts:
@@ -158,7 +166,7 @@ async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {"image": "base", "ttl_s": 60, "restore": "c0"})
-    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c7", "checkpoint_at": 1_700_000_000})
+    await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c7"), "checkpoint_at": 1_700_000_000})
     seen = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, "host.a.b00t")
     hosts.all["host.b.b00t"] = build_report("b")
@@ -241,9 +249,7 @@ async def test_a_checkpoint_that_its_owner_deleted_is_followed_by_the_hosts_own_
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    await client.hset(
-        place_key("d", "acme", "s1"), mapping={"checkpoint": "c1", "automatic": "auto-1", "checkpoint_at": 1}
-    )
+    await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c1", "auto-1"), "checkpoint_at": 1})
     seen = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, seen.queue)
     hosts.all["host.b.b00t"] = build_report("b")
@@ -254,13 +260,28 @@ async def test_a_checkpoint_that_its_owner_deleted_is_followed_by_the_hosts_own_
     assert hosts.opened[-1][1].arguments["moved"]["checkpoint_at"] is None
 
 
+async def test_a_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    for forged in ("another-sessions", seal_checkpoint(KEY, "acme", "s2", "another-sessions")):
+        mapping = {**checkpoints("c1", "c1"), "checkpoint": forged, "checkpoint_at": 1}
+        await client.hset(place_key("d", "acme", "s1"), mapping=mapping)
+        seen = await locator.find("acme", "s1", DEFAULT)
+        await hosts.lose(client, seen.queue)
+        name = f"b{len(hosts.opened)}"
+        hosts.all[f"host.{name}.b00t"] = build_report(name)
+        await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+        assert hosts.opened[-1][1].arguments["restore"] == "c1"
+
+
 async def test_an_older_checkpoint_is_tried_on_the_host_that_took_the_session_after_another_had_refused(
     client: "redis.asyncio.Redis",
 ) -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c1", "checkpoint_at": 1})
+    await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c1"), "checkpoint_at": 1})
     seen = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, seen.queue)
     hosts.all = {"host.b.b00t": build_report("b"), "host.c.b00t": build_report("c", sessions=50)}
@@ -294,7 +315,7 @@ async def test_what_is_told_of_a_move_is_not_the_time_of_a_checkpoint_that_was_n
     await locator.open("acme", "s1", DEFAULT, {})
     await client.hset(
         place_key("d", "acme", "s1"),
-        mapping={"checkpoint": "asked", "automatic": "older", "checkpoint_at": 1_700_000_000},
+        mapping={**checkpoints("asked", "older"), "checkpoint_at": 1_700_000_000},
     )
     seen = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, seen.queue)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.names import place_key
 from tests.conftest import RedisProcess
-from tests.fake_host import HostGround, MemorySandboxd
+from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
 from workers import checkpoints as checkpoints_module
 from workers.checkpoints import QUIET_S, AutomaticCheckpoints, CheckpointMonitor, WatchedSession
 from workers.host_duties import SessionRow, parse_rows
@@ -77,6 +78,18 @@ def test_the_checkpoint_before_is_deleted_when_nobody_restores_it_any_more(
 
     assert host.sandboxd.deleted == ["c1"]
     assert host.ground.place("acme:s1").checkpoint == "c2"
+
+
+def test_a_checkpoint_that_was_written_into_the_place_by_another_program_is_not_deleted(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(HostGround(redis_server), every_s=0.001)
+    host.add("acme:s1")
+    host.ground.redis.hset(place_key(DEPLOYMENT, "acme", "s1"), "automatic", "one-that-a-user-asked-for")
+    assert host.look() == 1
+    monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
+    host.checkpoints.forget_superseded(host.sandboxd.client())
+    assert host.sandboxd.deleted == []
 
 
 def test_the_checkpoint_of_a_session_that_ended_is_deleted_and_that_of_one_that_moved_is_kept(
