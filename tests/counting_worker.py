@@ -9,7 +9,7 @@ from typing import Any
 from contract.errors import ToolcrewError
 from contract.registry import Tool
 from tests.builders import build_spec
-from workers.logs import tell_not_started
+from workers.logs import log_not_started
 from workers.settings import load_worker_settings
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.web_worker import run_web_worker
@@ -43,7 +43,7 @@ def main() -> int:
     try:
         run_web_worker(load_worker_settings(), build_tools())
     except ToolcrewError as error:
-        tell_not_started("worker", error)
+        log_not_started("worker", error)
         return 1
     return 0
 

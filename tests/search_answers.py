@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.builders import build_context
-from workers.guest_answers import parse_told
+from workers.guest_answers import parse_guest_answer
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import OnData
 
@@ -52,7 +52,7 @@ class ScriptedBench:
 
     def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
         assert on_data is not None
-        assert parse_told(request, self._done).error is None
+        assert parse_guest_answer(request, self._done).error is None
         self.request = request
         for piece in self._pieces:
             on_data("lines", piece)

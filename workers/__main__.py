@@ -6,7 +6,7 @@ from contract.errors import ToolcrewError
 from contract.extras import explain_missing
 from store.connection import check_connection
 from workers.lifeline import hold_lifeline
-from workers.logs import configure_logging, tell_not_started
+from workers.logs import configure_logging, log_not_started
 from workers.settings import WorkerSettings, load_worker_settings
 
 ORPHAN_GRACE_S = 5.0
@@ -23,7 +23,7 @@ def main() -> int:
         check_connection(settings.broker())
         _run(settings)
     except ToolcrewError as error:
-        tell_not_started("worker", error)
+        log_not_started("worker", error)
         return 1
     return 0
 

@@ -17,7 +17,7 @@ from contract.ledger import CallClaim
 from contract.schema import prepare_arguments
 from contract.tenancy import SandboxTerms
 from workers.call_policy import CallPolicy
-from workers.sandbox_client import SandboxdAway
+from workers.sandbox_client import SandboxdUnreachable
 from workers.tools.base import Outcome, SandboxRequest, ToolEnvironment, WorkerRegistry, WorkerResources, WorkerTool
 
 log = structlog.get_logger(__name__)
@@ -224,7 +224,7 @@ def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment
     """Return what `work` returns, or the result of its failure. `environment`: of the handler that is run."""
     try:
         return work()
-    except SandboxdAway as away:
+    except SandboxdUnreachable as away:
         return _sandboxd_away(call, away)
     except (ToolFailure, OperatorError) as error:
         news, reports = (environment.sandbox_news(), _reports(environment)) if environment is not None else ("", {})
@@ -244,7 +244,7 @@ def _reports(environment: ToolEnvironment) -> dict[str, Any]:
     return {"clocks": clocks, "kill": environment.kill, "sandbox": environment.sandbox}
 
 
-def _sandboxd_away(call: ToolCall, away: SandboxdAway) -> ToolResult:
+def _sandboxd_away(call: ToolCall, away: SandboxdUnreachable) -> ToolResult:
     """Return the result of a call whose sandboxd went away. The dispatcher sends it again if it has not acted, or may
     act twice.
     """

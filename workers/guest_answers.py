@@ -1,6 +1,4 @@
-"""What a guest says at the end of a request, checked: its `done` is hostile until it has the shape of
-docs/guest-protocol.md.
-"""
+"""Checks a guest's answer: its `done` is hostile until it has the shape of docs/guest-protocol.md."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -13,7 +11,7 @@ from contract.errors import ErrorCode
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Code = Annotated[int, Field(ge=0, le=255)]
 Path = Annotated[str, Field(max_length=8192)]
-MAX_WORDS_CHARS = 4000
+MAX_MESSAGE_CHARS = 4000
 
 _CODES = {
     **{
@@ -45,23 +43,21 @@ _CODES = {
 
 
 _FIGURES = {"size": "size_bytes", "lines": "lines"}
-"""What an error may count, by the names that a success has for it."""
+"""The figures that an error may report -> their names in a success."""
 
 
-class GuestNonsense(Exception):
-    """A `done` that no guest of ours sends. The message names the field, never its value."""
+class InvalidGuestAnswer(Exception):
+    """No guest of ours sends this `done`. The message names the field, never its value."""
 
 
 class _Shape(BaseModel):
-    """Fields that are not named here are nobody's business."""
+    """Fields that are not named here are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class Told(_Shape):
-    """What the end of any request tells. `sandbox`, `sandbox_s`, `sandbox_lost` and `workspace_kept` are sandboxd's own
-    words.
-    """
+class GuestAnswer(_Shape):
+    """The end of any request. sandboxd itself adds `sandbox`, `sandbox_s`, `sandbox_lost` and `workspace_kept`."""
 
     run_s: float = 0.0
     kill: KillReport | None = None
@@ -230,32 +226,32 @@ _SHAPES: dict[str, type[_Shape]] = {
 }
 
 
-def parse_told(request: Mapping[str, Any], done: Mapping[str, Any]) -> Told:
-    """What `done`, the end of `request`, tells; the fields of the request's own op are there and of their type. Raises
-    GuestNonsense.
+def parse_guest_answer(request: Mapping[str, Any], done: Mapping[str, Any]) -> GuestAnswer:
+    """Return the common part of `done`, the end of `request`. The fields of the request's own op are checked too.
+    Raises InvalidGuestAnswer.
     """
     try:
-        told = Told.model_validate(done)
-        if told.error is None:
+        answer = GuestAnswer.model_validate(done)
+        if answer.error is None:
             _SHAPES[str(request["op"])].model_validate(done)
     except ValidationError as error:
-        raise GuestNonsense(_complaint(error)) from None
-    if told.error is None:
+        raise InvalidGuestAnswer(_describe(error)) from None
+    if answer.error is None:
         _check_streams(request, done)
-    return told
+    return answer
 
 
-def parse_error(told: Told) -> tuple[ErrorCode, str, dict[str, int]]:
-    """Code, sentence and figures of a request that failed. A guest may blame its caller or itself, never the operator:
-    any other code is INTERNAL.
+def parse_error(answer: GuestAnswer) -> tuple[ErrorCode, str, dict[str, int]]:
+    """Return code, message and figures of a request that failed. A guest may blame its caller or itself, never the
+    operator: any other code is INTERNAL.
     """
-    assert told.error is not None
-    code, words = str(told.error.get("code")), str(told.error.get("message"))[:MAX_WORDS_CHARS]
-    if code == ErrorCode.SANDBOX_UNAVAILABLE.value and told.sandbox_lost is not None:
-        # Only sandboxd says that a sandbox was lost.
-        return ErrorCode.SANDBOX_UNAVAILABLE, _clean(words), {}
-    figures = {ours: told.error[name] for name, ours in _FIGURES.items() if _is_count(told.error.get(name))}
-    return _CODES.get(code, ErrorCode.INTERNAL), _clean(words), figures
+    assert answer.error is not None
+    code, message = str(answer.error.get("code")), str(answer.error.get("message"))[:MAX_MESSAGE_CHARS]
+    if code == ErrorCode.SANDBOX_UNAVAILABLE.value and answer.sandbox_lost is not None:
+        # Only sandboxd reports that a sandbox was lost.
+        return ErrorCode.SANDBOX_UNAVAILABLE, _clean(message), {}
+    figures = {ours: answer.error[name] for name, ours in _FIGURES.items() if _is_count(answer.error.get(name))}
+    return _CODES.get(code, ErrorCode.INTERNAL), _clean(message), figures
 
 
 def _is_count(value: object) -> bool:
@@ -263,19 +259,19 @@ def _is_count(value: object) -> bool:
 
 
 def _check_streams(request: Mapping[str, Any], done: Mapping[str, Any]) -> None:
-    """Every stream that was asked for is counted."""
-    asked = {"stdout", "stderr"} if "stream" in request.get("capture", {}) else set(request.get("capture", {}))
-    missing = asked - set(done.get("streams", {}))
+    """Check that every stream of the request is counted."""
+    expected = {"stdout", "stderr"} if "stream" in request.get("capture", {}) else set(request.get("capture", {}))
+    missing = expected - set(done.get("streams", {}))
     if missing:
-        raise GuestNonsense(f"streams: {', '.join(sorted(missing))} missing")
+        raise InvalidGuestAnswer(f"streams: {', '.join(sorted(missing))} missing")
 
 
-def _complaint(error: ValidationError) -> str:
+def _describe(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     # The first part is a field of ours; what follows may be a key of the guest's.
     return f"{first['loc'][0]}: {first['type']}"
 
 
 def _clean(text: str) -> str:
-    """A guest's text without half surrogate pairs, which no UTF-8 of ours can carry."""
+    """Return the text without half surrogate pairs, which no UTF-8 of ours can carry."""
     return text.encode("utf-8", "replace").decode()

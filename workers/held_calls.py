@@ -1,4 +1,4 @@
-"""Has the ledger know of the calls that run here, also when Redis has forgotten that they were claimed."""
+"""Confirms the claims of calls that run here, in case Redis has forgotten them."""
 
 import os
 import threading
@@ -16,39 +16,42 @@ from workers.tools.base import Outcome, ToolEnvironment
 log = structlog.get_logger(__name__)
 
 SURE_AFTER_S = 2.5
-"""What Redis has known for so long is on its disk (`appendfsync everysec`)."""
+"""After so long a claim is on Redis's disk (`appendfsync everysec`)."""
 LOOK_S = 0.5
 
 
 class HeldCalls:
-    """The calls that run in this process. A thread, while there are any, makes sure of each claim once, when it can no
-    more be forgotten: else one whose record reads `queued` again would be told as never run at its deadline, and its
-    cancel would not reach it."""
+    """The calls that run in this process. While there are any, a thread confirms each claim once, when Redis can no
+    longer forget it.
+
+    Without that, a call whose record reads `queued` again would be reported as never run at its deadline, and a cancel
+    would not reach it.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._unsure: dict[object, tuple[float, Callable[[], object]]] = {}
+        self._unconfirmed: dict[object, tuple[float, Callable[[], object]]] = {}
         self._lock = threading.Lock()
         self._thread_of: int | None = None
 
     @contextmanager
     def over(self, confirm: Callable[[], object]) -> Iterator[None]:
-        """While the block runs. `confirm`: claims again, whatever was claimed before. Raises BrokerUnavailable, and
-        then is called again.
+        """Hold a call while the block runs. `confirm` claims it again; when it raises BrokerUnavailable it is called
+        again.
         """
         mark = object()
         with self._lock:
-            self._unsure[mark] = self._clock() + SURE_AFTER_S, confirm
+            self._unconfirmed[mark] = self._clock() + SURE_AFTER_S, confirm
             self._start()
         try:
             yield
         finally:
-            self._unsure.pop(mark, None)
+            self._unconfirmed.pop(mark, None)
 
     def look(self) -> None:
-        """Make sure of all that is due."""
+        """Confirm all claims that are due."""
         # One step of the interpreter: other threads begin and end calls.
-        for mark, (due, confirm) in list(self._unsure.items()):
+        for mark, (due, confirm) in list(self._unconfirmed.items()):
             if self._clock() < due:
                 continue
             try:
@@ -56,10 +59,10 @@ class HeldCalls:
             except BrokerUnavailable as error:
                 log.warning("claims_not_confirmed", error=str(error))
                 return
-            self._unsure.pop(mark, None)
+            self._unconfirmed.pop(mark, None)
 
     def _start(self) -> None:
-        """A process of the pool has none of its parent's threads."""
+        """Start the thread, also in a process of a pool, which has none of its parent's threads."""
         if self._thread_of != os.getpid():
             self._thread_of = os.getpid()
             threading.Thread(target=self._run, name="held-calls", daemon=True).start()
@@ -68,7 +71,7 @@ class HeldCalls:
         while True:
             time.sleep(LOOK_S)
             with self._lock:
-                if not self._unsure:
+                if not self._unconfirmed:
                     self._thread_of = None
                     return
             self.look()

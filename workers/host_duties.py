@@ -239,7 +239,7 @@ class TermsMonitor:
         for tenant in sorted(tenants):
             terms = self._find_terms(tenant)
             if terms is not None and terms != self._sent.get(tenant):
-                client.tell_terms(tenant, terms)
+                client.send_terms(tenant, terms)
                 self._sent[tenant] = terms
                 count += 1
         return count

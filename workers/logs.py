@@ -1,4 +1,4 @@
-"""Structured logs of the worker side: our own events, and what libraries say, on stderr, one event a line."""
+"""Structured logs of the worker side: our own events and those of libraries, on stderr, one event a line."""
 
 import contextlib
 import logging
@@ -28,22 +28,22 @@ from workers.settings import (
 
 log = structlog.get_logger(__name__)
 
-# By which loggers what is known about every call is said again.
+# These loggers repeat what our own events say about every call.
 _REPEATING = ("celery.worker.strategy", "celery.app.trace")
 
 
 def configure_logging(
     service: str, settings: WorkerSettings | SandboxdSettings | EgressSettings, level: str | None = None
 ) -> None:
-    """For the whole process. `service`: what its lines are told apart by; `level`: another one than the settings'."""
+    """Configure the whole process. `service`: a field of all its lines; `level`: in place of the settings'."""
     fixed = {"host": settings.host} if isinstance(settings, WorkerSettings) else {}
     lines = _build_lines(settings.log_format, service, secrets_of_settings(settings), fixed)
     least = logging.getLevelNamesMapping()[level or settings.log_level]
 
-    def to_line(_: object, method: str, told: MutableMapping[str, Any]) -> str:
+    def to_line(_: object, method: str, fields: MutableMapping[str, Any]) -> str:
         if method == "exception":
-            told.setdefault("exc_info", True)
-        return lines.build("error" if method == "exception" else method, str(told.pop("event")), time.time(), told)
+            fields.setdefault("exc_info", True)
+        return lines.build("error" if method == "exception" else method, str(fields.pop("event")), time.time(), fields)
 
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, to_line],
@@ -51,18 +51,18 @@ def configure_logging(
         logger_factory=lambda *_: _Stderr(),
         cache_logger_on_first_use=True,
     )
-    _take_what_libraries_say(RecordLines(lines), least)
-    _say_uncaught()
+    _take_library_records(RecordLines(lines), least)
+    _log_uncaught()
 
 
-def tell_not_started(service: str, error: Exception) -> None:
-    """The last line of a process that could not start; it may have had no settings to be configured by."""
+def log_not_started(service: str, error: Exception) -> None:
+    """Log why a process could not start. It may have no settings to configure logging with."""
     lines = _build_lines(log_format_of_environment(), service, {}, {})
     _write(lines.build("critical", "not_started", time.time(), {"error": str(error)}))
 
 
 def bound_to_call(call: ToolCall, context: ToolContext) -> AbstractContextManager[Any]:
-    """What is logged in there carries the call's names; threads that it starts do not."""
+    """Give all log lines of the block the call's names; threads that it starts do not have them."""
     names = {
         "tenant": context.tenant,
         "session": context.session,
@@ -74,13 +74,13 @@ def bound_to_call(call: ToolCall, context: ToolContext) -> AbstractContextManage
 
 
 def bound_to_session(name: object) -> AbstractContextManager[Any]:
-    """The same of a session as sandboxd names it, `tenant:session`; of what is no such name nothing is bound."""
+    """Do the same for a session as sandboxd names it, `tenant:session`. Any other value binds nothing."""
     tenant, colon, session = name.partition(":") if isinstance(name, str) else ("", "", "")
     return bound_contextvars(tenant=tenant, session=session) if colon else bound_contextvars()
 
 
 class _Stderr:
-    """What structlog hands finished lines to."""
+    """Receives finished lines from structlog."""
 
     def msg(self, line: str) -> None:
         _write(line)
@@ -94,11 +94,11 @@ class _Handler(logging.Handler):
 
 
 def _write(line: str) -> None:
-    """At once and without a lock: processes share this stderr, and one that was just forked must not wait for a thread
-    that it does not have.
+    """Write at once and without a lock: processes share this stderr, and one that was just forked must not wait for a
+    thread that it does not have.
     """
     data = f"{line}\n".encode(errors="backslashreplace")
-    with contextlib.suppress(OSError):  # nobody reads any more: no reason for calls to fail
+    with contextlib.suppress(OSError):  # no process reads any more: no reason for calls to fail
         while data:
             data = data[os.write(2, data) :]
 
@@ -113,7 +113,7 @@ def _build_lines(
     )
 
 
-def _take_what_libraries_say(formatter: logging.Formatter, least: int) -> None:
+def _take_library_records(formatter: logging.Formatter, least: int) -> None:
     handler = _Handler()
     handler.setFormatter(formatter)
     root = logging.getLogger()
@@ -126,14 +126,14 @@ def _take_what_libraries_say(formatter: logging.Formatter, least: int) -> None:
     logging.captureWarnings(True)
 
 
-def _say_uncaught() -> None:
-    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _log_uncaught() -> None:
+    def log_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
         else:
             log.critical("process_failed", exc_info=error)
 
-    sys.excepthook = say
-    threading.excepthook = lambda told: log.critical(
-        "thread_failed", thread=told.thread.name if told.thread else "", exc_info=told.exc_value
+    sys.excepthook = log_error
+    threading.excepthook = lambda failure: log.critical(
+        "thread_failed", thread=failure.thread.name if failure.thread else "", exc_info=failure.exc_value
     )

@@ -18,7 +18,7 @@ from contract.tenancy import SandboxTerms
 from workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, encode_frame
 
 OPEN_TIMEOUT_S = 60.0
-PARCEL_TIMEOUT_S = 540.0
+ARCHIVE_TIMEOUT_S = 540.0
 """How long sandboxd may take over a checkpoint: packing or unpacking it, and its store."""
 CALL_GRACE_S = 15.0
 """How long after a call's limit sandboxd may still answer: it removes the container 2 s after the limit, bounded by the
@@ -32,7 +32,7 @@ def sandbox_id(tenant: str, session: str) -> str:
     return f"{tenant}:{session}"
 
 
-class SandboxdAway(SandboxUnavailable):
+class SandboxdUnreachable(SandboxUnavailable):
     """sandboxd cannot be reached, or went away. `was_sent`: the request may have been carried out."""
 
     def __init__(self, message: str, *, was_sent: bool) -> None:
@@ -100,7 +100,7 @@ class SandboxClient:
         wanted = {"image": image, "ttl_s": ttl_s, "restore": restore, "network": network, "moved": moved}
         asked = {field: value for field, value in wanted.items() if value is not None} | _told(terms)
         return self._ask(
-            {"verb": "open", "sandbox": name, **asked}, OPEN_TIMEOUT_S if restore is None else PARCEL_TIMEOUT_S
+            {"verb": "open", "sandbox": name, **asked}, OPEN_TIMEOUT_S if restore is None else ARCHIVE_TIMEOUT_S
         )
 
     def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class SandboxClient:
         `automatic`: nobody asked for it. It neither counts as one of the tenant's nor as a use of the session, and is
         deleted after a week.
         """
-        return self._ask({"verb": "checkpoint", "sandbox": name, "automatic": automatic}, PARCEL_TIMEOUT_S)
+        return self._ask({"verb": "checkpoint", "sandbox": name, "automatic": automatic}, ARCHIVE_TIMEOUT_S)
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
         """Delete a checkpoint of the tenant whose sandbox `name` is or could be. False when there is none of that
@@ -197,7 +197,7 @@ class SandboxClient:
         only = {"fence": fence} if fence is not None else {}
         return bool(self._ask({"verb": "close", "sandbox": name, **only}, OPEN_TIMEOUT_S)["closed"])
 
-    def tell_terms(self, tenant: str, terms: SandboxTerms) -> int:
+    def send_terms(self, tenant: str, terms: SandboxTerms) -> int:
         """The terms of a tenant have changed, for all of its sessions here; gives how many there are."""
         return int(self._ask({"verb": "terms", "tenant": tenant, **_told(terms)}, 10.0)["sessions"])
 
@@ -280,14 +280,14 @@ class SandboxClient:
             yield
         except TimeoutError as error:
             self.disconnect()
-            raise SandboxdAway(
+            raise SandboxdUnreachable(
                 f"sandboxd at {self._path} gave no answer in time: the host is busy, or the session is still being "
                 "brought back; try again, and see sandboxd's log when it stays so",
                 was_sent=self._was_sent,
             ) from error
         except (OSError, FrameError) as error:
             self.disconnect()
-            raise SandboxdAway(
+            raise SandboxdUnreachable(
                 f"sandboxd does not answer at {self._path} ({error}): is it running on this host?",
                 was_sent=self._was_sent,
             ) from error
@@ -329,7 +329,7 @@ def _checked(header: Mapping[str, Any]) -> dict[str, Any]:
     if header.get("ok") is not True:
         code, message = str(header.get("code")), str(header.get("message"))
         if header.get("is_ending") is True:
-            raise SandboxdAway(message, was_sent=False)
+            raise SandboxdUnreachable(message, was_sent=False)
         if code == ErrorCode.SANDBOX_UNAVAILABLE.value:
             raise SandboxUnavailable(message)
         raise ToolFailure(_code(code), message)

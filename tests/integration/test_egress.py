@@ -334,10 +334,10 @@ def test_a_network_that_is_taken_back_ends_what_runs_over_it_and_lets_nothing_mo
         try:
             with in_thread(lambda: got.append(place.run(stalling))):
                 assert place.stall.asked.wait(SOON_S)
-                assert client.tell_terms("acme", TERMS["acme"].model_copy(update={"network": "none"})) == 1
+                assert client.send_terms("acme", TERMS["acme"].model_copy(update={"network": "none"})) == 1
             refused = place.run(fetch)
         finally:
-            client.tell_terms("acme", TERMS["acme"])
+            client.send_terms("acme", TERMS["acme"])
     assert any(words in text_of(got[0]) for words in ("IncompleteRead", "RemoteDisconnected", "ConnectionResetError"))
     assert "403" in text_of(refused)
     assert "HTTPError" not in text_of(place.run(fetch))

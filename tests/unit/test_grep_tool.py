@@ -6,7 +6,7 @@ import pytest
 
 from contract.schema import check_schema, prepare_arguments
 from tests.search_answers import ScriptedBench, build_grep_done
-from workers.guest_answers import GuestNonsense, parse_told
+from workers.guest_answers import InvalidGuestAnswer, parse_guest_answer
 from workers.tools.base import Outcome
 from workers.tools.grep import GREP_TOOL
 from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
@@ -174,5 +174,5 @@ def test_lines_are_shown_as_they_come() -> None:
     ],
 )
 def test_an_answer_that_no_guest_of_ours_gives_is_none(wrong: dict[str, Any]) -> None:
-    with pytest.raises(GuestNonsense):
-        parse_told({"op": "grep"}, build_grep_done(**wrong))
+    with pytest.raises(InvalidGuestAnswer):
+        parse_guest_answer({"op": "grep"}, build_grep_done(**wrong))

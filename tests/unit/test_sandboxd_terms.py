@@ -188,7 +188,7 @@ async def test_terms_can_be_told_for_all_sessions_of_a_tenant_without_a_call(tmp
         for session in ("s1", "s2"):
             client, _ = await daemon.open(session, terms=OPEN)
         await asyncio.to_thread(client.open, "umbrella", "s1", terms=OPEN)
-        assert await asyncio.to_thread(client.tell_terms, "acme", SandboxTerms()) == 2
+        assert await asyncio.to_thread(client.send_terms, "acme", SandboxTerms()) == 2
         cuts = {name: standing(daemon.sessions.find(name)).cuts for name in ("acme:s1", "acme:s2", "umbrella:s1")}
         assert cuts == {"acme:s1": 1, "acme:s2": 1, "umbrella:s1": 0}
 

@@ -17,7 +17,7 @@ from contract.skill_sidecars import SIDECAR_FILE
 from tests.builders import build_context, build_exec_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.skill_ground import SHIPPED, write_skill
-from workers.sandbox_client import SandboxdAway
+from workers.sandbox_client import SandboxdUnreachable
 from workers.skills.loader import load_skills
 from workers.tools.base import Handler
 from workers.tools.skill import build_skill_tool
@@ -213,7 +213,7 @@ def test_a_sandboxd_that_goes_while_it_is_asked_for_a_skill_leaves_a_call_that_h
     bench = Bench(root)
 
     def gone(*_: Any, **__: Any) -> str:
-        raise SandboxdAway("sandboxd is ending", was_sent=True)
+        raise SandboxdUnreachable("sandboxd is ending", was_sent=True)
 
     bench.client.find_skill = gone  # type: ignore[method-assign]
     result = bench.use(name="alpha", action="run", script="a.py")

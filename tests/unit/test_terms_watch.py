@@ -21,7 +21,7 @@ class Host(SandboxClient):
     def sessions(self) -> list[dict[str, object]]:
         return [{"name": f"{tenant}:{number}"} for tenant in self.tenants for number in range(2)]
 
-    def tell_terms(self, tenant: str, terms: SandboxTerms) -> int:
+    def send_terms(self, tenant: str, terms: SandboxTerms) -> int:
         self.told.append((tenant, terms))
         return 2
 

@@ -1,4 +1,4 @@
-"""The Celery app of a worker: the settings that a measured outage table asks for, and one task name per tool."""
+"""The Celery app of a worker: its settings, its node name, and the run of the worker."""
 
 import hashlib
 import logging
@@ -24,15 +24,15 @@ from workers.celery_edge.result_backend import BACKENDS
 log = structlog.get_logger(__name__)
 
 CELERY_MARGIN_S = 30.0
-"""How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed: in
-the threads pool, which workers beside sandboxes use by default, Celery's limit does nothing, and the guest and sandboxd
-end the call."""
+"""How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed. In
+the threads pool, which workers beside sandboxes use by default, Celery's limit does nothing: the guest and sandboxd end
+the call."""
 
 
 MAX_NAMESAKES = 100
 """Workers of one name on one machine."""
 _held_nodes: list[socket.socket] = []
-"""Open as long as this process: they hold its names."""
+"""Open as long as this process: they reserve its names."""
 
 _LOGGERS = ("celery.worker.consumer.consumer", "kombu.transport.redis")
 _FUNCTIONS = frozenset(
@@ -65,8 +65,8 @@ Pool = Literal["threads", "prefork"]
 
 
 def choose_pool(kind: Literal["sandbox", "web"], asked: Literal["auto", "threads", "prefork"]) -> Pool:
-    """Where calls run: beside sandboxes, which limit them, in threads of one process; else each in a process that can
-    be killed.
+    """Return the pool: threads of one process for calls in sandboxes, which limit them; else processes that can be
+    killed.
 
     Raises ConfigError for threads without sandboxes.
     """
@@ -81,8 +81,8 @@ def choose_pool(kind: Literal["sandbox", "web"], asked: Literal["auto", "threads
 
 
 def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None] | None = None) -> Celery:
-    """An app with no tasks yet; `on_refused` is told what is dropped from a queue as no message. Why each setting:
-    docs/queue.md.
+    """Return an app without tasks. `on_refused` gets the reason when something in a queue is not a message.
+    docs/queue.md explains each setting.
     """
     register_transport()
     where = broker.celery_options()
@@ -92,7 +92,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
     app.loader.override_backends = BACKENDS
     app.conf.update(
         **where,
-        # At most once: a tool may have acted, so recovery is the orchestrator's, never the broker's.
+        # At most once: a tool may have acted, so the orchestrator recovers calls, never the broker.
         task_acks_late=False,
         task_reject_on_worker_lost=False,
         worker_disable_prefetch=True,
@@ -104,7 +104,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         result_expires=3600,
         task_ignore_result=False,
         task_track_started=False,
-        # JSON only: whoever can write to the queue must not choose what is unpickled.
+        # JSON only: a process that can write to the queue must not choose what is unpickled.
         task_serializer="json",
         result_serializer="json",
         event_serializer="json",
@@ -126,8 +126,8 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         broker_transport_options={
             **found_by,
             INTAKE: Intake(on_refused),
-            # Nothing is ever in the book of what is not acknowledged (workers/celery_edge/broker_transport.py): it need
-            # not be searched.
+            # No list of unacknowledged messages is kept (workers/celery_edge/broker_transport.py): it need not be
+            # searched.
             "unacked_restore_interval": 3600,
             "priority_steps": [0],
             "queue_order_strategy": "round_robin",
@@ -186,7 +186,7 @@ def run_celery_worker(
     process when Celery asks for an exit code other than 0."""
     _restrict_remote_control()
     _hide_bodies()
-    speak_as_we_do()
+    replace_celery_output()
     worker_ready.connect(lambda **_: on_ready(), weak=False)
     worker_shutdown.connect(lambda **_: on_stop(), weak=False)
     worker_process_shutdown.connect(lambda **_: on_process_stop(), weak=False)
@@ -209,16 +209,14 @@ def run_celery_worker(
         sys.exit(worker.exitcode)
 
 
-def speak_as_we_do() -> None:
-    """Celery sets up no logging of its own, and what it would write past all logging when it is told to end becomes an
-    event.
-    """
+def replace_celery_output() -> None:
+    """Keep Celery from setting up its own logging, and log the line that it writes when it gets a signal to end."""
     setup_logging.connect(lambda **_: None, weak=False)
 
-    def say(message: object, _: object = None) -> None:
+    def log_signal(message: object, _: object = None) -> None:
         log.info("signal_heard", message=str(message))
 
-    setattr(program, "safe_say", say)  # noqa: B010  # no part of Celery's types
+    setattr(program, "safe_say", log_signal)  # noqa: B010  # no part of Celery's types
 
 
 class BodyFilter(logging.Filter):

@@ -1,11 +1,11 @@
-"""Celery's Redis transport, hardened: bytes in a queue that are no message cost themselves, and never the worker.
+"""Celery's Redis transport, hardened: bytes in a queue that are not a message are dropped, and never end the worker.
 
-Kombu's own lets them out of its event loop, where Celery takes them for its own end. Whatever is dropped here has left
-the queue; BRPOP goes on with the next turn of the loop, since kombu forgets the pending one before it reads.
+Kombu's own transport raises their errors out of its event loop, and Celery then ends. What is dropped here has left the
+queue. BRPOP continues with the next turn of the loop, since kombu forgets the pending one before it reads.
 
-A message is the worker's from the moment it is read: the ledger knows what has not started, so kombu's own book of what
-is not acknowledged, two round trips a message, is not kept. A message that is read again is a repetition, also when
-Redis itself has forgotten that it was read.
+A message belongs to the worker as soon as it is read. The records of calls tell what has not started, so kombu's own
+list of unacknowledged messages, two round trips per message, is not kept. A message that is read a second time is a
+repetition, even if Redis has forgotten that it was read.
 """
 
 from collections import OrderedDict
@@ -23,21 +23,23 @@ log = structlog.get_logger(__name__)
 INTAKE = "intake"
 """Transport option: the Intake of the app."""
 REMEMBERED = 20_000
-"""Messages by which a repetition is known: those of half a minute, at more than a worker can run."""
+"""Messages that are remembered to detect repetitions: half a minute of more than a worker can run."""
 
 # What reading hostile JSON through kombu's hooks for dates, numbers and bytes, and decoding a body, may raise.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Intake:
-    """What a worker has read, over all its connections to the broker, and who is told why something was dropped."""
+    """The messages that a worker has read, over all its connections to the broker. `on_refused` gets the reason when
+    one was dropped.
+    """
 
     def __init__(self, on_refused: Callable[[RefusalReason], None] | None = None) -> None:
         self._on_refused = on_refused
         self._read: OrderedDict[int, None] = OrderedDict()
 
     def is_repeated(self, message: dict[str, Any]) -> bool:
-        """Whether this very message has been read before; from now on it has."""
+        """Return whether this message has been read before, and remember it."""
         mark = hash((message["properties"]["delivery_tag"], message["body"]))
         if mark in self._read:
             return True
@@ -47,21 +49,21 @@ class Intake:
         return False
 
     def refuse(self, reason: RefusalReason) -> None:
-        """Something was dropped."""
+        """Report that something was dropped."""
         if self._on_refused is not None:
             self._on_refused(reason)
 
 
 def register_transport() -> None:
-    """Have every Redis URL of this process's Celery apps served by the hardened transport."""
+    """Use the hardened transport for every Redis URL of this process's Celery apps."""
     for scheme, name in (("redis", "Transport"), ("rediss", "Transport"), ("sentinel", "SentinelTransport")):
         TRANSPORT_ALIASES[scheme] = f"{__name__}:{name}"
-        # kombu keeps what it has resolved: a connection made earlier in this process must not decide for the worker's.
+        # kombu caches resolved transports: an earlier connection of this process must not decide for the worker.
         transport._transport_cache.pop(scheme, None)  # type: ignore[attr-defined]
 
 
 class _HardenedChannel(redis.Channel):
-    """Reads a queue that anyone may have written to."""
+    """Reads a queue to which any process may have written."""
 
     def _brpop_read(self, **options: Any) -> Any:
         try:
@@ -75,15 +77,15 @@ class _HardenedChannel(redis.Channel):
         self, queue: str, no_ack: bool, callback: Callable[..., Any] | None, consumer_tag: str | None, **kwargs: Any
     ) -> str:
         guarded = self._guarded(callback) if callback is not None else None
-        is_kept = False
-        tag: str = super().basic_consume(queue, not is_kept, guarded, consumer_tag, **kwargs)
+        # Always without acknowledgement: kombu then keeps no list of messages.
+        tag: str = super().basic_consume(queue, no_ack=True, callback=guarded, consumer_tag=consumer_tag, **kwargs)
         return tag
 
     def basic_ack(self, delivery_tag: str, multiple: bool = False) -> None:
-        """Nothing is kept that would have to be taken back."""
+        """Do nothing: no list of unacknowledged messages is kept."""
 
     def basic_reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        """What came for a queue that is read no more goes back; nothing else is kept that could."""
+        """Put back a message of a queue that is no longer read. No other message is kept."""
         if requeue:
             super().basic_reject(delivery_tag, requeue=True)
 
@@ -91,7 +93,7 @@ class _HardenedChannel(redis.Channel):
         def take(message: Any) -> Any:
             try:
                 return callback(message)
-            except Exception as error:  # the edge: a message that Celery chokes on must cost itself only
+            except Exception as error:  # the edge: a message that Celery cannot handle must cost only itself
                 if self._is_broken_connection(error):
                     raise
                 log.error("message_refused", error=type(error).__name__)
@@ -101,20 +103,20 @@ class _HardenedChannel(redis.Channel):
         return take
 
     def _is_broken_connection(self, error: Exception) -> bool:
-        # kombu counts KeyError among the errors of a connection; of a message it means a missing field.
+        # kombu counts KeyError as an error of the connection; here it means that the message lacks a field.
         return isinstance(error, self.connection.connection_errors) and not isinstance(error, KeyError)
 
 
 class Channel(_HardenedChannel):
-    """Of one Redis."""
+    """A channel of one Redis."""
 
 
 class SentinelChannel(_HardenedChannel, redis.SentinelChannel):
-    """Of the master that sentinels name."""
+    """A channel of the master that sentinels name."""
 
 
 class Transport(redis.Transport):
-    """Delivers what has the shape of a message, once."""
+    """Delivers each valid message once."""
 
     Channel = Channel
 
@@ -129,7 +131,7 @@ class Transport(redis.Transport):
             super()._deliver(message, queue)
 
     def _is_read(self, queue: str | None) -> bool:
-        """Whether a consumer of ours still takes messages of that queue."""
+        """Return whether a consumer of ours still takes messages of that queue."""
         callbacks: Any = self._callbacks
         return queue in callbacks
 
@@ -142,17 +144,17 @@ class SentinelTransport(Transport):
 
 
 def _intake(transport: Any) -> Intake:
-    """Of the app that the connection was made for."""
+    """Return the intake of the connection's app."""
     found: Intake = transport.client.transport_options.setdefault(INTAKE, Intake())
     return found
 
 
 def _is_message(message: Any) -> bool:
-    """Whether kombu can take it apart, and keep it as not yet acknowledged."""
+    """Return whether kombu can decode the message."""
     match message:
         case {
             "body": str(),
-            # Whoever can write to a queue must not choose what is unpickled.
+            # A process that can write to a queue must not choose what is unpickled.
             "content-type": "application/json",
             "properties": {
                 "delivery_tag": str(),
@@ -160,7 +162,7 @@ def _is_message(message: Any) -> bool:
             } as properties,
         }:
             headers = message.get("headers")
-            # Ours are not compressed; unpacking what a stranger compressed could fill the memory.
+            # Our messages are not compressed; unpacking a hostile one could fill the memory.
             is_plain = headers is None or (isinstance(headers, dict) and "compression" not in headers)
             return is_plain and properties.get("body_encoding") in (None, "base64", "utf-8")
         case _:

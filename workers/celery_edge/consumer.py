@@ -12,15 +12,15 @@ from celery.app.trace import build_tracer
 from celery.worker.consumer import Consumer
 
 FLUSH_AFTER_S = 0.1
-"""How old the first event of a batch may be."""
+"""The greatest age of the first event of a batch."""
 MAX_BATCH = 500
 FORGOTTEN_S = 1.0
-"""A batch that is late by so much was forgotten with a broken connection."""
+"""A batch that is late by so much was lost with a broken connection."""
 
 
 class LiveTasks(TaskRegistry):
-    """`find`: makes the task of a name and puts it here, or does nothing. Whoever looks up a name that there is not
-    after that gets NotRegistered.
+    """Tasks of an app that may be added while it runs. `find` adds the task of a name, or does nothing; then a missing
+    name raises NotRegistered.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class LiveTasks(TaskRegistry):
         if name not in self:
             raise self.NotRegistered(name)
         task = self[name]
-        # As a process of the pool does it at its start for those that it knows then.
+        # A process of the pool does this at its start for the tasks that it knows then.
         task.__trace__ = build_tracer(name, task, task.app.loader, app=task.app)
         return task
 
 
 class LiveStrategies(dict[str, Any]):
-    """How a consumer hands on a message, by its task: of the app's tasks, whenever they came. Raises KeyError for
-    others.
+    """How a consumer passes on a message, by its task, also for tasks that were added later. Raises KeyError for
+    unknown tasks.
     """
 
     def __init__(self, consumer: Any) -> None:
@@ -52,9 +52,7 @@ class LiveStrategies(dict[str, Any]):
 
 
 class BatchingConsumer(Consumer):
-    """As Celery's own, which sends what there is with every turn of its loop, and knows the tasks that there were at
-    its start.
-    """
+    """Celery's own sends events with every turn of its loop, and knows only the tasks that there were at its start."""
 
     hub: Any
     event_dispatcher: Any
@@ -65,8 +63,8 @@ class BatchingConsumer(Consumer):
         return LiveStrategies(self)
 
     def on_send_event_buffered(self) -> None:  # type: ignore[override]  # Celery's stubs expect what it gives by accident
-        """Called with every event, by whichever thread has ended a call."""
-        # Made anew with every connection, with a limit of its own.
+        """Called with every event, by the thread that has ended a call."""
+        # Celery makes a new dispatcher, with its own limit, for every connection.
         self.event_dispatcher.buffer_limit = MAX_BATCH
         now = time.monotonic()
         if self.hub and (self._due_at == 0.0 or now > self._due_at + FORGOTTEN_S):

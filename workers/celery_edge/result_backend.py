@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Ending:
-    """A call that has run. `key`: of its record in the ledger; `code`: "" when it succeeded; `sandbox`: "" when it had
+    """The end of a call that has run. `key`: of its record; `code`: "" when it succeeded; `sandbox`: "" when it had
     none.
     """
 
@@ -31,10 +31,11 @@ class Ending:
 
 
 class Answer(dict[str, Any]):
-    """What a task gives back: to Celery, its events and its log a few harmless fields, to the caller the whole record.
+    """The return value of a task. Celery, its events and its log see a few harmless fields; the caller gets the whole
+        record.
 
-    `ending` None: the call was not run, and its record in the ledger stays as it is. `log_end`: writes its line of the
-    log, once its caller need not wait for that.
+    `ending` None: the call was not run, and its record stays as it is. `log_end` writes the call's line of the log; it is
+    called when the result is stored, so that the caller does not wait for it.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class _Results(RedisBackend):
         if self._finished is None:
             self._finished = FinishedCalls(self.client)
         if not self._finished.store(task_id, text, self.expires, record):
-            # The call was sent again meanwhile, and whoever waits for it waits for that attempt's answer.
+            # The call was sent again meanwhile: its caller waits for that attempt's answer.
             log.warning("late_answer_dropped", task=task_id)
 
 
@@ -121,11 +122,11 @@ def _outcome(answer: Answer, failure: CallNotServed | None) -> dict[str, Any]:
 
 
 class ResultBackend(_Results):
-    """In the Redis of the URL."""
+    """Uses the Redis of the URL."""
 
 
 class SentinelResultBackend(_Results, SentinelBackend):
-    """In the master that sentinels name."""
+    """Uses the master that sentinels name."""
 
 
 BACKENDS = {scheme: f"{__name__}:ResultBackend" for scheme in ("redis", "rediss")} | {

@@ -1,4 +1,4 @@
-"""The Celery edge: bytes -> call -> executor -> bytes. One task a tool, all with the same body."""
+"""The tasks: decode a message, run its call, encode its result. One task per tool, all with the same body."""
 
 import threading
 import time
@@ -46,10 +46,10 @@ def register_tasks(
     deployment: str,
     look: Callable[[], None] | None = None,
 ) -> None:
-    """Give `app` a task for every tool of `registry`, also for those that come later. Executors are made lazily: after
-    the fork, one a thread.
+    """Give `app` a task for every tool of `registry`, also for tools that are added later. Executors are made lazily:
+    after the fork, one per thread.
 
-    `on_refused` is told why a message was not run, each time. `look`: called before each call, brings the registry up
+    `on_refused` gets the reason whenever a message was not run. `look`: called before each call, brings the registry up
     to date; None: it does not change.
     """
     edge = _Edge(key, _PerThread(build_executor), on_refused, deployment, look)
@@ -81,8 +81,8 @@ def register_tasks(
 
 
 def _limits(spec: ToolSpec) -> dict[str, Any]:
-    """What no call of the tool may exceed. Where no sandbox limits a call its message carries its own limits, and these
-    are for one without.
+    """Return the task's limits. A call without a sandbox has its own limits in its message; these are for a message
+    without any.
     """
     if spec.pool in POOL_QUEUES:
         return {"soft_time_limit": spec.max_timeout_s, "time_limit": spec.max_timeout_s + POOL_GRACE_S}
@@ -90,14 +90,14 @@ def _limits(spec: ToolSpec) -> dict[str, Any]:
 
 
 class _PerThread:
-    """One executor a thread: its connection to sandboxd carries one request at a time."""
+    """One executor per thread: its connection to sandboxd carries one request at a time."""
 
     def __init__(self, build: ExecutorFactory) -> None:
         self._build = build
         self._local = threading.local()
 
     def get(self) -> Executor:
-        """This thread's."""
+        """Return this thread's executor."""
         if not hasattr(self._local, "executor"):
             self._local.executor = self._build()
         executor: Executor = self._local.executor
@@ -105,7 +105,7 @@ class _PerThread:
 
 
 class _Edge:
-    """What the tasks of a worker do."""
+    """The body of all tasks of a worker."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Edge:
         self._deployment = deployment
 
     def body(self, name: str) -> Body:
-        """The function of the task `name`."""
+        """Return the function of the task `name`."""
 
         def run(envelope: str) -> Mapping[str, Any]:
             return self._run(name, envelope)
@@ -137,7 +137,7 @@ class _Edge:
         message.
         """
         try:
-            call, context = _opened(name, envelope, self._key)
+            call, context = _decode(name, envelope, self._key)
         except EnvelopeRefused as error:
             log.error("envelope_refused", task=name, reason=error.reason, error=str(error))
             self._on_refused(error.reason)
@@ -152,7 +152,7 @@ class _Edge:
                     "call_repeated", tool=call.name, call=call.id, attempt=context.attempt, claim=repeated.claim.value
                 )
                 self._on_refused("repeated")
-                # No result is stored: it would take the place of the one that somebody waits for.
+                # No result is stored: it would replace the one that the caller waits for.
                 raise Ignore from None
 
     def _answer(self, call: ToolCall, context: ToolContext) -> Answer:
@@ -168,14 +168,14 @@ class _Edge:
         return answer
 
     def refuse_unknown(self, name: str, message: Any) -> None:
-        """A task that this worker does not have has failed; a call of ours in it is noted as one that will not
+        """Refuse a task that this worker does not have. If it holds a valid call, its record says that it will not
         start.
         """
         self._on_refused("wrong_task")
         try:
             _, arguments, _ = message.payload
-            # Refused by the executor, too, for want of the tool.
-            self._executors.get().execute(*_opened(name, arguments.get("envelope"), self._key))
+            # The executor refuses it too, because it does not have the tool.
+            self._executors.get().execute(*_decode(name, arguments.get("envelope"), self._key))
         except (EnvelopeRefused, CallRepeated, ValueError, TypeError, AttributeError) as error:
             log.error("unknown_task_refused", task=name, error=str(error))
 
@@ -203,8 +203,8 @@ def _round(clocks: Clocks) -> dict[str, float]:
     }
 
 
-def _opened(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, ToolContext]:
-    """The call. Raises EnvelopeRefused."""
+def _decode(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, ToolContext]:
+    """Return the call. Raises EnvelopeRefused."""
     if not isinstance(envelope, str):
         raise EnvelopeRefused("envelope is not text")
     call, context = decode_call(envelope, key)

@@ -1,4 +1,4 @@
-"""What the parent process of a Celery worker knows of its calls, and how it is told to end from within."""
+"""Reads the state of a Celery worker's parent process, and ends it from within."""
 
 import json
 import os
@@ -14,19 +14,23 @@ EXIT_RESTART = 75
 
 
 def count_running() -> int:
-    """Calls that a process or thread of the pool has begun."""
+    """Return how many calls the processes or threads of the pool have begun."""
     return len(state.active_requests)
 
 
 def find_sessions_at_work() -> set[str]:
-    """Sessions, `<tenant>:<session>`, of which a call was taken from the queue and has not ended; claimed or not."""
-    # One step of the interpreter: the main thread goes on changing it.
+    """Return the sessions, `<tenant>:<session>`, with a call that was taken from the queue and has not ended; claimed
+    or not.
+    """
+    # One step of the interpreter: the main thread changes it meanwhile.
     requests = list(state.requests.values())
     return {name for name in (parse_session_of(request.kwargs) for request in requests) if name is not None}
 
 
 def parse_session_of(arguments: Any) -> str | None:
-    """Whose call a task is, by its arguments; None for one without a session. Nobody has checked its signature yet."""
+    """Return the session of a task's call, by the task's arguments; None without one. Its signature is not checked
+    yet.
+    """
     try:
         context = json.loads(arguments["envelope"].split(".", 3)[3])["context"]
         return f"{context['tenant']}:{context['session']}" if context.get("session") else None
@@ -39,17 +43,17 @@ def end_worker(code: int, *, within_s: float | None = None) -> None:
     runs.
     """
     if within_s is not None:
-        # Results are stored again and again while Redis is away, and a hung call has no end: neither holds this up.
+        # Storing a result is retried while Redis is away, and a hung call does not end: neither may delay this.
         timer = threading.Timer(within_s, os._exit, (code,))
         timer.daemon = True
         timer.start()
     state.should_stop = code  # type: ignore[assignment]  # Celery: None, or the exit code
 
 
-def on_stopping(told: Callable[[], None]) -> None:
-    """Have `told` called when the worker begins to end. It may be in a signal handler: nothing that takes a lock."""
+def on_stopping(callback: Callable[[], None]) -> None:
+    """Call `callback` when the worker begins to end. It may run in a signal handler, so it must not take a lock."""
 
     def handle(**_: Any) -> None:
-        told()
+        callback()
 
     worker_shutting_down.connect(handle, weak=False)

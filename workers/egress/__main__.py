@@ -5,7 +5,7 @@ import sys
 
 from contract.errors import OperatorError
 from workers.egress.daemon import run
-from workers.logs import configure_logging, tell_not_started
+from workers.logs import configure_logging, log_not_started
 from workers.settings import load_egress_settings
 
 
@@ -15,7 +15,7 @@ def main() -> int:
         configure_logging("egress", settings)
         asyncio.run(run(settings))
     except (OperatorError, OSError) as error:
-        tell_not_started("egress", error)
+        log_not_started("egress", error)
         return 1
     return 0
 

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from contract.errors import OperatorError, SandboxUnavailable, ToolFailure
-from workers.guest_answers import GuestNonsense, parse_error, parse_told
+from workers.guest_answers import InvalidGuestAnswer, parse_error, parse_guest_answer
 from workers.mcp.answers import build_outcome
 from workers.mcp.imports import ImportedTool, import_tools
 from workers.mcp.sandbox_server import SandboxServer
@@ -107,8 +107,8 @@ def _run(client: SandboxClient, sandbox: str, request: Mapping[str, Any], body: 
     """As a environment does it for the calls of sessions."""
     response = client.call(sandbox, request, body)
     try:
-        told = parse_told(request, response.done)
-    except GuestNonsense as nonsense:
+        told = parse_guest_answer(request, response.done)
+    except InvalidGuestAnswer as nonsense:
         raise SandboxUnavailable(
             f"the sandbox gave an answer that is none ({nonsense}): see that its image is sound"
         ) from None

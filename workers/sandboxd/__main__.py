@@ -3,14 +3,14 @@
 import sys
 
 from contract.extras import explain_missing
-from workers.logs import tell_not_started
+from workers.logs import log_not_started
 
 
 def main() -> int:
     try:
         from workers.sandboxd.program import main as run
     except ModuleNotFoundError as error:
-        tell_not_started("sandboxd", explain_missing(error))
+        log_not_started("sandboxd", explain_missing(error))
         return 1
     return run()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from contract.errors import OperatorError
-from workers.logs import configure_logging, tell_not_started
+from workers.logs import configure_logging, log_not_started
 from workers.sandboxd.daemon import cancelled_by_signals, open_daemon, run
 from workers.sandboxd.egress.relay import connect_proxy
 from workers.sandboxd.plans import Plans, load_plans
@@ -106,7 +106,7 @@ def main() -> int:
         if arguments.check:
             sys.stderr.write(f"sandboxd: {error}\n")
         else:
-            tell_not_started("sandboxd", error)
+            log_not_started("sandboxd", error)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""What a tool gets and gives: the environment of its call in, an Outcome out."""
+"""The interface of tools: a handler gets its arguments and a ToolEnvironment, and returns an Outcome."""
 
 import copy
 import time
@@ -18,8 +18,8 @@ from contract.registry import Tool, ToolRegistry
 from contract.tenancy import SandboxTerms
 from workers.call_events import CallEvents, NoCallEvents
 from workers.custom.model import CallerModel
-from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
-from workers.sandbox_client import GuestResponse, SandboxClient, SandboxdAway, sandbox_id
+from workers.guest_answers import GuestAnswer, InvalidGuestAnswer, parse_error, parse_guest_answer
+from workers.sandbox_client import GuestResponse, SandboxClient, SandboxdUnreachable, sandbox_id
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ MAX_REQUESTS = 64
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a handler made of a call. `blob`: bytes for the orchestrator that do not go into the text."""
+    """The outcome of a handler. `blob`: bytes for the orchestrator that do not go into the text."""
 
     output: str | None = None
     metadata: dict[str, JsonValue] = field(default_factory=dict)
@@ -169,9 +169,9 @@ class ToolEnvironment:
                 code, message, figures = parse_error(answer)
                 raise ToolFailure(code, message + self.loss_note(message), **figures)
             return response
-        except SandboxdAway as away:
+        except SandboxdUnreachable as away:
             error = away.code.value
-            raise SandboxdAway(str(away), was_sent=away.was_sent or self._has_sent) from away
+            raise SandboxdUnreachable(str(away), was_sent=away.was_sent or self._has_sent) from away
         except (ToolFailure, OperatorError) as failure:
             error = failure.code.value
             raise
@@ -195,9 +195,9 @@ class ToolEnvironment:
                 return self._timed(
                     "place_skill", lambda: client.place_skill(self._name, digest, archive, shared=is_shared)
                 )
-        except SandboxdAway as away:
+        except SandboxdUnreachable as away:
             # Nothing of the call itself was asked for.
-            raise SandboxdAway(str(away), was_sent=self._has_sent) from away
+            raise SandboxdUnreachable(str(away), was_sent=self._has_sent) from away
 
     def open_sandbox(
         self,
@@ -264,11 +264,11 @@ class ToolEnvironment:
             )
         return self._resources.client
 
-    def _take_answer(self, request: Mapping[str, Any], response: GuestResponse) -> Told:
+    def _take_answer(self, request: Mapping[str, Any], response: GuestResponse) -> GuestAnswer:
         """Check the end of a request, and record what it reports."""
         try:
-            answer = parse_told(request, response.done)
-        except GuestNonsense as nonsense:
+            answer = parse_guest_answer(request, response.done)
+        except InvalidGuestAnswer as nonsense:
             self._give_up_sandbox()
             raise SandboxUnavailable(
                 f"the sandbox gave an answer that is none ({nonsense}), and was removed: open a new session"

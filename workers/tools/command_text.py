@@ -1,6 +1,4 @@
-"""How a command ended, as a model reads it: its output, then one line in brackets for each thing that is to be
-known.
-"""
+"""Formats the end of a command for a model: its output, then one line in brackets for each fact."""
 
 import json
 import signal
@@ -26,15 +24,15 @@ _FACTS = "cwd, exported variables and functions of this command were not kept"
 def build_outcome(
     arguments: Mapping[str, Any], response: GuestResponse, context: ToolContext, *, background: str = "background=true"
 ) -> Outcome:
-    """The outcome of an exec. `background`: with what a model starts what is to run on."""
+    """Return the outcome of an exec. `background`: the argument with which a model starts a job."""
     done, streams = response.done, response.streams
     counts, spill = done["streams"], _spill(done)
-    body, is_cut = show_output(streams.get("merged", b""), counts.get("merged", {}), _way_to_rest(done))
+    body, is_cut = show_output(streams.get("merged", b""), counts.get("merged", {}), _rest_hint(done))
     shown = {name: show_output(streams.get(name, b""), counts.get(name, {})) for name in ("stdout", "stderr")}
     notes = [*_place_notes(done), *_end_notes(done, background), *_limit_notes(arguments, done, context)]
     body = body or "(no output)"
     output = "\n".join([body.rstrip("\n") if notes else body, *notes])
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "metadata": {"stdout": shown["stdout"][0], "stderr": shown["stderr"][0], **_metadata(arguments, done, context)},
         "truncated": is_cut or shown["stdout"][1] or shown["stderr"][1],
         "spill": spill,
@@ -45,12 +43,15 @@ def build_outcome(
             f"longer timeout (at most {MAX_TIMEOUT_S:g}), start it with {background}, or do less in one call. Its cwd "
             "and variables were not kept"
         )
-        return Outcome(output, error=error, error_code=ErrorCode.TIMEOUT, **told)
+        return Outcome(output, error=error, error_code=ErrorCode.TIMEOUT, **fields)
     if done["cancelled"]:
         return Outcome(
-            output, error="the call was cancelled and its processes were killed", error_code=ErrorCode.CANCELLED, **told
+            output,
+            error="the call was cancelled and its processes were killed",
+            error_code=ErrorCode.CANCELLED,
+            **fields,
         )
-    return Outcome(output, **told)
+    return Outcome(output, **fields)
 
 
 def name_signal(number: int) -> str:
@@ -61,7 +62,7 @@ def name_signal(number: int) -> str:
 
 
 def build_read_call(path: str, offset: str = "") -> str:
-    """The call of read_tool that shows a file, from line `offset` on."""
+    """Return the call of read_tool that shows a file, from line `offset` on."""
     arguments = json.dumps({"file_path": show_name(path)}, ensure_ascii=False)
     return f'read_tool {arguments[:-1]}, "offset": {offset}}}' if offset else f"read_tool {arguments}"
 
@@ -86,7 +87,7 @@ def _spill(done: Mapping[str, Any]) -> Spill | None:
     return Spill(path=show_name(spill["path"]), bytes=spill["bytes"], lines=spill["lines"]) if spill else None
 
 
-def _way_to_rest(done: Mapping[str, Any]) -> str:
+def _rest_hint(done: Mapping[str, Any]) -> str:
     spill = done.get("spill")
     if spill is None:
         return f"there was no room in /output to keep them; {NARROWER}" if done.get("spill_failed") else NARROWER

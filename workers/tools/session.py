@@ -11,7 +11,7 @@ from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.specs import ToolSpec
-from workers.sandbox_client import PARCEL_TIMEOUT_S, GuestResponse
+from workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.imports import KINDS, build_import, check_import
 from workers.tools.shown_output import LIVE_BYTES, ShownOutput
@@ -197,7 +197,7 @@ SESSION_VERBS = (
             [],
             idempotent=True,
             timeout_s=60,
-            max_timeout_s=PARCEL_TIMEOUT_S,
+            max_timeout_s=ARCHIVE_TIMEOUT_S,
         ),
         _open,
     ),
@@ -207,7 +207,7 @@ SESSION_VERBS = (
             "Keep the session's files, and the state of its shell, for sessions to come.",
             {},
             [],
-            timeout_s=PARCEL_TIMEOUT_S,
+            timeout_s=ARCHIVE_TIMEOUT_S,
         ),
         _checkpoint,
     ),

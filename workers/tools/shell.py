@@ -94,7 +94,9 @@ _SPEC = ToolSpec(
 
 
 def _check_action(arguments: Mapping[str, Any]) -> str | None:
-    """What goes with which action. No part of the schema: model servers refuse or ignore conditions there."""
+    """Check which arguments go with which action. Not part of the schema: model servers refuse or ignore conditions
+    there.
+    """
     action, job_id = arguments["action"], arguments.get("job_id")
     if action == "run":
         if not arguments["command"].strip():
@@ -145,7 +147,7 @@ def _run_command(arguments: dict[str, Any], environment: ToolEnvironment) -> Out
 
 
 def run_shown(request: Mapping[str, Any], body: bytes, environment: ToolEnvironment) -> GuestResponse:
-    """An exec whose output is kept as a model is shown it, and shown meanwhile to whoever watches. Raises as
+    """Run an exec, keep its output as a model sees it, and send it to a caller that watches. Raises as
     `ToolEnvironment.run`.
     """
     limits = {

@@ -1,4 +1,4 @@
-"""A command's output while it runs, for whoever watches."""
+"""Sends a command's output to its caller while it runs."""
 
 import codecs
 
@@ -6,7 +6,7 @@ from workers.tools.base import ToolEnvironment
 from workers.tools.text import fold
 
 LIVE_BYTES = 1024 * 1024
-"""Of one call, as much is shown before it ends; its result has the rest."""
+"""At most so much is sent before a call ends; its result has the rest."""
 _SHOWN_AS = {"live": "stdout", "live_stderr": "stderr"}
 
 

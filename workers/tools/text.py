@@ -1,5 +1,5 @@
-"""Bytes of a program as text for a model: decoded, folded as a terminal would, cut at the head and tail, every cut
-said.
+"""Turns a program's bytes into text for a model: decoded, folded as by a terminal, cut to head and tail, with a note
+for every cut.
 """
 
 import re
@@ -12,7 +12,7 @@ MAX_OUTPUT_BYTES = 32 * 1024
 MAX_LINES = 2000
 HEAD_LINES = MAX_LINES // 4
 NARROWER = "narrow the command, or send its output to a file and read parts"
-"""What to do about an output whose rest is nowhere."""
+"""Advice for an output whose rest was not kept."""
 _ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
     r"|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # OSC: titles, links
@@ -22,8 +22,8 @@ _ESCAPE = re.compile(
 
 
 def encode(text: str, name: str) -> bytes:
-    """UTF-8 of an argument. Raises ToolFailure(INVALID_ARGUMENTS) for half a surrogate pair, which a model's JSON may
-    hold.
+    """Return the UTF-8 of an argument. Raises ToolFailure(INVALID_ARGUMENTS) for half a surrogate pair, which a model's
+    JSON may hold.
     """
     try:
         return text.encode("utf-8")
@@ -35,13 +35,13 @@ def encode(text: str, name: str) -> bytes:
 
 
 def decode(data: bytes) -> str:
-    """UTF-8 with replacement; NUL, which neither JSON readers nor terminals like, becomes U+FFFD."""
+    """Decode UTF-8 with replacement. NUL, which JSON readers and terminals do not accept, becomes U+FFFD."""
     return data.decode("utf-8", "replace").replace("\0", "\ufffd")
 
 
 def fold(text: str) -> str:
-    """What a terminal would still show: no escape sequences, of a line written over with carriage returns the last
-    version.
+    """Return what a terminal would still show: no escape sequences, and the last version of a line that was written
+    over.
     """
     if "\x1b" in text:
         text = _ESCAPE.sub("", text)
@@ -53,15 +53,15 @@ def fold(text: str) -> str:
 
 
 def show_name(text: str) -> str:
-    """A guest's name or path for a line of ours: what could end or fake the line is replaced."""
+    """Return a guest's name or path for a line of ours: characters that could end or fake the line are replaced."""
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in text.encode("utf-8", "replace").decode())
 
 
 def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) -> tuple[str, bool]:
-    """A captured stream as text of at most MAX_LINES lines, and whether something was left out, which is said where it
-    was.
+    """Return a captured stream as text of at most MAX_LINES lines, and whether something was left out. A note stands in
+    its place.
 
-    `counts`: total, head and tail bytes, as the guest tells. `rest`: how to get at what is left out; `{offset}` in it
+    `counts`: total, head and tail bytes, as the guest reports. `rest`: how to read what is left out; `{offset}` in it
     is the number of the first line that is not shown.
     """
     total, head = int(counts.get("total", len(data))), int(counts.get("head", len(data)))
@@ -81,7 +81,7 @@ def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) ->
 
 
 def _fold_backspaces(line: str) -> str:
-    """A character that was written over, as manual pages and progress signs do, is gone."""
+    """Remove characters that were written over, as manual pages and progress signs do."""
     if "\b" not in line:
         return line
     kept: list[str] = []
@@ -112,9 +112,7 @@ def _last_lines(data: bytes, most: int) -> bytes:
 
 
 def _to_edge(data: bytes) -> bytes:
-    """Without the part of a line that the cut left there, unless that is most of it; without half a code point in any
-    case.
-    """
+    """Remove the part of a line that the cut left, unless it is most of the text; always remove half a code point."""
     whole = data.rfind(b"\n") + 1
     return data[:whole] if whole * 2 > len(data) else _without_broken_end(data)
 
@@ -125,7 +123,7 @@ def _from_edge(data: bytes) -> bytes:
 
 
 def _without_broken_end(data: bytes) -> bytes:
-    """Without the beginning of a code point that the cut left there; bytes that are no UTF-8 at all stay."""
+    """Remove the beginning of a code point that the cut left. Bytes that are no UTF-8 stay."""
     for length in range(1, min(3, len(data)) + 1):
         byte = data[-length]
         if not _continues(byte):
@@ -134,7 +132,7 @@ def _without_broken_end(data: bytes) -> bytes:
 
 
 def _without_broken_start(data: bytes) -> bytes:
-    """Without the rest of a code point whose beginning the cut took; bytes that are no UTF-8 at all stay."""
+    """Remove the rest of a code point whose beginning was cut off. Bytes that are no UTF-8 stay."""
     rest = next((at for at, byte in enumerate(data[:4]) if not _continues(byte)), len(data))
     return data[rest:] if rest <= 3 else data
 
@@ -144,7 +142,7 @@ def _continues(byte: int) -> bool:
 
 
 def _size_of(first: int) -> int:
-    """Bytes of the code point that begins with `first`; 1 when none does."""
+    """Return the number of bytes of the code point that begins with `first`; 1 when none does."""
     if 0xC2 <= first < 0xE0:
         return 2
     if 0xE0 <= first < 0xF0:
