@@ -34,8 +34,8 @@ class Answer(dict[str, Any]):
     """The return value of a task. Celery, its events and its log see a few harmless fields; the caller gets the whole
         record.
 
-    `ending` None: the call was not run, and its record stays as it is. `log_end` writes the call's line of the log; it is
-    called when the result is stored, so that the caller does not wait for it.
+    `ending` None: the call was not run, and its record stays as it is. `log_end` writes the call's line of the log. It
+    is called when the result is stored, so that the caller does not wait for it.
     """
 
     def __init__(
