@@ -164,7 +164,7 @@ def build_host(
     engine: FakeEngine | None = None,
     suspension_store: MemorySuspensionStore | None = None,
     plans: Plans = PLANS,
-    equip: Callable[[Session, Sandbox], None] | None = None,
+    prepare_network: Callable[[Session, Sandbox], None] | None = None,
 ) -> FakeHost:
     """All parts, over a fake engine; `folder` is what a next host of that name finds again."""
     engine = engine or FakeEngine(*behaviours)
@@ -176,7 +176,9 @@ def build_host(
     factory = SandboxFactory(engine, profile, workspaces or TmpfsWorkspaces(), records, slots, owner, "default")  # type: ignore[arg-type]
     pools = WarmPools(factory, {PLAN: pool.target} if pool is not None else {}, pool or PoolLimits(0, 1, 0, 1))
     suspension_store = suspension_store or MemorySuspensionStore()
-    sessions = Sessions(factory, pools, suspension_store, records, limit=100, revise=plans.revise, equip=equip)
+    sessions = Sessions(
+        factory, pools, suspension_store, records, limit=100, revise=plans.revise, prepare_network=prepare_network
+    )
     reaper = Reaper(engine, factory, records, lease, "default", name)  # type: ignore[arg-type]
     monitor = SessionMonitor(sessions, factory, reaper, idle or IdleTimes(3600, 7200))
     return FakeHost(

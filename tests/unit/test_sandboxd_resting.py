@@ -134,7 +134,7 @@ async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_
         def refuse(entry: Session, sandbox: Sandbox) -> None:
             raise RuntimeError("no way out")
 
-        host.sessions._equip = refuse
+        host.sessions._prepare_network = refuse
         with pytest.raises(RuntimeError):
             await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert (host.alive, host.factory.slots.taken, len(host.sessions)) == ([], 0, 0)

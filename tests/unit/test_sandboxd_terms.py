@@ -144,7 +144,7 @@ class Standing:
     def close(self) -> None: ...
 
 
-def equip(entry: Session, sandbox: Sandbox) -> None:
+def prepare_network(entry: Session, sandbox: Sandbox) -> None:
     sandbox.tunnels = Standing()
 
 
@@ -172,7 +172,7 @@ async def test_open_gives_what_class_and_terms_allow_and_tells_it(tmp_path: Path
 
 
 async def test_a_network_that_is_taken_back_is_cut_at_the_next_call(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, plans=PLANS, equip=equip) as daemon:
+    async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
         client, name = await daemon.open(terms=OPEN)
         entry = daemon.sessions.find(name)
         assert entry is not None
@@ -184,7 +184,7 @@ async def test_a_network_that_is_taken_back_is_cut_at_the_next_call(tmp_path: Pa
 
 
 async def test_terms_can_be_told_for_all_sessions_of_a_tenant_without_a_call(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, plans=PLANS, equip=equip) as daemon:
+    async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
         for session in ("s1", "s2"):
             client, _ = await daemon.open(session, terms=OPEN)
         await asyncio.to_thread(client.open, "umbrella", "s1", terms=OPEN)
@@ -194,7 +194,7 @@ async def test_terms_can_be_told_for_all_sessions_of_a_tenant_without_a_call(tmp
 
 
 async def test_terms_that_change_nothing_of_the_network_cut_nothing(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, plans=PLANS, equip=equip) as daemon:
+    async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
         client, name = await daemon.open(terms=OPEN)
         await call(client, name, terms=OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
         assert standing(daemon.sessions.find(name)).cuts == 0

@@ -145,7 +145,7 @@ class Connection:
         )
         if self._link.is_gone:
             raise ConnectionError("the worker left before its call began")
-        if call_id in session.called_off:
+        if call_id in session.cancelled_calls:
             raise ToolFailure(ErrorCode.CANCELLED, "the call was cancelled before it began")
         started, done = time.monotonic(), dict[str, Any]()
         call = sandbox.begin(call_id, request, count_budget(request), self._relay)
@@ -169,7 +169,7 @@ class Connection:
             "sandbox_s": time.monotonic() - started,
         }
         if "sandbox_lost" in done:
-            sandbox.loss_told = True
+            sandbox.is_loss_reported = True
             own["workspace_kept"] = session.workspace.outlives_container
         log.info(
             "sandbox_call_ended",

@@ -67,7 +67,7 @@ class ControlRequests:
             tenant = parse_session(header).partition(":")[0]
             return {"deleted": await self._checkpoints.forget(tenant, parse_text(header, "checkpoint"))}
         if verb == "terms":
-            return {"sessions": await self._tell_terms(header)}
+            return {"sessions": await self._update_terms(header)}
         if verb == "status":
             return {**self._describe(), "sessions": len(self._sessions), "sandboxes": self._sessions.count_sandboxes()}
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown verb {str(verb)[:40]!r}")
@@ -107,14 +107,14 @@ class ControlRequests:
     async def _restore(self, checkpoint: str, session: Session, sandbox: Sandbox) -> None:
         await self._checkpoints.load(session.tenant, checkpoint, sandbox)
 
-    async def _tell_terms(self, header: Mapping[str, Any]) -> int:
+    async def _update_terms(self, header: Mapping[str, Any]) -> int:
         """For all sessions of a tenant here; gives how many there are."""
         tenant, terms = parse_text(header, "tenant"), parse_terms(header)
         if terms is None:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'terms' is missing")
         entries = [entry for entry in self._sessions.all() if entry.tenant == tenant]
         for entry in entries:
-            self._sessions.tell_terms(entry, terms)
+            self._sessions.update_terms(entry, terms)
             await asyncio.sleep(0)  # each may be a file written: others go on in between
         return len(entries)
 
@@ -140,7 +140,7 @@ class ControlRequests:
                     session.used_at = time.monotonic()
                 elif session.used_at == asked_at:
                     session.used_at = used_at
-        session.note_kept(saved.id, is_automatic=is_automatic)
+        session.note_checkpoint(saved.id, is_automatic=is_automatic)
         return {
             "checkpoint": saved.id,
             "bytes": saved.bytes,
@@ -162,7 +162,7 @@ class ControlRequests:
                     sandbox.cancel(call)
                     return True
         # It may be on its way here, or have more to ask for.
-        session.called_off.append(call_id)
+        session.cancelled_calls.append(call_id)
         return False
 
 

@@ -103,7 +103,7 @@ class Daemon:
             records,
             limit=settings.max_sessions,
             revise=plans.revise,
-            equip=partial(_equip, settings, plans),
+            prepare_network=partial(_prepare_network, settings, plans),
         )
         self.checkpoints = Checkpoints(
             open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS
@@ -223,7 +223,7 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
         )
 
 
-def _equip(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: Sandbox) -> None:
+def _prepare_network(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: Sandbox) -> None:
     if session.plan.network != "egress":
         return
     preamble = {"v": 1, "tenant": session.tenant, "session": session.id.partition(":")[2]}

@@ -141,7 +141,7 @@ class SessionMonitor:
         """
         asked_before = time.monotonic() - self._idle.pause_s
         candidates = [entry for entry in self._sessions.all() if entry.sandbox is not None and not entry.is_closing]
-        return [entry for entry in candidates if entry.idle_s() >= idle_s and entry.looked_at <= asked_before]
+        return [entry for entry in candidates if entry.idle_s() >= idle_s and entry.checked_at <= asked_before]
 
     async def end_overfull(self) -> None:
         """End the sandboxes whose workspaces hold more than they may, where the kernel does not see to it."""

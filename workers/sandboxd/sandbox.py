@@ -53,7 +53,7 @@ class Connections(Protocol):
     def close(self) -> None: ...
 
 
-class Tally(Protocol):
+class SandboxCounter(Protocol):
     """What is counted of all sandboxes (counts.py)."""
 
     oom: int
@@ -91,11 +91,11 @@ class Sandbox:
     container: str
     name: str = ""
     lost: str | None = field(init=False, default=None)
-    loss_told: bool = field(init=False, default=False)
+    is_loss_reported: bool = field(init=False, default=False)
     is_removed: bool = field(init=False, default=False)
     tunnels: Connections | None = field(init=False, default=None)
     on_removed: Callable[[], None] | None = None
-    counts: "Tally | None" = None
+    counts: "SandboxCounter | None" = None
     calls: dict[str, RunningCall] = field(init=False, default_factory=dict)
     _channel: GuestChannel | None = field(init=False, default=None)
     _hello: asyncio.Future[None] = field(init=False, default_factory=lambda: asyncio.get_running_loop().create_future())

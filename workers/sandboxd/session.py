@@ -29,7 +29,7 @@ RENEW_S = 86_400.0
 swept.
 """
 _ROW_CHARS = 200
-MAX_CALLED_OFF = 100
+MAX_CANCELLED_CALLS = 100
 """The newest; ids are never used again."""
 _RESTORED = (
     "{why}, and the session goes on elsewhere: its files, kept outputs and the shell's folder, variables and functions "
@@ -82,19 +82,18 @@ class SessionActivity:
 
 @dataclass(eq=False)
 class Session:
-    """A session's claim on this host.
+    """One session of this host.
 
-    `terms`: of its tenant, as a worker told them last; `plan`: of its sandbox, by the terms at its making. `fence`: of
-    the place under which it was opened here: a request with a later one means another session than this. `sandbox`:
-    replaced when it was lost; None while the session's container is given up (evicted), or after sandboxd was started
-    anew. `archive`: what of the container was packed when it was given up, to be unpacked into the next. `lost`: why
-    there is no sandbox, when it was not given up in order. `news`: what the next call's answer tells. `untold`: a loss
-    of all files that no call has been told. `is_closing`: it is in the list until its container is gone, for nobody's
-    use. `checkpoint`: the last that was made here; `automatic_at`: when the newest that nobody asked for was made,
-    epoch seconds, None: there is none. `overfull_bytes`: what its workspace held when that was last found to be too
-    much. `is_moving`: its sandbox is being given up, and calls wait for the lock. `checkpointing`: held while a
-    checkpoint is made, calls go on. `waiting`: ids of calls that wait; a cancel takes one out. `called_off`: ids of
-    calls whose cancel came while nothing of them was here: between two of their requests, or before the first.
+    `terms`: the tenant's, as a worker sent them last. `plan`: the sandbox's, from the terms at the time it was made.
+    `fence`: the opening of the session; a request with a later one means another session.
+    `sandbox`: None after an eviction, or after a restart of sandboxd. `archive`: the packed files of the evicted
+    container. `lost`: why the sandbox was lost. `news`: what the next call's answer reports. `unreported_loss`: a loss
+    of all files that no call has reported yet. `is_closing`: nobody may use the session any more; it stays in the list
+    until its container is removed. `is_moving`: the sandbox is being evicted, and calls wait for the lock.
+    `checkpoint`: the last one made here. `automatic_at`: when the last automatic one was made, in epoch seconds.
+    `checkpointing`: held while a checkpoint is made; calls go on. `overfull_bytes`: the size of the workspace when it
+    was last found too large. `waiting`: ids of calls that wait for the sandbox; a cancel removes one.
+    `cancelled_calls`: ids of calls whose cancel came before the call, or between two of its requests.
     """
 
     id: str
@@ -107,10 +106,10 @@ class Session:
     archive: str | None = field(init=False, default=None)
     lost: str | None = field(init=False, default=None)
     news: str | None = field(init=False, default=None)
-    untold: str | None = field(init=False, default=None)
+    unreported_loss: str | None = field(init=False, default=None)
     failed_unpacks: int = field(init=False, default=0)
     used_at: float = field(init=False, default_factory=time.monotonic)
-    looked_at: float = field(init=False, default=0.0)
+    checked_at: float = field(init=False, default=0.0)
     is_paused: bool = field(init=False, default=False)
     is_moving: bool = field(init=False, default=False)
     is_closing: bool = field(init=False, default=False)
@@ -121,7 +120,7 @@ class Session:
     checkpoint: str | None = field(init=False, default=None)
     automatic_at: float | None = field(init=False, default=None)
     waiting: list[str] = field(init=False, default_factory=list)
-    called_off: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=MAX_CALLED_OFF))
+    cancelled_calls: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=MAX_CANCELLED_CALLS))
     lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     checkpointing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
@@ -155,7 +154,7 @@ class Session:
             parcel=self.archive,
             used_at=used_at,
             news=self.news,
-            untold=self.untold,
+            untold=self.unreported_loss,
             terms=self.terms,
             fence=self.fence,
             changed=self.activity.changed,
@@ -201,7 +200,7 @@ class Session:
             "state": self._state(),
         }
 
-    def note_kept(self, checkpoint: str, *, is_automatic: bool) -> None:
+    def note_checkpoint(self, checkpoint: str, *, is_automatic: bool) -> None:
         """A checkpoint has been made."""
         self.checkpoint = checkpoint
         if is_automatic:

@@ -59,12 +59,12 @@ class Sessions:
         *,
         limit: int,
         revise: Revise,
-        equip: Callable[[Session, Sandbox], None] | None = None,
+        prepare_network: Callable[[Session, Sandbox], None] | None = None,
     ) -> None:
-        """`equip`: gives a session's new sandbox what only the session knows, its way out."""
+        """`prepare_network`: gives a session's new sandbox what only the session knows, its way out."""
         self._factory = factory
         self._revise = revise
-        self._equip = equip or (lambda _entry, _sandbox: None)
+        self._prepare_network = prepare_network or (lambda _entry, _sandbox: None)
         self._pools = pools
         self._records = records
         self._store = suspension_store
@@ -72,7 +72,7 @@ class Sessions:
         self._limit = limit
         self._sessions: dict[str, Session] = {}
         self._starting: dict[str, asyncio.Task[Session]] = {}
-        factory.slots.make_room = self._give_one_up
+        factory.slots.free_slot = self._free_slot
 
     async def open(self, session: str, start: NewSession) -> Session:
         """A session with a fresh sandbox, filled; opening an open one gives it as it is (a repeated request), but for
@@ -85,7 +85,7 @@ class Sessions:
             entry = await self._open_or_join(session, start)
             if start.moved is None or entry.fence >= start.moved.fence:
                 if start.terms is not None:
-                    self.tell_terms(entry, start.terms)
+                    self.update_terms(entry, start.terms)
                 return entry
             log.warning("stale_session_closed", fence=entry.fence, wanted=start.moved.fence)
             await self.close(session)
@@ -122,13 +122,13 @@ class Sessions:
             raise SandboxdEnding
         entry.used_at = time.monotonic()
         if terms is not None:
-            self.tell_terms(entry, terms)
-        if not entry.is_ready or entry.untold is not None:
+            self.update_terms(entry, terms)
+        if not entry.is_ready or entry.unreported_loss is not None:
             await self._wait_ready(entry, call_id)
         assert entry.sandbox is not None
         return entry, entry.sandbox
 
-    def tell_terms(self, entry: Session, terms: SandboxTerms) -> None:
+    def update_terms(self, entry: Session, terms: SandboxTerms) -> None:
         """The tenant's terms are these from now on: for the rules of the next connection at once, for all else of the
         next sandbox.
 
@@ -192,7 +192,7 @@ class Sessions:
         except TimeoutError:
             log.warning("sessions_not_packed_in_time", within_s=within_s)
         left = [entry for entry in self.all() if entry.sandbox is not None]
-        await settle(self._give_in(entry) for entry in left)
+        await settle(self._remove_unpacked(entry) for entry in left)
         await settle(self.close(entry.id) for entry in self.all() if not self.suspender.is_kept(entry))
 
     def adopt(self) -> int:
@@ -242,7 +242,7 @@ class Sessions:
         if start.moved is not None:
             _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
         try:
-            self._equip(entry, sandbox)
+            self._prepare_network(entry, sandbox)
             if start.fill is not None:
                 await start.fill(entry, sandbox)
                 entry.used_at = time.monotonic()
@@ -301,34 +301,34 @@ class Sessions:
     async def _make_ready(self, entry: Session, *, is_call: bool) -> None:
         sandbox = entry.sandbox
         lost = sandbox if sandbox is not None and sandbox.lost is not None else None
-        if lost is not None and not entry.workspace.outlives_container and not lost.loss_told:
-            lost.loss_told = True
-            entry.untold = FILES_LOST.format(f"the sandbox of this session died ({lost.lost})")
-        self._check_told(entry, is_call)
+        if lost is not None and not entry.workspace.outlives_container and not lost.is_loss_reported:
+            lost.is_loss_reported = True
+            entry.unreported_loss = FILES_LOST.format(f"the sandbox of this session died ({lost.lost})")
+        self._report_loss(entry, is_call)
         if lost is not None:
-            await self._take_away(entry, lost)
+            await self._remove_lost(entry, lost)
         if entry.sandbox is None:
             await self._start_again(entry)
         elif entry.is_paused:
             await self._factory.engine.unpause(entry.sandbox.container)
             entry.is_paused = False
 
-    def _check_told(self, entry: Session, is_call: bool) -> None:
+    def _report_loss(self, entry: Session, is_call: bool) -> None:
         """A model must not find an empty folder that it has not been told of: what is no call is refused until one has
         been.
         """
-        if entry.untold is not None:
-            untold = entry.untold
+        if entry.unreported_loss is not None:
+            unreported_loss = entry.unreported_loss
             if is_call:
-                entry.untold = None
+                entry.unreported_loss = None
                 self.suspender.try_keep(entry)
-            raise SandboxUnavailable(untold)
+            raise SandboxUnavailable(unreported_loss)
 
-    async def _take_away(self, entry: Session, sandbox: Sandbox) -> None:
+    async def _remove_lost(self, entry: Session, sandbox: Sandbox) -> None:
         await sandbox.remove()
         # Whoever was told by his own call's result has no need of it again.
         entry.lost = sandbox.lost
-        is_news = entry.workspace.outlives_container and not sandbox.loss_told
+        is_news = entry.workspace.outlives_container and not sandbox.is_loss_reported
         if is_news:
             entry.add_news(KEPT.format(sandbox.lost))
         entry.sandbox, entry.is_paused = None, False
@@ -340,7 +340,7 @@ class Sessions:
         sandbox = await self._factory.make(plan, entry.workspace, entry.generation + 1)
         entry.plan = plan
         try:
-            self._equip(entry, sandbox)
+            self._prepare_network(entry, sandbox)
             if entry.lost is None and entry.archive is not None:
                 await self.suspender.unpack(entry, sandbox)
             if self._factory.is_ending:
@@ -350,7 +350,7 @@ class Sessions:
             raise
         entry.was_rebuilt = entry.was_rebuilt or entry.lost is not None
         archive, entry.archive = entry.archive, None
-        entry.sandbox, entry.generation, entry.lost, entry.looked_at = sandbox, entry.generation + 1, None, 0.0
+        entry.sandbox, entry.generation, entry.lost, entry.checked_at = sandbox, entry.generation + 1, None, 0.0
         entry.activity.end_jobs()
         self.suspender.try_keep(entry)  # first: no record names an archive that is gone
         await self.suspender.forget_archive(entry, archive)
@@ -369,7 +369,7 @@ class Sessions:
         async with slots:
             await self.suspender.suspend(entry)
 
-    async def _give_in(self, entry: Session) -> None:
+    async def _remove_unpacked(self, entry: Session) -> None:
         """Remove a container that could not be packed."""
         try:
             self.suspender.keep(entry)
@@ -377,7 +377,7 @@ class Sessions:
             if entry.sandbox is not None:
                 await entry.sandbox.remove()
 
-    async def _give_one_up(self) -> bool:
+    async def _free_slot(self) -> bool:
         """For another's sake: a warm sandbox, else the container of the session that has been idle for the longest
         time.
         """
@@ -388,7 +388,7 @@ class Sessions:
         idle = [
             entry
             for entry in self.all()
-            if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.looked_at < asked_before
+            if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.checked_at < asked_before
         ]
         for entry in sorted(idle, key=lambda one: one.used_at):
             if await self.suspender.give_up(entry):
@@ -404,7 +404,7 @@ def _move_in(entry: Session, sandbox: Sandbox, moved: SessionMove, *, is_restore
         entry.automatic_at = moved.checkpoint_at.timestamp() if moved.checkpoint_at is not None else 0.0
         entry.news = moved.news()
     else:
-        entry.untold = moved.loss()
+        entry.unreported_loss = moved.loss()
 
 
 def _not_found() -> ToolFailure:

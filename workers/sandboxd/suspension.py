@@ -139,7 +139,9 @@ class SessionSuspender:
                 if entry.workspace.outlives_container:
                     entry.add_news(KEPT.format(entry.lost))
                 else:
-                    entry.untold = FILES_LOST.format(f"the sandbox of this session cannot be had again ({entry.lost})")
+                    entry.unreported_loss = FILES_LOST.format(
+                        f"the sandbox of this session cannot be had again ({entry.lost})"
+                    )
             raise
         entry.failed_unpacks = 0
 
@@ -204,7 +206,7 @@ class SessionSuspender:
         await self._factory.discard(sandbox)
 
     async def _has_jobs(self, entry: Session, sandbox: Sandbox) -> bool:
-        entry.looked_at = time.monotonic()
+        entry.checked_at = time.monotonic()
         jobs = (await ask_attestation(sandbox)).jobs
         entry.activity.note_jobs(jobs)
         return jobs > 0
@@ -230,7 +232,7 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
         records.forget_session(record.id)
         return None
     entry = Session(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.terms)
-    entry.archive, entry.news, entry.untold = record.parcel, record.news, record.untold
+    entry.archive, entry.news, entry.unreported_loss = record.parcel, record.news, record.untold
     entry.fence, entry.automatic_at = record.fence, record.automatic_at
     # What it did between its record and the end of its sandboxd nobody knows.
     entry.activity.has_written = record.changed or record.parcel is None

@@ -86,7 +86,7 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-class Tally:
+class ArchiveHash:
     """Counts and hashes what passes; judges it at the end."""
 
     def __init__(self) -> None:

@@ -14,10 +14,10 @@ from workers.sandboxd.archives.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
     STORE_SETTING,
+    ArchiveHash,
     NotStored,
     StoredFacts,
     StoreThreads,
-    Tally,
     check_room,
     encode_facts,
     is_name,
@@ -68,7 +68,7 @@ class FolderStore:
         )
 
     async def get(self, name: str) -> AsyncGenerator[bytes]:
-        wanted, tally, failed = await self.describe(name), Tally(), f"the stored files {name} cannot be read"
+        wanted, tally, failed = await self.describe(name), ArchiveHash(), f"the stored files {name} cannot be read"
         tenant, archive = split_name(name)
         with await self._do(failed, lambda: open(self._folder / tenant / (archive + _DATA), "rb", 0)) as file:
             while chunk := await self._do(failed, lambda: file.read(_READ_BYTES)):
@@ -108,7 +108,7 @@ class FolderStore:
         return sorted(name for name in names if is_name(name) and name.startswith(prefix))
 
     async def _write(self, file: BinaryIO, chunks: AsyncIterator[bytes], failed: str) -> StoredFacts:
-        tally, unchecked = Tally(), CHECK_EVERY_BYTES
+        tally, unchecked = ArchiveHash(), CHECK_EVERY_BYTES
         async for chunk in chunks:
             tally.add(chunk)
             unchecked += len(chunk)

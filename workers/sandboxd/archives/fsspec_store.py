@@ -15,10 +15,10 @@ from workers.sandboxd.archives.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
     STATE_SETTING,
+    ArchiveHash,
     NotStored,
     StoredFacts,
     StoreThreads,
-    Tally,
     check_room,
     encode_facts,
     is_name,
@@ -71,7 +71,7 @@ class FsspecStore:
         return parse_facts(name, await self._do(f"did not tell of {name}", lambda: self._read_facts(name)))
 
     async def get(self, name: str) -> AsyncGenerator[bytes]:
-        wanted, tally, failed = await self.describe(name), Tally(), f"did not give {name}"
+        wanted, tally, failed = await self.describe(name), ArchiveHash(), f"did not give {name}"
         file = await self._do(failed, lambda: self._fs.open(self._path(name, _DATA), "rb"))
         try:
             while chunk := bytes(await self._do(failed, lambda: file.read(_READ_BYTES))):
@@ -94,7 +94,7 @@ class FsspecStore:
             path.unlink(missing_ok=True)
 
     async def _gather(self, file: Any, chunks: AsyncIterator[bytes]) -> StoredFacts:
-        tally, unchecked = Tally(), CHECK_EVERY_BYTES
+        tally, unchecked = ArchiveHash(), CHECK_EVERY_BYTES
         async for chunk in chunks:
             tally.add(chunk)
             unchecked += len(chunk)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.archives.base import Tally
+from workers.sandboxd.archives.base import ArchiveHash
 from workers.sandboxd.frames import Frame
 from workers.sandboxd.requests import FRAME_COST_BYTES, build_words
 
@@ -108,7 +108,7 @@ class Packing:
         Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, SandboxUnavailable; what was
         given is then void.
         """
-        flow, tally = _Outflow(self._guest), Tally()
+        flow, tally = _Outflow(self._guest), ArchiveHash()
         request = _exec(["bash", "-c", _PACK, "pack", *self._roots], {"stream": self._max_bytes + 1})
         packing = asyncio.ensure_future(self._guest.ask(request, sink=flow.take))
         packing.add_done_callback(lambda _: flow.end())

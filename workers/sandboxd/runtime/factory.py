@@ -41,13 +41,13 @@ _LOOK_S = 0.1
 
 
 class SandboxSlots:
-    """Places for containers. `make_room` is asked to give one up, and tells whether it did."""
+    """Places for containers. `free_slot` is asked to give one up, and tells whether it did."""
 
     def __init__(self, limit: int, wait_s: float = SLOT_WAIT_S) -> None:
         self.limit = limit
         self.taken = 0
         self._wait_s = wait_s
-        self.make_room: Callable[[], Awaitable[bool]] | None = None
+        self.free_slot: Callable[[], Awaitable[bool]] | None = None
         self._making: set[asyncio.Future[bool]] = set()
 
     @property
@@ -65,7 +65,7 @@ class SandboxSlots:
         """A place, for which others may have to give theirs up. Raises SandboxUnavailable when nobody can in time."""
         until = time.monotonic() + self._wait_s
         while not self.try_take():
-            if await self._has_made_room():
+            if await self._has_freed_slot():
                 continue
             if time.monotonic() >= until:
                 raise SandboxUnavailable(
@@ -77,13 +77,13 @@ class SandboxSlots:
     def give_back(self) -> None:
         self.taken -= 1
 
-    async def _has_made_room(self) -> bool:
+    async def _has_freed_slot(self) -> bool:
         """Who gives a place up does so to the end, also when it takes longer than anybody waits: half of it done is a
         session's state lost.
         """
-        if self.make_room is None:
+        if self.free_slot is None:
             return False
-        making = asyncio.ensure_future(self.make_room())
+        making = asyncio.ensure_future(self.free_slot())
         self._making.add(making)
         making.add_done_callback(self._making.discard)
         await asyncio.wait({making}, timeout=GIVE_UP_S)
