@@ -185,6 +185,9 @@ def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
 AT_ONCE = 200
 """So many operations make a step: what it costs others is that Redis does nothing else for some milliseconds."""
 RETRY_S = 0.5
+TOGETHER_S = 0.003
+"""How long a release, and a request behind others of its tenant, wait for more that a step can carry. A queue has a few
+calls more than its workers have slots, so no worker waits for it."""
 OTHERS_AT_ONCE = 4
 
 Clock = Callable[[], float]
@@ -230,19 +233,21 @@ class SlotStore:
         self._others: list[Operation] = []
         self._next: asyncio.Handle | None = None
         """The step that is scheduled. None while one is on its way, and while there is nothing to send."""
-        self._is_sending = self._is_closed = False
+        self._is_sending = self._is_closed = self._is_hurried = False
         self._context = contextvars.Context()
         """Its log lines do not carry the names of the call that happened to start a step."""
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def ask(self, call: str, request: SlotRequest, *, is_early: bool = False) -> bool:
+    def ask(self, call: str, request: SlotRequest, *, is_early: bool = False, is_in_line: bool = False) -> bool:
         """Request a slot for a call. A step that waits because Redis did not answer is sent now: its caller must learn
         at once that Redis is away.
 
-        `is_early`: send the step before this returns, unless one is on its way. Returns whether it was sent.
+        `is_early`: send the step before this returns, unless one is on its way. `is_in_line`: other calls of the
+        tenant wait for the queue, so this one need not hurry. Returns whether it was sent.
         """
         self._requests[call] = request
+        self._is_hurried = self._is_hurried or not is_in_line
         is_sent_now = is_early and not self._is_sending
         if is_sent_now:
             self._stop_waiting()
@@ -260,6 +265,7 @@ class SlotStore:
     def add(self, operation: Operation) -> None:
         """Anything else; only for what may be lost."""
         self._others.append(operation)
+        self._is_hurried = True
         self._schedule()
 
     def close(self) -> None:
@@ -273,19 +279,19 @@ class SlotStore:
         await asyncio.wait({waiting}, timeout=within_s)
         waiting.cancel()
 
-    def _schedule(self, delay_s: float = 0.0) -> None:
+    def _schedule(self, delay_s: float = TOGETHER_S) -> None:
+        """Send a step after that time, or now if something hurries."""
         self._idle.clear()
         if self._is_sending or self._is_closed:
             return
-        loop = asyncio.get_running_loop()
-        if isinstance(self._next, asyncio.TimerHandle) and delay_s == 0.0:
+        if self._is_hurried and isinstance(self._next, asyncio.TimerHandle):
             self._stop_waiting()
         if self._next is None:
-            self._next = (
-                loop.call_later(delay_s, self._send, context=self._context)
-                if delay_s
-                else loop.call_soon(self._send, context=self._context)
-            )
+            loop = asyncio.get_running_loop()
+            if self._is_hurried:
+                self._next = loop.call_soon(self._send, context=self._context)
+            else:
+                self._next = loop.call_later(delay_s, self._send, context=self._context)
 
     def _stop_waiting(self) -> None:
         if self._next is not None:
@@ -294,7 +300,7 @@ class SlotStore:
 
     def _send(self) -> None:
         """Send one step. Releases go first: the requests of the same step then find their slots."""
-        self._next, self._is_sending = None, True
+        self._next, self._is_sending, self._is_hurried = None, True, False
         self._idle.clear()
         releases = dict(itertools.islice(self._releases.items(), AT_ONCE))
         requests = dict(itertools.islice(self._requests.items(), AT_ONCE - len(releases)))
@@ -332,8 +338,9 @@ class SlotStore:
                 self._releases.pop(call, None)
             self._on_reply(parse_reply(done.result()), step.requests)
         if self._requests or self._releases or self._others:
-            # A release can wait a moment. A new request is sent at once, so that its caller learns that Redis is away.
-            self._schedule(RETRY_S if error is not None and not self._requests else 0.0)
+            # The caller of a new request must learn at once that Redis is away.
+            self._is_hurried = self._is_hurried or (error is not None and bool(self._requests))
+            self._schedule(RETRY_S if error is not None else TOGETHER_S)
         else:
             self._idle.set()
 

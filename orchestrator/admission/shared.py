@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ class SharedAdmission:
         self._numbers = itertools.count(1)
         self._tickets: dict[str, _Ticket] = {}
         self._waiting: dict[str, _Ticket] = {}
+        self._lines = Counter[tuple[str, str]]()
+        """How many calls of each tenant wait for each queue."""
         self._steps = SlotStore(
             self._scripts,
             deployment,
@@ -88,8 +91,7 @@ class SharedAdmission:
     @asynccontextmanager
     async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
         """As promised by Admission. `wait_s` holds for Redis's answer, too."""
-        # While calls wait here, this one would wait as well: then it is not worth to publish it early.
-        ticket, is_sent = self._request(request, is_early=is_early and not self._waiting)
+        ticket, is_sent = self._request(request, is_early=is_early)
         slot = _SharedSlot(self, ticket, is_sent)
         try:
             if not is_sent:
@@ -127,8 +129,12 @@ class SharedAdmission:
         ticket = _Ticket(f"{self.id}.{next(self._numbers)}", request, asyncio.get_running_loop().create_future())
         # A call that was published early learns of a failure by its publish.
         ticket.granted.add_done_callback(_retrieve)
+        # Behind other calls of its tenant it waits as well: to publish it early would be in vain.
+        is_in_line = self._lines[request.tenant, request.queue] > 0
         self._tickets[ticket.call] = self._waiting[ticket.call] = ticket
-        return ticket, self._steps.ask(ticket.call, request, is_early=is_early)
+        self._lines[request.tenant, request.queue] += 1
+        is_early = is_early and not is_in_line
+        return ticket, self._steps.ask(ticket.call, request, is_early=is_early, is_in_line=is_in_line)
 
     async def _wait(self, ticket: _Ticket) -> None:
         try:
@@ -157,8 +163,15 @@ class SharedAdmission:
 
     def _drop(self, ticket: _Ticket, used_s: float) -> None:
         if self._tickets.pop(ticket.call, None) is not None:
-            self._waiting.pop(ticket.call, None)
+            self._end_wait(ticket)
             self._steps.give_back(ticket.call, used_s)
+
+    def _end_wait(self, ticket: _Ticket) -> None:
+        if self._waiting.pop(ticket.call, None) is not None:
+            line = (ticket.request.tenant, ticket.request.queue)
+            self._lines[line] -= 1
+            if not self._lines[line]:
+                del self._lines[line]
 
     def _grant(self, calls: Sequence[str]) -> None:
         for call in calls:
@@ -168,7 +181,7 @@ class SharedAdmission:
                 self._steps.give_back(call, 0.0)
             elif ticket.held_at is None:
                 ticket.is_known, ticket.held_at = True, _instant()
-                del self._waiting[call]
+                self._end_wait(ticket)
                 if not ticket.granted.done():
                     ticket.granted.set_result(None)
 
