@@ -200,6 +200,30 @@ class BatchRecord(Record):
     failed: dict[FailureKind, int] = Field(default_factory=dict)
 
 
+def seal_item(keys: SigningKeys, tenant: str, run: str, batch: str, item: BatchItem) -> str:
+    """Return the signed item of that run of that batch."""
+    return keys.seal(f"item {tenant} {run} {batch}", item.model_dump_json())
+
+
+def open_item(keys: SigningKeys, tenant: str, run: str, batch: str, sealed: str | bytes) -> BatchItem:
+    """Return the item. Raises ConfigError when it is not signed for that run and batch, or was written by another
+    release.
+    """
+    with readable(f"run {run} of tenant {tenant}"):
+        return BatchItem.model_validate_json(keys.unseal(f"item {tenant} {run} {batch}", sealed))
+
+
+def seal_outcome(keys: SigningKeys, tenant: str, run: str, outcome: Outcome) -> str:
+    """Return the signed outcome of that run."""
+    return keys.seal(f"outcome {tenant} {run}", outcome.model_dump_json())
+
+
+def open_outcome(keys: SigningKeys, tenant: str, run: str, sealed: str | bytes) -> Outcome:
+    """Return the outcome. Raises ConfigError as `open_item` does."""
+    with readable(f"run {run} of tenant {tenant}"):
+        return Outcome.model_validate_json(keys.unseal(f"outcome {tenant} {run}", sealed))
+
+
 def seal_defaults(keys: SigningKeys, tenant: str, batch: str, defaults: BatchDefaults) -> str:
     """Return the signed defaults of that batch."""
     return keys.seal(f"defaults {tenant} {batch}", defaults.model_dump_json())

@@ -43,9 +43,13 @@ from store.batches import (
     batch_key,
     batches_key,
     decode_fields,
+    open_item,
+    open_outcome,
     parse_batch,
     readable,
     seal_defaults,
+    seal_item,
+    seal_outcome,
     seal_rows,
 )
 from store.connection import broker_errors
@@ -109,22 +113,10 @@ class RunRecord(Record):
     outcome: Outcome | None = None
 
 
-_HOSTED_FIELDS = frozenset(
-    (
-        "digest",
-        "about",
-        "session",
-        "created_at",
-        "is_cancelled",
-        "told",
-        "told_step",
-        "asking",
-        "event_bytes",
-        "trimmed",
-        "last_event",
-        "end",
-    )
-)
+_HOSTED_FIELDS = frozenset((
+    "digest", "about", "session", "created_at", "is_cancelled", "told", "told_step", "asking", "event_bytes", "trimmed",
+    "last_event", "end",
+))  # fmt: skip
 """Fields that a hosted run's hash has in addition."""
 
 
@@ -693,33 +685,6 @@ def member(tenant: str, name: str) -> str:
 def split_member(text: str) -> tuple[str, str]:
     tenant, _, name = text.partition("|")
     return tenant, name
-
-
-# --- Signed parts of a run
-
-
-def seal_item(keys: SigningKeys, tenant: str, run: str, batch: str, item: BatchItem) -> str:
-    """Return the signed item of that run of that batch."""
-    return keys.seal(f"item {tenant} {run} {batch}", item.model_dump_json())
-
-
-def open_item(keys: SigningKeys, tenant: str, run: str, batch: str, sealed: str | bytes) -> BatchItem:
-    """Return the item. Raises ConfigError when it is not signed for that run and batch, or was written by another
-    release.
-    """
-    with readable(f"run {run} of tenant {tenant}"):
-        return BatchItem.model_validate_json(keys.unseal(f"item {tenant} {run} {batch}", sealed))
-
-
-def seal_outcome(keys: SigningKeys, tenant: str, run: str, outcome: Outcome) -> str:
-    """Return the signed outcome of that run."""
-    return keys.seal(f"outcome {tenant} {run}", outcome.model_dump_json())
-
-
-def open_outcome(keys: SigningKeys, tenant: str, run: str, sealed: str | bytes) -> Outcome:
-    """Return the outcome. Raises ConfigError as `open_item` does."""
-    with readable(f"run {run} of tenant {tenant}"):
-        return Outcome.model_validate_json(keys.unseal(f"outcome {tenant} {run}", sealed))
 
 
 def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:

@@ -16,8 +16,7 @@ from contract.session_locations import LocationState, SessionLocation
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import Catalog, ToolSpec, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
-from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, RunBody
-from store.runs import seal_item
+from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, RunBody, seal_item
 
 KEYS = SigningKeys.of("a secret of the wire fixtures")
 CALL = ToolCall(id="call-1", name="bash_tool", arguments={"command": "echo 'a\u4e2d'", "timeout": 5})

@@ -21,13 +21,12 @@ from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.models.scripted import ScriptedModel
 from store.api_keys import ApiKeys, LoginStore
-from store.batches import BatchDefaults, RowPlace, RunBody, batch_key, seal_defaults
+from store.batches import BatchDefaults, RowPlace, RunBody, batch_key, seal_defaults, seal_item
 from store.call_events import call_event_keys
 from store.catalog import RedisCatalog
 from store.connection import open_redis
 from store.idempotency import IdempotencyStore
 from store.run_log import Replied, Resulted, RunLog, run_key, run_log_key
-from store.runs import seal_item
 from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants, WorkerTenants
 from tests.builders import KEY, build_spec

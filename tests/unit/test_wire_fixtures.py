@@ -22,8 +22,7 @@ from contract.session_locations import SessionLocation
 from contract.signing import ResultSeal
 from contract.specs import open_catalog
 from contract.tenancy import TenantPolicy, parse_policy
-from store.batches import BatchRecord
-from store.runs import open_item
+from store.batches import BatchRecord, open_item
 from tests.wire_records import CALL, CONTEXT, KEYS, REPORT, RESULT, build_records
 
 FIXTURES = sorted((Path(__file__).parent / "wire").glob("*.json"))
