@@ -11,10 +11,10 @@ from tests.stack import ROOT, Footprint
 
 pytestmark = [pytest.mark.stack, needs_namespace]
 
-# A ratchet: measured 82 files and 17,118 lines, plus 5 %. Lower both when the path gets shorter.
+# A ratchet: measured 82 files and 18,818 lines of at most 120 columns, plus 2 %. Lower both when the path gets shorter.
 # The target is 55 files and 8,000 lines.
-MOST_FILES = 86
-MOST_LINES = 17_973
+MOST_FILES = 84
+MOST_LINES = 19_194
 
 
 def test_one_bash_call_runs_the_known_files_and_stays_below_the_limit(footprint: Footprint) -> None:
