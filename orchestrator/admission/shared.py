@@ -52,8 +52,8 @@ class _Ticket:
 class SharedAdmission:
     """Weighted fair shares of each queue's slots (docs/admission.md).
 
-    A call costs one round trip before it begins, and half a one that nobody waits for when it ends; what comes together
-    goes together. `clock`: Unix seconds instead of Redis's own, for programs that play time.
+    A call costs one round trip before it begins, and half a one that no caller waits for when it ends; what comes
+    together goes together. `clock`: Unix seconds instead of Redis's own, for programs that play time.
     """
 
     def __init__(

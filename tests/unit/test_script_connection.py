@@ -1,0 +1,145 @@
+"""A connection that runs scripts: order, errors, a lost and a silent Redis. Real servers; a relay stands for a bad network."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+from redis.exceptions import ResponseError
+
+from store import connection
+from store.connection import Script, ScriptConnection, Unanswered
+from tests.conftest import RedisProcess
+
+ECHO = Script("return ARGV[1]")
+PUSH = Script("return redis.call('RPUSH', KEYS[1], ARGV[1])")
+FAIL = Script("return redis.error_reply('WRONG it fails')")
+
+
+class Relay:
+    """Passes bytes on in both directions; `is_silent`: none of Redis's any more; `cut`: ends every connection."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self._server = server
+        self._writers: list[asyncio.StreamWriter] = []
+        self.is_silent = False
+        self.url = ""
+
+    async def start(self) -> None:
+        self._relay = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._relay.sockets[0].getsockname()[1]
+        self.url = f"redis://:{self._server.password}@127.0.0.1:{port}/0"
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    def stop(self) -> None:
+        self._relay.close()
+        self.cut()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_connection("127.0.0.1", self._server.port)
+        self._writers += [writer, ours]
+        with contextlib.suppress(OSError):
+            await asyncio.gather(self._pass(reader, ours, is_answer=False), self._pass(theirs, writer, is_answer=True))
+
+    async def _pass(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_answer: bool) -> None:
+        while data := await source.read(65536):
+            if not (is_answer and self.is_silent):
+                sink.write(data)
+
+
+@pytest.fixture
+async def relay(redis_server: RedisProcess) -> AsyncIterator[Relay]:
+    opened = Relay(redis_server)
+    await opened.start()
+    yield opened
+    opened.stop()
+
+
+@pytest.fixture
+async def scripts(relay: Relay) -> AsyncIterator[ScriptConnection]:
+    async with redis.asyncio.Redis.from_url(relay.url, socket_timeout=5) as client:
+        opened = ScriptConnection(client)
+        yield opened
+        await opened.aclose()
+
+
+async def test_scripts_of_one_turn_are_answered_each_and_run_in_their_order(
+    scripts: ScriptConnection, redis_server: RedisProcess
+) -> None:
+    await scripts.run(PUSH, ["list"], ["first"])
+    sizes = await asyncio.gather(*(scripts.run(PUSH, ["list"], [number]) for number in range(500)))
+    assert sizes == list(range(2, 502))
+    with redis_server.client() as client:
+        assert client.lrange("list", 1, -1) == [str(number).encode() for number in range(500)]
+
+
+async def test_an_error_of_one_script_is_its_own(scripts: ScriptConnection) -> None:
+    answers = await asyncio.gather(
+        scripts.run(ECHO, (), ["a"]), scripts.run(FAIL, (), []), scripts.run(ECHO, (), ["é"]), return_exceptions=True
+    )
+    assert (answers[0], answers[2]) == (b"a", "é".encode())
+    assert isinstance(answers[1], ResponseError)
+
+
+async def test_a_script_that_is_cancelled_before_its_turn_is_not_run(
+    scripts: ScriptConnection, redis_server: RedisProcess
+) -> None:
+    cancelled = scripts.run(PUSH, ["list"], ["a"])
+    cancelled.cancel()
+    assert await scripts.run(PUSH, ["list"], ["b"]) == 1
+
+
+async def test_a_large_script_argument_passes_a_slow_connection(scripts: ScriptConnection) -> None:
+    large = "x" * (8 * 1024 * 1024)
+    answers = await asyncio.gather(scripts.run(ECHO, (), [large]), scripts.run(ECHO, (), ["after"]))
+    assert (len(answers[0]), answers[1]) == (len(large), b"after")
+
+
+async def test_a_lost_connection_fails_what_may_have_run_and_is_replaced(
+    scripts: ScriptConnection, relay: Relay
+) -> None:
+    await scripts.run(ECHO, (), ["a"])
+    relay.is_silent = True
+    answer = scripts.run(PUSH, ["list"], ["a"])
+    await asyncio.sleep(0.1)
+    relay.cut()
+    with pytest.raises(Unanswered) as lost:
+        await answer
+    assert lost.value.may_have_run
+    relay.is_silent = False
+    assert await asyncio.wait_for(scripts.run(ECHO, (), ["b"]), 10) == b"b"
+
+
+async def test_a_redis_that_is_silent_is_given_up(
+    scripts: ScriptConnection, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scripts.run(ECHO, (), ["a"])
+    monkeypatch.setattr(connection, "TIMEOUT_S", 0.2)
+    relay.is_silent = True
+    # The timer of the first script still has the old limit.
+    if scripts._timer is not None:
+        scripts._timer.cancel()
+        scripts._timer = None
+    with pytest.raises(Unanswered) as silent:
+        await asyncio.wait_for(scripts.run(ECHO, (), ["b"]), 10)
+    assert silent.value.may_have_run
+
+
+async def test_without_redis_it_is_certain_that_nothing_has_run(scripts: ScriptConnection, relay: Relay) -> None:
+    relay.stop()
+    with pytest.raises(Unanswered) as refused:
+        await asyncio.wait_for(scripts.run(ECHO, (), ["a"]), 10)
+    assert not refused.value.may_have_run
+
+
+async def test_a_closed_connection_runs_nothing(scripts: ScriptConnection) -> None:
+    await scripts.run(ECHO, (), ["a"])
+    await scripts.aclose()
+    with pytest.raises(Unanswered) as closed:
+        await scripts.run(ECHO, (), ["b"])
+    assert not closed.value.may_have_run
