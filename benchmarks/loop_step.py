@@ -13,11 +13,11 @@ from contract.calls import ToolCall, ToolResult
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect, build_tag_call
 from orchestrator.loop.agent import Agent
 from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.base import Chunk, ModelRequest
 
 STEPS = size(20, 3)
 ROUNDS = size(15, 2)

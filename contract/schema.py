@@ -198,6 +198,11 @@ def _check_unknown(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
             )
 
 
+def find_nearest(name: str, names: Iterable[str]) -> list[str]:
+    """Return the three of `names` that are most like `name`, best first."""
+    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.0)
+
+
 def _short(name: str) -> str:
     return name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "..."
 

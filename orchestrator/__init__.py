@@ -7,13 +7,13 @@ if TYPE_CHECKING:
     from contract.calls import ExecResult, ToolResult
     from contract.functions import CallContext, tool
     from contract.registry import ToolRegistry
+    from orchestrator.dialects.prompts import generate_tool_prompt
     from orchestrator.dispatch.sessions import Checkpoint, Session
     from orchestrator.functions.function_tools import as_tool
     from orchestrator.functions.openai_tools import convert_to_openai_tool
     from orchestrator.loop.agent import Agent, ReActStrategy, RunResult
     from orchestrator.loop.chat_messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
     from orchestrator.loop.limits import ReActOptions
-    from orchestrator.loop.prompts import generate_tool_prompt
     from orchestrator.sdk.client import ToolClient
     from orchestrator.sdk.local_tools import LocalTools
     from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
@@ -51,7 +51,7 @@ _HOMES = {
     "convert_to_openai_tool": "orchestrator.functions.openai_tools",
     "create_output_controller": "orchestrator.sdk.tool_loop",
     "create_tool_registry": "orchestrator.sdk.tool_loop",
-    "generate_tool_prompt": "orchestrator.loop.prompts",
+    "generate_tool_prompt": "orchestrator.dialects.prompts",
     "run_tool_loop": "orchestrator.sdk.tool_loop",
     "tool": "contract.functions.function_tools",
 }

@@ -40,6 +40,16 @@ ARROWS: dict[str, frozenset[str]] = {
     "guest": frozenset(),
 }
 
+# Folders of ours -> what of ours they must not import.
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "orchestrator.dialects": ("orchestrator.dispatch", "store"),
+    "orchestrator.models": ("orchestrator.dispatch", "store"),
+    "orchestrator.loop": ("orchestrator.dispatch", "store"),
+}
+
+# Packages whose folders, and modules beside them, must not import each other in a circle, not even for types.
+LAYERED = ("orchestrator",)
+
 # Package -> third-party modules it may import; a package that is not named may import any that has no wall.
 THIRD_PARTY: dict[str, frozenset[str]] = {
     "contract": frozenset(
@@ -206,11 +216,15 @@ def full_names(imported: Import) -> list[str]:
 def check_import(module: Module, imported: Import) -> Iterator[tuple[str, str]]:
     """The rules one import breaks, each with its sentence."""
     package, top = module.package, imported.module.partition(".")[0]
+    names = full_names(imported)
     if top in PACKAGES:
         if top != package and top not in ARROWS[package]:
             yield "arrow", f"{package} must not import {top}"
+        for folder, forbidden in FORBIDDEN.items():
+            for name in forbidden:
+                if is_within(module.name, folder) and any(is_within(full, name) for full in names):
+                    yield "arrow", f"{folder} must not import {name}"
         return
-    names = full_names(imported)
     allowed = THIRD_PARTY.get(package)
     if allowed is not None and top not in sys.stdlib_module_names and top not in allowed:
         yield "third-party", f"{package} must not import {top}"
@@ -275,12 +289,35 @@ def targets(module: Module, imported: Import, known: dict[str, Module]) -> set[s
 
 def check_cycles(modules: list[Module]) -> Iterator[Violation]:
     known = {module.name: module for module in modules}
-    lines: dict[str, dict[str, int]] = {module.name: {} for module in modules}
+    lines: dict[str, dict[str, tuple[str, int]]] = {module.name: {} for module in modules}
+    folders: dict[str, dict[str, tuple[str, int]]] = {}
     for module in modules:
         for imported in module.imports:
+            found = targets(module, imported, known)
+            place = (module.path, imported.line)
             if not imported.is_for_types:
-                for target in targets(module, imported, known):
-                    lines[module.name].setdefault(target, imported.line)
+                for target in found:
+                    lines[module.name].setdefault(target, place)
+            if module.package in LAYERED and not is_entry(module.name):
+                importer = folder_of(module.name)
+                for folder in {folder_of(target) for target in found if not is_entry(target)} - {importer}:
+                    folders.setdefault(importer, {}).setdefault(folder, place)
+    yield from circles("cycle", lines)
+    yield from circles("folder-cycle", folders)
+
+
+def is_entry(name: str) -> bool:
+    """Whether a module is above all folders: a package itself, or what `python -m` runs."""
+    return "." not in name or name.endswith(".__main__")
+
+
+def folder_of(name: str) -> str:
+    """The folder of a package in which a module is, or the module itself beside the folders."""
+    return ".".join(name.split(".")[:2])
+
+
+def circles(rule: str, lines: dict[str, dict[str, tuple[str, int]]]) -> Iterator[Violation]:
+    """Yield each circle of importers; `lines`: importer -> imported -> path and line of the import."""
     while True:
         try:
             TopologicalSorter(lines).prepare()
@@ -289,8 +326,8 @@ def check_cycles(modules: list[Module]) -> Iterator[Violation]:
             circle = list(reversed(error.args[1]))[:-1]
             start = circle.index(min(circle))
             circle = [*circle[start:], *circle[:start], circle[start]]
-            line = lines[circle[0]].pop(circle[1])
-            yield Violation(known[circle[0]].path, line, "cycle", " -> ".join(circle))
+            path, line = lines[circle[0]].pop(circle[1])
+            yield Violation(path, line, rule, " -> ".join(circle))
         else:
             return
 

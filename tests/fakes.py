@@ -11,8 +11,8 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.ledger import CallClaim
 from contract.signing import ResultSeal
 from contract.specs import SkillSummary, ToolSpec
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dispatch.transport import Delivery
-from orchestrator.models.base import Chunk, ModelRequest
 from store.results import ResultHub
 from tests.builders import KEY
 from workers.call_policy import CallPolicy

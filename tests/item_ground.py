@@ -15,10 +15,10 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.specs import ToolSpec
 from orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
 from orchestrator.approvals.approvers import Approver
+from orchestrator.dialects.model import Model
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel
 from orchestrator.models.scripted import EVERYTHING, Calls, ScriptedModel, Turn
 from orchestrator.runs.item_work import ItemWork

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from contract.errors import ModelUnavailable
-from orchestrator.models.base import Chunk, Model, ModelRequest
+from orchestrator.dialects.model import Chunk, Model, ModelRequest
 
 Answer = Callable[[int, dict[str, Any]], bytes]
 """(number of the request, its body) -> the bytes to send; then the connection is closed."""

@@ -16,6 +16,7 @@ from contract.names import call_key, catalog_key, host_key, hosts_key
 from contract.specs import Catalog, seal_catalog
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.asking import build_record
+from orchestrator.dialects.model import Usage
 from orchestrator.loop.events import (
     CallFinished,
     CallSent,
@@ -26,7 +27,6 @@ from orchestrator.loop.events import (
     StepStarted,
     TextArrived,
 )
-from orchestrator.models.base import Usage
 from orchestrator.runs.event_publisher import RunEventBuffer, RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings

@@ -7,8 +7,8 @@ import time
 
 from contract.approvals import Decision
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
+from contract.signing import SigningKeys
 from orchestrator.approvals.approvers import ApprovalRequest, Approver, choose_approver
-from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.settings import OrchestratorSettings
 from store.approvals import (
     MAX_QUESTION_BYTES,
@@ -19,6 +19,7 @@ from store.approvals import (
     dump_plain,
     question_id,
 )
+from store.connection import RedisClient
 from store.tasks import begin_shared
 from telemetry.logs import get_logger
 
@@ -129,25 +130,25 @@ class QueueApprover:
             log.warning("question_not_withdrawn", approval=question.id, error=str(error))
 
 
-def open_approvals(settings: OrchestratorSettings, pool: PoolConnection) -> ApprovalQueue:
-    """The queue of questions of a pool."""
-    return ApprovalQueue(pool.redis, settings.deployment, pool.dispatcher.keys, settings.approvers)
+def open_approvals(settings: OrchestratorSettings, redis: RedisClient, keys: SigningKeys) -> ApprovalQueue:
+    """Return the queue of questions of a pool."""
+    return ApprovalQueue(redis, settings.deployment, keys, settings.approvers)
 
 
-def choose_pool_approver(settings: OrchestratorSettings, pool: PoolConnection, *, is_interactive: bool) -> Approver:
-    """The approver of TOOLCREW_APPROVALS."""
+def choose_pool_approver(settings: OrchestratorSettings, queue: ApprovalQueue, *, is_interactive: bool) -> Approver:
+    """Return the approver that TOOLCREW_APPROVALS names."""
     if settings.approvals == "queue":
-        return QueueApprover(open_approvals(settings, pool))
+        return QueueApprover(queue)
     return choose_approver(settings.approvals, is_interactive=is_interactive)
 
 
-def choose_people(settings: OrchestratorSettings, pool: PoolConnection) -> Approver:
+def choose_people(settings: OrchestratorSettings, queue: ApprovalQueue) -> Approver:
     """The approver of runs that are to ask people. What the operator has said with `auto` or `never` is the last
     word.
     """
     if settings.approvals in ("auto", "never"):
-        return choose_pool_approver(settings, pool, is_interactive=False)
-    return QueueApprover(open_approvals(settings, pool))
+        return choose_pool_approver(settings, queue, is_interactive=False)
+    return QueueApprover(queue)
 
 
 def build_record(request: ApprovalRequest) -> ApprovalQuestion:

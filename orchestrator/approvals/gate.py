@@ -21,7 +21,7 @@ from contract.schema import Checks, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals.approvers import ApprovalRequest, Approver
 from orchestrator.approvals.policies import ApprovalPolicy, Verdict
-from orchestrator.dispatch.large_arguments import check_off_loop
+from orchestrator.large_arguments import check_off_loop
 from orchestrator.loop.events import ApprovalAsked, ApprovalDecided, OnEvent
 from telemetry.logs import get_logger
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.schema import find_nearest
 from contract.settings import check_environment
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary
 from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, fail, open_client, run_work
-from orchestrator.dispatch.tool_search import find_nearest
 from orchestrator.sdk.skill_folders import examine_skill
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows

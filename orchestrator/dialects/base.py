@@ -6,8 +6,8 @@ from typing import Protocol
 
 from contract.calls import ToolCall, ToolResult
 from contract.specs import ToolSpec
+from orchestrator.dialects.model import Chunk, Message, ModelRequest, Usage
 from orchestrator.dialects.tag_events import Text
-from orchestrator.models.base import Chunk, Message, ModelRequest, Usage
 
 __all__ = ["CallRequested", "Dialect", "Event", "MalformedCall", "ReplyEnd", "ReplyReader", "Text", "Usage"]
 

@@ -14,10 +14,10 @@ from orchestrator.dialects.decisions import (
     build_decision_schema,
     parse_tool_decision,
 )
+from orchestrator.dialects.model import Chunk, Message, ModelRequest
 from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages
+from orchestrator.dialects.prompts import NO_TOOLS, build_system_prompt, build_worked_example, describe_tools
 from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, requested
-from orchestrator.loop.prompts import NO_TOOLS, build_system_prompt, build_worked_example, describe_tools
-from orchestrator.models.base import Chunk, Message, ModelRequest
 
 __all__ = ["JsonDecisionDialect", "build_tool_system_prompt"]
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from contract.calls import ToolResult
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import ReplyReader
+from orchestrator.dialects.model import Message, ModelRequest
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler, Reply
 from orchestrator.dialects.observations import build_tool_messages, build_wire_messages
+from orchestrator.dialects.prompts import build_system_prompt
 from orchestrator.dialects.reader import StreamReader
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.functions.openai_tools import convert_to_openai_tool
-from orchestrator.loop.prompts import build_system_prompt
-from orchestrator.models.base import Message, ModelRequest
 
 __all__ = ["MalformedNativeCall", "NativeCall", "NativeCallAssembler", "NativeDialect", "Reply"]
 

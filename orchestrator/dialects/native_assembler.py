@@ -10,9 +10,9 @@ from contract.errors import ModelRefused
 from orchestrator.dialects.base import Text
 from orchestrator.dialects.call_ids import build_missing_id
 from orchestrator.dialects.json_objects import parse_json_object
+from orchestrator.dialects.model import Chunk
 from orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse_fragment
 from orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
-from orchestrator.models.base import Chunk
 
 MAX_REPLY_CHARS = 32 * 1024 * 1024
 """Text and calls of one reply; far more than a model has tokens for. Only a server that does not end sends more."""

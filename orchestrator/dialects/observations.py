@@ -5,7 +5,7 @@ take.
 from collections.abc import Sequence
 
 from contract.calls import ToolResult
-from orchestrator.models.base import Message
+from orchestrator.dialects.model import Message
 
 UNKNOWN_TOOL = "unknown"
 """The name of a result whose call named no tool."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import ReplyReader
+from orchestrator.dialects.model import Message, ModelRequest
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.models.base import Message, ModelRequest
 
 
 class PlainDialect(NativeDialect):

@@ -9,8 +9,8 @@ from contract.specs import ToolSpec
 from orchestrator.dialects.base import ReplyReader
 from orchestrator.dialects.decisions import CALL_FORM, find_tool_decision
 from orchestrator.dialects.json_decision import DecisionReader, JsonDecisionDialect
+from orchestrator.dialects.prompts import NO_TOOLS, build_system_prompt
 from orchestrator.functions.openai_tools import convert_to_openai_tool
-from orchestrator.loop.prompts import NO_TOOLS, build_system_prompt
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

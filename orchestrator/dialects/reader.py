@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from contract.calls import ToolCall
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.call_ids import build_call_id, build_short_id
+from orchestrator.dialects.model import Chunk, Message, Usage
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
 from orchestrator.dialects.tag_events import Call, TagEvent
 from orchestrator.dialects.tag_parser import TagStreamParser
-from orchestrator.models.base import Chunk, Message, Usage
 from telemetry.logs import get_logger
 
 BROKEN = "the connection to the model broke off, so this call was not run; write it again"

@@ -8,19 +8,19 @@ from typing import Any
 from contract.calls import ToolResult
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import ReplyReader
+from orchestrator.dialects.model import Message, ModelRequest
 from orchestrator.dialects.observations import build_tool_messages, build_wire_messages
-from orchestrator.dialects.reader import StreamReader
-from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
-from orchestrator.dialects.tag_gbnf import build_tag_grammar
-from orchestrator.dialects.tag_parser import TagStreamParser
-from orchestrator.dialects.tag_values import build_tag_call
-from orchestrator.loop.prompts import (
+from orchestrator.dialects.prompts import (
     WORKED_EXAMPLE_STOP,
     build_system_prompt,
     build_worked_example,
     generate_tool_prompt,
 )
-from orchestrator.models.base import Message, ModelRequest
+from orchestrator.dialects.reader import StreamReader
+from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
+from orchestrator.dialects.tag_gbnf import build_tag_grammar
+from orchestrator.dialects.tag_parser import TagStreamParser
+from orchestrator.dialects.tag_values import build_tag_call
 
 __all__ = ["Call", "Malformed", "TagEvent", "TagStreamParser", "TagsDialect", "Text", "build_tag_call"]
 

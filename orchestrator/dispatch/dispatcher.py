@@ -26,13 +26,13 @@ from orchestrator.admission import Admission, Unlimited
 from orchestrator.dispatch.call_events import CallEventListener, Handler
 from orchestrator.dispatch.call_kills import KillWatch
 from orchestrator.dispatch.carrier import ArgumentStore, Carrier, Errand
-from orchestrator.dispatch.large_arguments import check_off_loop
 from orchestrator.dispatch.placement import HostRoom
 from orchestrator.dispatch.recovery import RESEND_S, CallBook, Recovery, repeated
 from orchestrator.dispatch.session_locator import HostSource, Opening, SessionLocator
 from orchestrator.dispatch.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.dispatch.tool_search import TenantTools, ToolSearch, as_skill_run
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
+from orchestrator.large_arguments import check_off_loop
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.tracing import call_spans, current_call
 from store.catalog import CatalogSource

@@ -8,9 +8,9 @@ from contract.call_events import MAX_ANSWER_BYTES, CallEvent
 from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
 from contract.functions.completions import Usage
 from contract.functions.model_questions import ModelAnswer, ModelQuestion, parse_question
+from orchestrator.dialects.model import Model
 from orchestrator.dispatch.call_events import CallEventReader, Handler
 from orchestrator.models.adapter import BudgetedModel
-from orchestrator.models.base import Model
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -1,12 +1,11 @@
 """The tool that a call names: among those that the workers publish, and those that a tenant's own skills are."""
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from contract.calls import ToolCall
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.schema import prepare_arguments
+from contract.schema import find_nearest, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.metrics.call_meter import CallMeter
 from store.catalog import CatalogSource
@@ -63,8 +62,3 @@ def as_skill_run(call: ToolCall, spec: ToolSpec) -> ToolCall:
     """
     arguments, _ = prepare_arguments(spec, {"name": call.name, "action": "run", "args": call.arguments})
     return ToolCall(id=call.id, name=spec.name, arguments=arguments)
-
-
-def find_nearest(name: str, names: Iterable[str]) -> list[str]:
-    """The three names most like `name`, best first."""
-    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.0)

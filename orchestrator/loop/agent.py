@@ -13,6 +13,7 @@ from contract.errors import ContextWindowExceeded, ModelInterrupted
 from contract.registry import Switch
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import Dialect, Event, MalformedCall, ReplyEnd, ReplyReader, Text
+from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
 from orchestrator.dialects.thinking import strip_thinking
 from orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
 from orchestrator.loop.context_window import ContextWindow
@@ -35,7 +36,6 @@ from orchestrator.loop.events import (
 from orchestrator.loop.limits import ReActOptions, Spending, StopReason
 from orchestrator.loop.reply_stream import ReadAhead, ShownText
 from orchestrator.loop.transcript import Transcript
-from orchestrator.models.base import Message, Model, ModelRequest, Usage
 from telemetry.logs import get_logger
 
 __all__ = ["Agent", "ReActStrategy", "RunCall", "RunResult"]

@@ -9,12 +9,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.registry import Switch
-from contract.schema import coerce_text
+from contract.schema import coerce_text, find_nearest
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.observations import UNKNOWN_TOOL
-from orchestrator.dispatch.tool_search import find_nearest
 from orchestrator.loop.events import CallFinished, CallStarted, RunEvent
 from telemetry.logs import get_logger
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from orchestrator.dialects.model import Message, Usage
 from orchestrator.dialects.reader import build_wire_name
-from orchestrator.models.base import Message, Usage
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from orchestrator.models.base import Message, Usage
+from orchestrator.dialects.model import Message, Usage
 
 BYTES_PER_TOKEN = 3.5
 """Until a server has told what a request really took."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.calls import Clocks, ToolCall, ToolResult
-from orchestrator.models.base import Message, ModelRequest, Usage
+from orchestrator.dialects.model import Message, ModelRequest, Usage
 
 
 @dataclass(frozen=True, kw_only=True)

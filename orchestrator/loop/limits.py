@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from contract.calls import DEFAULT_TIMEOUT_S
-from orchestrator.models.base import Usage
+from orchestrator.dialects.model import Usage
+from orchestrator.models.capabilities import Capabilities
+from orchestrator.settings import OrchestratorSettings
 
 
 class StopReason(StrEnum):
@@ -126,3 +128,11 @@ class Spending:
         if options.max_cost is not None and self.cost is not None and self.cost >= options.max_cost:
             return StopReason.MAX_COST
         return None
+
+
+def with_window(options: ReActOptions, settings: OrchestratorSettings, known: Capabilities | None) -> ReActOptions:
+    """The options with the model's context window, where they do not name one: what the settings say, else what the
+    server told.
+    """
+    told = known.context_window if known is not None else None
+    return replace(options, context_tokens=options.context_tokens or settings.model_context_tokens or told)

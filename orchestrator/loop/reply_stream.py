@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from contract.errors import ModelInterrupted
-from orchestrator.models.base import Chunk
+from orchestrator.dialects.model import Chunk
 
 MAX_CHUNKS = 64 * 1024
 """Read ahead of the loop. More than a reply has tokens, so only a server that does not end waits, for as long as a tool

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 
-from orchestrator.models.base import Message
+from orchestrator.dialects.model import Message
 
 
 class Transcript:

@@ -17,11 +17,10 @@ from pydantic import ValidationError
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.schema import find_aliases
+from contract.schema import find_aliases, find_nearest
 from contract.specs import ToolSpec
 from orchestrator.approvals import Approver
 from orchestrator.dispatch.dispatcher import note_aliases
-from orchestrator.dispatch.tool_search import find_nearest
 from orchestrator.mcp.answers import SESSION_META, build_answer
 from orchestrator.mcp.consents import LaterApprover, Pending, build_question, choose_client_approver
 from orchestrator.mcp.leases import Leases

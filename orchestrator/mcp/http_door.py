@@ -12,7 +12,7 @@ from orchestrator.api.house import House
 from orchestrator.api.limits import find_header, refuse
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
 from orchestrator.approvals import Approver
-from orchestrator.approvals.asking import choose_pool_approver
+from orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from orchestrator.mcp.calls import Caller
 from orchestrator.mcp.leases import KeyLeases
 from store.api_keys import Credential
@@ -99,7 +99,8 @@ class Door:
     def _approver_of(self, house: House) -> Approver:
         """One, whose every look is for all that wait."""
         if self._approver is None:
-            self._approver = choose_pool_approver(house.settings, house.parts.pool, is_interactive=False)
+            questions = open_approvals(house.settings, house.parts.pool.redis, house.parts.pool.keys)
+            self._approver = choose_pool_approver(house.settings, questions, is_interactive=False)
         return self._approver
 
 

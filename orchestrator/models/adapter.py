@@ -7,9 +7,9 @@ from typing import Any
 
 from contract.errors import ErrorCode, ModelInterrupted, ToolFailure
 from contract.functions.completions import Completion
+from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 from orchestrator.dialects.reader import read_usage
-from orchestrator.models.base import Message, Model, ModelRequest, Usage
 
 MAX_CALLS = 20
 MAX_TOKENS = 200_000

@@ -15,8 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contract.errors import ContextWindowExceeded, ModelRefused
+from orchestrator.dialects.model import Model, ModelRequest
 from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
-from orchestrator.models.base import Model, ModelRequest
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -1,4 +1,6 @@
-"""Which model a run uses: the one given, the endpoint that the environment names, else the embedded small one."""
+"""Which model a run uses: the one given, the endpoint that the environment names, else the embedded small one; and
+which dialect it speaks.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,9 +9,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from contract.errors import ConfigError
-from orchestrator.loop.prompts import DEFAULT_INSTRUCTION
-from orchestrator.models.base import Model
-from orchestrator.models.capabilities import Capabilities
+from orchestrator.dialects.base import Dialect
+from orchestrator.dialects.json_decision import JsonDecisionDialect
+from orchestrator.dialects.model import Model
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.prompts import DEFAULT_INSTRUCTION, SMALL_MODEL_HINT, SMALL_MODEL_JSON_HINT
+from orchestrator.dialects.tags import TagsDialect
+from orchestrator.models.capabilities import (
+    Capabilities,
+    CapabilityCache,
+    HasEndpoint,
+    KnowsCapabilities,
+    find_capabilities,
+)
 from orchestrator.models.local_server import CONTEXT_TOKENS
 from orchestrator.models.scripted import EVERYTHING, ScriptedModel, demo_script
 from orchestrator.models.weights import Progress, load_weights
@@ -23,6 +35,7 @@ SCRIPTED = "scripted"
 SMALL_INSTRUCTION = (
     "You are a helpful assistant. Use bash_tool to answer. After the tool result, answer in one short sentence."
 )
+DIALECT_NAMES = ("native", "tags", "json", "auto")
 SMALL_TOOLS = ("bash_tool",)
 """Half a billion parameters cannot choose between tools: with read_tool beside it, sums are done in the head, and
 wrong.
@@ -117,6 +130,38 @@ async def choose_model(
         yield ChosenModel(model)
     finally:
         await model.aclose()
+
+
+async def know_model(chosen: ChosenModel, name: str, cache: CapabilityCache) -> Capabilities | None:
+    """What is known of the model; it is asked only when the dialect `name` needs to know and nobody does. Raises
+    ModelUnavailable.
+    """
+    if chosen.capabilities is not None:
+        return chosen.capabilities
+    if isinstance(chosen.model, KnowsCapabilities):
+        return chosen.model.capabilities
+    if name in ("json", "auto") and isinstance(chosen.model, HasEndpoint):
+        return await find_capabilities(chosen.model, cache)
+    return None
+
+
+def choose_dialect(name: str, known: Capabilities | None = None, *, is_small: bool = False) -> Dialect:
+    """The dialect of that name. "auto" is native for a model that calls tools natively, or of which nothing is known,
+    else tags. Raises ConfigError for another name."""
+    if name == "auto":
+        name = "native" if known is None or known.native_tools else "tags"
+    if name == "native":
+        # A small model is told nothing that it does not need.
+        parallel = known is not None and known.parallel and not is_small
+        return NativeDialect(parallel=parallel)
+    if name == "tags":
+        return TagsDialect(closing_hint=SMALL_MODEL_HINT if is_small else "", worked_example=is_small)
+    if name == "json":
+        hint = SMALL_MODEL_JSON_HINT if is_small else ""
+        return JsonDecisionDialect(
+            has_schema=known is not None and known.json_schema, closing_hint=hint, worked_example=is_small
+        )
+    raise ConfigError(f"no dialect '{name}': choose one of {', '.join(DIALECT_NAMES)}")
 
 
 def _has_endpoint(settings: OrchestratorSettings) -> bool:

@@ -5,7 +5,7 @@ been.
 from collections.abc import Iterator
 from typing import Any
 
-from orchestrator.models.base import Chunk
+from orchestrator.dialects.model import Chunk
 
 _CONTENT_FIELDS = ("content", "tool_calls", "reasoning_content", "reasoning")
 

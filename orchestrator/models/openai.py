@@ -12,7 +12,7 @@ import openai
 from openai import AsyncOpenAI, AsyncStream
 
 from contract.errors import ModelUnavailable
-from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.chunks import has_content, is_end, mend, split_reply
 from orchestrator.models.failures import Endpoint, Failure, build_error, build_interruption, is_transient
 from orchestrator.models.retries import DEFAULT_RETRIES, RetryPolicy, compute_backoff_s, parse_retry_after

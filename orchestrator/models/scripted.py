@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import ModelUnavailable
+from orchestrator.dialects.model import Chunk, Message, ModelRequest
 from orchestrator.dialects.tag_values import build_tag_call
-from orchestrator.models.base import Chunk, Message, ModelRequest
 from orchestrator.models.capabilities import Capabilities
 
 CHUNK_CHARS = 7

@@ -19,8 +19,8 @@ from orchestrator.batches.progress import Progress
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.batches.summary import Summary
 from orchestrator.batches.tool_check import NOT_CHECKED, check_tools
+from orchestrator.dialects.model import Model
 from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel
 from orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
 from orchestrator.runs.follower import ROWS_AT_ONCE, Follower

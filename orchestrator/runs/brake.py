@@ -18,7 +18,7 @@ from contract.errors import (
     ModelUnavailable,
     ToolFailure,
 )
-from orchestrator.models.base import Chunk, Model, ModelRequest
+from orchestrator.dialects.model import Chunk, Model, ModelRequest
 
 PAUSES_S = (2.0, 5.0, 10.0, 20.0, 30.0)
 """Between one run that finds out whether the model is back and the next; the last one again and again."""

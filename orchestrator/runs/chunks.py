@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from orchestrator.models.base import Chunk
+from orchestrator.dialects.model import Chunk
 
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 

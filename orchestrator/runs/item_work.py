@@ -33,10 +33,9 @@ from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
 from orchestrator.runs.places import PlacedApprover, Places, RunPlace
 from orchestrator.runs.run_parts import RunAs, RunParts
-from orchestrator.runs.run_spans import RunSpans
 from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.traces.opening import Traces
-from orchestrator.tracing import current_run, within_run
+from orchestrator.tracing import RunSpans, current_run, within_run
 from store.batches import (
     CHAT_URL,
     HOSTED_BATCH,

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable
-from orchestrator.models.base import Chunk, Model, ModelRequest
+from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.runs.chunks import join_chunks
 from orchestrator.runs.live_text import LiveText
 from store.run_log import Entry, Exported, Replied, Resulted, Reviewed, RunLog, RunTaken, SessionOpened, SessionOpening

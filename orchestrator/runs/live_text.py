@@ -5,8 +5,8 @@ need not wait so long.
 from collections.abc import Callable
 
 from orchestrator.dialects.base import ReplyReader, Text
+from orchestrator.dialects.model import Chunk
 from orchestrator.loop.events import OnEvent, RunEvent, TextArrived, TextWithdrawn
-from orchestrator.models.base import Chunk
 
 
 class LiveText:

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-from orchestrator.models.base import Model
+from orchestrator.dialects.model import Model
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.settings import OrchestratorSettings
 

@@ -17,25 +17,24 @@ from contract.tenancy import SKILL_TOOL
 from orchestrator.admission.insistence import until_admitted
 from orchestrator.admission.waiting import WaitNotice, once_per_reason, report_waiting
 from orchestrator.approvals import Approver, review
-from orchestrator.approvals.asking import choose_people
+from orchestrator.approvals.asking import choose_people, open_approvals
 from orchestrator.approvals.policies import ApprovalPolicy
 from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.choice import choose_dialect, know_model, with_window
+from orchestrator.dialects.model import Model
 from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dispatch.call_events import OnOutput
 from orchestrator.dispatch.dispatcher import Terms, note_aliases
-from orchestrator.dispatch.large_arguments import check_off_loop
 from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.sessions import Session, SessionInfo
 from orchestrator.dispatch.tenant_catalog import Offer
 from orchestrator.dispatch.tenant_rules import is_offered, refuse_unasked, with_tenant_rules
+from orchestrator.large_arguments import check_off_loop
 from orchestrator.loop.agent import Agent, RunCall
 from orchestrator.loop.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady, Warned
-from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.base import Model
+from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.capabilities import CapabilityCache
-from orchestrator.models.choice import ChosenModel
+from orchestrator.models.choice import ChosenModel, choose_dialect, know_model
 from orchestrator.runs.active_skills import ActiveSkills
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.skill_disclosure import disclose
@@ -190,7 +189,7 @@ class RunParts:
     @cached_property
     def people(self) -> Approver:
         """Of runs that ask people; one, whose every look is for all that wait."""
-        return choose_people(self._settings, self._pool)
+        return choose_people(self._settings, open_approvals(self._settings, self._pool.redis, self._pool.keys))
 
     async def review(
         self,

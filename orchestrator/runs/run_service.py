@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from contract.calls import ToolCall
 from contract.errors import BrokerUnavailable, ErrorCode, ModelDenied
 from orchestrator.approvals import DEFAULT_POLICY
-from orchestrator.approvals.asking import choose_pool_approver
+from orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from orchestrator.approvals.policies import load_policy
 from orchestrator.batches.detached import find_paths
 from orchestrator.dispatch.dispatcher import Route
@@ -65,7 +65,8 @@ async def open_runner(
     is awaited. `has_traces`: each run is written down. Raises ConfigError for a policy file that is none."""
     # Nobody sits at a service: what would have to be asked about is refused, or allowed by a rule, where it is not
     # asked by the queue.
-    approver = choose_pool_approver(settings, pool, is_interactive=False)
+    questions = open_approvals(settings, pool.redis, pool.keys)
+    approver = choose_pool_approver(settings, questions, is_interactive=False)
     policy = load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
     queue, writer = (
         RunQueue(pool.redis, settings.deployment, pool.keys),

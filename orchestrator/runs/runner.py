@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
+from orchestrator.dialects.model import Usage
 from orchestrator.loop.limits import Prices
-from orchestrator.models.base import Usage
 from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
 from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal

@@ -10,32 +10,31 @@ from typing import Literal
 from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import Switch, ToolState, find_state, switch_field
+from contract.schema import find_nearest
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.approvals import DEFAULT_POLICY, Approver
 from orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
+from orchestrator.dialects.model import Model
 from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from orchestrator.dispatch.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.dispatch.tenant_catalog import Offer
-from orchestrator.dispatch.tool_search import find_nearest
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.events import OnEvent, SandboxClosed
 from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.operations.local_stack import StackInfo, embedded_stack
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.run_parts import RunAs, RunParts
-from orchestrator.runs.run_spans import RunSpans
 from orchestrator.sdk.call_control import CallControl, KilledCall
 from orchestrator.sdk.client_runs import ClientRuns
 from orchestrator.sdk.session_tools import Names, SessionTools
 from orchestrator.sdk.skill_desk import SkillDesk
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
 from orchestrator.traces.opening import Traces, secrets_of_pool
-from orchestrator.tracing import run_spans
+from orchestrator.tracing import RunSpans, run_spans
 from store.api_keys import ApiKeys, Credential
 from store.approvals import ApprovalQueue
 from store.audit import Actor, Audit, local_actor
@@ -67,7 +66,9 @@ class ToolClient:
         self._switches = pool.switches
         self._tenants = pool.tenants
         self._credential = credential
-        approver = approver or choose_pool_approver(settings, pool, is_interactive=is_interactive())
+        if approver is None:
+            questions = open_approvals(settings, pool.redis, pool.keys)
+            approver = choose_pool_approver(settings, questions, is_interactive=is_interactive())
         policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
         self._parts = RunParts(settings, pool, approver, policy)
         self.traces = Traces(settings, secrets or {})
@@ -364,7 +365,7 @@ class ToolClient:
     @property
     def approvals(self) -> ApprovalQueue:
         """The questions that wait for people; `actor` says who asks and answers."""
-        return open_approvals(self._settings, self._pool)
+        return open_approvals(self._settings, self._pool.redis, self._pool.keys)
 
     async def audit(self) -> Audit:
         """Who changed what. Raises ToolFailure(PERMISSION_DENIED) for a tenant's key."""

@@ -20,7 +20,7 @@ from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover, review
 from orchestrator.approvals.policies import ApprovalPolicy
-from orchestrator.dialects.choice import choose_dialect, know_model, with_window
+from orchestrator.dialects.model import Model
 from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
 from orchestrator.dispatch.transport import InProcessTransport
 from orchestrator.functions.blocking_calls import BlockingCalls
@@ -29,11 +29,10 @@ from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
 from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.events import OnEvent
-from orchestrator.loop.limits import ReActOptions
+from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.adapter import BudgetedModel
-from orchestrator.models.base import Model
 from orchestrator.models.capabilities import CapabilityCache
-from orchestrator.models.choice import ChosenModel, choose_model
+from orchestrator.models.choice import ChosenModel, choose_dialect, choose_model, know_model
 from orchestrator.settings import load_settings
 from store.switches import RegistrySwitches
 

@@ -9,9 +9,9 @@ from contract.functions.call_context import CallContext
 from contract.registry import Tool
 from orchestrator.dialects.decisions import parse_tool_decision
 from orchestrator.dialects.json_decision import build_tool_system_prompt
-from orchestrator.loop.prompts import generate_tool_prompt
+from orchestrator.dialects.model import Message, Model
+from orchestrator.dialects.prompts import generate_tool_prompt
 from orchestrator.models.adapter import BudgetedModel
-from orchestrator.models.base import Message, Model
 from orchestrator.sdk.tool_loop import (
     ToolLoopResult,
     create_output_controller,

@@ -10,13 +10,12 @@ from pydantic import ValidationError
 
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_NAME_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.schema import find_aliases, prepare_arguments
+from contract.schema import find_aliases, find_nearest, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals import Approver, Verdict
 from orchestrator.dispatch.call_events import OnOutput
 from orchestrator.dispatch.dispatcher import Terms, note_aliases
 from orchestrator.dispatch.sessions import Session
-from orchestrator.dispatch.tool_search import find_nearest
 from orchestrator.runs.run_parts import RunParts
 
 Names = Iterable[str] | Literal["all"]

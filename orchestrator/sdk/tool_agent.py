@@ -11,6 +11,7 @@ from typing import Any
 from contract.calls import ToolResult
 from contract.errors import ModelInterrupted
 from orchestrator.dialects.base import CallRequested, MalformedCall, Text
+from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
 from orchestrator.dialects.native import NativeCallAssembler
 from orchestrator.dialects.observations import NAMELESS_TOOL, build_wire_messages
 from orchestrator.dialects.prompt_json import PromptJsonDialect
@@ -27,7 +28,6 @@ from orchestrator.loop.chat_messages import (
     convert_to_wire,
 )
 from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.base import Message, Model, ModelRequest, Usage
 from orchestrator.sdk.local_tools import LocalTools
 from telemetry.logs import get_logger
 

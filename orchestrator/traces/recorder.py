@@ -16,8 +16,8 @@ from typing import Any
 from contract.calls import ToolResult
 from contract.errors import ConfigError
 from contract.traceparent import call_span_id, derive_id, run_span_id, trace_id_of
+from orchestrator.dialects.model import Message, Usage
 from orchestrator.loop import events
-from orchestrator.models.base import Message, Usage
 from orchestrator.traces import records
 from orchestrator.traces.blobs import LITERAL, MAX_INLINE_BYTES, REFERENCE, BlobFolder, Kind, build_reference
 from orchestrator.traces.masking import Masker

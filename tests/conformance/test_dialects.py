@@ -13,10 +13,10 @@ from contract.calls import ToolResult
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.json_decision import JsonDecisionDialect
+from orchestrator.dialects.model import ModelRequest
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.prompt_json import PromptJsonDialect
 from orchestrator.dialects.tags import TagsDialect, build_tag_call
-from orchestrator.models.base import ModelRequest
 from orchestrator.models.scripted import Calls, Reply, ScriptedModel
 
 SPEC = ToolSpec(name="t", description="Does t.", parameters={"type": "object", "properties": {"x": {"type": "string"}}})

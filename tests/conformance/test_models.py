@@ -14,8 +14,8 @@ import pytest_asyncio
 from contract.errors import ConfigError, ModelUnavailable
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, ReplyEnd
+from orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
 from orchestrator.dialects.native import NativeCallAssembler, NativeDialect
-from orchestrator.models.base import Chunk, Message, Model, ModelRequest
 from orchestrator.models.capabilities import probe
 from orchestrator.models.choice import SMALL_CAPABILITIES
 from orchestrator.models.local import LocalModelServer

@@ -14,14 +14,14 @@ from contract.errors import ConfigError, ModelUnavailable
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
+from orchestrator.dialects.model import ModelRequest
 from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.prompts import SMALL_MODEL_HINT, SMALL_MODEL_JSON_HINT
 from orchestrator.dialects.tag_gbnf import build_tag_grammar
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.dispatch.sessions import Session
 from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.loop.prompts import SMALL_MODEL_HINT, SMALL_MODEL_JSON_HINT
-from orchestrator.models.base import ModelRequest
 from orchestrator.models.choice import SMALL_INSTRUCTION, SMALL_TOOLS
 from orchestrator.models.local import LocalModelServer
 from orchestrator.models.weights import DEFAULT_CACHE, load_weights

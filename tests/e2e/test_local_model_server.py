@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from contract.errors import ConfigError, ModelUnavailable
-from orchestrator.models.base import ModelRequest
+from orchestrator.dialects.model import ModelRequest
 from orchestrator.models.local import LocalModelServer
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.weights import DEFAULT_CACHE, load_weights

@@ -13,11 +13,11 @@ import pytest
 
 from contract.errors import ErrorCode
 from orchestrator.approvals import AutoApprover
+from orchestrator.dialects.model import Message
 from orchestrator.dialects.tags import build_tag_call
 from orchestrator.dispatch.sessions import Session
 from orchestrator.loop.events import CallFinished, CallStarted, RunEvent, TextArrived
 from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.base import Message
 from orchestrator.models.scripted import Calls, Reply, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, commands_in, eventually

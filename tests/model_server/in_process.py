@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
+from orchestrator.dialects.model import ModelRequest
 from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
-from orchestrator.models.base import ModelRequest
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.retries import RetryPolicy
 from tests.model_server.script import parse_script

@@ -2,11 +2,11 @@
 
 import pytest
 
+from orchestrator.dialects.prompts import generate_tool_prompt
 from orchestrator.dialects.tag_events import Call
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import tool
-from orchestrator.loop.prompts import generate_tool_prompt
 from tests.builders import build_spec
 
 

@@ -12,13 +12,13 @@ import pytest
 from contract.registry import Tool
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
+from orchestrator.dialects.model import Message
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import convert_to_openai_tool
 from orchestrator.loop.agent import Agent
 from orchestrator.loop.limits import StopReason
-from orchestrator.models.base import Message
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.tool_loop import (
     ContextEngine,

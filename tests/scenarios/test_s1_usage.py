@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.dialects.model import Message
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.loop.agent import Agent
 from orchestrator.loop.limits import StopReason
-from orchestrator.models.base import Message
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk import tool_loop
 from orchestrator.sdk.tool_loop import (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.dialects.model import Message
 from orchestrator.functions.function_tools import convert_to_openai_tool
 from orchestrator.loop.chat_messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
-from orchestrator.models.base import Message
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent

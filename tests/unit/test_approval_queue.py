@@ -363,17 +363,11 @@ async def test_redis_away_is_told_and_nothing_is_assumed(desk: Desk) -> None:
 async def test_runs_that_ask_people_ask_the_queue_unless_the_operator_has_the_last_word(
     desk: Desk, mode: str, kind: type
 ) -> None:
-    class Door:
-        keys = None
-
-    class Pool:
-        redis = desk.client
-        dispatcher = Door()
-
     settings = OrchestratorSettings.model_validate({"approvals": mode, "deployment": "d"})
-    assert isinstance(choose_people(settings, Pool()), kind)  # type: ignore[arg-type]
+    queue = desk.queue()
+    assert isinstance(choose_people(settings, queue), kind)
     expected = RefusingApprover if mode == "ask" else kind
-    assert isinstance(choose_pool_approver(settings, Pool(), is_interactive=False), expected)  # type: ignore[arg-type]
+    assert isinstance(choose_pool_approver(settings, queue, is_interactive=False), expected)
 
 
 async def test_an_unknown_question_is_unknown(desk: Desk) -> None:

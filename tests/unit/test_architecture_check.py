@@ -22,7 +22,7 @@ CLEAN_TREE = {
     "store/calls.py": "import redis.asyncio",
     "orchestrator/cli/batch.py": "import typer\nfrom rich.console import Console",
     "orchestrator/models/__init__.py": "",
-    "orchestrator/models/base.py": "from contract.calls import BaseModel",
+    "orchestrator/dialects/model.py": "from contract.calls import BaseModel",
     "orchestrator/models/openai.py": "import openai\nfrom . import base",
     "workers/__init__.py": "",
     "workers/sandboxd/__init__.py": "",
@@ -88,6 +88,8 @@ def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
             "workers/x.py", "import importlib as i\ni.import_module('orchestrator.loop.agent')", "arrow", id="by name"
         ),
         pytest.param("workers/x.py", "import guest", "arrow", id="the host imports the guest"),
+        pytest.param("orchestrator/loop/x.py", "import orchestrator.dispatch", "arrow", id="the loop imports dispatch"),
+        pytest.param("orchestrator/models/x.py", "from store import calls", "arrow", id="a model imports the store"),
         pytest.param(
             "sandbox-images/guest/x.py", "from contract import calls", "arrow", id="the guest imports contract"
         ),
@@ -164,6 +166,19 @@ def test_an_empty_package_file_of_the_product_needs_a_docstring_and_one_of_the_t
 def test_modules_that_import_each_other_are_found(tmp_path: Path, files: dict[str, str]) -> None:
     write_tree(tmp_path, {**CLEAN_TREE, **{f"workers/{name}.py": source for name, source in files.items()}})
     assert [rule for _, _, rule in find_violations(tmp_path)] == ["cycle"]
+
+
+def test_folders_that_import_each_other_are_found_although_no_modules_do(tmp_path: Path) -> None:
+    write_tree(tmp_path, CLEAN_TREE)
+    importing_loop = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import orchestrator.loop.two"
+    files = {
+        "orchestrator/loop/one.py": "import orchestrator.dialects.one",
+        "orchestrator/loop/two.py": "X = 1",
+        "orchestrator/dialects/one.py": "X = 1",
+        "orchestrator/dialects/two.py": importing_loop,
+    }
+    write_tree(tmp_path, {path: f'"""Its duty."""\n{source}\n' for path, source in files.items()})
+    assert [rule for _, _, rule in find_violations(tmp_path)] == ["folder-cycle"]
 
 
 def test_an_import_for_the_type_checker_alone_makes_no_cycle(tmp_path: Path) -> None:

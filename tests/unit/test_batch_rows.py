@@ -20,10 +20,10 @@ from orchestrator.batches.rows import (
     build_run_body,
     parse_row,
 )
+from orchestrator.dialects.model import Usage
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
-from orchestrator.models.base import Usage
 from store.batches import CHAT_URL, RUNS_URL, Failure, FailureKind, Outcome
 
 calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.dialects.model import Message, Usage
 from orchestrator.loop.context_window import KEPT_CHARS, ContextWindow
-from orchestrator.models.base import Message, Usage
 
 LONG = "head " + "x" * 50_000 + " tail"
 

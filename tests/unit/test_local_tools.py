@@ -14,9 +14,9 @@ from contract.errors import ErrorCode
 from contract.functions.call_context import CallContext
 from orchestrator import Agent, LocalTools, tool
 from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
+from orchestrator.dialects.model import Message
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.base import Message
 from orchestrator.models.choice import ChosenModel
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.tool_loop import ToolLoopDeps, run_tool_loop

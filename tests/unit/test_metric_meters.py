@@ -14,6 +14,7 @@ import redis.asyncio
 
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from orchestrator.dialects.model import Message
 from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
 from orchestrator.loop.events import (
     ApprovalAsked,
@@ -30,7 +31,6 @@ from orchestrator.loop.events import (
 from orchestrator.loop.limits import Usage
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.tally import Tally
-from orchestrator.models.base import Message
 from store.metrics import metrics_key
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess

@@ -8,8 +8,8 @@ import pytest
 
 from contract.errors import ErrorCode, ModelInterrupted, ModelUnavailable, ToolFailure
 from contract.functions.call_context import ModelAdapter
+from orchestrator.dialects.model import Chunk, ModelRequest, Usage
 from orchestrator.models.adapter import BudgetedModel, Completion
-from orchestrator.models.base import Chunk, ModelRequest, Usage
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from tests.fakes import StreamModel
 from tests.model_endpoint import END, HELLO

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract.errors import ContextWindowExceeded, ModelRefused, ModelUnavailable
-from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.capabilities import (
     LIFETIME_S,
     MAX_REQUESTS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from contract.errors import ModelInterrupted
-from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.openai import OpenAIModel
 from tests.model_endpoint import END, HELLO, USAGE, Answer, answer, cut_stream, failure, read, serving, stream, text_of
 

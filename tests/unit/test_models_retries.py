@@ -7,7 +7,7 @@ from email.utils import formatdate
 import pytest
 
 from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelRefused
-from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.retries import RetryPolicy, compute_backoff_s, is_retried_status, parse_retry_after
 from tests.model_endpoint import END, HELLO, ROLE, Waits, answer, cut_stream, failure, read, serving, stream

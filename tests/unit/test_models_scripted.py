@@ -8,9 +8,9 @@ from contract.calls import ToolResult
 from contract.errors import ModelUnavailable
 from orchestrator.dialects.base import CallRequested, Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
+from orchestrator.dialects.model import Message, ModelRequest
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.models.base import Message, ModelRequest
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel, demo_script
 from tests.builders import build_spec
 

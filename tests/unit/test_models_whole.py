@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
-from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.chunks import has_content, is_end, mend, split_reply
 from orchestrator.models.openai import OpenAIModel
 from tests.model_endpoint import END, HELLO, ROLE, USAGE, answer, failure, read, serving, text_of

@@ -9,6 +9,7 @@ import pytest
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ErrorCode, ModelUnavailable
 from orchestrator.dialects.base import Dialect, MalformedCall, ReplyEnd, Text, Usage
+from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.loop.agent import Agent, RunResult
@@ -26,7 +27,6 @@ from orchestrator.loop.events import (
     Warned,
 )
 from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.base import Chunk, Model, ModelRequest
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from tests.builders import build_spec
 from tests.fakes import StreamModel

@@ -10,9 +10,7 @@ from contract.specs import ToolSpec
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.prompt_json import PromptJsonDialect
-from orchestrator.dialects.tags import Call, TagsDialect, TagStreamParser
-from orchestrator.functions.openai_tools import convert_to_openai_tool
-from orchestrator.loop.prompts import (
+from orchestrator.dialects.prompts import (
     DEFAULT_INSTRUCTION,
     NO_TOOLS,
     build_system_prompt,
@@ -20,6 +18,8 @@ from orchestrator.loop.prompts import (
     describe_tools,
     generate_tool_prompt,
 )
+from orchestrator.dialects.tags import Call, TagsDialect, TagStreamParser
+from orchestrator.functions.openai_tools import convert_to_openai_tool
 from tests.builders import build_spec
 from workers.tools.read import READ_TOOL
 from workers.tools.shell import BASH_TOOL

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ModelInterrupted
+from orchestrator.dialects.model import Chunk
 from orchestrator.loop.reply_stream import MAX_CHUNKS, ReadAhead, ShownText
-from orchestrator.models.base import Chunk
 
 SOON_S = 20.0
 

@@ -13,7 +13,7 @@ from contract.errors import (
     ModelUnavailable,
     ToolFailure,
 )
-from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.runs.brake import (
     MAX_HOLDS,
     MAX_LONE_HOLDS,

@@ -13,7 +13,7 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable
 from orchestrator.approvals import ApprovalPolicy, Decision, Rule
 from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.runs import item_work
 from store.batches import BatchDefaults, CallDone, FailureKind, ItemReady, RunLimits, StepDone

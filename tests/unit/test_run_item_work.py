@@ -11,7 +11,7 @@ import pytest
 from contract.calls import ToolResult
 from contract.errors import ContextWindowExceeded, ErrorCode, ModelRefused
 from contract.tenancy import TenantPolicy
-from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from store.batches import CallDone, FailureKind, ItemReady, RunLimits, StepDone
 from store.tenants import RedisTenants

@@ -10,7 +10,7 @@ import redis.asyncio
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ModelInterrupted, SandboxUnavailable
-from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.runs.journal import Journal, LoggedModel
 from store.run_log import RunLog

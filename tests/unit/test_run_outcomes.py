@@ -15,10 +15,10 @@ from contract.errors import (
     SandboxUnavailable,
     ToolFailure,
 )
+from orchestrator.dialects.model import Usage
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
-from orchestrator.models.base import Usage
 from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, status_of
 from store.batches import FailureKind
 from tests.builders import build_call

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from contract.errors import ModelInterrupted
+from orchestrator.dialects.model import Chunk, Message, ModelRequest
 from orchestrator.loop.chat_messages import (
     AIMessage,
     ChatMessage,
@@ -17,7 +18,6 @@ from orchestrator.loop.chat_messages import (
     build_tool_call,
     convert_to_wire,
 )
-from orchestrator.models.base import Chunk, Message, ModelRequest
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
 from tests.fakes import StreamModel

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.dialects.model import Message
 from orchestrator.loop.limits import StopReason
-from orchestrator.models.base import Message
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.sdk.tool_loop import ContextEngine, ToolLoopDeps, create_tool_registry, run_tool_loop
 
