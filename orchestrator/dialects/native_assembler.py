@@ -14,7 +14,7 @@ from orchestrator.dialects.model import Chunk
 from orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse_fragment
 from orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
 
-MAX_REPLY_CHARS = 32 * 1024 * 1024
+MAX_REPLY_CHARS = 128 * 1024 * 1024
 """Text and calls of one reply; far more than a model has tokens for. Only a server that does not end sends more."""
 FRAGMENT_CHARS = 64
 """A fragment of a call counts as so many, however short it is."""
