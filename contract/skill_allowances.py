@@ -1,5 +1,5 @@
 """`allowed-tools` of a SKILL.md: which calls a skill asks to make unasked. What becomes of that is its tenant's to say
-(orchestrator/runs/active_skills.py).
+(orchestrator/runs/run_parts.py).
 """
 
 import re

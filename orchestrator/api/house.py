@@ -1,16 +1,15 @@
 """What all requests share: the connection to the pool, as soon as there is one, and what is built on it once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from contract.errors import BrokerUnavailable, ConfigError, OperatorError
-from orchestrator.api.background import BackgroundTasks
-from orchestrator.api.fresh import Fresh
 from orchestrator.api.known_sessions import KnownSessions
 from orchestrator.api.problems import ApiCode, ApiProblem
-from orchestrator.api.rates import Rates
 from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, FairTurn, OpenStreams, Turns
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
@@ -21,8 +20,85 @@ from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys, Credential
 from store.approvals import ApprovalQueue
+from store.tasks import SharedReads, cancel_all
 from telemetry.logs import get_logger
 from telemetry.settings import load_tracing_settings
+
+MAX_KEYS = 10_000
+
+
+class Rates:
+    """`per_s` requests a second and `burst` at once for each key. `clock`: monotonic seconds."""
+
+    def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, key: str) -> None:
+        """One request of a key. Raises ApiProblem, with when to come again, for one too many."""
+        now = self._clock()
+        left, at = self._left.pop(key, (float(self._burst), now))
+        left = min(float(self._burst), left + (now - at) * self._per_s)
+        is_over = left < 1.0
+        # Put back behind the others: those that were used longest ago are forgotten first, and are full by then.
+        self._left[key] = (left if is_over else left - 1.0, now)
+        while len(self._left) > MAX_KEYS:
+            del self._left[next(iter(self._left))]
+        if is_over:
+            wait_s = max(1, round((1.0 - left) / self._per_s + 0.5))
+            raise ApiProblem(
+                ApiCode.TOO_MANY_REQUESTS,
+                f"more than {self._per_s:g} requests a second with this key: come again in {wait_s} s, or have the "
+                "operator raise TOOLCREW_API_RATE",
+                headers={"Retry-After": str(wait_s)},
+            )
+
+
+T = TypeVar("T")
+
+
+class Fresh(Generic[T]):
+    """What was found within the last `fresh_s` seconds. `clock`: monotonic seconds."""
+
+    def __init__(self, fresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fresh_s = fresh_s
+        self._clock = clock
+        self._reads = SharedReads[T]()
+        self._kept: tuple[T, float] | None = None
+
+    async def get(self, look: Callable[[], Awaitable[T]]) -> T:
+        """What there is, else what `look` gives. Raises what it raises, which is not kept."""
+        if self._kept is not None and self._clock() - self._kept[1] < self._fresh_s:
+            return self._kept[0]
+        return await self._reads.read("", lambda: self._look(look))
+
+    async def _look(self, look: Callable[[], Awaitable[T]]) -> T:
+        found = await look()
+        self._kept = (found, self._clock())
+        return found
+
+
+class BackgroundTasks:
+    """The background tasks of one process."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        """Start a task. `work` raises nothing."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def end(self, within_s: float) -> None:
+        """Wait until all tasks are done; cancel those that take longer."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=within_s)
+            await cancel_all(late)
+
 
 log = get_logger(__name__)
 

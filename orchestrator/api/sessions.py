@@ -1,19 +1,47 @@
 """Sessions over HTTP: opened, looked at, closed; and their files."""
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Annotated, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Receive, Scope, Send
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
-from orchestrator.api.file_answers import FileAnswer
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import responses
 from orchestrator.dispatch.sessions import Session, SessionInfo
+
+PIECE_BYTES = 256 * 1024
+
+
+class FileAnswer(Response):
+    """`held`: what is let go when the file has been sent, or its client has gone."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(self, data: bytes, headers: Mapping[str, str], held: AsyncExitStack) -> None:
+        super().__init__(headers={**headers, "Content-Length": str(len(data))})
+        self._data = memoryview(data)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for start in range(0, len(self._data), PIECE_BYTES):
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": bytes(self._data[start : start + PIECE_BYTES]),
+                        "more_body": True,
+                    }
+                )
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())
 

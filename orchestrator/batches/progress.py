@@ -4,14 +4,15 @@ totals.
 
 import heapq
 from collections import Counter
+from dataclasses import dataclass, field
 
+from contract.calls import MAX_NAME_CHARS
 from orchestrator.batches.arrival import MAX_ENDS, estimate_arrival
 from orchestrator.batches.failure_groups import MAX_MESSAGE_CHARS, FailedItem, FailureGroups
 from orchestrator.batches.histogram import LogHistogram
 from orchestrator.batches.progress_items import Heard, Item, Spent, Stage, Working
 from orchestrator.batches.settled_items import SettledItems
-from orchestrator.batches.snapshot import EndedItem, Note, RunningItem, Snapshot, Spread
-from orchestrator.batches.tool_times import ToolTable
+from orchestrator.batches.snapshot import EndedItem, Note, RunningItem, Snapshot, Spread, ToolTimes
 from store.batches import (
     MAX_ITEMS,
     BatchEvent,
@@ -24,6 +25,51 @@ from store.batches import (
     ItemStarted,
     StepDone,
 )
+
+MAX_TOOLS = 200
+"""A model can ask for tools that do not exist, by any name."""
+OTHER_TOOLS = "(other tools)"
+
+
+@dataclass
+class ToolRow:
+    calls: int = 0
+    errors: int = 0
+    seconds: LogHistogram = field(default_factory=LogHistogram)
+    queued: LogHistogram = field(default_factory=LogHistogram)
+
+
+class ToolTable:
+    """A row a tool; names beyond MAX_TOOLS share one."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, ToolRow] = {}
+
+    def add(self, call: CallDone) -> None:
+        """One more call."""
+        name = call.tool[:MAX_NAME_CHARS]
+        if name not in self.rows and len(self.rows) >= MAX_TOOLS:
+            name = OTHER_TOOLS
+        row = self.rows.setdefault(name, ToolRow())
+        row.calls += 1
+        row.errors += call.error_code is not None
+        row.seconds.add(call.seconds)
+        row.queued.add(call.clocks.queued_s)
+
+    def times(self) -> tuple[ToolTimes, ...]:
+        """The most used first."""
+        ordered = sorted(self.rows.items(), key=lambda pair: (-pair[1].calls, pair[0]))
+        return tuple(
+            ToolTimes(
+                tool=name,
+                calls=row.calls,
+                errors=row.errors,
+                seconds=Spread.of(row.seconds),
+                queued=Spread.of(row.queued),
+            )
+            for name, row in ordered
+        )
+
 
 MAX_SLOWEST = 20
 MAX_NOTES = 20

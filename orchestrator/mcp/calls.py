@@ -12,20 +12,103 @@ from mcp.server.context import ServerRequestContext
 from mcp.server.session import ServerSession
 from mcp.shared.exceptions import MCPError
 from mcp.shared.jsonrpc_dispatcher import progress_token_from_params
-from mcp_types import INVALID_PARAMS, CallToolRequestParams, CallToolResult, InputRequiredResult, ListToolsResult
+from mcp_types import (
+    INVALID_PARAMS,
+    CallToolRequestParams,
+    CallToolResult,
+    InputRequiredResult,
+    ListToolsResult,
+    TextContent,
+    Tool,
+    ToolAnnotations,
+)
 from pydantic import ValidationError
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.schema import find_aliases, find_nearest
-from contract.specs import ToolSpec
+from contract.specs import NO_NETWORK, ToolSpec
 from orchestrator.approvals import Approver
 from orchestrator.dispatch.dispatcher import note_aliases
-from orchestrator.mcp.answers import SESSION_META, build_answer
 from orchestrator.mcp.consents import LaterApprover, Pending, build_question, choose_client_approver
 from orchestrator.mcp.leases import Leases
-from orchestrator.mcp.tool_list import build_tool
 from orchestrator.sdk.client import ToolClient
+
+OUTPUT_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "What a model reads of the result: the same as the text content."},
+        "success": {"type": "boolean"},
+        "error_code": {
+            "type": ["string", "null"],
+            "description": "Of a call that failed: a closed code, such as TIMEOUT.",
+        },
+        "truncated": {"type": "boolean", "description": "Whether the text is not all of the output."},
+        "spill": {
+            "type": ["object", "null"],
+            "description": "Where all of a truncated output lies in the session.",
+            "properties": {
+                "path": {"type": "string"},
+                "bytes": {"type": "integer"},
+                "lines": {"type": ["integer", "null"]},
+            },
+            "required": ["path", "bytes"],
+        },
+        "metadata": {
+            "type": "object",
+            "description": "What the tool tells beside its text; which, depends on the tool.",
+        },
+    },
+    "required": ["text", "success", "error_code", "truncated", "spill", "metadata"],
+}
+"""Of every tool: the whole result as programs read it. The text is in it too, for some clients show a model the
+structured content alone.
+"""
+
+
+def build_tool(spec: ToolSpec) -> Tool:
+    """The tool as clients get it."""
+    return Tool(
+        name=spec.name,
+        description=spec.description,
+        input_schema=dict(spec.parameters),
+        output_schema=OUTPUT_SCHEMA,
+        annotations=build_hints(spec),
+    )
+
+
+def build_hints(spec: ToolSpec) -> ToolAnnotations:
+    """What MCP's hints say of a tool. Of one that only reads it is left open what would be about its changes."""
+    # Inside a sandbox only a command reaches what network there is.
+    reaches_out = spec.pool != "sandbox" or (spec.command_parameter is not None and spec.network != NO_NETWORK)
+    if spec.read_only:
+        return ToolAnnotations(read_only_hint=True, open_world_hint=reaches_out)
+    return ToolAnnotations(
+        read_only_hint=False, destructive_hint=True, idempotent_hint=spec.idempotent, open_world_hint=reaches_out
+    )
+
+
+SESSION_META = "toolcrew/session"
+"""In `_meta` of a call: the session that it is for; in that of its result: the one that it was made in."""
+_REDIS_AWAY = "the pool's Redis does not answer, or does not do it: try again in a moment"
+
+
+def build_answer(result: ToolResult, session: str | None) -> CallToolResult:
+    """The answer to `tools/call`. `session`: told when it is open after the call; None: it is not, or there was
+    none.
+    """
+    if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
+        # Where it is, is not the client's to know.
+        result = result.model_copy(update={"error": _REDIS_AWAY})
+    text = result.text()
+    whole = result.model_dump(mode="json", include={"success", "error_code", "truncated", "spill", "metadata"})
+    return CallToolResult(
+        content=[TextContent(text=text)],
+        structured_content={"text": text, **whole},
+        is_error=not result.success,
+        _meta={SESSION_META: session} if session is not None else None,
+    )
+
 
 Context = ServerRequestContext[Any, Any]
 T = TypeVar("T")

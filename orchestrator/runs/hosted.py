@@ -11,16 +11,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.signing import SigningKeys
 from orchestrator.batches.detached import find_paths
+from orchestrator.dialects.base import CallRequested, MalformedCall
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.observations import build_tool_messages
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
-from orchestrator.runs.transcripts import build_transcript
 from store.audit import Actor, build_entry, entry_text
 from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, Ground, RunBody
 from store.connection import RedisClient
 from store.run_events import RunEventHub, not_found
+from store.run_log import Entry, Replied, Resulted
 from store.runs import (
     MAX_BODY_BYTES,
     MAX_KEPT,
@@ -34,9 +38,40 @@ from store.runs import (
     HostedState,
     RunPage,
     RunQueue,
+    RunRecord,
 )
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
+
+
+def build_transcript(run: str, record: RunRecord, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """What has been said so far: the request, each reply, and the results of its calls. Results are tool messages here,
+    however the model is told of them. Without the system prompt, which is made when the run is worked."""
+    messages: list[dict[str, Any]] = []
+    if isinstance(record.item.work, RunBody):
+        messages += [dict(message) for message in record.item.work.history]
+        messages.append({"role": "user", "content": record.item.work.instruction})
+    name, step, known = run if record.attempt == 1 else f"{run}-{record.attempt}", 0, dict[str, str]()
+    for entry in entries:
+        if isinstance(entry, Replied):
+            step += 1
+            reader = NativeDialect().open_reader(name, step, reads_tags=False)
+            events = [event for chunk in entry.chunks for event in reader.feed(chunk)]
+            last, end = reader.finish()
+            for event in [*events, *last]:
+                if isinstance(event, CallRequested) and event.model_id:
+                    known[event.call.id] = event.model_id
+                elif isinstance(event, MalformedCall) and event.model_id:
+                    known[event.call_id] = event.model_id
+            messages.append(end.message)
+        elif isinstance(entry, Resulted):
+            messages += _observed(known, entry.result)
+    return messages
+
+
+def _observed(known: dict[str, str], result: ToolResult) -> list[dict[str, Any]]:
+    return build_tool_messages([(known.get(result.call_id, result.call_id), result)])
+
 
 MAX_PAGE = 200
 _NOWHERE = Ground()

@@ -2,7 +2,7 @@
 and sent.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal, Protocol, TypeVar
@@ -18,7 +18,7 @@ from orchestrator.admission.insistence import until_admitted
 from orchestrator.admission.waiting import WaitNotice, once_per_reason, report_waiting
 from orchestrator.approvals import Approver, review
 from orchestrator.approvals.asking import choose_people, open_approvals
-from orchestrator.approvals.policies import ApprovalPolicy
+from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.plain import PlainDialect
@@ -35,12 +35,93 @@ from orchestrator.loop.events import ApprovalAsked, CallSent, OnEvent, OutputArr
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_dialect, know_model
-from orchestrator.runs.active_skills import ActiveSkills
 from orchestrator.runs.live_text import LiveText
-from orchestrator.runs.skill_disclosure import disclose
 from orchestrator.settings import OrchestratorSettings
 from store.skills import SkillUses
 from store.tasks import retry_until_available
+
+MAX_CHARS = 8 * 1024
+"""Of the tool's whole description: a model reads it at each step."""
+WINDOW_SHARE = 0.02
+"""Of a model's context window, where it is known."""
+CHARS_A_TOKEN = 4
+"""Of English text, about."""
+_NONE = "There are no skills now."
+
+
+def disclose(
+    specs: Iterable[ToolSpec],
+    skills: Iterable[SkillSummary],
+    uses: Mapping[str, int],
+    context_tokens: int | None = None,
+) -> list[ToolSpec]:
+    """The specs, skill_tool's with the skills' names and descriptions. `uses`: how often each was used;
+    `context_tokens`: the model's window.
+    """
+    return [
+        spec.model_copy(
+            update={"description": f"{spec.description} {_tell(skills, uses, _room(spec, context_tokens))}"}
+        )
+        if spec.name == SKILL_TOOL
+        else spec
+        for spec in specs
+    ]
+
+
+def _room(spec: ToolSpec, context_tokens: int | None) -> int:
+    most = MAX_CHARS - len(spec.description) - 1
+    return most if context_tokens is None else min(most, int(context_tokens * WINDOW_SHARE * CHARS_A_TOKEN))
+
+
+def _tell(skills: Iterable[SkillSummary], uses: Mapping[str, int], room: int) -> str:
+    lines = {skill.name: f"- {skill.name}: {' '.join(skill.description.split())}" for skill in skills}
+    if not lines:
+        return _NONE
+    told = _within(lines, uses, room)
+    if len(told) == len(lines):
+        return "\n".join(["Skills:", *told])
+    left = len(lines) - len(told)
+    return "\n".join(["Skills, those that are used most:", *told, f"[{left} more: action list names them]"])
+
+
+def _within(lines: Mapping[str, str], uses: Mapping[str, int], room: int) -> list[str]:
+    """Those that fit, in the order of their names; who is used least is left out first. One that is too long keeps no
+    shorter one out.
+    """
+    fitting: set[str] = set()
+    for name in sorted(lines, key=lambda name: (-uses.get(name, 0), name)):
+        if len(lines[name]) + 1 <= room:
+            room -= len(lines[name]) + 1
+            fitting.add(name)
+    return [lines[name] for name in lines if name in fitting]
+
+
+class ActiveSkills:
+    """Of one run. `skills`: those that there are for its tenant."""
+
+    def __init__(self, skills: Iterable[SkillSummary]) -> None:
+        self._skills: Mapping[str, SkillSummary] = {skill.name: skill for skill in skills}
+        self._loaded: set[str] = set()
+
+    def note(self, call: ToolCall, result: ToolResult) -> str | None:
+        """The skill that the call has used, if it has used one."""
+        name = call.arguments.get("name") if call.name == SKILL_TOOL else call.name
+        if not result.success or not isinstance(name, str) or name not in self._skills:
+            return None
+        # By its content: what else has the name says nothing of what this one may do.
+        if call.name == SKILL_TOOL and result.metadata.get("digest") == self._skills[name].digest:
+            self._loaded.add(name)
+        return name
+
+    def rules(self, trusted: Collection[str], tenant: str) -> tuple[Rule, ...]:
+        """What need not be asked about now. `trusted`: digests."""
+        active = [self._skills[name] for name in sorted(self._loaded) if self._skills[name].digest in trusted]
+        return tuple(
+            Rule("allow", allowed.tool, tenant, allowed.argv_prefix)
+            for skill in active
+            for allowed in skill.allowed_tools
+        )
+
 
 Published = TypeVar("Published")
 

@@ -14,8 +14,8 @@ from uvicorn.server import ServerState
 
 from orchestrator.api import limits, server, shares
 from orchestrator.api.calls import NewCall, _stream
-from orchestrator.api.file_answers import PIECE_BYTES, FileAnswer
 from orchestrator.api.server import PatientProtocol
+from orchestrator.api.sessions import PIECE_BYTES, FileAnswer
 from orchestrator.api.shares import FairTurn, Turns
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.dispatch.sessions import Session

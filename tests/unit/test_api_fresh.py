@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from orchestrator.api.fresh import Fresh
+from orchestrator.api.house import Fresh
 
 
 class Look:

@@ -7,9 +7,8 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.batches.progress import MAX_NOTES, Progress
+from orchestrator.batches.progress import MAX_NOTES, MAX_TOOLS, Progress
 from orchestrator.batches.snapshot import Snapshot
-from orchestrator.batches.tool_times import MAX_TOOLS
 from store.batches import BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemRetried, ItemStarted, StepDone
 from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
 

@@ -9,8 +9,7 @@ from jsonschema import Draft202012Validator
 from contract.calls import Spill, ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.specs import ToolSpec
-from orchestrator.mcp.answers import build_answer
-from orchestrator.mcp.tool_list import OUTPUT_SCHEMA, build_hints, build_tool
+from orchestrator.mcp.calls import OUTPUT_SCHEMA, build_answer, build_hints, build_tool
 from workers.tools.builtin import build_registry
 
 CALL = ToolCall(id="c1", name="t")

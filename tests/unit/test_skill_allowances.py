@@ -12,7 +12,7 @@ from contract.skill_allowances import parse_allowed_tools
 from contract.skills import parse_skill
 from contract.specs import MAX_ALLOWED_TOOLS, AllowedTool, SkillSummary
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.runs.active_skills import ActiveSkills
+from orchestrator.runs.run_parts import ActiveSkills
 from workers.tools.builtin import build_registry
 
 DIGEST, OTHER = "a" * 64, "b" * 64

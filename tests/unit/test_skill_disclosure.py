@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from contract.names import skill_uses_key
 from contract.specs import SkillSummary
-from orchestrator.runs.skill_disclosure import MAX_CHARS, disclose
+from orchestrator.runs.run_parts import MAX_CHARS, disclose
 from store.skills import USES_TTL_S, SkillUses
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
