@@ -45,6 +45,10 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "orchestrator.dialects": ("orchestrator.dispatch", "store"),
     "orchestrator.models": ("orchestrator.dispatch", "store"),
     "orchestrator.loop": ("orchestrator.dispatch", "store"),
+    "orchestrator.adapters": ("orchestrator.api", "orchestrator.cli", "orchestrator.mcp"),
+    "orchestrator.api": ("orchestrator.adapters", "orchestrator.cli", "orchestrator.mcp"),
+    "orchestrator.cli": ("orchestrator.adapters",),
+    "orchestrator.mcp": ("orchestrator.adapters", "orchestrator.cli"),
 }
 
 # Packages whose folders, and modules beside them, must not import each other in a circle, not even for types.
