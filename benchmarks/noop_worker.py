@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from contract.registry import Tool
 from contract.specs import ToolSpec
-from workers.celery_edge.app import build_app, run_worker
+from workers.celery_edge.app import build_app, run_celery_worker
 from workers.logs import configure_logging
 from workers.settings import load_worker_settings
 from workers.tools.base import Outcome, ToolEnvironment
@@ -39,7 +39,7 @@ def main(queue: str, pool: str) -> None:
     app = build_app(settings.broker())
     app.task(name=TASK)(noop)
     kind = cast(Literal["threads", "prefork"], pool)
-    run_worker(
+    run_celery_worker(
         app,
         settings.host,
         (queue,),
