@@ -20,7 +20,7 @@ import redis.asyncio
 
 from benchmarks.fairness import open_server
 from benchmarks.report import Report, median, percentile
-from benchmarks.simulator_clock import JumpingLoop, open_counting_pool, run_jumping
+from benchmarks.simulator_clock import CountingScripts, JumpingLoop, open_counting_pool, run_jumping
 from benchmarks.simulator_hosts import DEPLOYMENT, World, run_heartbeats
 from benchmarks.simulator_orchestrators import (
     FUTURE_AT,
@@ -302,8 +302,9 @@ async def _share_pool(
 ) -> None:
     """One queue that everybody uses, as the web tools' is."""
     await client.set(slots_key(DEPLOYMENT, POOL_WEB), POOL_SLOTS)
+    scripts = [CountingScripts(client) for _ in range(ORCHESTRATORS)]
     admissions = [
-        SharedAdmission(client, DEPLOYMENT, clock=lambda: FUTURE_AT + loop.time()) for _ in range(ORCHESTRATORS)
+        SharedAdmission(client, DEPLOYMENT, clock=lambda: FUTURE_AT + loop.time(), scripts=one) for one in scripts
     ]
     workers, used, waited = (
         asyncio.Semaphore(POOL_SLOTS),
@@ -350,5 +351,6 @@ async def _share_pool(
     for task in calls:
         task.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    for admission in admissions:
+    for admission, one in zip(admissions, scripts, strict=True):
         await admission.aclose()
+        await one.aclose()

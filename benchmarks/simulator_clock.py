@@ -4,10 +4,12 @@ answered.
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from redis.asyncio.connection import BlockingConnectionPool, Connection
+
+from store.connection import Script, ScriptConnection
 
 T = TypeVar("T")
 
@@ -54,6 +56,10 @@ class _JumpingSelector(selectors.BaseSelector):
     def listen(self) -> None:
         """Something was published past this loop's connections."""
         self._has_heard = True
+
+    def answer(self) -> None:
+        """An awaited answer has come."""
+        self.awaited -= 1
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         return self._real.register(fileobj, events, data)
@@ -115,6 +121,18 @@ class _CountingConnection(Connection):
         self._awaited += answers
         if isinstance(loop, JumpingLoop):
             loop.selector.awaited += answers
+
+
+class CountingScripts(ScriptConnection):
+    """Tells the loop how many answers are on their way."""
+
+    def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int | float]) -> "asyncio.Future[Any]":
+        answer = super().run(script, keys, arguments)
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, JumpingLoop):
+            loop.selector.awaited += 1
+            answer.add_done_callback(lambda _: loop.selector.answer())
+        return answer
 
 
 def open_counting_pool(url: str, connections: int) -> BlockingConnectionPool:

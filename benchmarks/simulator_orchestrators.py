@@ -14,6 +14,7 @@ from typing import Any
 
 import redis.asyncio
 
+from benchmarks.simulator_clock import CountingScripts
 from benchmarks.simulator_hosts import DEPLOYMENT, KEYS, OPEN_S, World
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.clock import SharedClock
@@ -111,7 +112,7 @@ class _Transport:
         raise NotImplementedError
 
     async def aclose(self) -> None:
-        await self._publisher.aclose()
+        """Nothing to close: the connections belong to the orchestrator."""
 
 
 class Orchestrator:
@@ -124,11 +125,12 @@ class Orchestrator:
         hub: ResultHub,
         watch: CallWatch,
         admission: SharedAdmission,
+        scripts: CountingScripts,
         ends: Ends,
     ) -> None:
         self._world, self._ends = world, ends
         self._clock = SharedClock(lambda: FUTURE_AT + world.loop.time())
-        transport = _Transport(world, Publisher(client, DEPLOYMENT, SharedClock()), hub, watch)
+        transport = _Transport(world, Publisher(scripts, DEPLOYMENT, SharedClock()), hub, watch)
         self.admission = admission
         self.locator = SessionLocator(SessionStore(client, DEPLOYMENT), _Hosts(world), self._send_open, KEYS)
         self._recovery = Recovery(
@@ -201,9 +203,13 @@ async def open_orchestrators(
             )
             await watch.start()
             stack.push_async_callback(watch.close)
-            admission = SharedAdmission(client, DEPLOYMENT, clock=lambda: FUTURE_AT + world.loop.time())
+            scripts = CountingScripts(client)
+            stack.push_async_callback(scripts.aclose)
+            admission = SharedAdmission(
+                client, DEPLOYMENT, clock=lambda: FUTURE_AT + world.loop.time(), scripts=scripts
+            )
             stack.push_async_callback(admission.aclose)
-            made.append(Orchestrator(world, client, hub, watch, admission, ends))
+            made.append(Orchestrator(world, client, hub, watch, admission, scripts, ends))
         yield made
 
 
