@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.stack import ROOT, missing
 
-COMMIT = "b727d43fff4c277ad7976a3468f82c2a06bdb44f"
+COMMIT = "dc1d62693b65e50d3043337d648a72e40e9dad6d"
 """A commit of the release before, whose processes serve one deployment together with those of this release."""
 INCOMPATIBLE_COMMIT = "b6024ba1e6f63dd2f2fd5d4bbf5c16f8b57d10f9"
 """A commit of the last release whose processes cannot: its calls have version 2, and its records in Redis are not

@@ -23,20 +23,13 @@ from tests.host_ground import Ground, open_ground
 from tests.stack import ROOT, TOOLCREW, UP_S, end_process, eventually, wait_until
 
 SESSIONS, ITEMS = 4, 3
-_MAIN = """
-try:
-    from orchestrator.cli.main import main
-except ModuleNotFoundError:  # the earlier releases
-    from orchestrator.cli import main
-main()
-"""
-COMMAND = (sys.executable, "-c", _MAIN)
+COMMAND = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
 """toolcrew, of the release in whose tree it is started."""
 # Run in the tree of the release before; prints what came of calls in a few sessions.
 OLD_ORCHESTRATOR = """
 import asyncio, json, sys
 import orchestrator
-from orchestrator.client import ToolClient
+from orchestrator import ToolClient
 from orchestrator.settings import load_settings
 
 async def main():
