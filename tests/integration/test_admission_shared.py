@@ -96,7 +96,8 @@ async def drain(house: House, callers: list[Caller], *, at_once: int) -> None:
         ended = next(caller for caller in callers if caller.has_slot.is_set())
         callers.remove(ended)
         await ended.end()
-        await house.until(lambda: holding(callers) >= min(at_once, len(callers)))
+        # One fewer: calls of one tenant that have become long leave a slot to the others, and may be all that is left.
+        await house.until(lambda: holding(callers) >= min(max(1, at_once - 1), len(callers)))
         assert await house.count("held") <= max(at_once + 4, at_once * 2) + 1, (
             "the one that ended is given back in the background"
         )
