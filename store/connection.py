@@ -264,6 +264,14 @@ def _open_sync_pool(broker: BrokerSettings, options: dict[str, Any]) -> SyncPool
     )
 
 
+class Script:
+    """A Lua script that is sent by its digest."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
 class WorkerScript:
     """A Lua script that a worker runs for every call.
 
@@ -275,8 +283,7 @@ class WorkerScript:
 
     def __init__(self, client: SyncRedis, source: str) -> None:
         self._pool = client.connection_pool
-        self._source = source
-        self._sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        self._script = Script(source)
         self._thread = _thread_connections.setdefault(self._pool, threading.local())
 
     def __call__(self, keys: Sequence[str], args: Sequence[str | bytes | int | float]) -> Any:
@@ -311,24 +318,16 @@ class WorkerScript:
 
     def _run(self, connection: Any, arguments: tuple[Any, ...]) -> Any:
         try:
-            connection.send_command("EVALSHA", self._sha, *arguments)
+            connection.send_command("EVALSHA", self._script.sha, *arguments)
             return connection.read_response()
         except NoScriptError:
-            connection.send_command("EVAL", self._source, *arguments)
+            connection.send_command("EVAL", self._script.source, *arguments)
             return connection.read_response()
 
 
 CLOSED = "the client was closed"
 _INCOMPLETE = object()
 """What the parser returns when the rest of an answer has not arrived yet."""
-
-
-class Script:
-    """A Lua script that is sent by its digest."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 class Unanswered(RedisConnectionError):
@@ -370,7 +369,7 @@ class ScriptConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = contextvars.Context()
-        self._is_opening = self._is_closed = False
+        self._is_opening = self._is_closed = self._is_replica = False
 
     def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int | float]) -> "asyncio.Future[Any]":
         """Return the future answer of the script. Its exceptions: Unanswered; what Redis says against it, a RedisError.
@@ -410,6 +409,9 @@ class ScriptConnection(asyncio.Protocol):
                 self._lose("Redis sent an answer without a command")
                 return
             self._answer(self._unanswered.popleft(), reply)
+        if self._is_replica and not self._unanswered:
+            # After a failover the client knows the new master; this connection would stay with the old one.
+            self._lose("Redis has become a replica")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._client_protocol.connection_lost(exc)
@@ -460,6 +462,8 @@ class ScriptConnection(asyncio.Protocol):
             if error is None:
                 invocation.answer.set_result(reply)
             else:
+                # Redis 6 puts the code of a command's error into the middle of the script's error.
+                self._is_replica = self._is_replica or "READONLY" in str(reply)
                 invocation.answer.set_exception(error)
 
     def _check_silence(self) -> None:
@@ -495,6 +499,7 @@ class ScriptConnection(asyncio.Protocol):
         """Give the connection up. What was not written yet is sent over the next one."""
         connection, transport = self._connection, self._transport
         self._connection = self._transport = None
+        self._is_replica = False
         unanswered, self._unanswered = self._unanswered, deque()
         _fail(unanswered, reason, may_have_run=True)
         if transport is not None:

@@ -24,6 +24,8 @@ class Relay:
         self._server = server
         self._writers: list[asyncio.StreamWriter] = []
         self.is_silent = False
+        self.asked = asyncio.Event()
+        """Something was sent to Redis since this was cleared."""
         self.url = ""
 
     async def start(self) -> None:
@@ -50,6 +52,8 @@ class Relay:
         while data := await source.read(65536):
             if not (is_answer and self.is_silent):
                 sink.write(data)
+            if not is_answer:
+                self.asked.set()
 
 
 @pytest.fixture
@@ -105,8 +109,9 @@ async def test_a_lost_connection_fails_what_may_have_run_and_is_replaced(
 ) -> None:
     await scripts.run(ECHO, (), ["a"])
     relay.is_silent = True
+    relay.asked.clear()
     answer = scripts.run(PUSH, ["list"], ["a"])
-    await asyncio.sleep(0.1)
+    await asyncio.wait_for(relay.asked.wait(), 10)
     relay.cut()
     with pytest.raises(Unanswered) as lost:
         await answer
@@ -128,6 +133,22 @@ async def test_a_redis_that_is_silent_is_given_up(
     with pytest.raises(Unanswered) as silent:
         await asyncio.wait_for(scripts.run(ECHO, (), ["b"]), 10)
     assert silent.value.may_have_run
+
+
+async def test_a_replica_refuses_each_script_and_is_left_for_the_master(
+    scripts: ScriptConnection, redis_server: RedisProcess
+) -> None:
+    await scripts.run(ECHO, (), ["a"])
+    with redis_server.client() as client:
+        client.replicaof("127.0.0.1", "1")
+        try:
+            answers = [scripts.run(PUSH, ["list"], [number]) for number in range(2)]
+            refused = await asyncio.gather(*answers, return_exceptions=True)
+            assert all(isinstance(error, ResponseError) for error in refused)
+            assert scripts._transport is None
+        finally:
+            client.replicaof("NO", "ONE")
+    assert await scripts.run(PUSH, ["list"], ["b"]) == 1
 
 
 async def test_without_redis_it_is_certain_that_nothing_has_run(scripts: ScriptConnection, relay: Relay) -> None:
