@@ -300,8 +300,11 @@ async def test_the_workers_log_has_neither_arguments_nor_output(stack: Stack, se
     await session.call("bash_tool", {"command": f"x={word}; echo ${{x^^}}"}, call_id=call_ids[0])
     await session.call("read_tool", {"file_path": f"{word}-missing"}, call_id=call_ids[1])
 
+    # The worker writes its log entry after it has stored the result.
+    await eventually(
+        lambda: all(call_id in stack.log("worker") for call_id in call_ids), 30, "the worker has logged both calls"
+    )
     log = stack.log("worker")
-    assert [call_id in log for call_id in call_ids] == [True, True]
     assert word not in log, "an argument is in worker.log"
     assert word.upper() not in log, "output is in worker.log"
 
