@@ -1,12 +1,4 @@
-"""What is known of every call id: one hash in Redis a call, written by both sides, each change in one atomic step.
-
-::
-
-    queued --claim--> running --finish--> done
-       |                 |
-       |                 '--its worker is gone--> lost (sent again, next attempt) or unknown (it may have acted)
-       '--forbid--> forbidden: cancelled, or too late; it never starts
-"""
+"""The states and the fields of a call's record in Redis. store/calls.py draws how the states follow each other."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -26,7 +18,7 @@ MAX_ATTEMPTS = 3
 
 
 class CallState(StrEnum):
-    """Where a call is."""
+    """The state of a call. QUEUED and RUNNING: no process has given it an end. LOST: it may be sent again."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -34,6 +26,11 @@ class CallState(StrEnum):
     LOST = "lost"
     UNKNOWN = "unknown"
     FORBIDDEN = "forbidden"
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True for a state in which the call neither waits nor runs."""
+        return self not in (CallState.QUEUED, CallState.RUNNING)
 
 
 class CallClaim(StrEnum):

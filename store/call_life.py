@@ -1,5 +1,5 @@
 """The state of one call in every process: what its record, its queue, its worker, its session and its result show
-now.
+now. This module only reads; store/calls.py has the scripts that move a call.
 """
 
 import json

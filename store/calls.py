@@ -1,5 +1,5 @@
 """The records of calls in Redis: one hash for each call id. Every script that changes the state of a call is in this
-file.
+file. contract/ledger.py names the states and the fields.
 
 ::
 
@@ -42,7 +42,7 @@ from pydantic import Field, ValidationError
 
 from contract.calls import Identifier, Record, ToolCall, ToolContext
 from contract.clock import SharedClock
-from contract.errors import BrokerUnavailable, ErrorCode, RefusalReason
+from contract.errors import ErrorCode
 from contract.hosts import HEARTBEAT_S, HOST_LOST_TYPE, HOST_TTL_S, TOMBSTONE_TTL_S
 from contract.ledger import CALL_TTL_S, RESULT_TTL_S, CallClaim, CallRecord, CallState, parse_record
 from contract.names import (
@@ -53,7 +53,6 @@ from contract.names import (
     hosts_key,
     kills_key,
     place_key,
-    refusals_key,
     result_key,
     tombstone_key,
 )
@@ -625,21 +624,3 @@ class FinishedCalls:
         key = result_key(task_id)
         call, attempt, code, sandbox = record if record is not None else (key, "", "", "")
         return bool(self._finish(keys=[key, call], args=[text, ttl_s, attempt, CALL_TTL_S, code, sandbox]))
-
-
-class RefusalCounter:
-    """Counts what was refused at the queue, by reason, in one hash of the deployment. `client`: one that sends every
-    command once (`connect_once`).
-    """
-
-    def __init__(self, client: SyncRedis, deployment: str) -> None:
-        self._client = client
-        self._key = refusals_key(deployment)
-
-    def count(self, reason: RefusalReason) -> None:
-        """Add one. When Redis does not answer, only the log has it."""
-        try:
-            with broker_errors("the refusal was not counted"):
-                self._client.hincrby(self._key, reason, 1)
-        except BrokerUnavailable as error:
-            log.warning("refusal_not_counted", reason=reason, error=str(error))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
+from contract.errors import BrokerUnavailable, RefusalReason
 from contract.hosts import HOST_TTL_S
 from contract.metrics import BUCKET, COUNT, METRICS, SERIES_MARK, SUM, Metric, clean_label, encode_series, spare_series
 from contract.names import (
@@ -28,6 +29,9 @@ from contract.names import (
 )
 from contract.tenancy import DEFAULT_TENANT
 from store.connection import RedisClient, SyncRedis, broker_errors
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 COUNTED_TTL_S = 7 * 24 * 3600
 """How long Redis remembers the totals of a source that sends nothing."""
@@ -381,3 +385,21 @@ class WorkerMetricsStore:
         """Store the state of sandboxd; it expires with the worker's report."""
         with broker_errors(_NOT_SENT):
             self._client.set(host_gauges_key(self._deployment, queue), json.dumps(gauges), ex=HOST_TTL_S)
+
+
+class RefusalCounter:
+    """Counts what was refused at the queue, by reason, in one hash of the deployment. `client`: one that sends every
+    command once (`connect_once`).
+    """
+
+    def __init__(self, client: SyncRedis, deployment: str) -> None:
+        self._client = client
+        self._key = refusals_key(deployment)
+
+    def count(self, reason: RefusalReason) -> None:
+        """Add one. When Redis does not answer, only the log has it."""
+        try:
+            with broker_errors("the refusal was not counted"):
+                self._client.hincrby(self._key, reason, 1)
+        except BrokerUnavailable as error:
+            log.warning("refusal_not_counted", reason=reason, error=str(error))

@@ -14,8 +14,9 @@ from contract.hosts import holder_name
 from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from store.blobs import WorkerBlobs
-from store.calls import RefusalCounter, WorkerCallStore
+from store.calls import WorkerCallStore
 from store.connection import connect, connect_once
+from store.metrics import RefusalCounter
 from tests.builders import build_spec
 from tests.fakes import build_executor
 from workers.celery_edge.app import Pool, build_app, run_celery_worker

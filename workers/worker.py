@@ -11,10 +11,11 @@ import structlog
 from contract.clock import SharedClock
 from contract.specs import Catalog
 from store.blobs import WorkerBlobs
-from store.calls import RefusalCounter, WorkerCallStore
+from store.calls import WorkerCallStore
 from store.catalog import WorkerCatalogStore
 from store.connection import connect, connect_once
 from store.hosts import WorkerControlStore
+from store.metrics import RefusalCounter
 from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
 from telemetry.spans import Tracer

@@ -29,7 +29,6 @@ ENDED_S = 30.0
 ORDER_AGAIN_S = 1.0
 """An order may come to the host before the call does."""
 LOOK_S = 0.05
-OVER = frozenset({CallState.DONE, CallState.FORBIDDEN, CallState.LOST, CallState.UNKNOWN})
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class CallControl:
         order = _build_order(tenant, call_id, actor, reason)
         before = await self._calls.find(tenant, call_id)
         # One that was lost may be sent again, until it is killed.
-        if before is not None and before.state in OVER - {CallState.LOST} and not before.killed:
+        if before is not None and before.state.has_ended and before.state is not CallState.LOST and not before.killed:
             return KilledCall(before, was_over=True)
         began = time.monotonic()
         while True:
@@ -92,7 +91,7 @@ class CallControl:
         until = time.monotonic() + min(within_s, ORDER_AGAIN_S)
         while time.monotonic() < until:
             record = await self._calls.find(tenant, call_id)
-            if record is not None and record.state in OVER:
+            if record is not None and record.state.has_ended:
                 return record
             await asyncio.sleep(LOOK_S)
         return None

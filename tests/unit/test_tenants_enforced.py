@@ -18,7 +18,7 @@ from contract.names import refusals_key, tenants_key
 from contract.registry import ToolRegistry
 from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy, seal_policy
 from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
-from store.calls import RefusalCounter
+from store.metrics import RefusalCounter
 from store.tenants import WorkerTenants
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess

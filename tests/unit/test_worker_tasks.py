@@ -23,7 +23,7 @@ from contract.signing import ResultSeal, SigningKeys
 from store import blobs as blobs_module
 from store.blobs import Blobs as OrchestratorBlobs
 from store.blobs import WorkerBlobs
-from store.calls import RefusalCounter
+from store.metrics import RefusalCounter
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
