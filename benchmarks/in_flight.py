@@ -16,15 +16,16 @@ import redis.asyncio
 from pydantic import SecretStr
 
 from benchmarks.processes import child_process
+from benchmarks.raw_celery import next_attempt
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.transport import Delivery
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from store.connection import check_redis, open_redis
 from store.results import ResultHub
+from tests.builders import build_attempt
 
 ROUNDS = size(5, 1)
 CALLS = size(5000, 50)
@@ -76,12 +77,11 @@ async def _until_up(client: "redis.asyncio.Redis", broker: BrokerSettings) -> No
 async def cost(transport: CeleryTransport, queue: str, in_flight: int, calls: int) -> float:
     """Seconds of this process for one call, with so many at a time."""
     numbers = iter(range(calls))
+    first = build_attempt("bench", tenant="bench", queue=queue, envelope=ENVELOPE)
 
     async def caller() -> None:
         for _ in numbers:
-            await transport.deliver(
-                Delivery("bench", queue, "bench", secrets.token_hex(16), ENVELOPE, time.time() + 60, 60.0)
-            )
+            await transport.deliver(next_attempt(first))
 
     started = time.process_time()
     await asyncio.gather(*(caller() for _ in range(in_flight)))

@@ -14,7 +14,7 @@ from workers.settings import load_worker_settings
 from workers.tools.base import Outcome, ToolEnvironment
 from workers.web_worker import run_web_worker
 
-TASK = "bench.noop"
+TASK = "tool.noop"
 TOOL = "noop_tool"
 NAP_TOOL = "nap_tool"
 NAP_S = 0.01

@@ -1,4 +1,4 @@
-"""Orchestrators that play agents: the product's own admission, placement, publishing, ledger, watch, reaper and
+"""Orchestrators that play agents: the product's own admission, placement, publishing, ledger, monitor, reaper and
 recovery, over hosts on paper.
 """
 
@@ -23,12 +23,12 @@ from contract.hosts import HOST_LOST_TYPE, HOST_TTL_S, HostReport
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
-from orchestrator.dispatch.call_watch import WATCH_EVERY_S, CallWatch
-from orchestrator.dispatch.carrier import Carrier, Errand
+from orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, CallMonitor
 from orchestrator.dispatch.celery_transport import build_call_message
-from orchestrator.dispatch.recovery import Recovery
+from orchestrator.dispatch.delivery import Delivery, Pool
+from orchestrator.dispatch.request import Attempt, Request
 from orchestrator.dispatch.session_locator import Opening, SessionLocator
-from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed
+from orchestrator.dispatch.transport import CallLost, DeliveryFailed
 from store.calls import CallStore
 from store.hosts import FRESH_S, HostStore
 from store.publisher import NotSent, Publisher
@@ -91,16 +91,16 @@ class _Hosts:
 class _Transport:
     """As CeleryTransport, to hosts on paper."""
 
-    def __init__(self, world: World, publisher: Publisher, hub: ResultHub, watch: CallWatch) -> None:
-        self._world, self._publisher, self._hub, self._watch = world, publisher, hub, watch
+    def __init__(self, world: World, publisher: Publisher, hub: ResultHub, monitor: CallMonitor) -> None:
+        self._world, self._publisher, self._hub, self._monitor = world, publisher, hub, monitor
 
-    async def deliver(self, delivery: Delivery) -> Any:
-        task_id = self._hub.task_id(f"{delivery.call_id}.{delivery.attempt}")
+    async def deliver(self, attempt: Attempt) -> Any:
+        task_id = self._hub.task_id(f"{attempt.call_id}.{attempt.number}")
         with self._hub.expect(task_id) as stored:
-            await self._publisher.publish(build_call_message(delivery, task_id, DEPLOYMENT))
-            self._world.poke(delivery.queue)
-            with self._watch.over(task_id, delivery):
-                async with asyncio.timeout(delivery.wait_s):
+            await self._publisher.publish(build_call_message(attempt, task_id, DEPLOYMENT))
+            self._world.poke(attempt.queue)
+            with self._monitor.over(task_id, attempt):
+                async with asyncio.timeout(attempt.request.wait_s):
                     ended = await stored
         if ended["status"] == "SUCCESS":
             return ended["result"]
@@ -123,19 +123,20 @@ class Orchestrator:
         world: World,
         client: "redis.asyncio.Redis",
         hub: ResultHub,
-        watch: CallWatch,
+        monitor: CallMonitor,
         admission: SharedAdmission,
         scripts: CountingScripts,
         ends: Ends,
     ) -> None:
         self._world, self._ends = world, ends
         self._clock = SharedClock(lambda: FUTURE_AT + world.loop.time())
-        transport = _Transport(world, Publisher(scripts, DEPLOYMENT, SharedClock()), hub, watch)
+        transport = _Transport(world, Publisher(scripts, DEPLOYMENT, SharedClock()), hub, monitor)
         self.admission = admission
-        self.locator = SessionLocator(SessionStore(client, DEPLOYMENT), _Hosts(world), self._send_open, KEYS)
-        self._recovery = Recovery(
-            Carrier(transport, KEYS, admission, self._clock), self.locator, CallStore(client, DEPLOYMENT)
+        pool = Pool(
+            SessionStore(client, DEPLOYMENT), _Hosts(world), CallStore(client, DEPLOYMENT), admission, clock=self._clock
         )
+        self.locator = SessionLocator(pool.sessions, pool.hosts, self._send_open, KEYS)
+        self._delivery = Delivery(transport, KEYS, pool, self.locator)
 
     async def open(self, session: Session) -> bool:
         """Whether it was."""
@@ -153,13 +154,15 @@ class Orchestrator:
         """The code of its one result, "" for success."""
         call = ToolCall(id=secrets.token_hex(8), name=SPECS[is_idempotent].name, arguments={"seconds": seconds})
         now, began = self._clock(), self._world.loop.time()
-        context = ToolContext(
+        request = Request(call, session.tenant, session.name)
+        request.worker_call, request.spec, request.policy = call, SPECS[is_idempotent], session.policy
+        request.queue_wait_s = WAIT_S
+        request.context = ToolContext(
             tenant=session.tenant, session=session.name, sent_at=now, deadline_at=now + WAIT_S, timeout_s=60
         )
-        errand = Errand(call, context, SPECS[is_idempotent], session.policy, WAIT_S, "interactive", {}, [])
         self._ends.idempotent[call.id] = is_idempotent
         try:
-            result = await self._recovery.carry(errand)
+            result = await self._delivery.deliver(request)
             code = "" if result.success else str(result.error_code)
         except (ToolFailure, DeliveryFailed, OperatorError) as error:
             code = error.code.value
@@ -175,7 +178,7 @@ class Orchestrator:
         if has_room is None:
             if not self._world.is_reported(address.queue):
                 raise NotSent("host_lost")
-            await asyncio.sleep(HOST_TTL_S + WATCH_EVERY_S)
+            await asyncio.sleep(HOST_TTL_S + LOSSES_EVERY_S)
             raise CallLost("the host is gone", has_started=False)
         if not has_room:
             return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
@@ -198,18 +201,18 @@ async def open_orchestrators(
             hub = ResultHub(client)
             await hub.start()
             stack.push_async_callback(hub.close)
-            watch = CallWatch(
+            monitor = CallMonitor(
                 CallStore(client, DEPLOYMENT), HostStore(client, DEPLOYMENT), hub.fail, clock=world.loop.time
             )
-            await watch.start()
-            stack.push_async_callback(watch.close)
+            await monitor.start()
+            stack.push_async_callback(monitor.close)
             scripts = CountingScripts(client)
             stack.push_async_callback(scripts.aclose)
             admission = SharedAdmission(
                 client, DEPLOYMENT, clock=lambda: FUTURE_AT + world.loop.time(), scripts=scripts
             )
             stack.push_async_callback(admission.aclose)
-            made.append(Orchestrator(world, client, hub, watch, admission, scripts, ends))
+            made.append(Orchestrator(world, client, hub, monitor, admission, scripts, ends))
         yield made
 
 

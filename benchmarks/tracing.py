@@ -1,96 +1,24 @@
-"""What tracing costs a call: the hook while it is off, by itself; and on beside off, through the whole path of one
-embedded stack.
+"""Measures what tracing costs a call: on next to off, through the whole path of one embedded stack. Without tracing the
+dispatcher has no middleware for it.
 """
 
 import asyncio
 import contextlib
-import itertools
 import os
-import time
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.loop_step import quiet_log
 from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from benchmarks.whole_path import awaited
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_call, encode_result
-from contract.signing import ResultSeal, SigningKeys
-from contract.specs import ToolSpec
 from orchestrator import ToolClient
-from orchestrator.dispatch.dispatcher import Dispatcher, Route
 from orchestrator.dispatch.sessions import Session
-from orchestrator.dispatch.transport import Delivery
 from tests.otlp_collector import open_collector
 
-HOOK_CALLS, HOOK_ROUNDS = size((200, 40), (5, 2))
 CALLS, ROUNDS, WARM_UP = size((10, 40, 5), (20, 2, 1))
 """The smallest size still uses several ticks of the processor clock: ratios need more than none."""
-KEYS = SigningKeys.of("a benchmark's secret")
-SPEC = ToolSpec(
-    name="echo",
-    description="Gives back its text.",
-    parameters={
-        "type": "object",
-        "properties": {"text": {"type": "string"}},
-        "required": ["text"],
-        "additionalProperties": False,
-    },
-    pool="web",
-)
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_IDS = itertools.count()
-
-
-class _Catalog:
-    async def specs(self) -> tuple[ToolSpec, ...]:
-        return (SPEC,)
-
-    def explain_missing(self, name: str) -> str | None:
-        return None
-
-
-class _Worker:
-    """A transport whose worker answers at once."""
-
-    async def deliver(self, delivery: Delivery) -> Any:
-        call, context = decode_call(delivery.envelope, KEYS)
-        return encode_result(_answer(call, context), seal=ResultSeal(KEYS, context.tenant, context.attempt))
-
-    def settle(self, tenant: str, call_id: str) -> None:
-        """Nothing is kept."""
-
-    async def command(self, queue: str, envelope: str) -> None:
-        """Nobody is told."""
-
-    async def aclose(self) -> None:
-        """Nothing is open."""
-
-
-def _answer(call: ToolCall, _: ToolContext) -> ToolResult:
-    return ToolResult(call_id=call.id, name=call.name, success=True, output="x" * 100)
-
-
-class _Hookless(Dispatcher):
-    """Without the hook that every call passes while tracing is off."""
-
-    async def _traced(
-        self, call: ToolCall, route: Route, work: Awaitable[ToolResult], run: str | None = None
-    ) -> ToolResult:
-        return await work
-
-
-async def _dispatched(door: Dispatcher) -> float:
-    """CPU seconds a call."""
-    began = time.process_time()
-    for _ in range(HOOK_CALLS):
-        result = await door.dispatch(
-            ToolCall(id=f"c{next(_IDS)}", name="echo", arguments={"text": "some text"}), Route("acme", "s", "q")
-        )
-        if not result.success:
-            raise RuntimeError(f"the call did not succeed: {result.text()}")
-    return (time.process_time() - began) / HOOK_CALLS
 
 
 async def _called(session: Session) -> None:
@@ -124,10 +52,9 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-async def _through_all(report: Report) -> float:
-    """Calls of two clients of one stack, of which only one has its calls traced, in turn. Gives the seconds of one that
-    is not.
-    """
+async def _measure() -> Report:
+    """Calls of two clients of one stack, of which only one has its calls traced, in turn."""
+    report = Report("tracing")
     async with contextlib.AsyncExitStack() as stack:
         collector = stack.enter_context(open_collector())
         with environment(collector.environment()):
@@ -163,27 +90,6 @@ async def _through_all(report: Report) -> float:
     report.notes.append(
         f"{ROUNDS} interleaved rounds of {CALLS} calls; {len(collector.spans)} spans sent; the collector is in the "
         "same process"
-    )
-    return median(seconds["off"]) / CALLS
-
-
-async def _measure() -> Report:
-    doors: dict[str, Dispatcher] = {
-        "hookless": _Hookless(_Worker(), _Catalog(), KEYS, queue_wait_s=60),
-        "hooked": Dispatcher(_Worker(), _Catalog(), KEYS, queue_wait_s=60),
-    }
-    seconds = await interleave(
-        {name: lambda door=door: _dispatched(door) for name, door in doors.items()}, HOOK_ROUNDS, warm_up=3
-    )
-    hookless, hooked = median(seconds["hookless"]), median(seconds["hooked"])
-    report = Report("tracing")
-    report.add("hook_ms", (hooked - hookless) * 1000, "off: CPU of the hook in a dispatcher's call")
-    off_s = await _through_all(report)
-    report.add(
-        "off_ratio",
-        1 + (hooked - hookless) / off_s,
-        "off: a call through the whole path with the hook / without",
-        at_most=1.01,
     )
     return report
 

@@ -102,7 +102,7 @@ def seen_tenants_key(deployment: str) -> str:
 
 def kills_key(deployment: str) -> str:
     """The sorted set of the orders of the last minute to end calls, by the Unix time at which each was given
-    (orchestrator/dispatch/call_kills.py).
+    (orchestrator/dispatch/call_monitor.py).
     """
     return deployment_key(deployment, "kills")
 

@@ -32,9 +32,11 @@ STARTED_BY = {
 
 
 class CatalogSource(Protocol):
-    """A source of tool specs."""
+    """A source of tools and skills. Each tuple is the same object until it changes."""
 
     async def specs(self) -> tuple[ToolSpec, ...]: ...
+
+    async def skills(self) -> tuple[SkillSummary, ...]: ...
 
     def explain_missing(self, name: str) -> str | None:
         """Return why an existing tool cannot be called now, and what to do; None: there is no such tool. From the last

@@ -8,6 +8,8 @@ import pytest
 from contract.calls import ToolCall, ToolContext
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
+from contract.tenancy import TenantPolicy
+from orchestrator.dispatch.request import Attempt, Request
 from workers.sandbox_client import GuestResponse
 
 KEY = SigningKeys.of("k" * 32)
@@ -96,3 +98,35 @@ def build_read_response(
         "entries": 0,
     }
     return GuestResponse({**done, **fields}, {"file": raw})
+
+
+def build_attempt(
+    tool: str = "x",
+    *,
+    tenant: str = "acme",
+    call_id: str = "c1",
+    session: str | None = None,
+    run: str | None = None,
+    wait_s: float = 60.0,
+    limit_s: float | None = None,
+    keeps_result: bool = False,
+    shown_as: str | None = None,
+    **fields: Any,
+) -> Attempt:
+    """An attempt whose sender waits for `wait_s`. `limit_s`: of a pool of workers without sandboxes; None: the call runs
+    in a session. `shown_as`: the name of the tool of the caller, when the worker runs another.
+    """
+    call = ToolCall(id=call_id, name=tool)
+    request = Request(
+        call.model_copy(update={"name": shown_as}) if shown_as else call,
+        tenant,
+        session,
+        run=run,
+        keeps_result=keeps_result,
+    )
+    request.spec = build_spec(tool, pool="web" if limit_s is not None else "sandbox")
+    request.worker_call, request.policy = call, TenantPolicy()
+    request.context = build_context(tenant=tenant, session=session, run=run, timeout_s=limit_s or 30.0)
+    request.queue_wait_s = 0.0
+    request.queue_wait_s = wait_s - request.wait_s
+    return Attempt(request, **{"queue": "q", "envelope": "{}", "start_by": time.time() + 60, **fields})

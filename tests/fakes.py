@@ -12,7 +12,7 @@ from contract.ledger import CallClaim
 from contract.signing import ResultSeal
 from contract.specs import SkillSummary, ToolSpec
 from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.dispatch.transport import Delivery
+from orchestrator.dispatch.request import Attempt
 from store.results import ResultHub
 from tests.builders import KEY
 from workers.call_policy import CallPolicy
@@ -44,15 +44,15 @@ class AnsweringTransport:
 
     def __init__(self, answer: Callable[[ToolCall, ToolContext], ToolResult | Awaitable[ToolResult]]) -> None:
         self._answer = answer
-        self.deliveries: list[Delivery] = []
+        self.deliveries: list[Attempt] = []
         self.calls: list[ToolCall] = []
         self.contexts: list[ToolContext] = []
         self.commands: list[tuple[str, ToolCall]] = []
         self.settled: list[tuple[str, str]] = []
 
-    async def deliver(self, delivery: Delivery) -> Any:
-        call, context = decode_call(delivery.envelope, KEY)
-        self.deliveries.append(delivery)
+    async def deliver(self, attempt: Attempt) -> Any:
+        call, context = decode_call(attempt.envelope, KEY)
+        self.deliveries.append(attempt)
         self.calls.append(call)
         self.contexts.append(context)
         result = self._answer(call, context)

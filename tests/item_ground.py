@@ -88,7 +88,7 @@ class ItemGround(RunGround):
         catalog: Any = StaticCatalog(*build_registry().specs(), echo or build_spec("echo"))
         blobs: Any = self.blobs
         pool = Pool(self.places, StaticHosts(build_report()), CallStore(client, "d"))
-        dispatcher = Dispatcher(self.transport, catalog, KEY, queue_wait_s=60, pool=pool)
+        dispatcher = Dispatcher(self.transport, TenantCatalog(catalog), KEY, queue_wait_s=60, pool=pool)
         installed = SkillStore(client, "d", KEY)
         self.pool = PoolConnection(
             client,

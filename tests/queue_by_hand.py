@@ -18,6 +18,7 @@ from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from store.catalog import RedisCatalog
 from store.connection import open_redis
 from store.results import ResultHub
@@ -72,7 +73,7 @@ async def open_dispatcher(broker: BrokerSettings, *, queue_wait_s: float = 60.0,
     try:
         yield Dispatcher(
             transport,
-            RedisCatalog(client, broker.deployment, broker.signing_keys()),
+            TenantCatalog(RedisCatalog(client, broker.deployment, broker.signing_keys())),
             key or broker.signing_keys(),
             queue_wait_s=queue_wait_s,
         )

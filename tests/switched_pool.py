@@ -5,6 +5,7 @@ the worker's executor is real.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -12,8 +13,9 @@ from contract.names import catalog_key
 from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
-from orchestrator.admission import PausableAdmission, SharedAdmission
+from orchestrator.admission import PausableAdmission, SharedAdmission, Unlimited
 from orchestrator.dispatch.call_events import CallEventListener
+from orchestrator.dispatch.call_rules import CallRules
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.sessions import Session, SessionInfo
@@ -26,7 +28,7 @@ from store.connection import connect_once, open_redis
 from store.publisher import NotSent
 from store.skills import SkillStore
 from store.switches import RedisSwitches, WorkerSwitches
-from store.tenants import RedisTenants
+from store.tenants import OpenTenants, RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool
@@ -83,20 +85,16 @@ class SwitchedPool:
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
         await hosts.sessions.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         tenants = RedisTenants(redis, "default", KEY)
-        admission = PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else None
+        admission = PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else Unlimited()
         installed = SkillStore(redis, "default", KEY)
         offers = TenantCatalog(catalog, installed)
         door = Dispatcher(
             self.transport,
-            catalog,
+            offers,
             KEY,
             queue_wait_s=10,
-            events=events,
-            switches=switches,
-            tenants=tenants if has_admission else None,
-            admission=admission,
-            pool=hosts,
-            offers=offers,
+            rules=CallRules(tenants if has_admission else OpenTenants(), switches),
+            pool=replace(hosts, events=events, admission=admission),
         )
         connection = PoolConnection(redis, KEY, door, catalog, blobs, switches, tenants, installed, offers)
         settings = OrchestratorSettings.model_validate({"redis_url": self.broker.redis_url, "approvals": "auto"})

@@ -48,7 +48,8 @@ from orchestrator.cli.tools import tools_app
 from orchestrator.cli.top import top
 from orchestrator.cli.trace import trace_app
 from orchestrator.cli.traced import Leaving
-from orchestrator.dispatch.dispatcher import Terms
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.sessions import build_call
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.events import CallFinished, RunEvent
 from orchestrator.loop.limits import ReActOptions, StopReason
@@ -248,7 +249,9 @@ def call(
 
     async def work() -> ToolResult:
         values, is_text = parse_arguments(arguments or [])
-        terms = Terms(timeout_s=timeout, text_arguments=is_text)
+        call = build_call(name, values)
+        if isinstance(call, ToolResult):
+            return call
         if session_id is not None and (workspace, restore, network) != (None, None, None):
             raise ConfigError(
                 "an open session has its files and its network: leave --workspace, --restore and --network out, or "
@@ -265,7 +268,8 @@ def call(
                 )
             with ExitStack() as stack:
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None
-                return await session.call(name, values, terms=terms, on_output=on_output)
+                request = Request(call, session.tenant, session.id, timeout_s=timeout, text_arguments=is_text)
+                return await session.send(request, on_output)
 
     result = run_work(work(), as_json, reports_waiting=True)
     if as_json:

@@ -10,9 +10,10 @@ from contract.errors import BrokerUnavailable, ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.names import call_key, is_blob_of, result_key
 from contract.settings import BrokerSettings
-from orchestrator.dispatch.call_watch import CallWatch
+from orchestrator.dispatch.call_monitor import CallMonitor
+from orchestrator.dispatch.request import Attempt
 from orchestrator.dispatch.task_messages import build_message
-from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed
+from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
 from store.calls import CallStore
 from store.connection import ScriptConnection, open_redis
 from store.hosts import send_order
@@ -27,22 +28,22 @@ ASK_AGAIN_S = 0.5
 class CeleryTransport:
     """Publishes to a queue by name and awaits the stored result.
 
-    `clock` learns Redis's time from every publish. `watch` sees when whoever has a call is gone; without it that is
-    known when the wait is over.
+    `clock` learns Redis's time from every publish. `monitor` finds calls whose worker was lost; without it the
+    sender finds out when its wait is over.
     """
 
     def __init__(
         self,
         broker: BrokerSettings,
         hub: ResultHub,
-        watch: CallWatch | None = None,
+        monitor: CallMonitor | None = None,
         clock: SharedClock | None = None,
         scripts: ScriptConnection | None = None,
     ) -> None:
         self._hub = hub
         self._deployment = broker.deployment
         self._clock = clock or SharedClock()
-        self._watch = watch
+        self._monitor = monitor
         self._redis = open_redis(broker)
         self._scripts, self._owns_scripts = scripts or ScriptConnection(self._redis), scripts is None
         self._publisher = Publisher(self._scripts, broker.deployment, self._clock)
@@ -50,44 +51,44 @@ class CeleryTransport:
         self._in_flight: set[tuple[str, str]] = set()
         self._kept: dict[tuple[str, str], list[str]] = {}
 
-    async def deliver(self, delivery: Delivery) -> Any:
+    async def deliver(self, attempt: Attempt) -> Any:
         """The encoded result. Raises NotSent, CallLost, DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable
         when Redis is away.
         """
-        name = (delivery.tenant, delivery.call_id)
+        name = (attempt.tenant, attempt.call_id)
         if name in self._in_flight:
-            raise CallIdInUse(delivery.call_id)
+            raise CallIdInUse(attempt.call_id)
         self._in_flight.add(name)
         try:
-            async with asyncio.timeout(delivery.wait_s):
-                return await self._deliver(delivery)
+            async with asyncio.timeout(attempt.request.wait_s):
+                return await self._deliver(attempt)
         finally:
             self._in_flight.discard(name)
 
-    async def _deliver(self, delivery: Delivery) -> Any:
+    async def _deliver(self, attempt: Attempt) -> Any:
         # No two attempts share a task: what comes late of the first would be taken for the second's.
-        task_id = delivery.published_as or self._hub.task_id(f"{delivery.call_id}.{delivery.attempt}.{delivery.tenant}")
-        with self._hub.expect(task_id, keeps=delivery.keeps_result) as stored:
-            if delivery.published_as is None:
-                await self._publisher.publish(build_call_message(delivery, task_id, self._deployment))
+        task_id = attempt.published_as or self._hub.task_id(f"{attempt.call_id}.{attempt.number}.{attempt.tenant}")
+        with self._hub.expect(task_id, keeps=attempt.request.keeps_result) as stored:
+            if attempt.published_as is None:
+                await self._publisher.publish(build_call_message(attempt, task_id, self._deployment))
             else:
                 await self._hub.look(task_id)
-            if self._watch is None:
-                ended = await self._await_stored(stored, delivery)
+            if self._monitor is None:
+                ended = await self._await_stored(stored, attempt)
             else:
-                with self._watch.over(task_id, delivery):
-                    ended = await self._await_stored(stored, delivery)
-        if delivery.keeps_result:
-            self._kept[delivery.tenant, delivery.call_id] = [result_key(task_id)]
-        return await self._complete(_unpack(ended, delivery), delivery)
+                with self._monitor.over(task_id, attempt):
+                    ended = await self._await_stored(stored, attempt)
+        if attempt.request.keeps_result:
+            self._kept[attempt.tenant, attempt.call_id] = [result_key(task_id)]
+        return await self._complete(_unpack(ended, attempt), attempt)
 
-    async def _await_stored(self, stored: "asyncio.Future[dict[str, Any]]", delivery: Delivery) -> dict[str, Any]:
+    async def _await_stored(self, stored: "asyncio.Future[dict[str, Any]]", attempt: Attempt) -> dict[str, Any]:
         """The result. A call that has not started by its deadline is forbidden to, which need not be waited for."""
-        wait_s = max(0.0, delivery.start_by - self._clock()) + START_GRACE_S
+        wait_s = max(0.0, attempt.start_by - self._clock()) + START_GRACE_S
         has_asked = False
         while not (await asyncio.wait({stored}, timeout=wait_s))[0]:
             try:
-                state = await self._calls.forbid(delivery.tenant, delivery.call_id, delivery.attempt)
+                state = await self._calls.forbid(attempt.tenant, attempt.call_id, attempt.number)
             except BrokerUnavailable:
                 has_asked, wait_s = True, ASK_AGAIN_S
                 continue
@@ -105,12 +106,12 @@ class CeleryTransport:
                 )
         return await stored
 
-    async def _complete(self, result: Any, delivery: Delivery) -> Any:
+    async def _complete(self, result: Any, attempt: Attempt) -> Any:
         """The encoded result with its record, wherever that lies."""
         key = kept_result_key(result)
         if key is None:
             return result
-        if not is_blob_of(key, self._deployment, delivery.tenant):
+        if not is_blob_of(key, self._deployment, attempt.tenant):
             raise DeliveryFailed(
                 ErrorCode.ENVELOPE_REFUSED,
                 "the result names a record that is not the tenant's, and was refused: look at the worker that sent it",
@@ -122,8 +123,8 @@ class CeleryTransport:
                 "the call has ended, and its result is gone from Redis before it was read: see that Redis evicts "
                 "nothing",
             )
-        if delivery.keeps_result:
-            self._kept[delivery.tenant, delivery.call_id].append(key)
+        if attempt.request.keeps_result:
+            self._kept[attempt.tenant, attempt.call_id].append(key)
         else:
             self._hub.discard(key)
         return join_result(result, record)
@@ -152,25 +153,25 @@ class CeleryTransport:
         await self._redis.aclose()
 
 
-def build_call_message(delivery: Delivery, task_id: str, deployment: str) -> CallMessage:
-    """Return what is published for a delivery."""
+def build_call_message(attempt: Attempt, task_id: str, deployment: str) -> CallMessage:
+    """Return what is published for an attempt."""
     return CallMessage(
-        tenant=delivery.tenant,
-        call_id=delivery.call_id,
-        attempt=delivery.attempt,
-        tool=delivery.task.removeprefix("tool."),
-        queue=delivery.queue,
+        tenant=attempt.tenant,
+        call_id=attempt.call_id,
+        attempt=attempt.number,
+        tool=attempt.request.worker_call.name,
+        queue=attempt.queue,
         task_id=task_id,
-        text=build_message(delivery, task_id, call_key(deployment, delivery.tenant, delivery.call_id)),
-        start_by=delivery.start_by,
-        ticket=delivery.ticket,
-        session=delivery.sticky.session if delivery.sticky is not None else None,
-        fence=delivery.sticky.fence if delivery.sticky is not None else None,
-        slot=delivery.slot,
+        text=build_message(attempt, task_id, call_key(deployment, attempt.tenant, attempt.call_id)),
+        start_by=attempt.start_by,
+        ticket=attempt.ticket,
+        session=attempt.request.session if attempt.fence is not None else None,
+        fence=attempt.fence,
+        slot=attempt.slot,
     )
 
 
-def _unpack(stored: dict[str, Any], delivery: Delivery) -> Any:
+def _unpack(stored: dict[str, Any], attempt: Attempt) -> Any:
     status, result, answer = stored["status"], stored.get("result"), stored_answer(stored)
     if status == "SUCCESS" or answer is not None:
         return answer
@@ -182,14 +183,15 @@ def _unpack(stored: dict[str, Any], delivery: Delivery) -> Any:
         raise CallLost(words, has_started=False)
     if kind == "EnvelopeRefused":
         raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the worker refused the call: {words}")
-    name = delivery.task.removeprefix("tool.")
+    request = attempt.request
+    name = request.worker_call.name
     if kind == "NotRegistered":
         raise DeliveryFailed(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}")
-    if kind == "TimeLimitExceeded" and delivery.limit_s is not None:
+    if kind == "TimeLimitExceeded" and request.celery_limit_s is not None:
         raise DeliveryFailed(
             ErrorCode.TIMEOUT,
-            f"{name} did not end within its limit of {delivery.limit_s:g} s, nor in the {POOL_GRACE_S:g} s it had to "
-            "clean up, and its process was killed; it may have acted",
+            f"{name} did not end within its limit of {request.celery_limit_s:g} s, nor in the {POOL_GRACE_S:g} s it "
+            "had to clean up, and its process was killed; it may have acted",
         )
     if kind in ("WorkerLostError", "TimeLimitExceeded", "Terminated"):
         raise CallLost(f"the process that ran the call was lost ({kind})", has_started=True)

@@ -11,10 +11,12 @@ from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.admission import PausableAdmission, SharedAdmission
 from orchestrator.dispatch.call_events import CallEventListener
-from orchestrator.dispatch.call_kills import KillWatch
-from orchestrator.dispatch.call_watch import CallWatch
+from orchestrator.dispatch.call_monitor import CallMonitor
+from orchestrator.dispatch.call_rules import CallRules
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.dispatcher import Dispatcher, Pool
+from orchestrator.dispatch.delivery import Pool
+from orchestrator.dispatch.dispatcher import CallMiddleware, Dispatcher
+from orchestrator.dispatch.middleware import MeteredCalls, TracedCalls
 from orchestrator.dispatch.session_locator import HostSource
 from orchestrator.dispatch.task_messages import describe_sender
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
@@ -63,8 +65,8 @@ async def open_pool(
     secrets: Mapping[str, str] | None = None,
     hosts: HostSource | None = None,
 ) -> AsyncIterator[PoolConnection]:
-    """Connected, with a worker there, unless only Redis is to be asked. Raises ConfigError (nothing to sign with, no
-    worker), BrokerUnavailable.
+    """Connect to the pool and check that it has a worker, unless `needs_workers` is false. Raises ConfigError (no
+    signing key, no worker), BrokerUnavailable.
 
     What `settings` and `secrets` (kind -> value) hold is masked in the content of spans, where that is asked for.
     `hosts`: where new sessions may go; None: to all that report.
@@ -95,37 +97,32 @@ async def open_pool(
         await hub.start()
         stack.push_async_callback(hub.close)
         calls, host_store = CallStore(redis, deployment, describe_sender()), HostStore(redis, deployment)
-        watch = CallWatch(calls, host_store, hub.fail)
-        await watch.start()
-        stack.push_async_callback(watch.close)
+        monitor = CallMonitor(calls, host_store, hub.fail)
+        await monitor.start()
+        stack.push_async_callback(monitor.close)
         blobs, tenants = Blobs(redis, deployment), RedisTenants(redis, deployment, keys)
         # One connection for both: the request for a slot and the call that needs it go in one pipeline.
         scripts = ScriptConnection(redis)
         stack.push_async_callback(scripts.aclose)
-        transport = CeleryTransport(broker, hub, watch, clock, scripts)
+        transport = CeleryTransport(broker, hub, monitor, clock, scripts)
         stack.push_async_callback(transport.aclose)
         admission = PausableAdmission(SharedAdmission(redis, deployment, scripts=scripts), tenants)
         stack.push_async_callback(admission.aclose)
-        kills = KillWatch(calls)
-        stack.push_async_callback(kills.aclose)
         installed = SkillStore(redis, deployment, keys)
         offers = TenantCatalog(catalog, installed)
+        middleware: list[CallMiddleware] = [MeteredCalls(tally.calls)]
+        if tracer is not None:
+            middleware.append(TracedCalls(tracer))
         dispatcher = Dispatcher(
             transport,
-            catalog,
+            offers,
             keys,
             queue_wait_s=queue_wait_s,
-            events=events,
-            switches=switches,
-            tenants=tenants,
-            admission=admission,
-            pool=Pool(SessionStore(redis, deployment), hosts or host_store, calls),
-            clock=clock,
-            tracer=tracer,
-            kills=kills,
-            meter=tally.calls,
-            offers=offers,
-            blobs=blobs,
+            rules=CallRules(tenants, switches),
+            pool=Pool(
+                SessionStore(redis, deployment), hosts or host_store, calls, admission, events, monitor, blobs, clock
+            ),
+            middleware=middleware,
         )
         yield PoolConnection(
             redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally

@@ -17,8 +17,9 @@ from contract.names import host_of
 from contract.session_locations import DEFAULT_TTL_S
 from contract.specs import NO_NETWORK
 from orchestrator.dispatch.call_events import OnOutput, output_handler
-from orchestrator.dispatch.dispatcher import OPEN_TIMEOUT_S, PARCEL_TIMEOUT_S, Dispatcher, Route, Terms
+from orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
 from orchestrator.dispatch.folders import pack_folder, unpack_archive
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.workspace_sources import load_source
 from store.api_keys import Credential
@@ -106,7 +107,6 @@ class Session:
         self._info = info
         self.id = info.session
         self.tenant = tenant
-        self._route = Route(tenant, self.id)
         self._closed = False
 
     @classmethod
@@ -160,8 +160,8 @@ class Session:
             call = ToolCall(
                 id=_call_id(), name="session.open", arguments=await dispatcher.session_start(tenant, session)
             )
-            terms = Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")
-            facts = dict(_checked(await dispatcher.dispatch(call, Route(tenant, session), terms)).metadata)
+            request = Request(call, tenant, session, timeout_s=OPEN_TIMEOUT_S, audience="session")
+            facts = dict(_checked(await dispatcher.dispatch(request)).metadata)
         here = {"queue": location.queue, "host": host_of(location.queue)} if location.queue else {}
         return cls(dispatcher, blobs, tenant, _info(session, tenant, {**facts, **here}), credential, is_guest=True)
 
@@ -173,22 +173,36 @@ class Session:
         timeout_s: float | None = None,
         call_id: str | None = None,
         on_output: OnOutput | None = None,
-        terms: Terms | None = None,
     ) -> ToolResult:
         """Run a tool once. The result says what happened, whatever it was. The same `call_id` never runs twice.
 
-        `on_output` gets pieces of output (stream, text) while the tool runs, as far as it shows some; the last one
-        comes before the result, which has the whole of it. A slow one holds the call up, for 10 s at most; what it is
-        not shown is counted in the result's metadata.
+        `on_output` gets pieces of output (stream, text) while the tool runs, if the tool shows some; the last piece
+        comes before the result, which has the whole output. A slow `on_output` delays the call, for 10 s at most; the
+        result's metadata counts the characters that it was not given.
         """
-        try:
-            call = ToolCall(id=call_id or _call_id(), name=name, arguments=dict(arguments))
-        except ValidationError as error:
-            return _impossible(name, error)
-        terms = terms or Terms(timeout_s=timeout_s)
+        call = build_call(name, arguments, call_id)
+        if isinstance(call, ToolResult):
+            return call
+        return await self.send(Request(call, self.tenant, self.id, timeout_s=timeout_s), on_output)
+
+    async def send(self, request: Request, on_output: OnOutput | None = None) -> ToolResult:
+        """Make a call of this session that is described in full. Otherwise as `call`."""
         if on_output is not None:
-            terms = replace(terms, handlers={**terms.handlers, OUTPUT: output_handler(on_output)})
-        return await self._dispatch(call, terms)
+            request.handlers = {**request.handlers, OUTPUT: output_handler(on_output)}
+        try:
+            await self._check_credential()
+        except (ToolFailure, OperatorError) as error:
+            return ToolResult.failed(request.call, error.code, str(error))
+        try:
+            result = await self._dispatcher.dispatch(request)
+            if result.sandbox is not None:
+                self._info = replace(self._info, sandbox=result.sandbox)
+            return result
+        except asyncio.CancelledError:
+            # Another process may be about to take a result that is kept.
+            if not request.keeps_result:
+                await asyncio.shield(self._command("cancel", {"call_id": request.call.id}))
+            raise
 
     async def exec(
         self,
@@ -253,7 +267,7 @@ class Session:
 
         Raises ToolFailure: FILE_TOO_LARGE, NO_SPACE when the tenant keeps too many; SandboxUnavailable.
         """
-        told = (await self._verb("checkpoint", {}, timeout_s=PARCEL_TIMEOUT_S)).metadata
+        told = (await self._verb("checkpoint", {}, timeout_s=ARCHIVE_TIMEOUT_S)).metadata
         return Checkpoint(
             str(told["checkpoint"]),
             int(str(told["bytes"])),
@@ -293,38 +307,21 @@ class Session:
         """Have the sandbox removed without waiting in its host's queue; then confirm it, if that can be had soon."""
         if self._closed:
             return
-        await self._command(ToolCall(id=_call_id(), name="session.close"))
+        await self._command("close")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CANCEL_WAIT_S):
                 await self.close()
-
-    async def _dispatch(self, call: ToolCall, terms: Terms) -> ToolResult:
-        try:
-            await self._check_credential()
-        except (ToolFailure, OperatorError) as error:
-            return ToolResult.failed(call, error.code, str(error))
-        try:
-            result = await self._dispatcher.dispatch(call, self._route, terms)
-            if result.sandbox is not None:
-                self._info = replace(self._info, sandbox=result.sandbox)
-            return result
-        except asyncio.CancelledError:
-            # Of a call whose result is kept somebody else may be about to take it.
-            if not terms.keeps_result:
-                await asyncio.shield(
-                    self._command(ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call.id}))
-                )
-            raise
 
     async def _check_credential(self) -> None:
         """A key that was revoked is good for nothing more, in sessions that are open as well."""
         if self._credential is not None:
             await self._credential.check(self.tenant)
 
-    async def _command(self, call: ToolCall) -> None:
-        """Best effort: when Redis is away the call runs into its own limit, and the sandbox into its time to live."""
+    async def _command(self, verb: str, arguments: Mapping[str, Any] | None = None) -> None:
+        """If Redis does not answer, the call runs into its own limit, and the sandbox into its time to live."""
+        call = ToolCall(id=_call_id(), name=f"session.{verb}", arguments=dict(arguments or {}))
         with contextlib.suppress(BrokerUnavailable):
-            await self._dispatcher.command(call, self._route)
+            await self._dispatcher.command(call, self.tenant, self.id)
 
     async def _verb(
         self,
@@ -337,11 +334,9 @@ class Session:
     ) -> ToolResult:
         blob = await self._blobs.leave(self.tenant, content) if content else None
         call = ToolCall(id=_call_id(), name=f"session.{name}", arguments=arguments)
-        handlers = {OUTPUT: output_handler(on_output)} if on_output is not None else {}
+        request = Request(call, self.tenant, self.id, timeout_s=timeout_s, blob=blob, audience="session")
         try:
-            return _checked(
-                await self._dispatch(call, Terms(timeout_s=timeout_s, blob=blob, audience="session", handlers=handlers))
-            )
+            return _checked(await self.send(request, on_output))
         finally:
             if blob is not None:
                 await self._blobs.drop(blob)
@@ -354,11 +349,11 @@ async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str
     """Delete a tenant's checkpoint by any host. False when there is none of that id. Raises SandboxUnavailable,
     ToolFailure.
     """
-    # A verb needs a session to name its tenant; this one is never opened.
-    route = Route(tenant, new_session_name(), await dispatcher.any_queue(tenant))
     call = ToolCall(id=_call_id(), name="session.delete_checkpoint", arguments={"checkpoint": checkpoint})
-    result = _checked(await dispatcher.dispatch(call, route, Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")))
-    return result.metadata["deleted"] is True
+    # A verb needs a session to name its tenant; this one is never opened.
+    session, queue = new_session_name(), await dispatcher.any_queue(tenant)
+    request = Request(call, tenant, session, queue, timeout_s=OPEN_TIMEOUT_S, audience="session")
+    return _checked(await dispatcher.dispatch(request)).metadata["deleted"] is True
 
 
 def _info(name: str, tenant: str, told: Mapping[str, Any], sandbox: SandboxInfo | None = None) -> SessionInfo:
@@ -402,11 +397,14 @@ def _checked(result: ToolResult) -> ToolResult:
     raise error
 
 
-def _impossible(name: str, error: ValidationError) -> ToolResult:
-    """The result of a call that cannot even be written down: a name that no tool has, an id or arguments that cannot be
+def build_call(name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> ToolCall | ToolResult:
+    """Return the call, or the result that refuses it: a name that no tool can have, an id or arguments that cannot be
     sent.
     """
-    first = error.errors(include_url=False, include_input=False)[0]
+    try:
+        return ToolCall(id=call_id or _call_id(), name=name, arguments=dict(arguments))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
     stand_in = ToolCall(id=_call_id(), name=name[:128] or "unknown")
     if first["loc"][0] == "name":
         return ToolResult.failed(stand_in, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}")

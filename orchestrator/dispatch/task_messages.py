@@ -19,14 +19,15 @@ from kombu.utils.json import dumps as to_json
 
 from contract.calls import POOL_GRACE_S
 from contract.links import show_call
-from orchestrator.dispatch.transport import Delivery
+from contract.names import task_name
+from orchestrator.dispatch.request import Attempt, Request
 
 _PERSISTENT, _TRANSIENT = 2, 1
 FAILED_EVENTS = "celeryev/task.failed"
 """The channel of Celery's task-failed events, as kombu names it after the number of the Redis database."""
 
 
-def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
+def build_message(attempt: Attempt, task_id: str, call_key: str) -> str:
     """Return one item of the queue's list. `call_key`: the key of the call's record, which the reaper of a dead host's
     queue marks as lost.
 
@@ -34,28 +35,27 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
     start. Flower and logs show the call, its tenant, session and run, and the name of the tool. They never show
     arguments.
     """
-    shown = {
-        "argsrepr": "()",
-        "kwargsrepr": show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run),
-    }
+    request = attempt.request
+    shown = {"argsrepr": "()", "kwargsrepr": _show_call(request)}
+    # None: the limits that the task has in the worker.
+    limit_s = request.celery_limit_s
     task = _app().amqp.create_task_message(
         task_id,
-        delivery.task,
-        kwargs={"envelope": delivery.envelope},
-        # Celery's hard and soft limits of a call that no sandbox limits; else those that its task has in the worker.
-        time_limit=delivery.limit_s + POOL_GRACE_S if delivery.limit_s is not None else None,
-        soft_time_limit=delivery.limit_s,
-        shadow=f"tool.{delivery.shown_as}" if delivery.shown_as else None,
+        task_name(request.worker_call.name),
+        kwargs={"envelope": attempt.envelope},
+        time_limit=limit_s + POOL_GRACE_S if limit_s is not None else None,
+        soft_time_limit=limit_s,
+        shadow=task_name(request.shown_as) if request.shown_as else None,
         ignore_result=None,
         origin=describe_sender(),
         **shown,
     )
-    headers = {**task.headers, "call_key": call_key, "call_attempt": delivery.attempt}
+    headers = {**task.headers, "call_key": call_key, "call_attempt": attempt.number}
     # By name, through the default exchange: one LPUSH, never dropped because a binding is missing.
-    return _wrap(task.body, headers, {**task.properties, **shown, "delivery_mode": _PERSISTENT}, "", delivery.queue)
+    return _wrap(task.body, headers, {**task.properties, **shown, "delivery_mode": _PERSISTENT}, "", attempt.queue)
 
 
-def build_failed_event(delivery: Delivery, task_id: str, node: str, error: str) -> str:
+def build_failed_event(attempt: Attempt, task_id: str, node: str, error: str) -> str:
     """Return the message of Celery's event that a task has failed, on behalf of its worker `node`, which is dead.
 
     It is the message that celery.events.EventDispatcher publishes through kombu to the channel FAILED_EVENTS. Without a
@@ -64,15 +64,19 @@ def build_failed_event(delivery: Delivery, task_id: str, node: str, error: str) 
     event = Event(
         "task-failed",
         uuid=task_id,
-        name=f"tool.{delivery.shown_as}" if delivery.shown_as else delivery.task,
+        name=task_name(attempt.request.call.name),
         args="()",
-        kwargs=show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run),
+        kwargs=_show_call(attempt.request),
         exception=error,
         traceback="",
         hostname=node,
         pid=0,
     )
     return _wrap(event, {"hostname": node}, {"delivery_mode": _TRANSIENT}, "celeryev", "task.failed")
+
+
+def _show_call(request: Request) -> str:
+    return show_call(request.call.id, request.tenant, request.session, request.run)
 
 
 @cache

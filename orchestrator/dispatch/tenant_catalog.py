@@ -1,12 +1,13 @@
-"""What there is for one tenant: the workers' tools and skills, and the skills that are installed for it, some of which
-are tools.
+"""The tools and skills of each tenant: those that the workers publish, and the tenant's own skills, some of which are
+tools.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.names import BUILTIN_TOOLS
+from contract.schema import find_nearest
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL
 from store.catalog import CatalogSource
@@ -42,18 +43,15 @@ class Offer:
         }
 
 
-class Published(CatalogSource, Protocol):
-    """What the workers publish, skills included."""
-
-    async def skills(self) -> tuple[SkillSummary, ...]: ...
-
-
 class TenantCatalog:
-    """Of all tenants of a deployment. Raises ConfigError when no worker lives, BrokerUnavailable."""
+    """The tools of all tenants of a deployment. `installed` None: tenants have no skills of their own. Raises
+    ConfigError when no worker lives, BrokerUnavailable.
+    """
 
-    def __init__(self, catalog: Published, installed: SkillStore) -> None:
+    def __init__(self, catalog: CatalogSource, installed: SkillStore | None = None) -> None:
         self._catalog, self._installed = catalog, installed
-        self._specs: tuple[ToolSpec, ...] = ()
+        self.published: tuple[ToolSpec, ...] = ()
+        """What the workers published when `find` was called last."""
         self._by_name: dict[str, ToolSpec] = {}
         self._skills: tuple[SkillSummary, ...] = ()
         self._system: dict[str, SkillSummary] = {}
@@ -62,7 +60,7 @@ class TenantCatalog:
         """All of it, in one round trip beside the catalog's."""
         tools = {spec.name: spec for spec in await self._catalog.specs() if spec.is_for(tenant)}
         system = {skill.name: skill for skill in await self._catalog.skills()}
-        installed = await self._installed.all(tenant)
+        installed = await self._installed.all(tenant) if self._installed is not None else {}
         as_tools = {name for name, spec in tools.items() if _is_skills(spec, system)}
         wanted = (
             {name: tool for name, record in installed.items() if (tool := _as_tool(record)) is not None}
@@ -84,27 +82,40 @@ class TenantCatalog:
             taken=frozenset(wanted.keys() - free.keys()),
         )
 
-    async def find(self, name: str, tenant: str) -> ToolSpec | None:
-        """The tool of that name, session verbs included; None when there is none. The tenant's skills are looked at
-        only where one of them can be it.
+    async def find(self, name: str, tenant: str, audience: str = "model") -> ToolSpec:
+        """Return the tool of that name. `audience`: model, or session for its verbs. The tenant's skills are looked up
+        only if one of them can be the tool.
+
+        Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves the tool now.
         """
         specs, skills = await self._catalog.specs(), await self._catalog.skills()
-        if specs is not self._specs or skills is not self._skills:
+        if specs is not self.published or skills is not self._skills:
             # Catalogs are read once a second, tools are looked up for every call.
-            self._specs, self._by_name = specs, {spec.name: spec for spec in specs}
+            self.published, self._by_name = specs, {spec.name: spec for spec in specs}
             self._skills, self._system = skills, {skill.name: skill for skill in skills}
         spec = self._published(name, tenant)
-        if self._published(SKILL_TOOL, tenant) is not None and self._is_free(name, spec, self._system):
+        if self._installed is not None and self._may_be_own(name, tenant, spec):
             record = await self._installed.find(tenant, name)
-            return _as_tool(record) if record is not None else spec
-        return spec
+            spec = _as_tool(record) if record is not None else spec
+        if spec is not None and spec.audience == audience:
+            return spec
+        missing = self._catalog.explain_missing(name)
+        if missing is not None:
+            raise ConfigError(missing)
+        names = [spec.name for spec in specs if spec.audience == audience and spec.is_for(tenant)]
+        raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=find_nearest(name, names))
+
+    def _may_be_own(self, name: str, tenant: str, spec: ToolSpec | None) -> bool:
+        is_verb = spec is not None and spec.audience != "model"
+        has_skills = self._published(SKILL_TOOL, tenant) is not None
+        return not is_verb and has_skills and self._is_free(name, spec, self._system)
 
     def _published(self, name: str, tenant: str) -> ToolSpec | None:
         spec = self._by_name.get(name)
         return spec if spec is not None and spec.is_for(tenant) else None
 
     def explain_missing(self, name: str) -> str | None:
-        """Explain why a tool that exists cannot be called now; None: no such tool is known. As of the last `of` or
+        """Return why a tool that exists cannot be called now; None: no such tool is known. As of the last `of` or
         `find`.
         """
         return self._catalog.explain_missing(name)

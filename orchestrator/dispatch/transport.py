@@ -1,11 +1,10 @@
-"""What carries an envelope to whoever runs it and its answer back; and the one that runs functions in this process."""
+"""Carries an envelope to a worker and its result back; and a variant that runs functions in this process."""
 
 import asyncio
 import inspect
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
@@ -16,6 +15,7 @@ from contract.functions.call_outputs import build_failure, build_result
 from contract.functions.function_schemas import is_async
 from contract.registry import Tool
 from contract.signing import ResultSeal, SigningKeys
+from orchestrator.dispatch.request import Attempt
 from orchestrator.functions.blocking_calls import BlockingCall, BlockingCalls, Ended
 from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
@@ -24,58 +24,14 @@ CANCEL_GRACE_S = 1.0
 """How long a cancelled function may take to clean up."""
 
 
-@dataclass(frozen=True)
-class Sticky:
-    """Where a call of a session must go: the queue of the host that holds it, as the sender knew it. `fence`: of the
-    session's place then.
-    """
-
-    tenant: str
-    session: str
-    fence: int
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """One envelope on its way. `start_by`: Unix seconds of the shared clock after which it must not start; `wait_s`:
-    when the sender gives up.
-
-    `attempt`: 1, and more when a lost call is sent again. `sticky` None: any worker of the queue may run it. `limit_s`:
-    the call's limit where the queue's workers enforce it themselves; None: where a sandbox does. `keeps_result`: what
-    Redis has of the result stays there until `settle`. `published_as`: the task id under which this attempt was
-    published by a process that is gone; it is only awaited. `ticket`: a signed text that the call's record has until a
-    worker begins the call (contract/ledger.py). `slot`: the slot that it must hold to be published
-    (orchestrator/admission/base.py), "" when it has one. `run`, `session`: shown to operators in Flower. `shown_as`:
-    the tool's name that Flower shows, when the task has another one.
-    """
-
-    task: str
-    queue: str
-    tenant: str
-    call_id: str
-    envelope: str
-    start_by: float
-    wait_s: float
-    attempt: int = 1
-    sticky: Sticky | None = None
-    limit_s: float | None = None
-    keeps_result: bool = False
-    published_as: str | None = None
-    ticket: str = ""
-    run: str | None = None
-    session: str | None = None
-    shown_as: str | None = None
-    slot: str = ""
-
-
 class CallLost(Exception):
-    """Whoever had the call is gone, and no result will come. `has_started`: it may have acted; `told`: what is known,
-    for the result's sentence.
+    """The worker or the host that had the call was lost, and no result will come. `has_started`: the call may have
+    acted; `reason`: what is known, for the result's message.
     """
 
-    def __init__(self, told: str, *, has_started: bool) -> None:
-        super().__init__(told)
-        self.told = told
+    def __init__(self, reason: str, *, has_started: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
         self.has_started = has_started
 
 
@@ -99,18 +55,20 @@ class CallIdInUse(DeliveryFailed):
 
 
 class Transport(Protocol):
-    """Carries envelopes. `deliver` gives the encoded result. Raises DeliveryFailed, NotSent, CallLost,
-    BrokerUnavailable, or TimeoutError after `wait_s`.
+    """Carries envelopes. `deliver` returns the encoded result. Raises DeliveryFailed, NotSent, CallLost,
+    BrokerUnavailable, or TimeoutError after the request's `wait_s`.
     """
 
-    async def deliver(self, delivery: Delivery) -> Any: ...
+    async def deliver(self, attempt: Attempt) -> Any: ...
 
     def settle(self, tenant: str, call_id: str) -> None:
-        """The result of a call that was delivered with `keeps_result` is safe elsewhere."""
+        """Let go of the result of a call that was sent with `keeps_result`: it is safe elsewhere."""
         ...
 
     async def command(self, queue: str, envelope: str) -> None:
-        """Tell a host at once, past its queue; nothing comes back. Raises BrokerUnavailable."""
+        """Send an order to the workers of a queue at once, past the queue. There is no result. Raises
+        BrokerUnavailable.
+        """
         ...
 
     async def aclose(self) -> None: ...
@@ -147,15 +105,15 @@ class InProcessTransport:
         self._contexts = contexts or _bare_context
         self._threads = threads or BlockingCalls()
         self._abandoned: set[asyncio.Task[Ended]] = set()
-        self.delivered: deque[Delivery] = deque(maxlen=16)
-        """The last few deliveries, for a look at what was sent."""
+        self.delivered: deque[Attempt] = deque(maxlen=16)
+        """The last few attempts, for tests."""
 
-    async def deliver(self, delivery: Delivery) -> Any:
+    async def deliver(self, attempt: Attempt) -> Any:
         """Run the function of the call's name with its arguments; whatever it gives or raises becomes the result."""
-        self.delivered.append(delivery)
-        call, context = decode_call(delivery.envelope, self._key)
+        self.delivered.append(attempt)
+        call, context = decode_call(attempt.envelope, self._key)
         clock = _Clock()
-        result = await self._result(call, context, delivery.wait_s, clock)
+        result = await self._result(call, context, attempt.request.wait_s, clock)
         return encode_result(
             result.model_copy(update={"clocks": clock.read()}),
             seal=ResultSeal(self._key, context.tenant, context.attempt),

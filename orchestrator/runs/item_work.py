@@ -19,10 +19,10 @@ from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import QueueApprover
 from orchestrator.batches.artifacts import artifact_folder, copy_artifacts
 from orchestrator.batches.rows import build_answer_body, build_call_body
-from orchestrator.dispatch.dispatcher import Terms
 from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.session_locator import new_session_name
-from orchestrator.dispatch.sessions import Session, SessionInfo, Start
+from orchestrator.dispatch.sessions import Session, SessionInfo, Start, build_call
 from orchestrator.loop.events import CallFinished, CallStarted, OnEvent, RunEvent, StepFinished
 from orchestrator.loop.limits import Prices, ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
@@ -248,7 +248,7 @@ class ItemWork:
                 tell=on_event,
                 shows_output=live is not None,
                 live=live,
-                terms=Terms(priority="batch"),
+                priority="batch",
                 approver=self._approver(defaults, place),
                 until_ready=place.until_placed,
                 book=journal,
@@ -294,14 +294,21 @@ class ItemWork:
             telling.call_done(known, 0.0)
             return known
         began = time.monotonic()
-        terms = Terms(
-            timeout_s=work.timeout_s,
-            priority="batch",
-            run=claim.run,
-            keeps_result=True,
-            sent_since=journal.began_at if journal.is_resumed else None,
-        )
-        result = await until_admitted(lambda: session.call(work.name, work.arguments, call_id=call_id, terms=terms))
+        call = build_call(work.name, work.arguments, call_id)
+        if isinstance(call, ToolResult):
+            result = call
+        else:
+            request = Request(
+                call,
+                session.tenant,
+                session.id,
+                timeout_s=work.timeout_s,
+                priority="batch",
+                run=claim.run,
+                keeps_result=True,
+                sent_since=journal.began_at if journal.is_resumed else None,
+            )
+            result = await until_admitted(lambda: session.send(request))
         await journal.note_result(call_id, result)
         self._pool.dispatcher.settle(claim.tenant, call_id)
         telling.call_done(result, time.monotonic() - began)

@@ -23,12 +23,13 @@ from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dispatch.call_events import OnOutput
-from orchestrator.dispatch.dispatcher import Terms, note_aliases
+from orchestrator.dispatch.call_rules import is_offered, refuse_unasked, with_tenant_rules
+from orchestrator.dispatch.dispatcher import note_aliases
 from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session, SessionInfo
 from orchestrator.dispatch.tenant_catalog import Offer
-from orchestrator.dispatch.tenant_rules import is_offered, refuse_unasked, with_tenant_rules
 from orchestrator.large_arguments import check_off_loop
 from orchestrator.loop.agent import Agent, RunCall
 from orchestrator.loop.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady, Warned
@@ -38,6 +39,7 @@ from orchestrator.models.choice import ChosenModel, choose_dialect, know_model
 from orchestrator.runs.live_text import LiveText
 from orchestrator.settings import OrchestratorSettings
 from store.skills import SkillUses
+from store.slots import Priority
 from store.tasks import retry_until_available
 
 MAX_CHARS = 8 * 1024
@@ -151,9 +153,9 @@ async def _at_once(_: str) -> None:
 
 @dataclass(frozen=True)
 class RunAs:
-    """How one run is to be made. `tools` None: all that the model can cope with. `terms`: of its calls, beside what the
-    run itself says. `book` None: it is remembered by nobody. `live`: shows replies while they come. `logged`: what a
-    model is wrapped in, so that its replies are."""
+    """How one run is made. `tools` None: all that the model can cope with. `book` None: nothing is remembered. `live`:
+    shows replies while they come. `logged`: wraps the model, so that its replies are logged.
+    """
 
     run: str
     dialect: str | None = None
@@ -161,7 +163,8 @@ class RunAs:
     tools: Iterable[str] | Literal["all"] | None = None
     tell: OnEvent = lambda _: None
     shows_output: bool = False
-    terms: Terms = field(default_factory=Terms)
+    priority: Priority = "interactive"
+    """Of its calls."""
     approver: Approver | None = None
     """None: the client's."""
     until_ready: Callable[[str], Awaitable[None]] = _at_once
@@ -341,14 +344,7 @@ class _Calls:
         )
         self._specs = {spec.name: spec for spec in specs}
         self._on_waiting = once_per_reason(self._warn_of_wait)
-        keeps = wanted.book is not None
-        self._terms = replace(
-            wanted.terms,
-            default_timeout_s=wanted.options.tool_timeout_s,
-            run=wanted.run,
-            model=model,
-            keeps_result=keeps,
-        )
+        self._model = model
 
     def run_call(self) -> RunCall:
         """What the agent runs a call with."""
@@ -400,18 +396,24 @@ class _Calls:
             return reviewed
         await self._wanted.until_ready(call.id)
         self._wanted.tell(CallSent(run=self._wanted.run, call=reviewed))
-        terms = self._terms
-        if self._wanted.book is not None:
-            terms = replace(terms, sent_since=self._wanted.book.sent_since(call.id) or tried_at)
-        if spec.pool == "tools":
-            terms = replace(terms, handlers={MODEL: self._questions.open_call()})
+        book, wanted = self._wanted.book, self._wanted
+        request = Request(
+            reviewed,
+            self._session.tenant,
+            self._session.id,
+            default_timeout_s=wanted.options.tool_timeout_s,
+            run=wanted.run,
+            model=self._model,
+            priority=wanted.priority,
+            handlers={MODEL: self._questions.open_call()} if spec.pool == "tools" else {},
+            keeps_result=book is not None,
+            sent_since=(book.sent_since(call.id) or tried_at) if book is not None else None,
+        )
         on_output = self._teller(call.id) if self._wanted.shows_output else None
 
         async def send() -> ToolResult:
             with report_waiting(self._on_waiting):
-                return await self._session.call(
-                    reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=terms
-                )
+                return await self._session.send(request, on_output)
 
         # A run that is remembered has time: its model is not told of a limit that only makes it wait.
         result = await (send() if self._wanted.book is None else until_admitted(send))

@@ -14,7 +14,6 @@ from orchestrator.approvals import DEFAULT_POLICY
 from orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from orchestrator.approvals.policies import load_policy
 from orchestrator.batches.detached import find_paths
-from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.loop.events import CallFinished, CallSent, OnEvent, RunEvent
 from orchestrator.models.choice import LOCAL
@@ -227,7 +226,7 @@ class ServiceWork(ItemWork):
             order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call})
             # When Redis is away the call runs into its own limit.
             with suppress(BrokerUnavailable):
-                await self._pool.dispatcher.command(order, Route(claim.tenant, session))
+                await self._pool.dispatcher.command(order, claim.tenant, session)
 
     def drop_spans(self, claim: RunClaim) -> None:
         """As `ItemWork.drop_spans`: nothing of the run is known here any more."""

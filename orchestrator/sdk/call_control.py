@@ -11,7 +11,6 @@ from contract.calls import ToolCall
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.hosts import parse_holder
 from contract.ledger import CallRecord, CallState
-from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.terminal.commands import build_command
 from store.audit import Actor, build_entry, entry_text
@@ -84,7 +83,7 @@ class CallControl:
         """Whoever runs the call reads orders at once, however busy it is."""
         queue, _ = parse_holder(record.holder)
         order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call_id})
-        await self._dispatcher.command(order, Route(tenant, record.session or None, queue or record.queue))
+        await self._dispatcher.command(order, tenant, record.session or None, queue or record.queue)
 
     async def _ended(self, tenant: str, call_id: str, within_s: float) -> CallRecord | None:
         """The record of a call that is over within a moment; None: not yet."""

@@ -17,11 +17,13 @@ from contract.functions.call_context import CallContext, CallHandler, ModelAdapt
 from contract.functions.session_state import SessionState
 from contract.registry import ToolRegistry
 from contract.signing import SigningKeys
-from contract.specs import ToolSpec
+from contract.specs import SkillSummary, ToolSpec
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover, review
-from orchestrator.approvals.policies import ApprovalPolicy
 from orchestrator.dialects.model import Model
-from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.call_rules import CallRules
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import InProcessTransport
 from orchestrator.functions.blocking_calls import BlockingCalls
 from orchestrator.functions.function_tools import LocalTool, as_tool
@@ -67,6 +69,9 @@ class RegistryCatalog:
     async def specs(self) -> tuple[ToolSpec, ...]:
         return tuple(state.spec for state in self._registry.describe())
 
+    async def skills(self) -> tuple[SkillSummary, ...]:
+        return ()
+
     def explain_missing(self, name: str) -> str | None:
         return None
 
@@ -87,9 +92,7 @@ class LocalTools:
         model: ModelAdapter | Model | None = None,
         config: Mapping[str, Any] | None = None,
         cwd: Path | str | None = None,
-        state: SessionState | None = None,
         approver: Approver | None = None,
-        policy: ApprovalPolicy = DEFAULT_POLICY,
         tenant: str = "default",
         timeout_s: float = 30,
     ) -> None:
@@ -97,7 +100,6 @@ class LocalTools:
             tools if isinstance(tools, ToolRegistry) else ToolRegistry(as_tool(tool) for tool in tools)
         )
         self._approver = approver or RefusingApprover(_NOBODY)
-        self._policy = policy
         self._key = SigningKeys.of(secrets.token_hex(32))
         self._threads = BlockingCalls()
         self._surroundings = Surroundings(
@@ -105,7 +107,7 @@ class LocalTools:
             cwd=str(cwd if cwd is not None else Path.cwd()),
             config=MappingProxyType({} if config is None else config),
             model=model,
-            state=state if state is not None else MemoryState(),
+            state=MemoryState(),
             timeout_s=timeout_s,
         )
         self._states: dict[str, SessionState] = {}
@@ -217,7 +219,7 @@ class LocalTools:
                 call,
                 tool.spec,
                 self._approver,
-                policy=self._policy,
+                policy=DEFAULT_POLICY,
                 tenant=told.tenant,
                 session=told.session,
                 checks=tool.validators,
@@ -230,8 +232,7 @@ class LocalTools:
             call = reviewed
             timeout_s = tool.spec.timeout_s or timeout_s
         # Said outright: an argument that happens to be called `timeout` is the function's own business.
-        terms = Terms(timeout_s=timeout_s, run=told.run)
-        return await door.dispatch(call, Route(told.tenant, told.session, "local"), terms)
+        return await door.dispatch(Request(call, told.tenant, told.session, "local", timeout_s=timeout_s, run=told.run))
 
     def _open_door(self, told: Surroundings) -> Dispatcher:
         def context_for(call: ToolCall, context: ToolContext) -> CallContext:
@@ -248,9 +249,9 @@ class LocalTools:
             )
 
         transport = InProcessTransport(self.registry, self._key, contexts=context_for, threads=self._threads)
-        switches = RegistrySwitches(self.registry)
+        rules = CallRules(switches=RegistrySwitches(self.registry))
         return Dispatcher(
-            transport, RegistryCatalog(self.registry), self._key, queue_wait_s=QUEUE_WAIT_S, switches=switches
+            transport, TenantCatalog(RegistryCatalog(self.registry)), self._key, queue_wait_s=QUEUE_WAIT_S, rules=rules
         )
 
 

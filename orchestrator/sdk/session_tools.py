@@ -14,7 +14,8 @@ from contract.schema import find_aliases, find_nearest, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals import Approver, Verdict
 from orchestrator.dispatch.call_events import OnOutput
-from orchestrator.dispatch.dispatcher import Terms, note_aliases
+from orchestrator.dispatch.dispatcher import note_aliases
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.run_parts import RunParts
 
@@ -38,8 +39,8 @@ class SessionTools:
         self._parts = parts
         self._session = session
         self._approver = approver
+        self._timeout_s = timeout_s
         self._run = secrets.token_hex(8)
-        self._terms = Terms(default_timeout_s=timeout_s, run=self._run)
         self.specs = tuple(specs)
         """What a model may be told of, by name order, as it was when this was made."""
         self._specs = {spec.name: spec for spec in self.specs}
@@ -99,9 +100,10 @@ class SessionTools:
             return ToolResult.failed(call, error.code, str(error))
         if isinstance(reviewed, ToolResult):
             return reviewed
-        result = await self._session.call(
-            reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=self._terms
+        request = Request(
+            reviewed, self._session.tenant, self._session.id, default_timeout_s=self._timeout_s, run=self._run
         )
+        result = await self._session.send(request, on_output)
         return note_aliases(result, find_aliases(spec, call.arguments))
 
     async def verdict(self, name: str, arguments: Mapping[str, Any]) -> Verdict:

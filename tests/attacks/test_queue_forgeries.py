@@ -26,10 +26,10 @@ from contract.ledger import seal_ticket
 from contract.names import POOL_WEB, call_key, control_queue, place_key, refusals_key, result_key, tenants_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import open_pool
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.task_messages import build_message
-from orchestrator.dispatch.transport import Delivery
+from tests.builders import build_attempt
 from tests.queue_by_hand import stored_result, stored_state
 from tests.redis_ground import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
 from tests.stack import eventually, wait_until
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(120)
 
 KEYS = SigningKeys.of(SECRET, deployment="default")
 GUESS = SigningKeys.of("a guess")
-ROUTE = Route("acme", None, POOL_WEB)
+ROUTE = ("acme", None, POOL_WEB)
 SOON_S = 20.0
 
 
@@ -55,7 +55,16 @@ class Attacker:
 
     def message(self, envelope: str, call_id: str, task: str = "tool.append_tool") -> str:
         return build_message(
-            Delivery(task, POOL_WEB, "acme", call_id, envelope, 0.0, 0.0), self.task_id(call_id), "none"
+            build_attempt(
+                task.removeprefix("tool."),
+                queue=POOL_WEB,
+                call_id=call_id,
+                envelope=envelope,
+                start_by=0.0,
+                limit_s=1.0,
+            ),
+            self.task_id(call_id),
+            "none",
         )
 
     def task_id(self, call_id: str) -> str:
@@ -98,7 +107,7 @@ def build_context(**fields: Any) -> ToolContext:
 
 async def dispatch(attacker: Attacker, call: ToolCall) -> ToolResult:
     async with open_pool(attacker.pool.broker, queue_wait_s=5) as opened:
-        return await opened.dispatcher.dispatch(call, ROUTE)
+        return await opened.dispatcher.dispatch(Request(call, *ROUTE))
 
 
 FORGERIES: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
@@ -269,7 +278,7 @@ async def test_a_redis_that_takes_no_writes_is_told_and_nothing_runs(
     call = attacker.call()
     async with open_pool(attacker.pool.broker, queue_wait_s=5) as opened:
         crippled(*cripple)
-        result = await opened.dispatcher.dispatch(call, ROUTE)
+        result = await opened.dispatcher.dispatch(Request(call, *ROUTE))
         assert result.error_code is ErrorCode.BROKER_UNAVAILABLE, result
     assert attacker.pool.acted(call.id) == 0
 

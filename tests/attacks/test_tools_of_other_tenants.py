@@ -9,7 +9,9 @@ import pytest
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
 from contract.specs import Catalog, ToolSpec
-from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from store.catalog import WorkerCatalogStore
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
@@ -26,8 +28,8 @@ def _fine(call: ToolCall, _: ToolContext) -> ToolResult:
 async def _dispatched(name: str, tenant: str) -> tuple[ToolResult, int]:
     """The result, and how many calls were sent to a worker."""
     transport = AnsweringTransport(_fine)
-    dispatcher = Dispatcher(transport, StaticCatalog(BOLTS, COMMON), KEY, queue_wait_s=60)
-    result = await dispatcher.dispatch(build_call(name), Route(tenant, "s1", "host.h1.b00t"))
+    dispatcher = Dispatcher(transport, TenantCatalog(StaticCatalog(BOLTS, COMMON)), KEY, queue_wait_s=60)
+    result = await dispatcher.dispatch(Request(build_call(name), tenant, "s1", "host.h1.b00t"))
     return result, len(transport.deliveries)
 
 

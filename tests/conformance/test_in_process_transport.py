@@ -7,7 +7,6 @@ import contextvars
 import dataclasses
 import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -22,9 +21,10 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.functions.call_context import CallContext
 from contract.registry import Tool, ToolRegistry
 from contract.signing import ResultSeal
-from orchestrator.dispatch.transport import Delivery, InProcessTransport
+from orchestrator.dispatch.request import Attempt
+from orchestrator.dispatch.transport import InProcessTransport
 from orchestrator.functions.blocking_calls import BlockingCalls
-from tests.builders import KEY, build_call, build_context, build_spec
+from tests.builders import KEY, build_attempt, build_call, build_context, build_spec
 
 SOON_S = 15.0
 
@@ -32,9 +32,9 @@ SOON_S = 15.0
 SEAL = ResultSeal(KEY, "acme")
 
 
-def build_delivery(tool: str = "f", *, wait_s: float = SOON_S, timeout_s: float = SOON_S, **arguments: Any) -> Delivery:
+def build_delivery(tool: str = "f", *, wait_s: float = SOON_S, timeout_s: float = SOON_S, **arguments: Any) -> Attempt:
     envelope = encode_call(build_call(tool, **arguments), build_context(timeout_s=timeout_s), KEY)
-    return Delivery("", "", "acme", "call-1", envelope, time.time() + 60, wait_s)
+    return build_attempt(tool, call_id="call-1", envelope=envelope, wait_s=wait_s)
 
 
 async def run(function: Callable[..., Any], *, threads: BlockingCalls | None = None, **fields: Any) -> ToolResult:

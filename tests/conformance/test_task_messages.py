@@ -4,7 +4,6 @@ a real Redis.
 
 import base64
 import json
-import time
 import uuid
 from typing import Any
 
@@ -14,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.calls import POOL_GRACE_S
+from orchestrator.dispatch.request import Attempt
 from orchestrator.dispatch.task_messages import build_message
-from orchestrator.dispatch.transport import Delivery
+from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 
 QUEUE = "host.a.b00t"
@@ -23,8 +23,8 @@ OF_EACH_MESSAGE = {("properties", "delivery_tag"), ("properties", "reply_to"), (
 """What is random, or tells who has sent."""
 
 
-def delivery(envelope: str = "{}", limit_s: float | None = None) -> Delivery:
-    return Delivery("tool.x", QUEUE, "acme", "c1", envelope, time.time() + 60, 60.0, limit_s=limit_s)
+def attempt(envelope: str = "{}", limit_s: float | None = None) -> Attempt:
+    return build_attempt(queue=QUEUE, envelope=envelope, limit_s=limit_s)
 
 
 def sent_by_celery(server: RedisProcess, envelope: str, **options: Any) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def flat(message: dict[str, Any]) -> dict[tuple[str, ...], Any]:
 @pytest.mark.parametrize("envelope", ["", '{"é": "读\\ud83d\\ude00"}', "x" * 100_000], ids=["empty", "text", "long"])
 def test_our_message_is_celerys(redis_server: RedisProcess, envelope: str, limit_s: float | None) -> None:
     limits = {} if limit_s is None else {"soft_time_limit": limit_s, "time_limit": limit_s + POOL_GRACE_S}
-    ours = json.loads(build_message(delivery(envelope, limit_s), "hub-c1", "the call"))
+    ours = json.loads(build_message(attempt(envelope, limit_s), "hub-c1", "the call"))
     assert flat(ours) == flat(sent_by_celery(redis_server, envelope, **limits))
 
 
 def test_the_fields_that_differ_from_message_to_message_are_there_and_of_celerys_kind(
     redis_server: RedisProcess,
 ) -> None:
-    theirs, ours = sent_by_celery(redis_server, "{}"), json.loads(build_message(delivery(), "hub-c1", "the call"))
+    theirs, ours = sent_by_celery(redis_server, "{}"), json.loads(build_message(attempt(), "hub-c1", "the call"))
     for part, name in OF_EACH_MESSAGE:
         assert type(ours[part][name]) is type(theirs[part][name])
     assert uuid.UUID(ours["properties"]["delivery_tag"])
@@ -79,17 +79,17 @@ def test_the_fields_that_differ_from_message_to_message_are_there_and_of_celerys
 
 def test_no_two_messages_have_one_delivery_tag() -> None:
     tags = {
-        json.loads(build_message(delivery(), "hub-c1", "the call"))["properties"]["delivery_tag"] for _ in range(100)
+        json.loads(build_message(attempt(), "hub-c1", "the call"))["properties"]["delivery_tag"] for _ in range(100)
     }
     assert len(tags) == 100
 
 
 def test_a_message_shows_the_calls_id_and_none_of_its_arguments() -> None:
-    message = json.loads(build_message(delivery("canary"), "hub-c1", "the call"))
+    message = json.loads(build_message(attempt("canary"), "hub-c1", "the call"))
     assert "canary" not in json.dumps({**message, "body": None})
 
 
 @given(st.text())
 def test_whatever_the_envelope_holds_arrives(envelope: str) -> None:
-    message = json.loads(build_message(delivery(envelope), "hub-c1", "the call"))
+    message = json.loads(build_message(attempt(envelope), "hub-c1", "the call"))
     assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": envelope}

@@ -7,7 +7,6 @@ import base64
 import contextlib
 import dataclasses
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +22,11 @@ from contract.hosts import HOST_LOST_TYPE
 from contract.settings import BrokerSettings
 from contract.signing import ResultSeal, SigningKeys
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed, InProcessTransport, Transport
+from orchestrator.dispatch.request import Attempt
+from orchestrator.dispatch.transport import CallLost, DeliveryFailed, InProcessTransport, Transport
 from store import publisher as publishing
 from store.results import ResultHub
-from tests.builders import KEY, build_call, build_context
+from tests.builders import KEY, build_attempt, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 
@@ -79,7 +79,7 @@ class Worker:
         _, kwargs, _ = json.loads(base64.b64decode(message["body"]))
         task_id = message["headers"]["id"]
         try:
-            result = await functions.deliver(Delivery("", "", "", "", kwargs["envelope"], 0, SOON_S))
+            result = await functions.deliver(build_attempt(envelope=kwargs["envelope"], wait_s=SOON_S))
             outcome = {"status": "SUCCESS", "result": result}
         except EnvelopeRefused as error:
             outcome = {"status": "FAILURE", "result": {"exc_type": "EnvelopeRefused", "exc_message": [str(error)]}}
@@ -121,14 +121,14 @@ async def transport(request: pytest.FixtureRequest) -> AsyncIterator[Transport]:
 
 def build_delivery(
     tool: str = "plain", *, key: SigningKeys = KEY, wait_s: float = SOON_S, call_id: str = "c1", **arguments: Any
-) -> Delivery:
+) -> Attempt:
     envelope = encode_call(build_call(tool, call_id=call_id, **arguments), build_context(), key)
-    return Delivery(f"tool.{tool}", QUEUE, "acme", call_id, envelope, time.time() + 60, wait_s)
+    return build_attempt(tool, call_id=call_id, queue=QUEUE, envelope=envelope, wait_s=wait_s)
 
 
-async def delivered(transport: Transport, delivery: Delivery) -> ToolResult:
+async def delivered(transport: Transport, attempt: Attempt) -> ToolResult:
     async with asyncio.timeout(SOON_S):
-        return decode_result(await transport.deliver(delivery), ResultSeal(KEY, delivery.tenant, delivery.attempt))
+        return decode_result(await transport.deliver(attempt), ResultSeal(KEY, attempt.tenant, attempt.number))
 
 
 async def test_a_call_comes_back_as_an_encoded_result_of_its_own(transport: Transport) -> None:
@@ -267,7 +267,8 @@ async def test_a_result_that_is_kept_is_there_for_another_process_until_it_is_se
     redis_server: RedisProcess,
 ) -> None:
     async with celery_transport(redis_server) as (first, worker), celery_transport(redis_server) as (second, _):
-        kept = dataclasses.replace(build_delivery(text="abc"), keeps_result=True)
+        kept = build_delivery(text="abc")
+        kept.request.keeps_result = True
         assert (await delivered(first, kept)).output == "cba"
         [key] = await worker.client.keys("celery-task-meta-*")
         task = key.decode().removeprefix("celery-task-meta-")

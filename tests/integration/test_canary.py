@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import threading
-import time
 import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,11 +23,11 @@ from pydantic import SecretStr
 from contract.errors import ErrorCode
 from contract.names import POOL_WEB
 from orchestrator.dispatch.task_messages import build_message
-from orchestrator.dispatch.transport import Delivery
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
 from store.connection import open_redis
+from tests.builders import build_attempt
 from tests.processes import read_proc
 from tests.stack import Stack, all_pids, eventually, open_stack
 
@@ -207,7 +206,7 @@ async def test_what_a_stranger_pushes_at_a_worker_is_not_written_down(watched: S
     """
     word = make_canary("stranger")
     message = build_message(
-        Delivery("tool.of_tomorrow", POOL_WEB, "default", "c9", word, time.time() + 60, 1.0), "00-c9", "none"
+        build_attempt("of_tomorrow", tenant="default", queue=POOL_WEB, call_id="c9", envelope=word), "00-c9", "none"
     )
     with watched.open_redis() as store:
         before = len(watched.log("web"))

@@ -5,10 +5,11 @@ configuration, model, limits.
 import asyncio
 import contextlib
 import json
+import secrets
 import subprocess
 import sys
 import zipfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import pytest
 import pytest_asyncio
 from hatchling.build import build_wheel
 
+from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.names import catalog_key
 from orchestrator.approvals import AutoApprover
-from orchestrator.dispatch.dispatcher import Terms
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.client import ToolClient
@@ -142,6 +144,11 @@ async def shop(fresh_client: ToolClient) -> AsyncIterator[Session]:
         yield opened
 
 
+async def send(session: Session, name: str, arguments: Mapping[str, Any] | None = None, **fields: Any) -> ToolResult:
+    made = ToolCall(id=secrets.token_hex(8), name=name, arguments=dict(arguments or {}))
+    return await session.send(Request(made, session.tenant, session.id, **fields))
+
+
 async def call(session: Session, name: str, timeout_s: float | None = None, **arguments: Any) -> Any:
     result = await session.call(name, arguments, timeout_s=timeout_s)
     assert result.success, result.error
@@ -172,7 +179,7 @@ async def test_arguments_are_checked_as_the_function_declares_them(shop: Session
 
 
 async def test_the_callers_configuration_arrives_under_the_operators(shop: Session) -> None:
-    result = await shop.call("quote_basket", {}, terms=Terms(config={"currency": "USD"}))
+    result = await send(shop, "quote_basket", config={"currency": "USD"})
     assert '"currency": "JPY"' in str(result.output)
 
 
@@ -218,7 +225,7 @@ async def test_a_call_whose_caller_has_no_model_is_told_so(shop: Session) -> Non
     none = await shop.call("word_thanks", {"customer": "Ada"})
     assert (none.error_code, "its caller has none" in str(none.error)) == (ErrorCode.CONFIG_MISSING, True)
     # One that names a model and hears no questions.
-    deaf = await shop.call("word_thanks", {"customer": "Ada"}, terms=Terms(model="named"))
+    deaf = await send(shop, "word_thanks", {"customer": "Ada"}, model="named")
     assert (deaf.error_code, "nobody answers" in str(deaf.error)) == (ErrorCode.CONFIG_MISSING, True)
 
 

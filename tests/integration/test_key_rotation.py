@@ -10,8 +10,8 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.names import POOL_WEB
 from contract.settings import BrokerSettings
-from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import open_pool
+from orchestrator.dispatch.request import Request
 from tests.redis_ground import Server, open_counting_pool, open_server
 
 pytestmark = pytest.mark.timeout(120)
@@ -30,7 +30,7 @@ async def call_from(server: Server, secret: str, previous: tuple[str, ...], path
     broker = BrokerSettings.model_validate({"redis_url": server.url(), "secret": secret, "secrets_previous": previous})
     call = ToolCall(id=secrets.token_hex(8), name="append_tool", arguments={"path": path})
     async with open_pool(broker, queue_wait_s=10) as opened:
-        return await opened.dispatcher.dispatch(call, Route("acme", None, POOL_WEB))
+        return await opened.dispatcher.dispatch(Request(call, "acme", None, POOL_WEB))
 
 
 @pytest.mark.parametrize(

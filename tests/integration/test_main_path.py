@@ -13,7 +13,7 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import blob_key
-from orchestrator.dispatch.dispatcher import Route, Terms
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.queue_by_hand import open_dispatcher
@@ -110,7 +110,7 @@ async def test_bad_arguments_are_refused_in_a_sentence(stack: Stack, arguments: 
     """On a queue that nobody serves: refused before anything is sent."""
     async with open_dispatcher(stack.broker) as dispatcher:
         call = ToolCall(id="bad-arguments", name="bash_tool", arguments=arguments)
-        result = await all_of([dispatcher.dispatch(call, Route("default", "none", "host.nobody.0"))], 10)
+        result = await all_of([dispatcher.dispatch(Request(call, "default", "none", "host.nobody.0"))], 10)
 
     assert (result[0].success, result[0].error_code) == (False, ErrorCode.INVALID_ARGUMENTS)
     assert words in (result[0].error or "")
@@ -325,9 +325,9 @@ async def test_a_tenant_with_anothers_session_id_gets_nothing(stack: Stack, sess
     await session.write_file("secret.txt", b"the secret")
 
     async with open_dispatcher(stack.broker) as dispatcher:
-        for route in (Route("mallory", session.id, queue), Route("mallory", f"default:{session.id}"[:64], queue)):
+        for route in (("mallory", session.id, queue), ("mallory", f"default:{session.id}"[:64], queue)):
             call = ToolCall(id=os.urandom(8).hex(), name="bash_tool", arguments={"command": "cat secret.txt"})
-            result = await dispatcher.dispatch(call, route)
+            result = await dispatcher.dispatch(Request(call, *route))
             assert result.error_code in (ErrorCode.SESSION_NOT_FOUND, ErrorCode.INVALID_ARGUMENTS)
             assert "the secret" not in str(result)
             assert "the secret" not in result.model_dump_json()
@@ -339,8 +339,8 @@ async def test_a_tenant_with_the_key_of_anothers_content_gets_nothing(stack: Sta
         redis.set(key, b"the secret", ex=60)
         async with await client.open_session(tenant="mallory") as mine, open_dispatcher(stack.broker) as dispatcher:
             call = ToolCall(id=os.urandom(8).hex(), name="session.write_file", arguments={"path": "loot"})
-            route = Route("mallory", mine.id, (await mine.info()).queue)
-            result = await dispatcher.dispatch(call, route, Terms(blob=key, audience="session"))
+            route = ("mallory", mine.id, (await mine.info()).queue)
+            result = await dispatcher.dispatch(Request(call, *route, blob=key, audience="session"))
 
             assert result.error_code == ErrorCode.PERMISSION_DENIED
             assert redis.getdel(key) == b"the secret"

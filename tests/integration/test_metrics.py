@@ -12,7 +12,6 @@ from docker import APIClient
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
-from orchestrator.dispatch.dispatcher import Terms
 from orchestrator.dispatch.sessions import Session
 from orchestrator.metrics.page import render_metrics
 from orchestrator.sdk.client import ToolClient
@@ -84,7 +83,7 @@ async def test_every_call_is_counted_once_with_what_became_of_it(stack: Stack, s
     for _ in range(3):
         assert (await session.call("bash_tool", {"command": "echo hi"})).success
     assert not (await session.call("read_tool", {"file_path": "nothing.txt"})).success
-    killed = await session.call("bash_tool", {"command": "sleep 60"}, terms=Terms(timeout_s=1))
+    killed = await session.call("bash_tool", {"command": "sleep 60"}, timeout_s=1)
     assert killed.kill is not None
     assert not (await session.call("bash_tool", {"command": "rm -rf /"})).success
     assert not (await session.call("no_such_tool", {})).success

@@ -18,7 +18,6 @@ from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import call_key, slots_key
 from orchestrator.cli.main import app
-from orchestrator.dispatch.dispatcher import Terms
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from store.call_life import CallLife
@@ -222,10 +221,9 @@ async def test_a_call_that_its_host_has_not_begun_never_begins(
     queue = (await session.info()).queue
     with stack.open_redis() as store:
         slots = int(store.get(slots_key("default", queue)))  # type: ignore[arg-type]
-    terms = Terms(timeout_s=120)
     busy = [
         asyncio.create_task(
-            session.call("bash_tool", {"command": "sleep 60"}, call_id=f"busy-{n}-{session.id[:8]}", terms=terms)
+            session.call("bash_tool", {"command": "sleep 60"}, call_id=f"busy-{n}-{session.id[:8]}", timeout_s=120)
         )
         for n in range(2 * slots + 4)
     ]

@@ -22,14 +22,16 @@ from contract.names import POOL_WEB, call_key, catalog_key, control_queue
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
-from orchestrator.dispatch.transport import Delivery, DeliveryFailed
+from orchestrator.dispatch.transport import DeliveryFailed
 from orchestrator.operations.local_stack import WEB_CONCURRENCY
 from orchestrator.sdk.call_control import CallControl
 from store.audit import local_actor
 from store.connection import open_redis
 from store.results import ResultHub
+from tests.builders import build_attempt
 from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_state
 from tests.stack import (
     ROOT,
@@ -46,7 +48,7 @@ from tests.stack import (
 
 pytestmark = pytest.mark.stack
 
-ROUTE = Route("acme", None, "a queue that nobody reads")
+ROUTE = ("acme", None, "a queue that nobody reads")
 
 
 @dataclass
@@ -103,7 +105,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
 
 
 async def where(door: Dispatcher) -> ToolResult:
-    return await door.dispatch(call("where_tool"), ROUTE)
+    return await door.dispatch(Request(call("where_tool"), *ROUTE))
 
 
 async def has(path: Path) -> None:
@@ -118,7 +120,7 @@ async def cancelled(running: "asyncio.Task[ToolResult]") -> None:
 
 @pytest.mark.parametrize("tool", ["where_tool", "operators_tool"])
 async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(door: Dispatcher, tool: str) -> None:
-    result = await door.dispatch(call(tool), Route("acme", "s1", "a queue that nobody reads"), Terms(timeout_s=7))
+    result = await door.dispatch(Request(call(tool), "acme", "s1", "a queue that nobody reads", timeout_s=7))
 
     told = {name: result.metadata[name] for name in ("tenant", "session", "limit_s")}
     assert (result.success, told) == (True, {"tenant": "acme", "session": "s1", "limit_s": 7.0})
@@ -130,7 +132,7 @@ async def test_a_session_need_not_exist(door: Dispatcher) -> None:
 
 
 async def test_a_tool_that_asks_for_a_sandbox_is_told_that_there_is_none(door: Dispatcher) -> None:
-    result = await door.dispatch(call("grasping_tool"), ROUTE)
+    result = await door.dispatch(Request(call("grasping_tool"), *ROUTE))
 
     assert (result.error_code, "pool without sandboxes" in (result.error or "")) == (
         ErrorCode.SANDBOX_UNAVAILABLE,
@@ -140,7 +142,7 @@ async def test_a_tool_that_asks_for_a_sandbox_is_told_that_there_is_none(door: D
 
 async def test_a_call_at_its_limit_may_clean_up_and_its_process_goes_on(pool: Pool, door: Dispatcher) -> None:
     mark, started = pool.mark("limited"), time.monotonic()
-    result = await door.dispatch(call("wait_tool", path=str(mark)), ROUTE, Terms(timeout_s=0.5))
+    result = await door.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE, timeout_s=0.5))
 
     assert (result.error_code, result.error) == (
         ErrorCode.TIMEOUT,
@@ -156,8 +158,8 @@ async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fr
     pool: Pool, door: Dispatcher
 ) -> None:
     limited, dropped = pool.mark("stubborn-limited"), pool.mark("stubborn-dropped")
-    first = asyncio.create_task(door.dispatch(call("stubborn_tool", path=str(limited)), ROUTE, Terms(timeout_s=0.3)))
-    second = asyncio.create_task(door.dispatch(call("stubborn_tool", path=str(dropped)), ROUTE))
+    first = asyncio.create_task(door.dispatch(Request(call("stubborn_tool", path=str(limited)), *ROUTE, timeout_s=0.3)))
+    second = asyncio.create_task(door.dispatch(Request(call("stubborn_tool", path=str(dropped)), *ROUTE)))
     await has(limited.with_suffix(".began"))
     await has(dropped.with_suffix(".began"))
     pids = {int(mark.with_suffix(".began").read_text()) for mark in (limited, dropped)}
@@ -175,7 +177,7 @@ async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fr
 
 async def test_a_cancelled_call_is_ended_at_once_and_may_clean_up(pool: Pool, door: Dispatcher) -> None:
     mark = pool.mark("cancelled")
-    running = asyncio.create_task(door.dispatch(call("wait_tool", path=str(mark)), ROUTE))
+    running = asyncio.create_task(door.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE)))
     await has(mark.with_suffix(".began"))
 
     await cancelled(running)
@@ -196,7 +198,7 @@ class Program:
 async def test_a_call_is_killed_by_another_program_and_may_clean_up(pool: Pool, door: Dispatcher) -> None:
     mark = pool.mark("killed-elsewhere")
     one = call("wait_tool", path=str(mark))
-    running = asyncio.create_task(door.dispatch(one, ROUTE))
+    running = asyncio.create_task(door.dispatch(Request(one, *ROUTE)))
     await has(mark.with_suffix(".began"))
     client = open_redis(pool.broker)
     try:
@@ -212,10 +214,10 @@ async def test_a_call_is_killed_by_another_program_and_may_clean_up(pool: Pool, 
 
 async def test_a_call_that_is_cancelled_in_the_queue_never_starts(pool: Pool, door: Dispatcher) -> None:
     busy = [pool.mark(f"busy-{number}") for number in range(2)]
-    running = [asyncio.create_task(door.dispatch(call("wait_tool", path=str(mark)), ROUTE)) for mark in busy]
+    running = [asyncio.create_task(door.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE))) for mark in busy]
     for mark in busy:
         await has(mark.with_suffix(".began"))
-    queued = asyncio.create_task(door.dispatch(call("wait_tool", path=str(pool.mark("queued"))), ROUTE))
+    queued = asyncio.create_task(door.dispatch(Request(call("wait_tool", path=str(pool.mark("queued"))), *ROUTE)))
     with pool.open_redis() as store:
         await eventually(lambda: store.llen(POOL_WEB) == 1, 10, "it is queued")
 
@@ -234,12 +236,12 @@ async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Po
     """The attacker's aim: end other people's calls."""
     mark, victim = pool.mark("victim"), "victims-call"
     running = asyncio.create_task(
-        door.dispatch(ToolCall(id=victim, name="wait_tool", arguments={"path": str(mark)}), ROUTE)
+        door.dispatch(Request(ToolCall(id=victim, name="wait_tool", arguments={"path": str(mark)}), *ROUTE))
     )
     await has(mark.with_suffix(".began"))
     order = call("session.cancel", call_id=victim)
 
-    await door.command(order, Route("rival", None, POOL_WEB))
+    await door.command(order, "rival", None, POOL_WEB)
     forged = make_envelope(pool.broker, order, tenant="acme", session="s1", key=SigningKeys.of("a guess"))
     with pool.open_redis() as store:
         store.lpush(control_queue(POOL_WEB), forged)
@@ -253,7 +255,7 @@ async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Po
 
 async def test_a_process_that_dies_under_its_call_leaves_a_result_that_says_so(pool: Pool, door: Dispatcher) -> None:
     mark = pool.mark("killed")
-    running = asyncio.create_task(door.dispatch(call("wait_tool", path=str(mark)), ROUTE))
+    running = asyncio.create_task(door.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE)))
     await has(mark.with_suffix(".began"))
 
     pid = int(mark.with_suffix(".began").read_text())
@@ -274,7 +276,7 @@ async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:
     try:
         with pytest.raises(DeliveryFailed) as failed:
             await transport.deliver(
-                Delivery("tool.bash_tool", POOL_WEB, "acme", misled.id, envelope, time.time() + 20, 20)
+                build_attempt("bash_tool", queue=POOL_WEB, call_id=misled.id, envelope=envelope, wait_s=20)
             )
     finally:
         await transport.aclose()

@@ -21,11 +21,11 @@ from contract.errors import ErrorCode
 from contract.ledger import CallState, parse_record
 from contract.names import call_key, refusals_key
 from contract.signing import SigningKeys
-from orchestrator.dispatch.dispatcher import Route
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.dispatch.task_messages import build_message
-from orchestrator.dispatch.transport import Delivery
 from orchestrator.sdk.client import ToolClient
+from tests.builders import build_attempt
 from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_result, stored_state
 from tests.stack import Stack, all_of, eventually, is_alive
 
@@ -196,11 +196,11 @@ async def test_a_call_whose_id_has_run_does_not_run_again(stack: Stack, session:
 async def test_a_call_whose_id_has_run_for_another_client_is_told_that_nobody_knows(
     stack: Stack, session: Session
 ) -> None:
-    route = Route(session.tenant, session.id, (await session.info()).queue)
+    route = (session.tenant, session.id, (await session.info()).queue)
     first = await session.call("bash_tool", {"command": "echo ran >> log"}, call_id="twice-2")
 
     async with open_dispatcher(stack.broker) as other:
-        second = await other.dispatch(bash("echo ran >> log", "twice-2"), route)
+        second = await other.dispatch(Request(bash("echo ran >> log", "twice-2"), *route))
 
     assert first.success
     assert (second.success, second.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
@@ -245,7 +245,7 @@ async def test_a_message_that_redis_gives_out_again_acts_once(
     call = bash("echo ran >> log")
     envelope = make_envelope(stack.broker, call, tenant=session.tenant, session=session.id)
     message = build_message(
-        Delivery("tool.bash_tool", queue, session.tenant, call.id, envelope, time.time() + 60, 60.0),
+        build_attempt("bash_tool", queue=queue, tenant=session.tenant, call_id=call.id, envelope=envelope),
         "forged-again",
         "none",
     )
@@ -277,13 +277,13 @@ async def test_a_call_past_its_deadline_is_not_started(stack: Stack, session: Se
 async def test_a_call_that_waited_too_long_in_the_queue_is_a_timeout_and_did_not_run(
     stack: Stack, session: Session
 ) -> None:
-    route = Route(session.tenant, session.id, (await session.info()).queue)
+    route = (session.tenant, session.id, (await session.info()).queue)
     worker = stack.pid("worker")
     async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:
         await session.call("bash_tool", {"command": "true"})
         os.kill(worker, signal.SIGSTOP)
         try:
-            waiting = impatient.dispatch(bash("touch late"), route)
+            waiting = impatient.dispatch(Request(bash("touch late"), *route))
             result, _ = await all_of([waiting, _continue_later(worker, 2.5)], 30)
         finally:
             os.kill(worker, signal.SIGCONT)
@@ -304,7 +304,7 @@ async def test_a_call_that_no_worker_takes_is_soon_a_timeout_that_says_so(stack:
     """
     started = time.monotonic()
     async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:
-        result = await impatient.dispatch(bash("true"), Route("default", "none", "host.nobody.0"))
+        result = await impatient.dispatch(Request(bash("true"), "default", "none", "host.nobody.0"))
 
     assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT), result.error
     assert time.monotonic() - started < 15

@@ -7,7 +7,6 @@ import contextlib
 import secrets
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from celery import Celery
 from contract.calls import ToolCall
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.transport import Delivery
+from orchestrator.dispatch.request import Attempt
 from store.connection import open_redis
 from store.results import ResultHub
+from tests.builders import build_attempt
 from tests.queue_by_hand import make_envelope
 from tests.stack import ROOT, Footprint, RedisServer, all_of, end_process, eventually, open_footprint, open_redis_server
 
@@ -76,10 +76,10 @@ async def transport(ground: Ground) -> AsyncIterator[CeleryTransport]:
     await client.aclose()
 
 
-def delivery(ground: Ground, pool: str, tool: str, **arguments: Any) -> Delivery:
+def delivery(ground: Ground, pool: str, tool: str, **arguments: Any) -> Attempt:
     call = ToolCall(id=secrets.token_hex(8), name=tool, arguments=arguments)
     envelope = make_envelope(ground.broker, call, tenant="acme", session="s1")
-    return Delivery(f"tool.{tool}", f"q.{pool}", "acme", call.id, envelope, time.time() + 60, 90.0)
+    return build_attempt(tool, queue=f"q.{pool}", call_id=call.id, envelope=envelope, wait_s=90.0)
 
 
 async def test_flower_hears_of_every_call_though_events_come_in_batches(

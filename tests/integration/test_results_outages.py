@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import time
 
 import pytest
 import redis.asyncio
@@ -14,9 +13,9 @@ from pydantic import SecretStr
 
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.transport import Delivery
 from store import results
 from store.results import ResultHub
+from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.result_ground import SOON_S, SilentRelay, listening, stored
@@ -147,9 +146,7 @@ async def test_an_outage_of_redis_with_calls_in_flight_loses_none_and_runs_none_
     transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), hub)
     pool = Pool(redis_server)
     serving = asyncio.create_task(pool.serve(calls))
-    deliveries = [
-        Delivery("tool.x", QUEUE, "acme", f"c{number}", f"e{number}", time.time() + 60, 60.0) for number in range(calls)
-    ]
+    deliveries = [build_attempt(queue=QUEUE, call_id=f"c{number}", envelope=f"e{number}") for number in range(calls)]
     waiting = [asyncio.create_task(transport.deliver(delivery)) for delivery in deliveries]
     async with asyncio.timeout(SOON_S):
         while len(pool.started) < calls:  # noqa: ASYNC110
@@ -181,7 +178,7 @@ async def test_calls_that_are_sent_while_redis_restarts_run_once_or_are_said_not
     async def caller(number: int) -> None:
         for turn in range(40):
             name = f"c{number}-{turn}"
-            delivery = Delivery("tool.x", QUEUE, "acme", name, name, time.time() + 60, 60.0)
+            delivery = build_attempt(queue=QUEUE, call_id=name, envelope=name)
             ended.append((await asyncio.gather(transport.deliver(delivery), return_exceptions=True))[0])
 
     callers = asyncio.gather(*(caller(number) for number in range(10)))

@@ -10,8 +10,9 @@ import redis
 from contract.calls import ToolCall, ToolResult
 from contract.names import POOL_WEB
 from contract.settings import BrokerSettings
-from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import open_pool
+from orchestrator.dispatch.request import Request
 from tests.redis_ground import SECRET, CountingPool, Server, open_counting_pool, open_sentinel, open_server
 from tests.stack import eventually, wait_until
 
@@ -48,7 +49,7 @@ def ground() -> Iterator[Ground]:
 
 async def call_once(dispatcher: Dispatcher, pool: CountingPool) -> tuple[str, ToolResult]:
     call = ToolCall(id=secrets.token_hex(8), name="append_tool", arguments={"path": str(pool.marks)})
-    return call.id, await dispatcher.dispatch(call, Route("acme", None, POOL_WEB))
+    return call.id, await dispatcher.dispatch(Request(call, "acme", None, POOL_WEB))
 
 
 def is_master(server: "redis.Redis") -> bool:

@@ -10,7 +10,7 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.names import slots_key
-from orchestrator.dispatch.dispatcher import Route, Terms
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.queue_by_hand import open_dispatcher
@@ -153,20 +153,22 @@ async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session
 async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: Stack, session: Session) -> None:
     """All but one sent past admission, which would leave a slot for others."""
     container = await container_of(stack, session)
-    route = Route(session.tenant, session.id, (await session.info()).queue)
+    route = (session.tenant, session.id, (await session.info()).queue)
     with stack.open_redis() as redis:
-        slots = int(redis.get(slots_key("default", str(route.queue))) or 0)
+        slots = int(redis.get(slots_key("default", str(route[2]))) or 0)
 
     def sleepers() -> list[int]:
         return [pid for pid, command in commands_in(container).items() if command == "sleep 42"]
 
     async with open_dispatcher(stack.broker) as unbounded:
-        argv, terms = ["sleep", "42"], Terms(audience="session")
+        argv = ["sleep", "42"]
         verbs = [
             ToolCall(id=f"busy-{number}", name="session.exec", arguments={"argv": argv, "env": {}})
             for number in range(slots - 1)
         ]
-        neighbours = [asyncio.create_task(unbounded.dispatch(verb, route, terms)) for verb in verbs]
+        neighbours = [
+            asyncio.create_task(unbounded.dispatch(Request(verb, *route, audience="session"))) for verb in verbs
+        ]
         call = asyncio.create_task(session.exec(argv))
         try:
             await eventually(lambda: len(sleepers()) == slots > 1, 20, "a command runs in every slot")

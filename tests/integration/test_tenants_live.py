@@ -11,7 +11,8 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy
-from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from store.api_keys import ApiKeys
@@ -65,7 +66,7 @@ async def seconds_until(call: Call, code: ErrorCode | None) -> float:
 async def past_all_checks(door: Dispatcher, session: Session, command: str) -> ToolResult:
     """What a worker alone makes of a command: the dispatcher knows no tenants."""
     call = ToolCall(id=f"tenant-{time.monotonic_ns()}", name="bash_tool", arguments={"command": command})
-    return await door.dispatch(call, Route(session.tenant, session.id, (await session.info()).queue))
+    return await door.dispatch(Request(call, session.tenant, session.id, (await session.info()).queue))
 
 
 async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds(

@@ -13,8 +13,8 @@ from contract.calls import ToolCall
 from contract.errors import BrokerUnavailable
 from contract.names import POOL_WEB
 from contract.settings import BrokerSettings
-from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import open_pool
+from orchestrator.dispatch.request import Request
 from store.connection import check_connection, check_redis, open_redis
 from tests.redis_ground import Server, broker_for, open_counting_pool, open_server
 from tests.tls_ground import Authority, Pair, open_relay
@@ -67,7 +67,7 @@ async def test_a_call_goes_through_a_worker_when_both_show_their_certificate(gro
         with open_counting_pool(broker, broker.redis_url.get_secret_value(), watch, environment=told) as pool:
             async with open_pool(broker, queue_wait_s=10) as opened:
                 call = ToolCall(id="c1", name="append_tool", arguments={"path": str(pool.marks)})
-                result = await opened.dispatcher.dispatch(call, Route("acme", None, POOL_WEB))
+                result = await opened.dispatcher.dispatch(Request(call, "acme", None, POOL_WEB))
             assert result.success, result
             assert pool.acted("c1") == 1
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from contract.calls import ToolCall
 from contract.errors import ErrorCode
 from orchestrator.cli.main import app
-from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.queue_by_hand import open_dispatcher
@@ -41,7 +42,7 @@ async def seconds_until(session: Session, door: Dispatcher | None, code: ErrorCo
             result = await session.call("bash_tool", {"command": "true"})
         else:
             call = ToolCall(id=f"switch-{time.monotonic_ns()}", name="bash_tool", arguments={"command": "true"})
-            result = await door.dispatch(call, Route(session.tenant, session.id, info.queue))
+            result = await door.dispatch(Request(call, session.tenant, session.id, info.queue))
         took = time.monotonic() - started
         if result.error_code == code or took > 2 * SOON_S:
             return took

@@ -15,7 +15,9 @@ from contract.specs import ToolSpec
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import InProcessTransport, Transport
 from orchestrator.functions.function_tools import tool
 from orchestrator.loop.agent import Agent, RunResult
@@ -30,7 +32,7 @@ from tests.stack import Stack
 from workers.tools.builtin import build_registry
 
 SOON_S = 10.0
-ROUTE = Route("acme", "s1", "q")
+ROUTE = ("acme", "s1", "q")
 
 
 class Door:
@@ -39,10 +41,10 @@ class Door:
     def __init__(self, transport: Transport, *specs: ToolSpec) -> None:
         self.specs = specs
         self.results: list[ToolResult] = []
-        self._dispatcher = Dispatcher(transport, StaticCatalog(*specs), KEY, queue_wait_s=1)
+        self._dispatcher = Dispatcher(transport, TenantCatalog(StaticCatalog(*specs)), KEY, queue_wait_s=1)
 
     async def run_call(self, call: ToolCall) -> ToolResult:
-        self.results.append(await self._dispatcher.dispatch(call, ROUTE))
+        self.results.append(await self._dispatcher.dispatch(Request(call, *ROUTE)))
         return self.results[-1]
 
     async def work(self, model: ScriptedModel, dialect: Any = None) -> RunResult:
@@ -109,8 +111,10 @@ async def test_s0_11_the_documents_skill_is_called_through_a_tag_on_a_pool_witho
 
 
 async def test_s0_12_a_tool_that_does_not_exist_is_an_error_result_that_the_model_reads() -> None:
-    dispatcher = Dispatcher(InProcessTransport({}, KEY), StaticCatalog(build_spec("echo")), KEY, queue_wait_s=1)
-    told = await dispatcher.dispatch(build_call("vector-search"), Route("acme", "s1", "q"))
+    dispatcher = Dispatcher(
+        InProcessTransport({}, KEY), TenantCatalog(StaticCatalog(build_spec("echo"))), KEY, queue_wait_s=1
+    )
+    told = await dispatcher.dispatch(Request(build_call("vector-search"), "acme", "s1", "q"))
     assert (told.success, told.error) == (False, "Tool not found: vector-search")
 
     model = ScriptedModel(

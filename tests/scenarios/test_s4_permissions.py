@@ -19,7 +19,9 @@ from orchestrator.approvals import (
 )
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import InProcessTransport
 from orchestrator.loop.agent import Agent
 from orchestrator.models.scripted import ScriptedModel
@@ -43,14 +45,16 @@ async def run_agent(
         ran.append(arguments[argument])
         return "done"
 
-    dispatcher = Dispatcher(InProcessTransport({spec.name: tool}, KEY), StaticCatalog(spec), KEY, queue_wait_s=1)
+    dispatcher = Dispatcher(
+        InProcessTransport({spec.name: tool}, KEY), TenantCatalog(StaticCatalog(spec)), KEY, queue_wait_s=1
+    )
 
     async def run_call(call: ToolCall) -> ToolResult:
         reviewed = await review(call, spec, approver, policy=policy, tenant="acme", session="s1")
         return (
             reviewed
             if isinstance(reviewed, ToolResult)
-            else await dispatcher.dispatch(reviewed, Route("acme", "s1", "q"))
+            else await dispatcher.dispatch(Request(reviewed, "acme", "s1", "q"))
         )
 
     model = ScriptedModel(

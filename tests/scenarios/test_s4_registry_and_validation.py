@@ -11,7 +11,9 @@ from contract.calls import ToolCall, ToolContext
 from contract.errors import ErrorCode, ToolFailure
 from contract.registry import Tool, ToolRegistry
 from contract.schema import check_schema, prepare_arguments
-from orchestrator.dispatch.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import InProcessTransport
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
@@ -56,9 +58,11 @@ async def test_s4_04_a_tool_may_be_asynchronous() -> None:
     async def search(query: str, limit: int) -> str:
         return f"{limit} of {query}"
 
-    dispatcher = Dispatcher(InProcessTransport({"search": search}, KEY), StaticCatalog(SEARCH), KEY, queue_wait_s=1)
+    dispatcher = Dispatcher(
+        InProcessTransport({"search": search}, KEY), TenantCatalog(StaticCatalog(SEARCH)), KEY, queue_wait_s=1
+    )
     result = await dispatcher.dispatch(
-        ToolCall(id="c", name="search", arguments={"query": "a"}), Route("acme", None, "q")
+        Request(ToolCall(id="c", name="search", arguments={"query": "a"}), "acme", None, "q")
     )
     assert result.output == "10 of a"
 

@@ -16,14 +16,14 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.ledger import CallState
 from contract.names import audit_key, call_key, kills_key
-from orchestrator.dispatch import call_kills as kills_module
-from orchestrator.dispatch.call_kills import KillWatch
-from orchestrator.dispatch.dispatcher import Route
+from orchestrator.dispatch import call_monitor
+from orchestrator.dispatch.call_monitor import CallMonitor
 from orchestrator.dispatch.transport import DeliveryFailed
 from orchestrator.sdk import call_control as control_module
 from orchestrator.sdk.call_control import CallControl
 from store.audit import Actor
 from store.calls import CallStore, KillOrder
+from store.hosts import HostStore
 from tests.conftest import RedisProcess
 
 SOON_S = 20.0
@@ -35,10 +35,10 @@ class Orders:
     """Stands where a dispatcher would: what hosts are told, and what that does."""
 
     obey: Callable[[ToolCall], Awaitable[None]]
-    told: list[tuple[ToolCall, Route]] = field(default_factory=list)
+    told: list[tuple[ToolCall, tuple[str, str | None, str | None]]] = field(default_factory=list)
 
-    async def command(self, call: ToolCall, route: Route) -> None:
-        self.told.append((call, route))
+    async def command(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
+        self.told.append((call, (tenant, session, queue)))
         await self.obey(call)
 
 
@@ -54,7 +54,7 @@ class Ground:
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
         self.kills = CallStore(client, "d")
-        self.watch = KillWatch(CallStore(client, "d"))
+        self.monitor = CallMonitor(self.kills, HostStore(client, "d"), lambda task_id, error: None)
         self.orders = Orders(self._end)
         self.control = CallControl(Pool(client, self.orders), "d")  # type: ignore[arg-type]
 
@@ -78,14 +78,15 @@ class Ground:
 
 @pytest.fixture
 async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
-    monkeypatch.setattr(kills_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(call_monitor, "KILLS_EVERY_S", 0.02)
     monkeypatch.setattr(control_module, "HEARD_S", 1.0)
     monkeypatch.setattr(control_module, "ORDER_AGAIN_S", 0.1)
     client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
     opened = Ground(client)
+    await opened.monitor.start()
     with capture_logs():
         yield opened
-        await opened.watch.aclose()
+    await opened.monitor.close()
     await client.aclose()
 
 
@@ -107,7 +108,7 @@ async def wait_for_ever() -> ToolResult:
 
 async def test_a_call_in_the_queue_is_forbidden_and_its_caller_is_told_at_once_by_whom_and_why(ground: Ground) -> None:
     await ground.note()
-    call = asyncio.create_task(ground.watch.watched("acme", "c1", wait_for_ever()))
+    call = asyncio.create_task(ground.monitor.watch("acme", "c1", wait_for_ever()))
     killed = await ground.control.kill("acme", "c1", ANNE, "it runs away")
     assert (killed.record.state, killed.record.code, killed.was_over) == (CallState.FORBIDDEN, "CANCELLED", False)
     with pytest.raises(ToolFailure, match="killed by anne: it runs away; it had not begun") as told:
@@ -117,7 +118,7 @@ async def test_a_call_in_the_queue_is_forbidden_and_its_caller_is_told_at_once_b
 
 
 async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_never_begins(ground: Ground) -> None:
-    call = asyncio.create_task(ground.watch.watched("acme", "c1", wait_for_ever()))
+    call = asyncio.create_task(ground.monitor.watch("acme", "c1", wait_for_ever()))
     killed = await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
     assert killed.record.state is CallState.FORBIDDEN
     with pytest.raises(ToolFailure, match="killed by anne"):
@@ -133,7 +134,7 @@ async def test_of_a_call_that_nobody_knows_it_is_said_as_soon_as_is_wanted_and_i
     assert await ground.audited() == []
     # One that its program was about to make never begins all the same.
     with pytest.raises(ToolFailure, match="killed by anne"):
-        await asyncio.wait_for(ground.watch.watched("acme", "c1", wait_for_ever()), SOON_S)
+        await asyncio.wait_for(ground.monitor.watch("acme", "c1", wait_for_ever()), SOON_S)
 
 
 async def test_a_call_that_runs_is_ended_where_it_runs(ground: Ground) -> None:
@@ -148,7 +149,7 @@ async def test_a_call_that_runs_is_ended_where_it_runs(ground: Ground) -> None:
     assert (order.name, order.arguments, route) == (
         "session.cancel",
         {"call_id": "c1"},
-        Route("acme", "s1", "host.b.b2"),
+        ("acme", "s1", "host.b.b2"),
     )
 
 
@@ -179,7 +180,7 @@ async def test_a_call_that_will_not_end_is_said_to_be_one(ground: Ground, monkey
 
 async def test_the_result_of_a_killed_call_says_by_whom_and_why(ground: Ground) -> None:
     await ground.note(state="done", killed="the call was killed by anne: enough")
-    result = await ground.watch.watched("acme", "c1", result_of(ErrorCode.CANCELLED, output="so far"))
+    result = await ground.monitor.watch("acme", "c1", result_of(ErrorCode.CANCELLED, output="so far"))
     assert (result.error_code, result.error, result.output) == (
         ErrorCode.CANCELLED,
         "the call was killed by anne: enough; killed",
@@ -189,14 +190,14 @@ async def test_the_result_of_a_killed_call_says_by_whom_and_why(ground: Ground) 
 
 async def test_a_program_of_a_session_that_was_killed_has_failed_too(ground: Ground) -> None:
     await ground.note(state="done", killed="the call was killed by anne")
-    result = await ground.watch.watched("acme", "c1", result_of(metadata={"cancelled": True, "returncode": -15}))
+    result = await ground.monitor.watch("acme", "c1", result_of(metadata={"cancelled": True, "returncode": -15}))
     assert (result.success, result.error_code) == (False, ErrorCode.CANCELLED)
 
 
 @pytest.mark.parametrize("code", [None, ErrorCode.TIMEOUT])
 async def test_a_call_that_ended_by_itself_just_then_has_its_own_result(ground: Ground, code: ErrorCode | None) -> None:
     await ground.note(state="done", killed="the call was killed by anne")
-    result = await ground.watch.watched("acme", "c1", result_of(code))
+    result = await ground.monitor.watch("acme", "c1", result_of(code))
     assert (result.error_code, "anne" in (result.error or "")) == (code, False)
 
 
@@ -207,7 +208,7 @@ async def test_who_loses_its_host_while_it_is_killed_is_still_told_that_it_may_h
         raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, "its host is gone")
 
     with pytest.raises(DeliveryFailed, match="killed by anne; its host is gone") as told:
-        await ground.watch.watched("acme", "c1", lose())
+        await ground.monitor.watch("acme", "c1", lose())
     assert told.value.code is ErrorCode.OUTCOME_UNKNOWN
 
 
@@ -219,10 +220,10 @@ async def test_a_call_that_runs_is_left_to_its_host_by_the_program_that_waits_fo
         await ended.wait()
         return await result_of(ErrorCode.CANCELLED)
 
-    call = asyncio.create_task(ground.watch.watched("acme", "c1", serve()))
+    call = asyncio.create_task(ground.monitor.watch("acme", "c1", serve()))
     await asyncio.sleep(0)
     await ground.kills.kill(KillOrder(tenant="acme", call="c1", by="anne"))
-    await ground.watch.look()
+    await ground.monitor.find_kills()
     assert not call.done()
     ended.set()
     assert "killed by anne" in str((await call).error)
@@ -240,7 +241,7 @@ async def test_a_killed_call_is_not_sent_again_when_its_host_is_lost(ground: Gro
 async def test_calls_of_the_same_id_of_other_tenants_go_on(ground: Ground) -> None:
     """The aim: to end another tenant's call by knowing its id."""
     await ground.note(tenant="bolt")
-    other = asyncio.create_task(ground.watch.watched("bolt", "c1", wait_for_ever()))
+    other = asyncio.create_task(ground.monitor.watch("bolt", "c1", wait_for_ever()))
     await asyncio.sleep(0)
     with pytest.raises(ToolFailure, match="nothing is known of call c1 of tenant acme"):
         await ground.control.kill("acme", "c1", ANNE)
@@ -277,7 +278,7 @@ async def test_each_kill_stands_in_the_audit_once(ground: Ground) -> None:
 
 
 async def test_a_program_that_is_stopped_itself_is_not_told_of_a_kill(ground: Ground) -> None:
-    call = asyncio.create_task(ground.watch.watched("acme", "c1", wait_for_ever()))
+    call = asyncio.create_task(ground.monitor.watch("acme", "c1", wait_for_ever()))
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -289,7 +290,7 @@ async def test_a_task_goes_on_after_its_call_was_killed(ground: Ground) -> None:
 
     async def work() -> str:
         with pytest.raises(ToolFailure):
-            await ground.watch.watched("acme", "c1", wait_for_ever())
+            await ground.monitor.watch("acme", "c1", wait_for_ever())
         await asyncio.sleep(0)
         task = asyncio.current_task()
         return f"went on {task.cancelling() if task is not None else None}"
@@ -299,12 +300,13 @@ async def test_a_task_goes_on_after_its_call_was_killed(ground: Ground) -> None:
     assert await asyncio.wait_for(running, SOON_S) == "went on 0"
 
 
-async def test_nobody_looks_for_orders_when_there_are_no_calls(ground: Ground) -> None:
-    await ground.watch.watched("acme", "c1", result_of())
-    watch = ground.watch._watch
-    assert watch is not None
-    await asyncio.wait_for(watch, SOON_S)
-    assert ground.watch._watch is None
+async def test_no_orders_are_read_when_there_are_no_calls(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(since: float) -> list[Any]:
+        raise AssertionError(since)
+
+    await ground.monitor.watch("acme", "c1", result_of())
+    monkeypatch.setattr(ground.kills, "recent_kills", refuse)
+    await ground.monitor.find_kills()
 
 
 async def test_the_orders_are_few_however_many_are_given(ground: Ground) -> None:

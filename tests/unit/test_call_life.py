@@ -15,12 +15,11 @@ from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
 from orchestrator.dispatch.task_messages import build_message
-from orchestrator.dispatch.transport import Delivery
 from store.call_life import CallLives, parse_task_id
 from store.run_log import run_key
 from store.sessions import SessionStore
 from store.slots import SlotRequest, enqueue, load_script, script_arguments
-from tests.builders import KEY
+from tests.builders import KEY, build_attempt
 from tests.conftest import RedisProcess
 
 TASK = "0123456789ab-c1.1.acme"
@@ -48,8 +47,8 @@ class Ground:
 
     async def queue(self, call: str) -> None:
         """Publish a message as a program does."""
-        delivery = Delivery("tool.bash_tool", "host.a.b1", "acme", call, "envelope", start_by=1.0, wait_s=1.0)
-        await self.client.lpush("host.a.b1", build_message(delivery, f"0123456789ab-{call}.1.acme", "key"))
+        attempt = build_attempt("bash_tool", queue="host.a.b1", call_id=call, start_by=1.0)
+        await self.client.lpush("host.a.b1", build_message(attempt, f"0123456789ab-{call}.1.acme", "key"))
 
     async def wait_for_slot(self, call: str, tenant: str = "acme") -> None:
         """Have a call wait in admission; of an unknown queue the first four have slots."""

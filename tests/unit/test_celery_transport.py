@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,8 +23,10 @@ from contract.names import blob_key, call_key, result_key
 from contract.settings import BrokerSettings
 from orchestrator.dispatch import celery_transport
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed
+from orchestrator.dispatch.request import Attempt
+from orchestrator.dispatch.transport import CallLost, DeliveryFailed
 from store.results import ResultHub
+from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 
@@ -40,7 +42,7 @@ class Watch:
         self.is_over = asyncio.Event()
 
     @contextlib.contextmanager
-    def over(self, task_id: str, delivery: Delivery) -> Iterator[None]:
+    def over(self, task_id: str, attempt: Attempt) -> Iterator[None]:
         self.watched.append(task_id)
         self.is_over.set()
         yield
@@ -94,11 +96,11 @@ async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
     await theirs.aclose()
 
 
-def delivery(*, start_in_s: float = 60.0, **fields: Any) -> Delivery:
-    return replace(Delivery("tool.x", QUEUE, "acme", "c1", "{}", time.time() + start_in_s, SOON_S), **fields)
+def attempt(*, start_in_s: float = 60.0, **fields: Any) -> Attempt:
+    return build_attempt(**{"queue": QUEUE, "start_by": time.time() + start_in_s, "wait_s": SOON_S, **fields})
 
 
-def start(house: House, letter: Delivery) -> "asyncio.Task[Any]":
+def start(house: House, letter: Attempt) -> "asyncio.Task[Any]":
     return asyncio.create_task(house.transport.deliver(letter))
 
 
@@ -113,7 +115,7 @@ def large(output: str = "x" * 100_000) -> tuple[Any, bytes]:
 
 
 async def test_the_call_is_watched_over_from_when_it_was_sent_until_it_has_ended(house: House) -> None:
-    waiting = start(house, delivery())
+    waiting = start(house, attempt())
     task_id = await house.taken()
     await asyncio.wait_for(house.watch.is_over.wait(), SOON_S)
     assert house.watch.watched == [task_id]
@@ -123,24 +125,24 @@ async def test_the_call_is_watched_over_from_when_it_was_sent_until_it_has_ended
 
 
 async def test_the_answer_of_a_failed_task_arrives_as_that_of_any_other(house: House) -> None:
-    waiting = start(house, delivery())
+    waiting = start(house, attempt())
     await house.answer(await house.taken(), {"exc_type": "CallNotServed"}, status="FAILURE", answer="done")
     assert await waiting == "done"
 
 
 async def test_whoever_waits_hears_that_the_call_is_lost(house: House) -> None:
-    waiting = start(house, delivery())
+    waiting = start(house, attempt())
     house.hub.fail(await house.taken(), CallLost("its host is gone", has_started=True))
     with pytest.raises(CallLost, match="its host is gone"):
         await waiting
 
 
 async def test_one_id_is_not_sent_twice_at_a_time_and_another_tenants_is(house: House) -> None:
-    waiting = start(house, delivery())
+    waiting = start(house, attempt())
     task_id = await house.taken()
     with pytest.raises(DeliveryFailed, match="in use by a call in flight"):
-        await house.transport.deliver(delivery())
-    others = start(house, delivery(tenant="other"))
+        await house.transport.deliver(attempt())
+    others = start(house, attempt(tenant="other"))
     other_id = await house.taken()
     await house.answer(other_id, "theirs")
     await house.answer(task_id, "ours")
@@ -148,13 +150,13 @@ async def test_one_id_is_not_sent_twice_at_a_time_and_another_tenants_is(house: 
 
 
 async def test_what_comes_late_of_one_attempt_is_not_taken_for_the_next(house: House) -> None:
-    first = start(house, delivery())
+    first = start(house, attempt())
     lost_id = await house.taken()
     house.hub.fail(lost_id, CallLost("gone", has_started=True))
     with pytest.raises(CallLost):
         await first
     await house.note(state="queued", attempt=2)
-    second = start(house, delivery(attempt=2))
+    second = start(house, attempt(number=2))
     task_id = await house.taken()
     await house.answer(lost_id, "late")
     await house.answer(task_id, "in time")
@@ -164,14 +166,14 @@ async def test_what_comes_late_of_one_attempt_is_not_taken_for_the_next(house: H
 
 async def test_a_call_that_has_not_started_by_its_deadline_never_will(house: House) -> None:
     with pytest.raises(DeliveryFailed, match="was not run") as failed:
-        await house.transport.deliver(delivery(start_in_s=0.0))
+        await house.transport.deliver(attempt(start_in_s=0.0))
     assert failed.value.code is ErrorCode.TIMEOUT
     assert await house.state() == CallState.FORBIDDEN
 
 
 @pytest.mark.parametrize("state", ["running", "done", "lost", "unknown"])
 async def test_a_call_that_has_started_by_its_deadline_is_awaited(house: House, state: str) -> None:
-    waiting = start(house, delivery(start_in_s=0.3))
+    waiting = start(house, attempt(start_in_s=0.3))
     task_id = await house.taken()
     await house.note(state=state)
     finished, _ = await asyncio.wait({waiting}, timeout=0.6)
@@ -181,7 +183,7 @@ async def test_a_call_that_has_started_by_its_deadline_is_awaited(house: House, 
 
 
 async def test_a_call_that_somebody_forbade_is_cancelled(house: House) -> None:
-    waiting = start(house, delivery(start_in_s=0.3))
+    waiting = start(house, attempt(start_in_s=0.3))
     await house.taken()
     await house.note(state="forbidden")
     with pytest.raises(DeliveryFailed, match="was cancelled") as failed:
@@ -195,13 +197,13 @@ async def test_the_deadline_is_that_of_the_shared_clock(redis_server: RedisProce
     transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), house.hub, clock=behind)
     try:
         with pytest.raises(DeliveryFailed, match="was not run"):
-            await asyncio.wait_for(transport.deliver(delivery(start_in_s=0.2)), SOON_S)
+            await asyncio.wait_for(transport.deliver(attempt(start_in_s=0.2)), SOON_S)
     finally:
         await transport.aclose()
 
 
 async def test_a_redis_that_is_away_at_the_deadline_is_asked_again(house: House, redis_server: RedisProcess) -> None:
-    waiting = start(house, delivery(start_in_s=0.3))
+    waiting = start(house, attempt(start_in_s=0.3))
     await house.taken()
     await asyncio.to_thread(redis_server.stop)
     await asyncio.sleep(0.5)
@@ -213,7 +215,7 @@ async def test_a_redis_that_is_away_at_the_deadline_is_asked_again(house: House,
 
 async def test_a_large_result_is_fetched_and_deleted(house: House) -> None:
     encoded, record = large()
-    waiting = start(house, delivery())
+    waiting = start(house, attempt())
     task_id = await house.taken()
     await house.server.set(blob_key("default", "acme", "sandbox", "b1"), record)
     await house.answer(task_id, encoded)
@@ -240,7 +242,7 @@ async def test_a_large_output_does_not_travel_through_the_subscription(house: Ho
 async def test_reading_what_is_not_the_tenants_by_naming_it_in_a_result_does_not_work(house: House, key: str) -> None:
     """The aim: another tenant's bytes in one's own result, or the deletion of any key."""
     encoded, record = large()
-    waiting = start(house, delivery())
+    waiting = start(house, attempt())
     task_id = await house.taken()
     await house.server.set(key, record)
     await house.answer(task_id, {**encoded, "kept": [[[key]]]})
@@ -253,7 +255,7 @@ async def test_reading_what_is_not_the_tenants_by_naming_it_in_a_result_does_not
 
 async def test_a_result_whose_record_is_gone_is_said_to_be_lost(house: House) -> None:
     encoded, _ = large()
-    waiting = start(house, delivery())
+    waiting = start(house, attempt())
     await house.answer(await house.taken(), encoded)
     with pytest.raises(DeliveryFailed, match="its result is gone") as failed:
         await waiting
@@ -261,7 +263,7 @@ async def test_a_result_whose_record_is_gone_is_said_to_be_lost(house: House) ->
 
 
 async def test_nothing_is_left_in_redis_but_the_ledger(house: House) -> None:
-    waiting = start(house, delivery())
+    waiting = start(house, attempt())
     await house.answer(await house.taken(), "done")
     await waiting
     await house.hub.close()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,10 +12,13 @@ import redis.asyncio
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import MAX_ARGUMENTS_BYTES, MAX_ENVELOPE_BYTES
 from contract.errors import ErrorCode
-from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from store.blobs import Blobs, WorkerBlobs
 from tests.builders import KEY, build_exec_response
 from tests.conftest import RedisProcess
+from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryLedger, StaticCatalog, build_executor
 from workers.tools.builtin import build_registry
 
@@ -41,7 +44,11 @@ class Ground:
         )
         self.transport = AnsweringTransport(self._serve)
         self.dispatcher = Dispatcher(
-            self.transport, StaticCatalog(*registry.specs()), KEY, queue_wait_s=5, blobs=Blobs(self.client, "d")
+            self.transport,
+            TenantCatalog(StaticCatalog(*registry.specs())),
+            KEY,
+            queue_wait_s=5,
+            pool=replace(build_pool(), blobs=Blobs(self.client, "d")),
         )
 
     async def _serve(self, call: ToolCall, context: ToolContext) -> ToolResult:
@@ -50,9 +57,9 @@ class Ground:
             self.sync.set(key, self.forged)
         return await asyncio.to_thread(self._executor.execute, call, context)
 
-    async def call(self, name: str, terms: Terms | None = None, **arguments: Any) -> ToolResult:
+    async def call(self, name: str, audience: Any = "model", **arguments: Any) -> ToolResult:
         return await self.dispatcher.dispatch(
-            ToolCall(id="c1", name=name, arguments=arguments), Route("acme", "s1", "q"), terms
+            Request(ToolCall(id="c1", name=name, arguments=arguments), "acme", "s1", "q", audience=audience)
         )
 
     def keys(self) -> list[bytes]:
@@ -102,7 +109,7 @@ async def test_arguments_have_a_largest_size_and_the_error_says_what_to_do(groun
 
 async def test_a_session_starts_programs_with_many_large_arguments(ground: Ground) -> None:
     argv = ["printf", "%s", "", *["y" * 65536] * 20]
-    result = await ground.call("session.exec", Terms(audience="session"), argv=argv, env={})
+    result = await ground.call("session.exec", "session", argv=argv, env={})
     assert result.success
     [request], [body] = ground.sandbox.requests, ground.sandbox.bodies
     script = body[: request["script_bytes"]]

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from contract.errors import ConfigError
 from contract.links import call_page_url, flower_task_url, parse_shown_call
 from orchestrator.dispatch.task_messages import build_message
-from orchestrator.dispatch.transport import Delivery
 from orchestrator.settings import OrchestratorSettings, load_settings
+from tests.builders import build_attempt
 
 
 def test_a_task_is_found_in_flower_and_its_call_on_our_pages() -> None:
@@ -25,19 +25,15 @@ def test_an_id_never_leaves_its_place_in_the_address() -> None:
 
 
 def test_what_flower_shows_of_a_message_of_ours_names_its_call() -> None:
-    message = json.loads(
-        build_message(Delivery("tool.bash_tool", "q", "acme", "call-7", "envelope", 0.0, 1.0), "task", "key")
-    )
+    message = json.loads(build_message(build_attempt("bash_tool", call_id="call-7"), "task", "key"))
 
     assert message["headers"]["kwargsrepr"] == "call call-7, tenant acme"
     assert parse_shown_call(message["headers"]["kwargsrepr"]) == "call-7"
 
 
 def test_flower_shows_the_session_the_run_and_the_name_of_an_installed_skill() -> None:
-    delivery = Delivery(
-        "tool.skill_tool", "q", "acme", "c1", "envelope", 0.0, 1.0, session="s1", run="r1", shown_as="word-count"
-    )
-    headers = json.loads(build_message(delivery, "task", "key"))["headers"]
+    attempt = build_attempt("skill_tool", session="s1", run="r1", shown_as="word-count")
+    headers = json.loads(build_message(attempt, "task", "key"))["headers"]
 
     assert headers["kwargsrepr"] == "call c1, tenant acme, session s1, run r1"
     assert parse_shown_call(headers["kwargsrepr"]) == "c1"

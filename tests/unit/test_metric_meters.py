@@ -15,7 +15,10 @@ import redis.asyncio
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.dialects.model import Message
-from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.middleware import MeteredCalls
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.loop.events import (
     ApprovalAsked,
     ApprovalDecided,
@@ -38,7 +41,7 @@ from tests.fakes import AnsweringTransport, StaticCatalog
 from tests.metric_ground import Key, counted, key, read_page
 
 ECHO = build_spec("echo")
-ROUTE = Route("acme", "s1", "host.h1.b00t")
+ROUTE = ("acme", "s1", "host.h1.b00t")
 CLOCKS = Clocks(queued_s=0.01, sandbox_s=0.2, run_s=2.0)
 
 
@@ -66,9 +69,15 @@ def answering(**fields: Any) -> Any:
     return answer
 
 
-async def dispatch(tally: Tally, answer: Any, call: ToolCall | None = None, terms: Terms | None = None) -> ToolResult:
-    door = Dispatcher(AnsweringTransport(answer), StaticCatalog(ECHO), KEY, queue_wait_s=60, meter=tally.calls)
-    return await door.dispatch(call or build_call(text="hi"), ROUTE, terms)
+async def dispatch(tally: Tally, answer: Any, call: ToolCall | None = None) -> ToolResult:
+    door = Dispatcher(
+        AnsweringTransport(answer),
+        TenantCatalog(StaticCatalog(ECHO)),
+        KEY,
+        queue_wait_s=60,
+        middleware=[MeteredCalls(tally.calls)],
+    )
+    return await door.dispatch(Request(call or build_call(text="hi"), *ROUTE))
 
 
 async def test_a_call_is_counted_with_its_code_its_clocks_and_its_output(redis_server: RedisProcess) -> None:
@@ -127,10 +136,16 @@ async def test_a_caller_that_leaves_is_counted_but_one_whose_call_goes_on_elsewh
             return ""
 
     async with open_tally(redis_server) as (tally, page):
-        door = Dispatcher(Silent(answering()), StaticCatalog(ECHO), KEY, queue_wait_s=60, meter=tally.calls)
+        door = Dispatcher(
+            Silent(answering()),
+            TenantCatalog(StaticCatalog(ECHO)),
+            KEY,
+            queue_wait_s=60,
+            middleware=[MeteredCalls(tally.calls)],
+        )
         for keeps in (False, True):
             began.clear()
-            task = asyncio.create_task(door.dispatch(build_call(text="x"), ROUTE, Terms(keeps_result=keeps)))
+            task = asyncio.create_task(door.dispatch(Request(build_call(text="x"), *ROUTE, keeps_result=keeps)))
             await began.wait()
             task.cancel()
             await asyncio.wait({task})

@@ -7,13 +7,15 @@ import pytest
 
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode
-from contract.specs import ToolSpec
-from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms, effective_limit
+from contract.specs import SkillSummary, ToolSpec
+from orchestrator.dispatch.dispatcher import Dispatcher, effective_limit
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import DeliveryFailed, InProcessTransport
 from tests.builders import KEY, build_call, build_spec
 from tests.fakes import AnsweringTransport, StaticCatalog
 
-ROUTE = Route("acme", "s1", "host.h1.b00t")
+ROUTE = ("acme", "s1", "host.h1.b00t")
 ECHO = build_spec("echo", aliases={"words": "text"})
 TIMED = build_spec("sleepy", properties={"timeout": {"type": "number"}})
 
@@ -34,10 +36,12 @@ class Door:
 
     def __init__(self, answer: Any = fine, *specs: ToolSpec) -> None:
         self.transport = AnsweringTransport(answer)
-        self._dispatcher = Dispatcher(self.transport, StaticCatalog(*(specs or (ECHO, TIMED))), KEY, queue_wait_s=60)
+        self._dispatcher = Dispatcher(
+            self.transport, TenantCatalog(StaticCatalog(*(specs or (ECHO, TIMED)))), KEY, queue_wait_s=60
+        )
 
-    async def call(self, call: ToolCall | None = None, terms: Terms | None = None) -> ToolResult:
-        return await self._dispatcher.dispatch(call or build_call(text="hi"), ROUTE, terms)
+    async def call(self, call: ToolCall | None = None, **fields: Any) -> ToolResult:
+        return await self._dispatcher.dispatch(Request(call or build_call(text="hi"), *ROUTE, **fields))
 
 
 async def test_a_call_comes_back_with_its_result() -> None:
@@ -48,16 +52,16 @@ async def test_a_call_comes_back_with_its_result() -> None:
 async def test_a_delivery_says_what_where_and_until_when() -> None:
     door = Door()
     before = time.time()
-    await door.call(terms=Terms(timeout_s=10))
+    await door.call(timeout_s=10)
     [delivery] = door.transport.deliveries
-    assert (delivery.task, delivery.queue, delivery.call_id) == ("tool.echo", "host.h1.b00t", "call-1")
+    assert (delivery.request.worker_call.name, delivery.queue, delivery.call_id) == ("echo", "host.h1.b00t", "call-1")
     assert before + 60 <= delivery.start_by <= time.time() + 60
-    assert delivery.wait_s >= 60 + 10
+    assert delivery.request.wait_s >= 60 + 10
 
 
 async def test_the_context_carries_tenant_session_run_model_and_blob() -> None:
     door = Door()
-    await door.call(terms=Terms(run="r1", model="m", blob="b", timeout_s=7))
+    await door.call(run="r1", model="m", blob="b", timeout_s=7)
     [context] = door.transport.contexts
     assert (context.tenant, context.session, context.run, context.model, context.blob, context.timeout_s) == (
         "acme",
@@ -100,7 +104,7 @@ async def test_a_model_cannot_call_a_verb_of_the_session() -> None:
 
 async def test_the_sdk_may() -> None:
     verb = build_spec("session.exec", audience="session")
-    assert (await Door(fine, ECHO, verb).call(build_call("session.exec"), Terms(audience="session"))).success
+    assert (await Door(fine, ECHO, verb).call(build_call("session.exec"), audience="session")).success
 
 
 @pytest.mark.parametrize("arguments", [{"nope": 1}, {"text": "a", "words": "b"}])
@@ -120,7 +124,7 @@ async def test_a_parameter_with_an_endless_name_is_told() -> None:
 
 async def test_text_is_coerced_only_when_the_arguments_are_text() -> None:
     door = Door(fine, build_spec("echo", properties={"n": {"type": "integer"}}))
-    await door.call(build_call(n="5"), Terms(text_arguments=True))
+    await door.call(build_call(n="5"), text_arguments=True)
     assert door.transport.calls[0].arguments == {"n": 5}
 
 
@@ -132,53 +136,55 @@ async def test_a_call_too_large_for_an_envelope_is_told() -> None:
 # Until when
 
 LIMITS = [
-    ({}, Terms(), 30),
-    ({}, Terms(default_timeout_s=45), 45),
-    ({}, Terms(timeout_s=12), 12),
-    ({"timeout": 5}, Terms(), 5),
-    ({"timeout": 120}, Terms(), 120),
-    ({"timeout": 900}, Terms(), 600),
-    ({"timeout": 5}, Terms(timeout_s=9), 9),
-    ({"timeout": 0}, Terms(), 30),
-    ({"timeout": -1}, Terms(), 30),
-    ({"timeout": True}, Terms(), 30),
-    ({"timeout": "5"}, Terms(), 30),
-    ({"timeout": float("nan")}, Terms(), 30),
-    ({"timeout": float("inf")}, Terms(), 600),
+    ({}, {}, 30),
+    ({}, {"default_timeout_s": 45}, 45),
+    ({}, {"timeout_s": 12}, 12),
+    ({"timeout": 5}, {}, 5),
+    ({"timeout": 120}, {}, 120),
+    ({"timeout": 900}, {}, 600),
+    ({"timeout": 5}, {"timeout_s": 9}, 9),
+    ({"timeout": 0}, {}, 30),
+    ({"timeout": -1}, {}, 30),
+    ({"timeout": True}, {}, 30),
+    ({"timeout": "5"}, {}, 30),
+    ({"timeout": float("nan")}, {}, 30),
+    ({"timeout": float("inf")}, {}, 600),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "terms", "limit"), LIMITS)
+@pytest.mark.parametrize(("arguments", "fields", "limit"), LIMITS)
 def test_the_limit_is_the_callers_else_the_arguments_else_the_default(
-    arguments: dict[str, Any], terms: Terms, limit: float
+    arguments: dict[str, Any], fields: dict[str, Any], limit: float
 ) -> None:
-    assert effective_limit(TIMED, arguments, terms) == limit
+    assert effective_limit(TIMED, arguments, Request(build_call(), *ROUTE, **fields)) == limit
 
 
 @pytest.mark.parametrize(("arguments", "asked"), [({}, 100), ({"timeout": 100}, None), ({}, None)])
 def test_the_tools_maximum_is_the_last_word(arguments: dict[str, Any], asked: float | None) -> None:
-    assert effective_limit(build_spec(max_timeout_s=20), arguments, Terms(timeout_s=asked)) == 20
+    assert (
+        effective_limit(build_spec(max_timeout_s=20), arguments, Request(build_call(), *ROUTE, timeout_s=asked)) == 20
+    )
 
 
 def test_a_tool_may_have_a_longer_limit_of_its_own() -> None:
-    assert effective_limit(build_spec(timeout_s=120), {}, Terms()) == 120
+    assert effective_limit(build_spec(timeout_s=120), {}, Request(build_call(), *ROUTE)) == 120
 
 
 def test_a_configured_limit_below_the_default_bounds_every_call() -> None:
-    assert effective_limit(build_spec(), {}, Terms(default_timeout_s=2)) == 2
+    assert effective_limit(build_spec(), {}, Request(build_call(), *ROUTE, default_timeout_s=2)) == 2
 
 
 def test_a_tools_own_shorter_limit_holds() -> None:
-    assert effective_limit(build_spec(timeout_s=5), {}, Terms()) == 5
+    assert effective_limit(build_spec(timeout_s=5), {}, Request(build_call(), *ROUTE)) == 5
 
 
 def test_a_giant_timeout_is_the_maximum() -> None:
-    assert effective_limit(TIMED, {"timeout": 10**400}, Terms()) == 600
+    assert effective_limit(TIMED, {"timeout": 10**400}, Request(build_call(), *ROUTE)) == 600
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
 async def test_a_limit_that_is_none_is_a_result(timeout_s: float) -> None:
-    assert (await Door().call(terms=Terms(timeout_s=timeout_s))).error_code is ErrorCode.INVALID_ARGUMENTS
+    assert (await Door().call(timeout_s=timeout_s)).error_code is ErrorCode.INVALID_ARGUMENTS
 
 
 # Whatever the transport does
@@ -205,9 +211,9 @@ async def test_an_unknown_outcome_says_that_the_call_may_have_acted() -> None:
 
 async def test_a_failure_of_the_operators_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     dispatcher = Dispatcher(
-        AnsweringTransport(raising(BrokerUnavailable("gone"))), StaticCatalog(ECHO), KEY, queue_wait_s=1
+        AnsweringTransport(raising(BrokerUnavailable("gone"))), TenantCatalog(StaticCatalog(ECHO)), KEY, queue_wait_s=1
     )
-    await dispatcher.dispatch(build_call(), ROUTE)
+    await dispatcher.dispatch(Request(build_call(), *ROUTE))
     assert "event=call_not_served" in caplog.text
     assert "code=BROKER_UNAVAILABLE" in caplog.text
 
@@ -228,7 +234,9 @@ async def test_an_answer_that_is_no_result_is_refused(answer: Any) -> None:
 
         async def aclose(self) -> None: ...
 
-    result = await Dispatcher(Garbage(), StaticCatalog(ECHO), KEY, queue_wait_s=1).dispatch(build_call(), ROUTE)
+    result = await Dispatcher(Garbage(), TenantCatalog(StaticCatalog(ECHO)), KEY, queue_wait_s=1).dispatch(
+        Request(build_call(), *ROUTE)
+    )
     assert result.error_code is ErrorCode.ENVELOPE_REFUSED
 
 
@@ -242,10 +250,15 @@ async def test_no_worker_is_a_result() -> None:
         async def specs(self) -> tuple[ToolSpec, ...]:
             raise ConfigError("no worker has published its tools")
 
+        async def skills(self) -> tuple[SkillSummary, ...]:
+            return ()
+
         def explain_missing(self, name: str) -> str | None:
             return None
 
-    result = await Dispatcher(AnsweringTransport(fine), Nothing(), KEY, queue_wait_s=1).dispatch(build_call(), ROUTE)
+    result = await Dispatcher(AnsweringTransport(fine), TenantCatalog(Nothing()), KEY, queue_wait_s=1).dispatch(
+        Request(build_call(), *ROUTE)
+    )
     assert result.error_code is ErrorCode.CONFIG_MISSING
 
 
@@ -266,7 +279,7 @@ async def test_plain_functions_serve_as_tools() -> None:
 
     specs = [build_spec(name) for name in ("now", "later")]
     transport = InProcessTransport({"now": lambda text: text.upper(), "later": later}, KEY)
-    dispatcher = Dispatcher(transport, StaticCatalog(*specs), KEY, queue_wait_s=1)
-    results = [await dispatcher.dispatch(build_call(name, text="abc"), ROUTE) for name in ("now", "later")]
+    dispatcher = Dispatcher(transport, TenantCatalog(StaticCatalog(*specs)), KEY, queue_wait_s=1)
+    results = [await dispatcher.dispatch(Request(build_call(name, text="abc"), *ROUTE)) for name in ("now", "later")]
     assert [result.output for result in results] == ["ABC", "cba"]
-    assert [delivery.task for delivery in transport.delivered] == ["tool.now", "tool.later"]
+    assert [attempt.request.worker_call.name for attempt in transport.delivered] == ["now", "later"]

@@ -14,6 +14,7 @@ from contract.calls import KillReport, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.sessions import Checkpoint, Session, Start
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from tests.builders import KEY, build_spec
 from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
@@ -29,7 +30,9 @@ class Pool:
         self.blobs = MemoryAsyncBlobs()
         self.transport = AnsweringTransport(self._answer)
         specs = (*build_registry().specs(), build_spec("wait"))
-        self._dispatcher = Dispatcher(self.transport, StaticCatalog(*specs), KEY, queue_wait_s=60, pool=build_pool())
+        self._dispatcher = Dispatcher(
+            self.transport, TenantCatalog(StaticCatalog(*specs)), KEY, queue_wait_s=60, pool=build_pool()
+        )
         place = {"host": "h1", "queue": "host.h1.b00t", "image": "default", "start_s": 0.5}
         opened = {"metadata": {**place, "network": "none", "hosts": [], "workspace": "image"}}
         self._answers = {"open": opened, **answers}

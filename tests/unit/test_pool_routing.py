@@ -15,7 +15,9 @@ from contract.names import CATALOG_POOLS, POOL_QUEUES, POOL_TOOLS, POOL_WEB, cat
 from contract.registry import Tool, ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, ToolSpec
-from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.operations.doctor_pool import examine_workers
 from orchestrator.operations.findings import Report
 from store import catalog as catalog_module
@@ -29,7 +31,7 @@ from workers.tools.base import Outcome, WorkerTool
 from workers.tools.builtin import build_registry
 from workers.web_worker import build_catalogs, choose_pools
 
-ROUTE = Route("acme", "s1", "host.h1.b00t")
+ROUTE = ("acme", "s1", "host.h1.b00t")
 WEB, TOOLS = build_spec("web_tool", pool="web"), build_spec("own_tool", pool="tools")
 
 
@@ -47,7 +49,7 @@ async def cancel_in_flight(spec: ToolSpec, call: ToolCall) -> AnsweringTransport
         return fine(call, context)
 
     transport = AnsweringTransport(never)
-    running = asyncio.create_task(dispatcher(transport, spec).dispatch(call, ROUTE))
+    running = asyncio.create_task(dispatcher(transport, spec).dispatch(Request(call, *ROUTE)))
     await is_sent.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -56,20 +58,20 @@ async def cancel_in_flight(spec: ToolSpec, call: ToolCall) -> AnsweringTransport
 
 
 def dispatcher(transport: AnsweringTransport, *specs: ToolSpec) -> Dispatcher:
-    return Dispatcher(transport, StaticCatalog(*specs), KEY, queue_wait_s=5)
+    return Dispatcher(transport, TenantCatalog(StaticCatalog(*specs)), KEY, queue_wait_s=5)
 
 
 @pytest.mark.parametrize(
     ("pool", "queue", "limit_s"),
-    [("sandbox", ROUTE.queue, None), ("web", POOL_WEB, 3.0), ("tools", POOL_TOOLS, 3.0), ("local", ROUTE.queue, None)],
+    [("sandbox", ROUTE[2], None), ("web", POOL_WEB, 3.0), ("tools", POOL_TOOLS, 3.0), ("local", ROUTE[2], None)],
 )
 async def test_the_pool_of_a_tool_decides_the_queue_and_who_enforces_the_limit(
     pool: Any, queue: str, limit_s: float | None
 ) -> None:
     transport = AnsweringTransport(fine)
-    result = await dispatcher(transport, build_spec(pool=pool)).dispatch(build_call(), ROUTE, Terms(timeout_s=3))
+    result = await dispatcher(transport, build_spec(pool=pool)).dispatch(Request(build_call(), *ROUTE, timeout_s=3))
     [delivery], [context] = transport.deliveries, transport.contexts
-    assert (result.success, delivery.queue, delivery.limit_s) == (True, queue, limit_s)
+    assert (result.success, delivery.queue, delivery.request.celery_limit_s) == (True, queue, limit_s)
     assert (context.tenant, context.session, context.timeout_s) == ("acme", "s1", 3.0)
 
 
@@ -195,8 +197,8 @@ async def test_a_pool_without_a_worker_leaves_the_catalog_and_its_tools_say_whic
     pools.store.delete(catalog_key("d", "web"))  # as its time to live would
     assert await pools.names() == ["bash"]
 
-    missing = Dispatcher(AnsweringTransport(fine), pools.catalog, KEY, queue_wait_s=5)
-    result = await missing.dispatch(build_call("web_tool"), ROUTE)
+    missing = Dispatcher(AnsweringTransport(fine), TenantCatalog(pools.catalog), KEY, queue_wait_s=5)
+    result = await missing.dispatch(Request(build_call("web_tool"), *ROUTE))
     assert (result.error_code, result.error) == (
         ErrorCode.CONFIG_MISSING,
         "no worker serves web_tool now: start one with `toolcrew worker start --kind web`",

@@ -7,7 +7,6 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,17 +20,18 @@ from contract.ledger import CALL_TTL_S, CallState, parse_record
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from contract.session_locations import LOCATION_MARGIN_S
 from orchestrator.dispatch.celery_transport import build_call_message
-from orchestrator.dispatch.transport import Delivery, Sticky
+from orchestrator.dispatch.request import Attempt
 from store import publisher as publishing
 from store.calls import CallStore
 from store.connection import ScriptConnection, Unanswered
 from store.publisher import NotSent, Publisher
+from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 
 QUEUE = "host.a.b00t"
 PLACE = place_key("d", "acme", "s1")
 HOST = host_key("d", QUEUE)
-STICKY = Sticky("acme", "s1", 3)
+IN_SESSION = {"session": "s1", "fence": 3}
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def server(redis_server: RedisProcess) -> "redis.Redis":
     return client
 
 
-def delivery(call_id: str = "c1", **fields: Any) -> Delivery:
-    return replace(Delivery("tool.read_tool", QUEUE, "acme", call_id, '{"v":2}', time.time() + 60, 60.0), **fields)
+def attempt(call_id: str = "c1", **fields: Any) -> Attempt:
+    return build_attempt("read_tool", **{"call_id": call_id, "queue": QUEUE, "envelope": '{"v":2}', **fields})
 
 
 def record(server: "redis.Redis", call_id: str = "c1") -> Any:
@@ -71,7 +71,7 @@ async def forbid(server: "redis.Redis", attempt: int = 1) -> str:
         await client.aclose()
 
 
-async def reason_of(publisher: Publisher, letter: Delivery) -> str | None:
+async def reason_of(publisher: Publisher, letter: Attempt) -> str | None:
     try:
         await publisher.publish(build_call_message(letter, "hub-task", "d"))
     except NotSent as refused:
@@ -80,7 +80,7 @@ async def reason_of(publisher: Publisher, letter: Delivery) -> str | None:
 
 
 async def test_a_call_is_in_its_queue_and_in_the_ledger(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(build_call_message(delivery(sticky=STICKY), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(**IN_SESSION), "hub-task", "d"))
     [message] = [json.loads(item) for item in server.lrange(QUEUE, 0, -1)]
     assert (message["headers"]["id"], message["headers"]["task"]) == ("hub-task", "tool.read_tool")
     assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": '{"v":2}'}
@@ -97,7 +97,7 @@ async def test_a_call_is_in_its_queue_and_in_the_ledger(publisher: Publisher, se
 
 
 async def test_a_call_of_a_pool_needs_neither_host_nor_place(publisher: Publisher, redis_server: RedisProcess) -> None:
-    await publisher.publish(build_call_message(delivery(queue="pool.web"), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(queue="pool.web"), "hub-task", "d"))
     with redis_server.client() as client:
         assert client.llen("pool.web") == 1
         assert record(client).session == ""
@@ -106,7 +106,7 @@ async def test_a_call_of_a_pool_needs_neither_host_nor_place(publisher: Publishe
 async def test_every_call_keeps_its_sessions_place_for_its_time_to_live(
     publisher: Publisher, server: "redis.Redis"
 ) -> None:
-    await publisher.publish(build_call_message(delivery(sticky=STICKY), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(**IN_SESSION), "hub-task", "d"))
     assert 901 + LOCATION_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + LOCATION_MARGIN_S
 
 
@@ -117,7 +117,7 @@ async def test_a_session_counts_among_its_tenants_for_as_long_as_it_has_a_place(
     names = tenant_sessions_key("d", "acme")
     server.sadd(names, "s1")
     server.expire(names, before)
-    await publisher.publish(build_call_message(delivery(sticky=STICKY), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(**IN_SESSION), "hub-task", "d"))
     assert after - 30 < server.ttl(names) <= after
 
 
@@ -141,14 +141,14 @@ async def test_a_sessions_call_goes_only_where_the_session_is(
         server.delete(PLACE)
     else:
         server.hset(PLACE, mapping=change)
-    assert await reason_of(publisher, delivery(sticky=STICKY)) == reason
+    assert await reason_of(publisher, attempt(**IN_SESSION)) == reason
     assert server.llen(QUEUE) == (0 if reason else 1)
     assert (record(server) is None) is bool(reason)
 
 
 async def test_nothing_is_sent_to_a_host_that_does_not_report(publisher: Publisher, server: "redis.Redis") -> None:
     server.delete(HOST)
-    assert await reason_of(publisher, delivery(sticky=STICKY)) == "host_lost"
+    assert await reason_of(publisher, attempt(**IN_SESSION)) == "host_lost"
     assert server.llen(QUEUE) == 0
     assert record(server) is None
 
@@ -157,27 +157,27 @@ async def test_nothing_is_sent_to_a_host_that_does_not_report(publisher: Publish
 async def test_a_call_id_that_was_used_before_is_not_sent(
     publisher: Publisher, server: "redis.Redis", state: CallState
 ) -> None:
-    await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     server.hset(call_key("d", "acme", "c1"), "state", state.value)
-    assert await reason_of(publisher, delivery()) == "duplicate"
+    assert await reason_of(publisher, attempt()) == "duplicate"
     assert server.llen(QUEUE) == 1
 
 
 async def test_two_tenants_may_use_one_call_id(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
-    await publisher.publish(build_call_message(delivery(tenant="other"), "hub-task-2", "d"))
+    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(tenant="other"), "hub-task-2", "d"))
     assert server.llen(QUEUE) == 2
 
 
 async def test_a_renewed_call_is_sent_again_once_and_nothing_of_the_lost_attempt_is_left(
     publisher: Publisher, server: "redis.Redis"
 ) -> None:
-    await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     server.hset(
         call_key("d", "acme", "c1"),
         mapping={"state": "queued", "attempt": 2, "holder": "host.a.b00t/w1", "started_at": "5"},
     )
-    second = delivery(attempt=2)
+    second = attempt(number=2)
     assert [await reason_of(publisher, second), await reason_of(publisher, second)] == [None, "duplicate"]
     assert server.llen(QUEUE) == 2
     noted = record(server)
@@ -191,7 +191,7 @@ async def test_an_attempt_that_the_ledger_does_not_expect_is_not_sent(
     publisher: Publisher, server: "redis.Redis", fields: dict[str, Any]
 ) -> None:
     server.hset(call_key("d", "acme", "c1"), mapping=fields)
-    assert await reason_of(publisher, delivery(attempt=2)) == "duplicate"
+    assert await reason_of(publisher, attempt(number=2)) == "duplicate"
     assert server.llen(QUEUE) == 0
 
 
@@ -200,17 +200,17 @@ async def test_many_of_one_turn_share_pipelines_and_keep_their_order(
 ) -> None:
     server.config_resetstat()
     await asyncio.gather(
-        *(publisher.publish(build_call_message(delivery(f"c{number}"), f"hub-{number}", "d")) for number in range(500))
+        *(publisher.publish(build_call_message(attempt(f"c{number}"), f"hub-{number}", "d")) for number in range(500))
     )
     sent = [json.loads(item)["headers"]["id"] for item in server.lrange(QUEUE, 0, -1)]
     assert sent == [f"hub-{number}" for number in reversed(range(500))]
 
 
 async def test_a_redis_that_forgot_its_scripts_is_told_them_again(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(build_call_message(delivery("c1"), "hub-1", "d"))
+    await publisher.publish(build_call_message(attempt("c1"), "hub-1", "d"))
     server.script_flush()
     await asyncio.gather(
-        *(publisher.publish(build_call_message(delivery(f"d{number}"), f"hub-{number}", "d")) for number in range(3))
+        *(publisher.publish(build_call_message(attempt(f"d{number}"), f"hub-{number}", "d")) for number in range(3))
     )
     assert server.llen(QUEUE) == 4
 
@@ -219,7 +219,7 @@ async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProc
     client = redis.asyncio.Redis.from_url(redis_server.url)
     clock = SharedClock(lambda: time.time() - 60)
     scripts = ScriptConnection(client)
-    await Publisher(scripts, "d", clock).publish(build_call_message(delivery(), "hub-task", "d"))
+    await Publisher(scripts, "d", clock).publish(build_call_message(attempt(), "hub-task", "d"))
     await scripts.aclose()
     await client.aclose()
     assert 55 < clock.offset_s < 65
@@ -228,20 +228,20 @@ async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProc
 async def test_a_call_that_is_cancelled_before_its_turn_is_not_sent(
     publisher: Publisher, server: "redis.Redis"
 ) -> None:
-    sending = asyncio.create_task(publisher.publish(build_call_message(delivery("c1"), "hub-1", "d")))
-    cancelled = asyncio.create_task(publisher.publish(build_call_message(delivery("c2"), "hub-2", "d")))
+    sending = asyncio.create_task(publisher.publish(build_call_message(attempt("c1"), "hub-1", "d")))
+    cancelled = asyncio.create_task(publisher.publish(build_call_message(attempt("c2"), "hub-2", "d")))
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.gather(sending, cancelled, return_exceptions=True)
-    await publisher.publish(build_call_message(delivery("c3"), "hub-3", "d"))
+    await publisher.publish(build_call_message(attempt("c3"), "hub-3", "d"))
     assert [json.loads(item)["headers"]["id"] for item in server.lrange(QUEUE, 0, -1)] == ["hub-3", "hub-1"]
 
 
 async def test_after_a_restart_of_redis_the_next_call_is_sent(publisher: Publisher, redis_server: RedisProcess) -> None:
-    await publisher.publish(build_call_message(delivery("c1"), "hub-1", "d"))
+    await publisher.publish(build_call_message(attempt("c1"), "hub-1", "d"))
     await asyncio.to_thread(redis_server.stop)
     await asyncio.to_thread(redis_server.start)
-    await publisher.publish(build_call_message(delivery("c2"), "hub-2", "d"))
+    await publisher.publish(build_call_message(attempt("c2"), "hub-2", "d"))
     with redis_server.client() as client:
         assert client.llen(QUEUE) == 2
 
@@ -250,11 +250,11 @@ async def test_it_is_known_that_nothing_is_sent_over_a_connection_that_has_ended
     publisher: Publisher, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "SEND_WAIT_S", 0.1)
-    await publisher.publish(build_call_message(delivery("c1"), "hub-1", "d"))
+    await publisher.publish(build_call_message(attempt("c1"), "hub-1", "d"))
     await asyncio.to_thread(redis_server.stop)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await asyncio.wait_for(publisher.publish(build_call_message(delivery("c2"), "hub-2", "d")), 20)
+            await asyncio.wait_for(publisher.publish(build_call_message(attempt("c2"), "hub-2", "d")), 20)
     finally:
         await asyncio.to_thread(redis_server.start)
 
@@ -265,7 +265,7 @@ async def test_a_full_redis_refuses_the_call_and_keeps_nothing_of_it(
     server.config_set("maxmemory", 1024)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
+            await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     finally:
         server.config_set("maxmemory", 0)
     assert server.llen(QUEUE) == 0
@@ -276,7 +276,7 @@ async def test_a_read_only_redis_refuses_the_call(publisher: Publisher, server: 
     server.replicaof("127.0.0.1", "1")
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
+            await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     finally:
         server.replicaof("NO", "ONE")
 
@@ -288,7 +288,7 @@ async def test_a_redis_that_is_away_is_said_after_a_moment(
     await asyncio.to_thread(redis_server.stop)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
+            await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     finally:
         await asyncio.to_thread(redis_server.start)
 
@@ -335,7 +335,7 @@ async def test_a_publish_whose_answer_was_lost_is_repeated_and_sent_once(redis_s
     async with Cutting(redis_server, cuts) as relay:
         client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
         scripts = ScriptConnection(client)
-        await Publisher(scripts, "d", SharedClock()).publish(build_call_message(delivery(), "hub-task", "d"))
+        await Publisher(scripts, "d", SharedClock()).publish(build_call_message(attempt(), "hub-task", "d"))
         await scripts.aclose()
         await client.aclose()
     with redis_server.client() as server:
@@ -346,10 +346,10 @@ async def test_a_publish_whose_answer_was_lost_is_seen_even_when_the_call_has_en
     publisher: Publisher, server: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing.random, "getrandbits", lambda _: 5)
-    await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     server.hset(call_key("d", "acme", "c1"), "state", "done")
     server.delete(HOST)
-    assert await reason_of(publisher, delivery(sticky=STICKY)) is None
+    assert await reason_of(publisher, attempt(**IN_SESSION)) is None
     assert server.llen(QUEUE) == 1
 
 
@@ -370,7 +370,7 @@ async def test_what_may_have_been_sent_is_not_told_as_not_sent_though_its_repeti
         return verdict
 
     monkeypatch.setattr(publisher, "_post", lose_an_answer)
-    await asyncio.wait_for(publisher.publish(build_call_message(delivery(), "hub-task", "d")), 20)
+    await asyncio.wait_for(publisher.publish(build_call_message(attempt(), "hub-task", "d")), 20)
     assert server.llen(QUEUE) == 1
 
 
@@ -380,7 +380,7 @@ async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: R
     client = redis.asyncio.Redis(port=port)
     scripts = ScriptConnection(client)
     publisher = Publisher(scripts, "d", SharedClock())
-    sending = asyncio.create_task(publisher.publish(build_call_message(delivery(), "hub-task", "d")))
+    sending = asyncio.create_task(publisher.publish(build_call_message(attempt(), "hub-task", "d")))
     await asyncio.sleep(0.05)
     await scripts.aclose()
     with pytest.raises(BrokerUnavailable, match="closed"):
@@ -393,7 +393,7 @@ async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: R
 
 
 async def test_a_waiting_call_is_forbidden_and_says_that_it_waited(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(build_call_message(delivery(), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     assert [await forbid(server), await forbid(server)] == ["queued", "forbidden"]
     assert record(server).state is CallState.FORBIDDEN
 

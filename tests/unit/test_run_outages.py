@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode
 from orchestrator.batches.row_files import RowFiles
+from orchestrator.dispatch.request import Request
 from orchestrator.runs.follower import BatchForgotten, Follower
 from store.batches import BatchEventReader, BatchState, batch_key
 from store.run_log import run_key
@@ -79,19 +80,19 @@ async def test_a_call_that_redis_was_away_for_is_made_again_and_the_model_never_
 
 
 async def test_a_call_is_awaited_after_an_outage_when_it_had_been_sent(client: "redis.asyncio.Redis") -> None:
-    terms: list[bool] = []
+    was_sent: list[bool] = []
     ground = ItemGround(client, echo_then("done", "a"), answers={"echo": Away(1).answer})
     calling = ground.pool.dispatcher.dispatch
 
-    async def seen(call: ToolCall, route: Any, given: Any = None) -> ToolResult:
-        if call.name == "echo":
-            terms.append(given.sent_since is not None)
-        return await calling(call, route, given)
+    async def seen(request: Request) -> ToolResult:
+        if request.call.name == "echo":
+            was_sent.append(request.sent_since is not None)
+        return await calling(request)
 
     ground.pool.dispatcher.dispatch = seen  # type: ignore[method-assign]
     await ground.worked(await ground.put(build_run()))
 
-    assert terms == [False, True]
+    assert was_sent == [False, True]
 
 
 async def test_a_sandbox_that_redis_was_away_for_is_removed_all_the_same(client: "redis.asyncio.Redis") -> None:

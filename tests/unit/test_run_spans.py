@@ -17,16 +17,21 @@ from contract.traceparent import attempt_span_id, call_span_id, parse_traceparen
 from orchestrator.approvals import AutoApprover
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dispatch.dispatcher import Dispatcher, Pool, Route
+from orchestrator.dispatch.delivery import Pool
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.middleware import TracedCalls
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import CallLost
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.settings import OrchestratorSettings
+from store.calls import CallStore
 from telemetry.spans import Span, Tracer
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import StaticHosts, build_report
 from tests.item_ground import ItemGround, Made, build_run, build_tool_call, echo_then, failed, open_maker
-from tests.unit import test_recovery as recovery
+from tests.unit import test_delivery
 
 SOON_S = 15.0
 
@@ -47,8 +52,15 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 def traced(ground: ItemGround, ended: list[Span]) -> ItemGround:
     """The same process with tracing on."""
     tracer = Tracer(ended.append, lambda _: True)
-    pool: Any = Pool(ground.places, StaticHosts(build_report()), ground.pool.dispatcher._recovery._ledger)  # type: ignore[union-attr]
-    door = Dispatcher(ground.transport, ground.pool.catalog, KEY, queue_wait_s=60, pool=pool, tracer=tracer)
+    pool: Any = Pool(ground.places, StaticHosts(build_report()), CallStore(ground.pool.redis, "d"))
+    door = Dispatcher(
+        ground.transport,
+        TenantCatalog(ground.pool.catalog),
+        KEY,
+        queue_wait_s=60,
+        pool=pool,
+        middleware=[TracedCalls(tracer)],
+    )
     ground.pool = replace(ground.pool, dispatcher=door, tracer=tracer)
     ground.parts = RunParts(
         OrchestratorSettings(deployment="d", dialect="native", redis_url=None),
@@ -76,9 +88,8 @@ async def test_each_attempt_at_a_lost_call_has_a_span_that_is_linked_to_the_one_
     client: "redis.asyncio.Redis",
 ) -> None:
     ended: list[Span] = []
-    ground = recovery.Ground(client, CallLost("gone", has_started=True))
-    ground.door._tracer = Tracer(ended.append, lambda _: True)
-    ground.door._carrier._is_traced = True
+    ground = test_delivery.Ground(client, CallLost("gone", has_started=True))
+    ground.door._middleware = [TracedCalls(Tracer(ended.append, lambda _: True))]
     assert (await ground.call("safe")).success
     of_call = [
         span
@@ -208,8 +219,8 @@ async def test_while_tracing_is_off_nothing_of_it_is_sent(make: Made) -> None:
 
 async def test_the_id_of_a_call_is_that_of_its_trace_file(client: "redis.asyncio.Redis") -> None:
     ended: list[Span] = []
-    ground = recovery.Ground(client)
-    ground.door._tracer = Tracer(ended.append, lambda _: True)
+    ground = test_delivery.Ground(client)
+    ground.door._middleware = [TracedCalls(Tracer(ended.append, lambda _: True))]
     await ground.open()
-    await ground.door.dispatch(ToolCall(id="c9", name="safe"), Route("acme", "s1"))
+    await ground.door.dispatch(Request(ToolCall(id="c9", name="safe"), "acme", "s1"))
     assert next(span for span in ended if span.name == "execute_tool safe").ref.span_id == call_span_id("c9")

@@ -9,6 +9,7 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool
 from orchestrator.dispatch.sessions import Session, Start
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from tests.builders import KEY
 from tests.fake_hosts import MemorySessionStore, NoLedger, StaticHosts, build_report
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
@@ -45,7 +46,9 @@ class House:
 
     def _program(self) -> Dispatcher:
         pool = Pool(self.places, StaticHosts(build_report()), NoLedger())  # type: ignore[arg-type]
-        return Dispatcher(self.transport, StaticCatalog(*build_registry().specs()), KEY, queue_wait_s=60, pool=pool)
+        return Dispatcher(
+            self.transport, TenantCatalog(StaticCatalog(*build_registry().specs())), KEY, queue_wait_s=60, pool=pool
+        )
 
     def _answer(self, call: ToolCall, context: ToolContext) -> ToolResult:
         metadata: dict[str, Any] = dict(TOLD) if call.name == "session.open" else {}

@@ -15,7 +15,10 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches
 from contract.settings import BrokerSettings
-from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.call_rules import CallRules
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from store.connection import open_redis
 from store.switches import RedisSwitches, RegistrySwitches, WorkerSwitches, build_switch
 from tests.builders import KEY, build_call, build_context, build_spec
@@ -237,8 +240,8 @@ async def dispatch(name: str, board: Any, audience: Any = "model") -> tuple[Tool
         AnsweringTransport(fine),
         StaticCatalog(build_spec("echo"), build_spec("session.close", audience="session")),
     )
-    door = Dispatcher(transport, catalog, KEY, queue_wait_s=60, switches=board)
-    result = await door.dispatch(build_call(name), Route("acme", "s1", "q"), Terms(audience=audience))
+    door = Dispatcher(transport, TenantCatalog(catalog), KEY, queue_wait_s=60, rules=CallRules(switches=board))
+    result = await door.dispatch(Request(build_call(name), "acme", "s1", "q", audience=audience))
     return result, len(transport.deliveries)
 
 

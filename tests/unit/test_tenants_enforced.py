@@ -17,7 +17,10 @@ from contract.errors import ConfigError, ErrorCode, RefusalReason, ToolFailure
 from contract.names import refusals_key, tenants_key
 from contract.registry import ToolRegistry
 from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy, seal_policy
-from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.call_rules import CallRules
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from store.metrics import RefusalCounter
 from store.tenants import WorkerTenants
 from tests.builders import KEY, build_call, build_context, build_spec
@@ -154,9 +157,11 @@ async def dispatch(
 ) -> tuple[ErrorCode | None, int]:
     """The code of a call for acme, and how many messages were sent for it."""
     transport, tenants = AnsweringTransport(fine), OrchestratorTenants({"acme": policy} if policy is not None else {})
-    door = Dispatcher(transport, StaticCatalog(BASH, CLOSE), KEY, queue_wait_s=60, tenants=tenants)
-    terms = Terms(audience="session" if name.startswith("session.") else "model")
-    result = await door.dispatch(build_call(name, **arguments), Route("acme", "s1", "q"), terms)
+    door = Dispatcher(
+        transport, TenantCatalog(StaticCatalog(BASH, CLOSE)), KEY, queue_wait_s=60, rules=CallRules(tenants)
+    )
+    audience: Any = "session" if name.startswith("session.") else "model"
+    result = await door.dispatch(Request(build_call(name, **arguments), "acme", "s1", "q", audience=audience))
     return result.error_code, len(transport.deliveries)
 
 

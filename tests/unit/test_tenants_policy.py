@@ -25,7 +25,7 @@ from contract.tenancy import (
     seal_policy,
 )
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dispatch.tenant_rules import refuse_by_policy, with_tenant_rules
+from orchestrator.dispatch.call_rules import check_policy, with_tenant_rules
 from store.tenants import StoredPolicy
 from tests.builders import KEY, build_context, build_spec
 from workers.tools.builtin import build_registry
@@ -184,9 +184,9 @@ def test_a_refusal_names_tool_and_tenant_and_what_to_do() -> None:
 async def test_the_orchestrator_refuses_the_same_however_long_the_command(padding: int) -> None:
     policy = TenantPolicy(commands=(NO_PUSH,))
     with pytest.raises(ToolFailure) as refused:
-        await refuse_by_policy(policy, "acme", BASH, {"command": "echo " + "x" * padding + "; git push"})
+        await check_policy(policy, "acme", BASH, {"command": "echo " + "x" * padding + "; git push"})
     assert refused.value.code is ErrorCode.SECURITY_REFUSED
-    await refuse_by_policy(policy, "acme", BASH, {"command": "echo " + "x" * padding})
+    await check_policy(policy, "acme", BASH, {"command": "echo " + "x" * padding})
 
 
 def test_a_tenants_rules_stand_beside_those_of_the_program() -> None:

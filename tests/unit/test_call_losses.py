@@ -18,11 +18,12 @@ from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.ledger import CallState
 from contract.names import call_key, control_queue, host_key, hosts_key, result_key, tombstone_key
-from orchestrator.dispatch.call_watch import RESULT_LATE_S, WATCH_EVERY_S, CallWatch
+from orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, RESULT_LATE_S, CallMonitor
 from orchestrator.dispatch.task_messages import describe_sender
-from orchestrator.dispatch.transport import CallLost, Delivery, Sticky
+from orchestrator.dispatch.transport import CallLost
 from store.calls import CallStore
 from store.hosts import HostStore
+from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.stack import eventually
@@ -46,36 +47,31 @@ class Watching:
         self.client = client
         self.now = 0.0
         self.failed: dict[str, CallLost] = {}
-        self.watch = CallWatch(
+        self.monitor = CallMonitor(
             CallStore(client, "d", describe_sender()), HostStore(client, "d"), self._fail, clock=lambda: self.now
         )
 
     async def settle(self) -> None:
         """Rounds until Redis has answered for long enough."""
         for _ in range(7):
-            await self.watch.look()
-            self.now += WATCH_EVERY_S
+            await self.monitor.find_losses()
+            self.now += LOSSES_EVERY_S
 
     async def look(self, record: dict[str, Any], *, sticky: bool = True, attempt: int = 1) -> CallLost | None:
         """What becomes of a call with that record, after that time."""
-        delivery = Delivery(
-            task="tool.x",
+        attempt_sent = build_attempt(
             queue=QUEUE if sticky else "pool.web",
-            tenant="acme",
-            call_id="c1",
-            envelope="",
-            start_by=0,
-            wait_s=1,
-            attempt=attempt,
-            sticky=Sticky("acme", "s1", 1) if sticky else None,
+            session="s1" if sticky else None,
+            fence=1 if sticky else None,
+            number=attempt,
         )
         if record:
             await self.client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, **record})
-        with self.watch.over("t1", delivery):
+        with self.monitor.over("t1", attempt_sent):
             await self.settle()
-            for _ in range(int(RESULT_LATE_S / WATCH_EVERY_S) + 2):
-                await self.watch.look()
-                self.now += WATCH_EVERY_S
+            for _ in range(int(RESULT_LATE_S / LOSSES_EVERY_S) + 2):
+                await self.monitor.find_losses()
+                self.now += LOSSES_EVERY_S
         return self.failed.get("t1")
 
     def _fail(self, task_id: str, error: Exception) -> None:
@@ -101,7 +97,7 @@ async def test_a_call_whose_worker_is_gone_is_lost_though_another_has_taken_its_
         await report(client, worker=worker)
     lost = await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"})
     assert lost is not None
-    assert (lost.has_started, f"{QUEUE}/w1" in lost.told) == (True, True)
+    assert (lost.has_started, f"{QUEUE}/w1" in lost.reason) == (True, True)
     assert await client.hget(call_key("d", "acme", "c1"), "state") == b"lost"
 
 
@@ -144,7 +140,7 @@ async def test_celery_receives_the_failure_of_a_lost_task_in_the_name_of_its_wor
     assert lost is not None
     task = await asyncio.to_thread(listener.wait)
     assert (task.state, task.name, task.worker.hostname) == ("FAILURE", "tool.x", "a@machine")
-    assert task.kwargs == "call c1, tenant acme"
+    assert task.kwargs == "call c1, tenant acme, session s1"
     assert "stopped reporting" in task.exception
 
 
@@ -202,18 +198,18 @@ async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_afte
     await report(client)
     lost = await Watching(client).look({"state": "done", "holder": f"{QUEUE}/w1"})
     assert lost is not None
-    assert "its result was lost" in lost.told
+    assert "its result was lost" in lost.reason
 
 
 async def test_a_new_call_is_not_even_looked_at(client: "redis.asyncio.Redis") -> None:
     watching = Watching(client)
-    delivery = Delivery("tool.x", QUEUE, "acme", "c1", "", 0, 1, sticky=Sticky("acme", "s1", 1))
+    attempt = build_attempt(queue=QUEUE, session="s1", fence=1)
     await client.hset(
         call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": "host.gone.x/w"}
     )
     await watching.settle()
-    with watching.watch.over("t1", delivery):
-        await watching.watch.look()
+    with watching.monitor.over("t1", attempt):
+        await watching.monitor.find_losses()
     assert watching.failed == {}
 
 
@@ -223,15 +219,15 @@ async def test_nobody_is_given_up_right_after_an_outage(client: "redis.asyncio.R
     moment.
     """
     watching = Watching(client)
-    delivery = Delivery("tool.x", QUEUE, "acme", "c1", "", 0, 1, sticky=Sticky("acme", "s1", 1))
+    attempt = build_attempt(queue=QUEUE, session="s1", fence=1)
     await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
     await report(client)
     await client.zadd(hosts_key("d"), {QUEUE: 1})
-    with watching.watch.over("t1", delivery):
+    with watching.monitor.over("t1", attempt):
         await watching.settle()
         await client.delete(host_key("d", QUEUE))
         watching.now += pause_s
-        await watching.watch.look()
+        await watching.monitor.find_losses()
         assert (watching.failed, await client.exists(tombstone_key("d", QUEUE))) == ({}, 0)
         await watching.settle()
         assert (set(watching.failed), await client.exists(tombstone_key("d", QUEUE))) == ({"t1"}, 1)
@@ -243,30 +239,30 @@ async def test_nobody_is_given_up_when_redis_stands_still_in_the_midst_of_a_roun
     watching = Watching(client)
     await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
     await report(client)
-    read = watching.watch._records
+    read = watching.monitor._read_records
 
     async def wake_when_reports_have_expired(deliveries: Any) -> Any:
         watching.now += 20
         await client.delete(host_key("d", QUEUE))
         return await read(deliveries)
 
-    with watching.watch.over("t1", Delivery("tool.x", QUEUE, "acme", "c1", "", 0, 1, sticky=Sticky("acme", "s1", 1))):
+    with watching.monitor.over("t1", build_attempt(queue=QUEUE, session="s1", fence=1)):
         await watching.settle()
-        watching.watch._records = wake_when_reports_have_expired  # type: ignore[method-assign]
-        await watching.watch.look()
+        watching.monitor._read_records = wake_when_reports_have_expired  # type: ignore[method-assign]
+        await watching.monitor.find_losses()
     assert watching.failed == {}
 
 
 async def test_judging_many_calls_for_long_is_no_outage(client: "redis.asyncio.Redis") -> None:
     """Else of the calls of a dead host only the first few would be told in each ten seconds."""
     watching = Watching(client)
-    lose = watching.watch._store.lose
+    lose = watching.monitor._store.lose
 
     async def take_long(*args: Any) -> bool:
-        watching.now += WATCH_EVERY_S
+        watching.now += LOSSES_EVERY_S
         return await lose(*args)
 
-    watching.watch._store.lose = take_long  # type: ignore[method-assign]
+    watching.monitor._store.lose = take_long  # type: ignore[method-assign]
     await watching.settle()
     with ExitStack() as watched:
         for number in range(6):
@@ -274,16 +270,16 @@ async def test_judging_many_calls_for_long_is_no_outage(client: "redis.asyncio.R
                 call_key("d", "acme", f"c{number}"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"}
             )
             watched.enter_context(
-                watching.watch.over(f"t{number}", Delivery("tool.x", "pool.web", "acme", f"c{number}", "", 0, 1))
+                watching.monitor.over(f"t{number}", build_attempt(queue="pool.web", call_id=f"c{number}"))
             )
-        for name, seen in watching.watch._calls.items():
+        for name, seen in watching.monitor._sent.items():
             seen.since = 1e9 if name == "t5" else 0
-        watching.now += WATCH_EVERY_S
-        await watching.watch.look()
+        watching.now += LOSSES_EVERY_S
+        await watching.monitor.find_losses()
         assert len(watching.failed) == 5
-        watching.now += WATCH_EVERY_S
-        watching.watch._calls["t5"].since = 0
-        await watching.watch.look()
+        watching.now += LOSSES_EVERY_S
+        watching.monitor._sent["t5"].since = 0
+        await watching.monitor.find_losses()
         assert len(watching.failed) == 6
 
 

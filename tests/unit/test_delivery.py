@@ -15,10 +15,13 @@ from contract.errors import BrokerUnavailable, ErrorCode
 from contract.ledger import CallState
 from contract.names import call_key, host_key, place_key
 from contract.signing import ResultSeal
-from orchestrator.dispatch import recovery
+from orchestrator.dispatch import delivery
 from orchestrator.dispatch import session_locator as locator
-from orchestrator.dispatch.dispatcher import Dispatcher, Pool, Route
-from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed
+from orchestrator.dispatch.delivery import Pool
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Attempt, Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
 from store.calls import CallStore
 from store.publisher import NotSent
 from store.sessions import SessionStore
@@ -39,35 +42,35 @@ class Fleet:
         self.client = client
         self.ends = list(ends)
         self.verb_ends: list[Callable[[ToolCall], ToolResult]] = []
-        self.deliveries: list[Delivery] = []
+        self.deliveries: list[Attempt] = []
         self.calls: list[tuple[ToolCall, ToolContext]] = []
 
-    async def deliver(self, delivery: Delivery) -> Any:
-        call, context = decode_call(delivery.envelope, KEY)
+    async def deliver(self, attempt: Attempt) -> Any:
+        call, context = decode_call(attempt.envelope, KEY)
         if not call.name.startswith("session."):
-            self.deliveries.append(delivery)
+            self.deliveries.append(attempt)
             self.calls.append((call, context))
             end = self.ends.pop(0) if self.ends else None
             if isinstance(end, NotSent):
                 raise end
             await self.client.hset(
-                call_key("d", delivery.tenant, call.id),
-                mapping={"state": "queued", "attempt": delivery.attempt, "ticket": delivery.ticket},
+                call_key("d", attempt.tenant, call.id),
+                mapping={"state": "queued", "attempt": attempt.number, "ticket": attempt.ticket},
             )
             if isinstance(end, DeliveryFailed):
                 raise end
             if isinstance(end, CallLost):
                 await self.client.hset(
-                    call_key("d", delivery.tenant, call.id), "state", "done" if end is ENDED else "lost"
+                    call_key("d", attempt.tenant, call.id), "state", "done" if end is ENDED else "lost"
                 )
                 if end.has_started:
-                    await self.client.hdel(call_key("d", delivery.tenant, call.id), "ticket")
+                    await self.client.hdel(call_key("d", attempt.tenant, call.id), "ticket")
                 raise end
             if end is not None:
                 return encode_result(end(call), seal=ResultSeal(KEY, context.tenant, context.attempt))
         elif self.verb_ends:
             await self.client.hset(
-                call_key("d", delivery.tenant, call.id), mapping={"state": "running", "attempt": delivery.attempt}
+                call_key("d", attempt.tenant, call.id), mapping={"state": "running", "attempt": attempt.number}
             )
             return encode_result(self.verb_ends.pop(0)(call), seal=ResultSeal(KEY, context.tenant, context.attempt))
         return encode_result(
@@ -92,7 +95,7 @@ class Ground:
         pool = Pool(SessionStore(client, "d"), self.hosts, CallStore(client, "d"))
         self.door = Dispatcher(
             self.fleet,
-            StaticCatalog(SAFE, ACTS, opening, build_spec("session.close", audience="session")),
+            TenantCatalog(StaticCatalog(SAFE, ACTS, opening, build_spec("session.close", audience="session"))),
             KEY,
             queue_wait_s=5,
             pool=pool,
@@ -101,7 +104,7 @@ class Ground:
 
     async def call(self, name: str) -> ToolResult:
         await self.open()
-        return await self.door.dispatch(ToolCall(id="c1", name=name), Route("acme", "s1"))
+        return await self.door.dispatch(Request(ToolCall(id="c1", name=name), "acme", "s1"))
 
     async def open(self) -> None:
         """A session on one of the hosts, which all live."""
@@ -175,7 +178,7 @@ async def test_a_lost_call_that_could_go_nowhere_else_was_not_run_and_says_why(
     for queue in list(ground.hosts.all):
         await ground.hosts.lose(client, queue)
         await client.delete(host_key("d", queue))
-    result = await ground.door.dispatch(ToolCall(id="c1", name="acts"), Route("acme", "s1"))
+    result = await ground.door.dispatch(Request(ToolCall(id="c1", name="acts"), "acme", "s1"))
     assert (result.error_code, "was not run" in str(result.error)) == (ErrorCode.HOST_LOST, True)
     assert "no sandbox host reports" in str(result.error)
     assert await ground.state() == CallState.LOST
@@ -187,10 +190,10 @@ async def test_a_call_that_was_never_sent_goes_to_where_its_session_lives_by_now
     await ground.open()
     first = ground.door.session_queue("acme", "s1")
     await ground.hosts.lose(client, str(first))
-    result = await ground.door.dispatch(ToolCall(id="c1", name="acts"), Route("acme", "s1"))
+    result = await ground.door.dispatch(Request(ToolCall(id="c1", name="acts"), "acme", "s1"))
     assert result.success
     assert ground.fleet.deliveries[0].queue == first != ground.fleet.deliveries[1].queue
-    assert [delivery.sticky.fence for delivery in ground.fleet.deliveries if delivery.sticky] == [1, 2]
+    assert [attempt.fence for attempt in ground.fleet.deliveries] == [1, 2]
 
 
 async def test_a_call_that_its_host_refused_because_the_session_had_moved_is_sent_after_it(
@@ -207,7 +210,7 @@ async def test_a_call_that_its_host_refused_because_the_session_had_moved_is_sen
 async def test_a_call_does_not_follow_a_session_for_ever(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "RESEND_S", 0.3)
+    monkeypatch.setattr(delivery, "RESEND_S", 0.3)
     ground = Ground(client, *(NotSent("moved") for _ in range(99)))
     result = await ground.call("acts")
     assert (result.error_code, "was not run" in str(result.error)) == (ErrorCode.HOST_LOST, True)
@@ -233,7 +236,7 @@ async def test_a_call_that_no_worker_could_begin_in_time_is_not_left_open_in_the
     def refuse(call: ToolCall) -> ToolResult:
         return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
 
-    monkeypatch.setattr(recovery, "RESEND_S", 0.3)
+    monkeypatch.setattr(delivery, "RESEND_S", 0.3)
     ground = Ground(client, *earlier, *(refuse for _ in range(99)))
     assert (await ground.call("safe")).error_code is ErrorCode.SANDBOX_UNAVAILABLE
     assert await ground.state() == (CallState.UNKNOWN if earlier else CallState.LOST)
@@ -370,10 +373,10 @@ async def test_closing_a_session_whose_host_is_lost_closes_it(client: "redis.asy
     ground.door._catalog = StaticCatalog(SAFE, ACTS, closing)
     deliver = ground.fleet.deliver
 
-    async def refuse(delivery: Delivery) -> Any:
-        if delivery.task == "session.close":
+    async def refuse(attempt: Attempt) -> Any:
+        if attempt.request.worker_call.name == "session.close":
             raise NotSent("host_lost")
-        return await deliver(delivery)
+        return await deliver(attempt)
 
     ground.fleet.deliver = refuse  # type: ignore[method-assign]
     assert (await ground.door.close_session("acme", "s1")).success
@@ -388,11 +391,11 @@ async def test_a_session_whose_worker_was_restarted_is_closed_where_it_is_by_now
     await client.hset(place, mapping={"queue": "host.b.b00t", "fence": 2})
     closed: list[tuple[str, int]] = []
 
-    async def deliver(delivery: Delivery) -> Any:
-        call, context = decode_call(delivery.envelope, KEY)
+    async def deliver(attempt: Attempt) -> Any:
+        call, context = decode_call(attempt.envelope, KEY)
         if context.fence != 2:
             raise NotSent("moved")
-        closed.append((delivery.queue, context.fence))
+        closed.append((attempt.queue, context.fence))
         away = ToolResult.failed(
             call, ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd is away", metadata={"not_run": "sandboxd"}
         )
@@ -411,9 +414,9 @@ async def test_a_session_that_another_program_opened_is_closed_where_it_lives(cl
     other = Ground(client)
     deliver, tasks = other.fleet.deliver, []
 
-    async def watched(delivery: Delivery) -> Any:
-        tasks.append(delivery.task)
-        return await deliver(delivery)
+    async def watched(attempt: Attempt) -> Any:
+        tasks.append(attempt.request.worker_call.name)
+        return await deliver(attempt)
 
     other.fleet.deliver = watched  # type: ignore[method-assign]
     assert (await other.door.close_session("acme", "s1")).success

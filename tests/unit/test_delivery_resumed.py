@@ -13,13 +13,12 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.ledger import seal_ticket
 from contract.names import call_key
-from orchestrator.dispatch.dispatcher import Route, Terms
-from orchestrator.dispatch.transport import Delivery
+from orchestrator.dispatch.request import Attempt, Request
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.unit.test_recovery import Ground
+from tests.unit.test_delivery import Ground
 
-TERMS = Terms(keeps_result=True, sent_since=time.time())
+NOW = time.time()
 
 
 @pytest.fixture
@@ -31,21 +30,28 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 
 async def gone_on_with(
-    client: "redis.asyncio.Redis", tool: str, terms: Terms = TERMS, **record: str
-) -> tuple[ToolResult, list[Delivery]]:
+    client: "redis.asyncio.Redis", tool: str, sent_since: float = NOW, **record: str
+) -> tuple[ToolResult, list[Attempt]]:
     """The result of a call of which the ledger knows this, and what was delivered for it."""
     ground = Ground(client)
     await ground.open()
     if record:
         known = {"attempt": "1", "nonce": "1:ab", "task": "hub-c1", "queue": "host.a.b00t", **record}
         await client.hset(call_key("d", "acme", "c1"), mapping=known)
-    result = await ground.door.dispatch(ToolCall(id="c1", name=tool), Route("acme", "s1"), terms)
+    result = await ground.door.dispatch(
+        Request(ToolCall(id="c1", name=tool), "acme", "s1", keeps_result=True, sent_since=sent_since)
+    )
     return result, ground.fleet.deliveries
 
 
 async def test_a_call_that_was_never_sent_is_sent(client: "redis.asyncio.Redis") -> None:
     result, (delivery,) = await gone_on_with(client, "acts")
-    assert (result.success, delivery.published_as, delivery.attempt, delivery.keeps_result) == (True, None, 1, True)
+    assert (result.success, delivery.published_as, delivery.number, delivery.request.keeps_result) == (
+        True,
+        None,
+        1,
+        True,
+    )
 
 
 @pytest.mark.parametrize(("tool", "sent"), [("safe", 1), ("acts", 0)])
@@ -55,8 +61,7 @@ async def test_a_call_whose_record_has_expired_is_sent_again_only_when_that_is_s
     """A run lives longer than the record of its calls: after 25 hours a missing record no longer says that the call was
     not sent.
     """
-    terms = Terms(keeps_result=True, sent_since=time.time() - 25 * 3600)
-    result, deliveries = await gone_on_with(client, tool, terms)
+    result, deliveries = await gone_on_with(client, tool, time.time() - 25 * 3600)
     assert len(deliveries) == sent
     assert result.error_code is (None if sent else ErrorCode.OUTCOME_UNKNOWN)
 
@@ -73,8 +78,7 @@ async def test_the_age_of_a_call_is_counted_by_the_clock_of_redis(
         return int(time.time()) + 5 * 3600, 0
 
     monkeypatch.setattr(client, "time", now)
-    terms = Terms(keeps_result=True, sent_since=time.time() - 20 * 3600)
-    result, deliveries = await gone_on_with(client, tool, terms)
+    result, deliveries = await gone_on_with(client, tool, time.time() - 20 * 3600)
     assert len(deliveries) == sent
     assert result.error_code is (None if sent else ErrorCode.OUTCOME_UNKNOWN)
 
@@ -85,7 +89,7 @@ async def test_a_call_on_its_way_is_awaited_where_it_was_sent(
     client: "redis.asyncio.Redis", tool: str, state: str
 ) -> None:
     result, (delivery,) = await gone_on_with(client, tool, state=state, attempt="2", nonce="2:ab", queue="host.z.b00t")
-    assert (result.success, delivery.published_as, delivery.attempt, delivery.queue) == (
+    assert (result.success, delivery.published_as, delivery.number, delivery.queue) == (
         True,
         "hub-c1",
         2,
@@ -95,7 +99,7 @@ async def test_a_call_on_its_way_is_awaited_where_it_was_sent(
 
 async def test_an_attempt_that_was_noted_and_never_sent_is_sent(client: "redis.asyncio.Redis") -> None:
     result, (delivery,) = await gone_on_with(client, "acts", state="queued", attempt="2", nonce="1:ab")
-    assert (result.success, delivery.published_as, delivery.attempt) == (True, None, 2)
+    assert (result.success, delivery.published_as, delivery.number) == (True, None, 2)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +118,13 @@ async def test_what_was_lost_while_it_ran_is_sent_again_only_when_that_is_safe(
     client: "redis.asyncio.Redis", tool: str, sent: list[int]
 ) -> None:
     result, deliveries = await gone_on_with(client, tool, state="lost", holder="h1/w1/7")
-    assert [one.attempt for one in deliveries] == sent
+    assert [one.number for one in deliveries] == sent
     assert result.error_code is (None if sent else ErrorCode.OUTCOME_UNKNOWN)
 
 
 async def test_what_was_lost_before_it_began_is_sent_again_whatever_its_tool(client: "redis.asyncio.Redis") -> None:
     result, (delivery,) = await gone_on_with(client, "acts", state="lost", ticket=seal_ticket(KEY, "acme", "c1", 1))
-    assert (result.success, delivery.attempt, delivery.published_as) == (True, 2, None)
+    assert (result.success, delivery.number, delivery.published_as) == (True, 2, None)
 
 
 @pytest.mark.parametrize("ticket", ["", seal_ticket(KEY, "acme", "c1", 2), seal_ticket(KEY, "acme", "other", 1)])

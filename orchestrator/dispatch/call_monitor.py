@@ -1,0 +1,332 @@
+"""Looks after the calls of this process that are on their way. Finds calls whose worker was lost, and stops calls that
+an operator ended before they began.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from contract.calls import ToolResult
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.hosts import HOST_TTL_S, HostReport, parse_holder
+from contract.ledger import CallRecord, CallState
+from orchestrator.dispatch.request import Attempt
+from orchestrator.dispatch.task_messages import FAILED_EVENTS, build_failed_event
+from orchestrator.dispatch.transport import CallLost, DeliveryFailed
+from store.calls import CallStore
+from store.hosts import HostStore
+from store.tasks import begin_shared, cancel_all
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+KILLS_EVERY_S = 0.5
+LOSSES_EVERY_S = 2.0
+ANSWER_S = 2.0
+"""If Redis takes longer to answer, Redis or this process was stopped for a while."""
+LOOK_AFTER_S = 3.0
+"""Most calls have ended by then, and their records are never read."""
+RESULT_LATE_S = 15.0
+"""How long after the record says that a call has ended its result may still be on its way."""
+BATCH = 500
+MAX_LOOKS = 2000
+"""Calls looked at in one round; the others follow in the next rounds."""
+
+
+@dataclass
+class _Sent:
+    """An attempt that is awaited."""
+
+    attempt: Attempt
+    since: float
+    ended_since: float | None = None
+
+
+@dataclass
+class _Making:
+    """A call that a task of this process makes. `kill`: the order that stopped the task; "": none."""
+
+    task: "asyncio.Task[Any]"
+    cancelling: int
+    kill: str = ""
+
+
+class CallMonitor:
+    """One task for all calls of a process. It reads the orders to end calls twice a second, and every two seconds the
+    records of calls that take longer than usual, with the reports of the hosts that have them.
+
+    `fail(task_id, error)` raises the error to the caller that awaits that task.
+    """
+
+    def __init__(
+        self,
+        calls: CallStore,
+        hosts: HostStore,
+        fail: Callable[[str, Exception], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = calls
+        self._hosts = hosts
+        self._fail = fail
+        self._clock = clock
+        self._sent: dict[str, _Sent] = {}
+        self._making: dict[tuple[str, str], _Making] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._answered_at = self._steady_since = float("-inf")
+        self._kills_read_at = 0.0
+
+    async def start(self) -> None:
+        """Start the task."""
+        self._task = begin_shared(self._run(), "call-monitor")
+
+    async def close(self) -> None:
+        """Stop the task."""
+        if self._task is not None:
+            await cancel_all((self._task,))
+
+    async def _run(self) -> None:
+        next_losses_at = self._clock() + LOSSES_EVERY_S
+        while True:
+            await asyncio.sleep(KILLS_EVERY_S)
+            try:
+                await self.find_kills()
+                if self._clock() >= next_losses_at:
+                    next_losses_at = self._clock() + LOSSES_EVERY_S
+                    await self.find_losses()
+            except BrokerUnavailable as error:
+                log.warning("calls_not_monitored", error=str(error))
+
+    # --- Calls that an operator ends -------------------------------------------------------------------------------
+
+    async def watch(self, tenant: str, call_id: str, work: Awaitable[ToolResult]) -> ToolResult:
+        """Return the result of the call that `work` makes. An order to end the call stops `work` while the call has not
+        begun. A call that has begun is ended by its worker, and its result says who ended it and why.
+
+        Raises ToolFailure(CANCELLED) for a call that was stopped, and what `work` raises.
+        """
+        try:
+            with self._stoppable(tenant, call_id):
+                result = await work
+        except DeliveryFailed as failed:
+            reason, has_never_begun = await self._find_reason(tenant, call_id)
+            if reason and has_never_begun:
+                raise _never_run(reason) from failed
+            if reason:
+                # The code stays: the caller must know whether the call may have acted.
+                raise DeliveryFailed(failed.code, f"{reason}; {failed.message}") from failed
+            raise
+        was_ended = result.metadata.get("cancelled") is True
+        if result.error_code is not ErrorCode.CANCELLED and not was_ended:
+            return result
+        reason, _ = await self._find_reason(tenant, call_id)
+        if not reason:
+            return result
+        error = f"{reason}; {result.error or 'its processes were ended'}"
+        return result.model_copy(update={"success": False, "error_code": ErrorCode.CANCELLED, "error": error})
+
+    @contextmanager
+    def _stoppable(self, tenant: str, call_id: str) -> Iterator[None]:
+        """While the block makes the call, `find_kills` may stop it, whatever it waits for."""
+        task = asyncio.current_task()
+        key = (tenant, call_id)
+        if task is None or key in self._making:
+            # The id is in use. An order means the call that used it first.
+            yield
+            return
+        making = self._making[key] = _Making(task, task.cancelling())
+        try:
+            yield
+        except asyncio.CancelledError:
+            # The cancellation is ours, unless somebody else has cancelled the task as well.
+            if making.kill and task.uncancel() <= making.cancelling:
+                raise _never_run(making.kill) from None
+            raise
+        finally:
+            del self._making[key]
+
+    async def find_kills(self) -> None:
+        """Stop the calls of this process that are to be ended and have not begun. Raises BrokerUnavailable."""
+        if not self._making:
+            # A call that is made later may have been killed before: a run that another process continues makes its
+            # call again.
+            self._kills_read_at = 0.0
+            return
+        for at, order in await self._store.recent_kills(self._kills_read_at):
+            making = self._making.get((order.tenant, order.call))
+            if making is not None and not making.kill:
+                state = await self._store.kill(order, is_ours=True)
+                if state is CallState.FORBIDDEN and self._making.get((order.tenant, order.call)) is making:
+                    making.kill = order.describe()
+                    making.task.cancel()
+            self._kills_read_at = max(self._kills_read_at, at)
+
+    async def _find_reason(self, tenant: str, call_id: str) -> tuple[str, bool]:
+        """Return who killed a call and why, and whether it never began; "" when it was not killed, or Redis does not
+        answer.
+        """
+        try:
+            return await self._store.kill_reason(tenant, call_id)
+        except BrokerUnavailable as error:
+            log.warning("kill_not_known", call=call_id, error=str(error))
+            return "", False
+
+    # --- Calls whose worker was lost -------------------------------------------------------------------------------
+
+    @contextmanager
+    def over(self, task_id: str, attempt: Attempt) -> Iterator[None]:
+        """While the block awaits the task, `find_losses` looks for it: if the worker or its host is lost, `fail` gives
+        the caller a CallLost.
+        """
+        self._sent[task_id] = _Sent(attempt, self._clock())
+        try:
+            yield
+        finally:
+            self._sent.pop(task_id, None)
+
+    async def find_losses(self) -> None:
+        """One round. Raises BrokerUnavailable."""
+        now = await self._steady_time()
+        if now is None:
+            return
+        await self._store.reap_all(now)
+        self._note_answer()
+        until = self._clock() - LOOK_AFTER_S
+        old = [(task_id, sent) for task_id, sent in self._sent.items() if sent.since <= until][:MAX_LOOKS]
+        records = await self._read_records([sent.attempt for _, sent in old])
+        reports = await self._read_reports(
+            {queue for (_, sent), record in zip(old, records, strict=True) for queue in _list_queues(sent, record)}
+        )
+        if not self._is_steady():
+            # Redis was stopped meanwhile, and every report has expired.
+            return
+        for (task_id, sent), record in zip(old, records, strict=True):
+            # Those that were looked at go behind the others.
+            if self._sent.pop(task_id, None) is sent:
+                self._sent[task_id] = sent
+            if record is not None:
+                await self._judge(task_id, sent, record, reports)
+
+    async def _steady_time(self) -> int | None:
+        """Return Redis's time, if Redis has answered for so long that a host without a report is lost. After an outage,
+        or when this process or Redis was stopped for a while, every report has expired.
+        """
+        now = await self._hosts.now()
+        self._note_answer()
+        return int(now) if self._is_steady() else None
+
+    def _is_steady(self) -> bool:
+        return self._answered_at - self._steady_since >= HOST_TTL_S
+
+    def _note_answer(self) -> None:
+        """Redis has answered. After a long silence steadiness begins anew."""
+        now = self._clock()
+        if now - self._answered_at > LOSSES_EVERY_S + ANSWER_S:
+            self._steady_since = now
+        self._answered_at = now
+
+    async def _read_records(self, attempts: Sequence[Attempt]) -> list[CallRecord | None]:
+        records: list[CallRecord | None] = []
+        for at in range(0, len(attempts), BATCH):
+            names = [(attempt.tenant, attempt.call_id) for attempt in attempts[at : at + BATCH]]
+            records += await self._store.find_all(names)
+            self._note_answer()
+        return records
+
+    async def _read_reports(self, queues: set[str]) -> Mapping[str, HostReport | None]:
+        reports = await self._hosts.find_all(sorted(queues))
+        if queues:
+            self._note_answer()
+        return reports
+
+    async def _judge(
+        self, task_id: str, sent: _Sent, record: CallRecord, reports: Mapping[str, HostReport | None]
+    ) -> None:
+        attempt = sent.attempt
+        if record.attempt < attempt.number and record.state not in (CallState.QUEUED, CallState.LOST):
+            # No worker starts this attempt (store/calls.py), and no caller waits for the result of the earlier one.
+            reason = "Redis has lost its last moments, and in them that the call was sent again"
+            self._report(task_id, CallLost(reason, has_started=True))
+        if record.attempt != attempt.number:
+            return
+        if record.state is CallState.DONE:
+            self._judge_ended(task_id, sent, record)
+        elif record.state is CallState.RUNNING and not _is_held(record, reports):
+            reason = f"the worker that ran the call stopped reporting before the call ended ({record.holder})"
+            await self._lose(task_id, attempt, reason, record.node or record.holder, has_started=True)
+        elif record.state is CallState.QUEUED and attempt.fence is not None and reports.get(attempt.queue) is None:
+            # The reaper answers what lay in the queue. A message that a worker had just taken was lost with the worker.
+            reason = f"the host {attempt.queue} stopped reporting before it began the call"
+            await self._lose(task_id, attempt, reason, attempt.queue, has_started=False)
+        elif record.state is CallState.LOST:
+            # By the reaper; or by this process, which did not get Redis's answer.
+            self._report(task_id, CallLost(describe_loss(record), has_started=bool(record.holder)))
+
+    def _judge_ended(self, task_id: str, sent: _Sent, record: CallRecord) -> None:
+        if sent.ended_since is None:
+            sent.ended_since = self._clock()
+        elif self._clock() - sent.ended_since > RESULT_LATE_S:
+            reason = f"{record.holder} has run the call to its end, and its result was lost"
+            self._report(task_id, CallLost(reason, has_started=True))
+
+    async def _lose(self, task_id: str, attempt: Attempt, reason: str, node: str, *, has_started: bool) -> None:
+        """Mark the call as lost, unless it has moved on meanwhile: no worker can start or finish it after that. `node`:
+        the Celery name of its worker.
+        """
+        expected = CallState.RUNNING if has_started else CallState.QUEUED
+        is_lost = await self._store.lose(attempt.tenant, attempt.call_id, attempt.number, expected, reason)
+        self._note_answer()
+        if not is_lost:
+            return
+        self._report(task_id, CallLost(reason, has_started=has_started))
+        try:
+            # Celery's task-failed event in place of the dead worker: otherwise Flower would show the task as STARTED
+            # from then on.
+            await self._store.announce(
+                FAILED_EVENTS, build_failed_event(attempt, task_id, node, f"HostLost({reason!r})")
+            )
+        except BrokerUnavailable as error:
+            # The caller has its result. Flower is only a view.
+            log.warning("lost_task_not_announced", task=task_id, error=str(error))
+
+    def _report(self, task_id: str, lost: CallLost) -> None:
+        """Once: after that there is nothing to look for."""
+        self._sent.pop(task_id, None)
+        self._fail(task_id, lost)
+
+
+def _list_queues(sent: _Sent, record: CallRecord | None) -> Iterator[str]:
+    """Yield the queues whose reports say whether the call still has a worker."""
+    if sent.attempt.fence is not None:
+        yield sent.attempt.queue
+    if record is not None and record.holder:
+        yield parse_holder(record.holder)[0]
+
+
+def _is_held(record: CallRecord, reports: Mapping[str, HostReport | None]) -> bool:
+    """Return whether the worker that runs the call lives. Of a host with sandboxes it must be the very process: one
+    worker follows another there.
+    """
+    queue, worker = parse_holder(record.holder)
+    report = reports.get(queue)
+    if report is None:
+        return False
+    return report.kind != "sandbox" or report.worker == worker
+
+
+def describe_loss(record: CallRecord) -> str:
+    """Return what is known of a lost call, for its caller. Models read it, so it has none of the record's free text,
+    which is not signed.
+    """
+    return (
+        "the worker that ran the call was lost"
+        if record.holder
+        else "the host of the call was lost before it began the call"
+    )
+
+
+def _never_run(reason: str) -> ToolFailure:
+    return ToolFailure(ErrorCode.CANCELLED, f"{reason}; it had not begun, and was not run")
