@@ -24,7 +24,7 @@ def count_values(value: Any, limit: int) -> int:
         count += 1
         if isinstance(part, str):
             count += len(part) // TEXT_UNIT_CHARS
-        elif isinstance(part, Mapping):
+        elif isinstance(part, dict | Mapping):
             pending += itertools.islice(part.values(), limit + 1)
         elif isinstance(part, list | tuple):
             pending += itertools.islice(part, limit + 1)

@@ -51,12 +51,15 @@ def prepare_arguments(
     Order: coercion of strings (only when `text`: the arguments came from a text dialect), aliases, defaults, schema,
     custom `checks`. Raises ToolFailure(INVALID_ARGUMENTS), the model's fault.
     """
-    room = _Room(spec)
-    given, aliases = _fold_aliases(spec, room.take(coerce_text(spec, arguments) if text else arguments))
-    _check_unknown(spec, given)
-    prepared = _fill_object(spec.parameters, given, room.take)
-    if errors := _errors(spec, given, prepared):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: " + "; ".join(map(_sentence, errors)))
+    arguments = coerce_text(spec, arguments) if text else arguments
+    prepared, aliases = _facts(spec.parameters).prepare(spec.aliases, arguments), list[str]()
+    if prepared is None:
+        room = _Room(spec)
+        given, aliases = _fold_aliases(spec, room.take(arguments))
+        _check_unknown(spec, given)
+        prepared = _fill_object(spec.parameters, given, room.take)
+        if errors := _errors(spec, prepared):
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: " + "; ".join(map(_sentence, errors)))
     for check in checks:
         complaint = check(prepared)
         if complaint:
@@ -91,7 +94,7 @@ class _Room:
 
     def __init__(self, spec: ToolSpec) -> None:
         self._tool = spec.name
-        self._limit = self._left = min(MAX_VALUES, MAX_STEPS // _facts(spec.parameters).parts)
+        self._limit = self._left = _facts(spec.parameters).max_values
 
     def take(self, value: Any) -> Any:
         """`value`, which becomes a part of the arguments. Raises ToolFailure(INVALID_ARGUMENTS)."""
@@ -207,13 +210,10 @@ def _short(name: str) -> str:
     return name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "..."
 
 
-def _errors(spec: ToolSpec, given: Mapping[str, Any], prepared: dict[str, Any]) -> list[ValidationError]:
-    """Return the first errors in `prepared`, which is `given` with its defaults."""
+def _errors(spec: ToolSpec, prepared: dict[str, Any]) -> list[ValidationError]:
+    """Return the first errors in arguments that have their defaults."""
     try:
-        facts = _facts(spec.parameters)
-        if facts.accepts(given):
-            return []
-        found = facts.validator.iter_errors(prepared)
+        found = _facts(spec.parameters).validator.iter_errors(prepared)
         return sorted(
             itertools.islice(found, MAX_ERRORS), key=lambda error: (list(map(str, error.path)), error.message)
         )
@@ -399,25 +399,40 @@ def _simple_parameter(schema: Any) -> _Parameter | None:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is known about a schema. `parts`: how many a check of one value looks at, at most. `simple`: its simple
-    parameters; None when a default does not fit, or the schema asks for more than parameters and which of them are
-    required: then `validator` decides alone."""
+    """Facts about a schema. `parts`: how many parts a check of one value looks at, at most. `simple`: its simple
+    parameters, by name; None when a default is a list or does not fit, or the schema asks for more than parameters
+    and which of them are required: then `validator` decides alone. `defaults`: of all its parameters.
+    """
 
     schema: Mapping[str, Any]
     validator: Any
     parts: int
     has_list_defaults: bool
     simple: Mapping[str, _Parameter] | None
+    defaults: Mapping[str, Any]
 
-    def accepts(self, given: Mapping[str, Any]) -> bool:
-        """Return whether simple checks accept the arguments. False says nothing about them.
+    @property
+    def max_values(self) -> int:
+        """How many values arguments may have."""
+        return min(MAX_VALUES, MAX_STEPS // self.parts)
 
-        jsonschema takes about ten times as long for what nearly all calls are, once in the orchestrator and once in the
-        worker.
+    def prepare(self, aliases: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments with their defaults if they are valid by simple checks. None says nothing about them.
+
+        Nearly all calls have a few texts and numbers under the names of the schema. The general way takes more than ten
+        times as long for them, once in the orchestrator and once in the worker.
         """
         if self.simple is None or any(name not in given for name in self.schema.get("required", ())):
-            return False
-        return all(name in self.simple and self.simple[name].accepts(value) for name, value in given.items())
+            return None
+        count = 1 + len(given) + len(self.defaults)
+        for name, value in given.items():
+            parameter = self.simple.get(name)
+            if parameter is None or name in aliases or not parameter.accepts(value):
+                return None
+            count += len(value) // TEXT_UNIT_CHARS if isinstance(value, str) else 0
+        if count > self.max_values:
+            return None
+        return {**given, **{name: value for name, value in self.defaults.items() if name not in given}}
 
 
 _FACTS: dict[int, _Facts] = {}
@@ -441,12 +456,15 @@ def _facts(schema: Mapping[str, Any]) -> _Facts:
             and count * count <= MAX_STEPS
             and not any(error.path for error in validator.iter_errors(_fill_object(schema, {}, lambda value: value)))
         )
+        properties = _properties(schema)
+        defaults = {name: part["default"] for name, part in properties.items() if "default" in part}
         is_simple = has_sound_defaults and schema.keys() <= _SIMPLE_KEYS
-        parameters = (
-            {name: _simple_parameter(part) for name, part in schema.get("properties", {}).items()} if is_simple else {}
-        )
+        is_simple = is_simple and not any(isinstance(default, dict | list) for default in defaults.values())
+        parameters = {name: _simple_parameter(part) for name, part in properties.items()}
         simple = {name: parameter for name, parameter in parameters.items() if parameter is not None}
-        known = _FACTS[id(schema)] = _Facts(schema, validator, count, has_lists, simple if is_simple else None)
+        known = _FACTS[id(schema)] = _Facts(
+            schema, validator, count, has_lists, simple if is_simple else None, defaults
+        )
     return known
 
 
