@@ -3,10 +3,13 @@
 Each entry is signed for its tenant, run, attempt and position: a forged reply would make an orchestrator send calls, a
 forged result would make it believe that one ran. A process without the secret can only remove entries, or put back
 earlier genuine ones in their own places.
+
+The transcript of a hosted run is its messages after its end. It is not signed: it is only shown.
 """
 
 import asyncio
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,6 +19,7 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from contract.calls import Record, ToolCall, ToolResult
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
+from contract.json_limits import has_more_values_in_text
 from contract.names import tenant_key
 from contract.signing import SigningKeys
 from store.batches import RUN_TTL_S
@@ -24,6 +28,10 @@ from store.sessions import SessionStore
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
+
+MAX_TRANSCRIPT_BYTES = 64 * 1024 * 1024
+"""The largest transcript, as JSON. A longer one is not stored, and is read from the log of its run."""
+MAX_TRANSCRIPT_VALUES = 200_000
 
 
 def run_key(deployment: str, tenant: str, run: str) -> str:
@@ -318,3 +326,34 @@ def _session_of(keys: SigningKeys, tenant: str, run: str, attempt: int, index: i
     is_of_session = isinstance(entry, dict) and str(entry.get("type")) in ("session_opening", "session_opened")
     session = entry.get("session") if is_of_session else None
     return session if isinstance(session, str) else None
+
+
+# --- Transcripts ------------------------------------------------------------------------------------------------------
+
+
+def pack_transcript(messages: JsonValue) -> bytes:
+    """Return the messages as they are stored; b"" if they are too large for that."""
+    text = json.dumps(messages)
+    if len(text) > MAX_TRANSCRIPT_BYTES or has_more_values_in_text(text, MAX_TRANSCRIPT_VALUES):
+        return b""
+    return zlib.compress(text.encode(), 3)
+
+
+def unpack_transcript(run: str, packed: bytes) -> list[dict[str, Any]]:
+    """Return the messages that `pack_transcript` stored. Raises ConfigError for anything else, in bounded memory: any
+    process that can write to Redis may have stored it.
+    """
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(packed, MAX_TRANSCRIPT_BYTES).decode()
+        if not inflater.eof or has_more_values_in_text(text, MAX_TRANSCRIPT_VALUES):
+            raise ValueError("cut off, or larger than a transcript may be")
+        messages = json.loads(text)
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise ValueError("no list of messages")
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the transcript of run {run} in Redis cannot be read ({error}): run the same release everywhere, and see "
+            "which process writes to this Redis. `toolcrew trace show` shows the run if it was recorded"
+        ) from error
+    return messages

@@ -12,7 +12,6 @@ import json
 import re
 import secrets
 import time
-import zlib
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -54,7 +53,15 @@ from store.batches import (
 )
 from store.connection import broker_errors
 from store.run_events import not_found
-from store.run_log import Entry, RunLog, close_left_sessions, run_key
+from store.run_log import (
+    MAX_TRANSCRIPT_BYTES,
+    Entry,
+    RunLog,
+    close_left_sessions,
+    pack_transcript,
+    run_key,
+    unpack_transcript,
+)
 from store.tasks import retry_until_available
 from telemetry.logs import get_logger
 
@@ -617,9 +624,11 @@ class RunQueue:
             await self.close_sessions(tenant, [run])
 
     async def transcript(self, tenant: str, run: str) -> list[dict[str, Any]] | None:
-        """Return the messages of a hosted run that has ended; None for another one."""
-        packed: Any = await _ask(self._client.get(tenant_key(self._deployment, tenant, f"run.{run}:transcript")))
-        return json.loads(zlib.decompress(packed)) if packed is not None else None
+        """Return the messages of a hosted run that has ended; None for another one, and for a transcript that was too
+        large to store: the log of the run has it. Raises ConfigError."""
+        key = tenant_key(self._deployment, tenant, f"run.{run}:transcript")
+        packed: Any = await _ask(self._client.getrange(key, 0, MAX_TRANSCRIPT_BYTES))
+        return unpack_transcript(run, packed) if packed else None
 
     async def hosted_log(self, tenant: str, run: str) -> tuple[RunRecord, list[Entry]]:
         """Return the record and the log of a hosted run. Raises ToolFailure(FILE_NOT_FOUND), ConfigError."""
@@ -750,12 +759,12 @@ def end_event(run: str, at: float, end: RunEnd) -> str:
 
 def pack_end(outcome: Outcome) -> tuple[Outcome, str, bytes]:
     """Return the outcome as its run's record keeps it, the run's last event, and its packed transcript, which is stored
-    apart; b"" for none.
+    apart; b"" for none, and for one that is too large.
     """
     body = dict(outcome.body or {})
     transcript = body.pop("transcript", None)
     stored = outcome.model_copy(update={"body": body}) if outcome.body is not None else outcome
-    packed = zlib.compress(json.dumps(transcript).encode(), 3) if transcript is not None else b""
+    packed = pack_transcript(transcript) if transcript is not None else b""
     return stored, end_event(outcome.run, time.time(), build_end(stored)), packed
 
 

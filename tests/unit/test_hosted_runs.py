@@ -1,19 +1,23 @@
 """Runs that programs start: worked to their end, cancelled in every state, listed page by page."""
 
 import asyncio
+import tracemalloc
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.lines import BatchFile
 from orchestrator.dispatch.sessions import Session, Start
 from orchestrator.runs.batches import Batches
 from orchestrator.runs.hosted import HostedRuns
+from store import run_log
 from store.audit import Actor, Audit
 from store.batches import HOSTED_BATCH, BatchEventWriter, BatchItem, Ground, RunBody
+from store.run_log import MAX_TRANSCRIPT_BYTES
 from store.runs import BatchCancelled, HostedState, parse_run
 from store.tenants import RedisTenants
 from tests.builders import KEY
@@ -96,6 +100,44 @@ async def test_the_transcript_is_told_while_the_run_works_and_whole_afterwards(m
         "assistant",
     ]
     assert after[1:3] == before
+
+
+async def test_a_transcript_that_is_too_large_is_read_from_the_log(
+    ground: HostedGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "MAX_TRANSCRIPT_BYTES", 100)
+    run = await ground.start()
+    async with ground.working():
+        await ground.events(run)
+    messages = await ground.runs.transcript("acme", run)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert not await ground.client.exists(f"toolcrew:d:t:acme:run.{run}:transcript")
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        zlib.compress(b" " * (MAX_TRANSCRIPT_BYTES + 1), 9),
+        zlib.compress(b"[" + b"{}," * 500_000 + b"{}]"),
+        zlib.compress(b"[" * 100_000),
+        zlib.compress(b'["one"]'),
+        zlib.compress(b"[{}]")[:-1],
+        b"x",
+    ],
+    ids=["bomb", "values", "depth", "shape", "cut", "other"],
+)
+async def test_a_hostile_transcript_is_refused_in_bounded_memory(ground: HostedGround, stored: bytes) -> None:
+    run = await ground.start()
+    async with ground.working():
+        await ground.events(run)
+    await ground.client.set(f"toolcrew:d:t:acme:run.{run}:transcript", stored)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=f"transcript of run {run}"):
+            await ground.runs.transcript("acme", run)
+        assert tracemalloc.get_traced_memory()[1] < 3 * MAX_TRANSCRIPT_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_run_whose_tenant_is_gone_fails_and_says_so(made: MadeHosted) -> None:
