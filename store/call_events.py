@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError, RedisError
+from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError
 
 from contract.call_events import CallEvent, entry_event, entry_fields
+from contract.errors import BrokerUnavailable
 from contract.names import deployment_key, tenant_key
 from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
@@ -133,8 +134,9 @@ class PendingCommands:
         for command in commands:
             pipe.execute_command(*command)
         try:
-            replies = await pipe.execute(raise_on_error=False)
-        except (RedisError, OSError) as error:
+            with broker_errors("commands were not sent"):
+                replies = await pipe.execute(raise_on_error=False)
+        except BrokerUnavailable as error:
             await self._delay(error)
             return
         for command, reply in zip(commands, replies, strict=True):

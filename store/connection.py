@@ -85,7 +85,7 @@ async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> 
         raise BrokerUnavailable(
             f"Redis at {broker.redis_address()} refuses user or password: check TOOLCREW_REDIS_URL"
         ) from error
-    except (RedisError, OSError) as error:
+    except _REDIS_ERRORS as error:  # not `broker_errors`: the sentence has the address, and what to check
         raise BrokerUnavailable(
             f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
         ) from error
@@ -240,7 +240,7 @@ def check_connection(broker: BrokerSettings) -> None:
     client = connect(broker)
     try:
         client.ping()
-    except _REDIS_ERRORS as error:
+    except _REDIS_ERRORS as error:  # as in `check_redis`
         raise BrokerUnavailable(
             f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
         ) from error
@@ -309,7 +309,7 @@ class WorkerScript:
         connection.connect()
         try:
             is_clean = not connection.can_read()
-        except (RedisError, OSError):
+        except _REDIS_ERRORS:  # not `broker_errors`: nothing has failed yet, the connection is opened again
             is_clean = False
         if not is_clean:
             connection.disconnect()

@@ -9,8 +9,6 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from contract.errors import BrokerUnavailable
 from contract.names import result_channel_pattern, result_key
 from store.connection import RedisClient, broker_errors
@@ -89,7 +87,7 @@ class ResultHub:
         self._fail_all("the client was closed while this call was awaited: it may or may not have acted")
         self._waiting.clear()
         # What was taken goes; when Redis is away it expires by itself.
-        with contextlib.suppress(RedisError, OSError, TimeoutError):
+        with contextlib.suppress(BrokerUnavailable, TimeoutError):
             async with asyncio.timeout(1):
                 await self._delete_taken()
 
@@ -122,7 +120,7 @@ class ResultHub:
         """
         try:
             await self._take_stored([task_id])
-        except (RedisError, OSError) as error:
+        except BrokerUnavailable as error:
             log.debug("result_not_looked_for", task=task_id, error=str(error))
 
     def fail(self, task_id: str, error: Exception) -> None:
@@ -141,10 +139,11 @@ class ResultHub:
         while True:
             try:
                 # Told what to do with a message, the client does not write each down for a log that nobody reads.
-                async with self._client.pubsub(push_handler_func=_as_it_is) as pubsub:
-                    await pubsub.psubscribe(result_channel_pattern(self.id))
-                    await self._read(pubsub)
-            except (RedisError, OSError) as error:
+                with broker_errors("results are not received"):
+                    async with self._client.pubsub(push_handler_func=_as_it_is) as pubsub:
+                        await pubsub.psubscribe(result_channel_pattern(self.id))
+                        await self._read(pubsub)
+            except BrokerUnavailable as error:
                 attempt = 0 if self._subscribed.is_set() else attempt + 1
                 delay = RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)]
                 self._note_loss(error, delay)
@@ -158,9 +157,7 @@ class ResultHub:
             log.warning("results_connection_lost", error=str(error), retry_in_s=delay)
         self._subscribed.clear()
         if now - self._lost_at > OUTAGE_LIMIT_S:
-            self._fail_all(
-                f"Redis has been away for {OUTAGE_LIMIT_S:g} s ({error}); the call may or may not have acted"
-            )
+            self._fail_all(f"the call may or may not have acted; for {OUTAGE_LIMIT_S:g} s {error}")
 
     def _fail_all(self, sentence: str) -> None:
         for future in self._waiting.values():
@@ -192,7 +189,7 @@ class ResultHub:
             await asyncio.sleep(SWEEP_EVERY_S)
             try:
                 await self._sweep()
-            except (RedisError, OSError) as error:
+            except BrokerUnavailable as error:
                 log.warning("results_sweep_failed", error=str(error))
 
     async def _sweep(self) -> None:
@@ -201,7 +198,8 @@ class ResultHub:
             await self._take_stored(awaited[at : at + SWEEP_BATCH])
 
     async def _take_stored(self, awaited: list[str]) -> None:
-        stored = await self._client.mget([result_key(task_id) for task_id in awaited])
+        with broker_errors("stored results were not read"):
+            stored = await self._client.mget([result_key(task_id) for task_id in awaited])
         for task_id, value in zip(awaited, stored, strict=True):
             future = self._waiting.get(task_id)
             if isinstance(value, bytes) and future is not None and not future.done():
@@ -237,13 +235,14 @@ class ResultHub:
             await asyncio.sleep(DISCARD_EVERY_S)
             try:
                 await self._delete_taken()
-            except (RedisError, OSError) as error:
+            except BrokerUnavailable as error:
                 log.debug("results_not_deleted", error=str(error), keys=len(self._taken))
 
     async def _delete_taken(self) -> None:
         while self._taken:
             batch = self._taken[:DISCARD_BATCH]
-            await self._client.unlink(*batch)
+            with broker_errors("results were not deleted"):
+                await self._client.unlink(*batch)
             del self._taken[: len(batch)]
 
 

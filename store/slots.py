@@ -17,11 +17,10 @@ from functools import partial
 from importlib import resources
 from typing import Any, Literal
 
-from redis.exceptions import RedisError
-
+from contract.errors import BrokerUnavailable
 from contract.names import admission_prefix, slots_key
 from contract.tenancy import TenantPolicy
-from store.connection import CLOSED, RedisClient, Script, ScriptConnection, Unanswered
+from store.connection import CLOSED, RedisClient, Script, ScriptConnection, Unanswered, broker_errors
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -368,14 +367,15 @@ class GrantListener:
         failures = 0
         while True:
             try:
-                async with self._client.pubsub() as pubsub:
-                    await pubsub.subscribe(self._channel)
-                    while True:
-                        message = await pubsub.get_message(timeout=LOOK_EVERY_S)
-                        if message is not None:
-                            failures = 0
-                            self._take(message)
-            except (RedisError, OSError) as error:
+                with broker_errors("granted slots are not received"):
+                    async with self._client.pubsub() as pubsub:
+                        await pubsub.subscribe(self._channel)
+                        while True:
+                            message = await pubsub.get_message(timeout=LOOK_EVERY_S)
+                            if message is not None:
+                                failures = 0
+                                self._take(message)
+            except BrokerUnavailable as error:
                 if failures == 0:
                     log.warning("admission_connection_lost", error=str(error))
                 await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])

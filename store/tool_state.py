@@ -2,15 +2,15 @@
 read.
 """
 
+import contextlib
 import copy
 import inspect
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import redis
-
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.functions.session_state import (
     MAX_ATTEMPTS,
     MAX_STATE_BYTES,
@@ -23,7 +23,7 @@ from contract.functions.session_state import (
 )
 from contract.names import session_state_key
 from contract.settings import BrokerSettings
-from store.connection import connect_once
+from store.connection import SyncRedis, broker_errors, connect_once
 
 STATE_TTL_S = 24 * 3600
 """A state expires when no tool has read or changed it for this time."""
@@ -53,7 +53,7 @@ return {'stored', version + 1}
 class StateStore:
     """The states of a deployment. `client`: one that never repeats a command, or an update could count twice."""
 
-    client: "redis.Redis"
+    client: SyncRedis
     deployment: str
     max_value_bytes: int = MAX_VALUE_BYTES
     max_state_bytes: int = MAX_STATE_BYTES
@@ -97,13 +97,10 @@ class RedisState:
         raise contended(key)
 
     async def items(self) -> dict[str, Any]:
-        try:
-            with self._store.client.pipeline(transaction=True) as pipe:
-                pipe.hgetall(self._key)
-                pipe.expire(self._key, STATE_TTL_S)
-                found, _ = pipe.execute()
-        except redis.RedisError as error:
-            raise _unreachable(error) from error
+        with _state_errors(), self._store.client.pipeline(transaction=True) as pipe:
+            pipe.hgetall(self._key)
+            pipe.expire(self._key, STATE_TTL_S)
+            found, _ = pipe.execute()
         entries = {
             name[len(_ENTRY) :].decode(): _parsed(entry)[1] for name, entry in found.items() if name.startswith(_ENTRY)
         }
@@ -113,23 +110,18 @@ class RedisState:
         """Return version and text of a value; None when there is none."""
         if not is_key(key):
             return None
-        try:
-            with self._store.client.pipeline(transaction=False) as pipe:
-                pipe.hget(self._key, _field(key))
-                pipe.expire(self._key, STATE_TTL_S)
-                entry, _ = pipe.execute()
-        except redis.RedisError as error:
-            raise _unreachable(error) from error
+        with _state_errors(), self._store.client.pipeline(transaction=False) as pipe:
+            pipe.hget(self._key, _field(key))
+            pipe.expire(self._key, STATE_TTL_S)
+            entry, _ = pipe.execute()
         return None if entry is None else _parsed(entry)
 
     def _write(self, key: str, text: str, version: int | None) -> bool:
         """Store a value; return False when another call has changed it since `version`."""
         expected = b"" if version is None else b"%d" % version
         arguments = (_field(key), expected, text.encode(), len(key.encode()), self._store.max_state_bytes, STATE_TTL_S)
-        try:
+        with _state_errors():
             verdict, number = self._store.client.eval(_STORE, 1, self._key, *arguments)
-        except redis.RedisError as error:
-            raise _unreachable(error) from error
         if verdict == b"full":
             raise full(key, int(number), self._store.max_state_bytes)
         return bool(verdict == b"stored")
@@ -144,9 +136,10 @@ def _parsed(entry: bytes) -> tuple[int, str]:
     return int(version), text.decode()
 
 
-def _unreachable(error: Exception) -> ToolFailure:
-    sentence = (
-        f"the session's state cannot be reached: Redis does not answer ({error}); what the tool did until then stays "
-        "done"
-    )
-    return ToolFailure(ErrorCode.OUTCOME_UNKNOWN, sentence)
+@contextlib.contextmanager
+def _state_errors() -> Iterator[None]:
+    try:
+        with broker_errors("the session's state cannot be reached"):
+            yield
+    except BrokerUnavailable as error:
+        raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"{error}; what the tool did until then stays done") from error

@@ -10,11 +10,12 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import redis
 import structlog
 
 from contract.calls import Record
+from contract.errors import BrokerUnavailable
 from contract.names import tenant_key
+from store.connection import SyncRedis, broker_errors
 
 log = structlog.get_logger(__name__)
 
@@ -79,16 +80,17 @@ class PageStore(Protocol):
 class PageCache:
     """PageStore in Redis, under the tenant's own keys."""
 
-    def __init__(self, client: "redis.Redis", deployment: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, client: SyncRedis, deployment: str, clock: Callable[[], float] = time.time) -> None:
         self._client = client
         self._deployment = deployment
         self._clock = clock
 
     def take(self, tenant: str, url: str) -> Page | None:
         try:
-            data = self._client.get(self._key(tenant, url))
-        except redis.RedisError as error:
-            log.warning("page_cache_unavailable", error=type(error).__name__)
+            with broker_errors("a kept page was not read"):
+                data = self._client.get(self._key(tenant, url))
+        except BrokerUnavailable as error:
+            log.warning("page_cache_unavailable", error=str(error))
             return None
         page = _unpack(data) if isinstance(data, bytes) else None
         # What is kept under this key for another URL is a collision or a forgery.
@@ -101,31 +103,31 @@ class PageCache:
         key, index = self._key(tenant, page.url), self._key(tenant, "index")
         seconds = KEPT_S if page.can_be_asked_after else int(FRESH_S)
         try:
-            if not self._has_room():
-                return False
-            with self._client.pipeline() as pipe:
+            with broker_errors("a page was not kept"), self._client.pipeline() as pipe:
+                if not self._has_room():
+                    return False
                 pipe.set(key, data, ex=seconds)
                 pipe.zadd(index, {key: self._clock()})
                 pipe.expire(index, KEPT_S)
                 pipe.zrange(index, 0, -MAX_ENTRIES - 1)
                 oldest = pipe.execute()[-1]
-            if oldest:
-                self._client.delete(*oldest)
-                self._client.zrem(index, *oldest)
-        except redis.RedisError as error:
-            log.warning("page_cache_unavailable", error=type(error).__name__)
+                if oldest:
+                    self._client.delete(*oldest)
+                    self._client.zrem(index, *oldest)
+        except BrokerUnavailable as error:
+            log.warning("page_cache_unavailable", error=str(error))
             return False
         return True
 
     def count(self, tenant: str) -> int:
         key = self._key(tenant, f"minute-{int(self._clock() // 60)}")
         try:
-            with self._client.pipeline() as pipe:
+            with broker_errors("fetched pages were not counted"), self._client.pipeline() as pipe:
                 pipe.incr(key)
                 pipe.expire(key, 120)
                 return int(pipe.execute()[0])
-        except redis.RedisError as error:
-            log.warning("page_cache_unavailable", error=type(error).__name__)
+        except BrokerUnavailable as error:
+            log.warning("page_cache_unavailable", error=str(error))
             return 0
 
     def _has_room(self) -> bool:
