@@ -94,6 +94,11 @@ def _download(path: Path, port: int, mebibytes: int) -> None:
             left -= got
 
 
+def _open_tunnels(path: Path, port: int) -> None:
+    for _ in range(OPENINGS):
+        _download(path, port, 0)
+
+
 def _wait_for(path: Path) -> None:
     until = time.monotonic() + 20
     while not path.exists():
@@ -118,8 +123,8 @@ def run(rounds: int = ROUNDS) -> Report:
         cases: dict[str, Case] = {
             "relay": timed(lambda: _download(relay, port, whole)),
             "proxy": timed(lambda: _download(proxy, port, whole)),
-            "relay_open": timed(lambda: [_download(relay, port, 0) for _ in range(OPENINGS)]),
-            "proxy_open": timed(lambda: [_download(proxy, port, 0) for _ in range(OPENINGS)]),
+            "relay_open": timed(lambda: _open_tunnels(relay, port)),
+            "proxy_open": timed(lambda: _open_tunnels(proxy, port)),
         }
         seconds = asyncio.run(interleave(cases, rounds, WARM_UP))
     return _report(seconds, rounds)

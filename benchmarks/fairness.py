@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Ground:
         self.client = client
         self.admissions = (SharedAdmission(client, "bench"), SharedAdmission(client, "bench"))
         self.workers = asyncio.Semaphore(SLOTS)
-        self.used: Counter[str] = Counter()
+        self.used: defaultdict[str, float] = defaultdict(float)
 
     async def call(
         self, tenant: str, seconds: float, by: int = 0, policy: TenantPolicy | None = None, wait_s: float = 600.0

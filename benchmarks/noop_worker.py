@@ -60,7 +60,7 @@ def serve_tool() -> None:
     )
 
 
-def _tool(name: str, description: str, handler: Callable[[dict[str, Any], ToolEnvironment], Outcome]) -> Tool:
+def _tool(name: str, description: str, handler: Callable[[dict[str, Any], ToolEnvironment], Outcome]) -> Tool[Any]:
     parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     return Tool(ToolSpec(name=name, description=description, parameters=parameters, pool="tools"), handler)
 

@@ -106,7 +106,7 @@ class World:
         host = self.by_queue.get(queue)
         if host is None or host.state != "alive":
             return
-        while host.busy < host.slots and (message := self._client.rpop(queue)):
+        while host.busy < host.slots and isinstance(message := self._client.rpop(queue), bytes):
             self._take(host, message)
         self.loop.selector.listen()
 

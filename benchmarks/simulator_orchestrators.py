@@ -108,6 +108,9 @@ class _Transport:
             raise CallLost(str(ended["result"]["exc_message"]), has_started=False)
         raise DeliveryFailed(ErrorCode.INTERNAL, str(ended["result"]))
 
+    def settle(self, tenant: str, call_id: str) -> None:
+        """Do nothing: no call here keeps its result."""
+
     async def command(self, queue: str, envelope: str) -> None:
         raise NotImplementedError
 

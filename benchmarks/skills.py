@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ async def _run_scripts(report: Report) -> None:
         with environment({"TOOLCREW_SKILLS": str(root)}):
             client = await stack.enter_async_context(ToolClient.embedded())
         session = await stack.enter_async_context(await client.open_session())
-        cases = {name: awaited(lambda call=call: _call(session, *call)) for name, call in calls.items()}
+        cases = {name: awaited(partial(_call, session, *call)) for name, call in calls.items()}
         seconds = await interleave(cases, ROUNDS, WARM_UP)
     bash = median(seconds["bash"])
     report.add_ms("bash", seconds["bash"], "a script of one line as a command of bash_tool")

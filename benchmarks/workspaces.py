@@ -7,10 +7,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.report import Report, interleave, median
+from benchmarks.report import Case, Report, interleave, median
 from benchmarks.sizes import size
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.disks.base import Workspace, WorkspaceMount, WorkspaceSize
@@ -65,11 +65,11 @@ async def _measure(folder: Path, rounds: int, report: Report) -> None:
     async def files_image() -> float:
         return await _in_image(workspaces, _make_files)
 
-    cases: dict[str, Callable[[], float | Awaitable[float]]] = {"floor": floor, "life": life}
+    cases: dict[str, Case] = {"floor": floor, "life": life}
     seconds = await interleave(cases, rounds, WARM_UP)
-    writes = {"disk": lambda: _in_folder(plain, _write), "image": write_image}
+    writes: dict[str, Case] = {"disk": lambda: _in_folder(plain, _write), "image": write_image}
     seconds |= {f"write_{name}": taken for name, taken in (await interleave(writes, max(3, rounds // 3), 1)).items()}
-    files = {"disk": lambda: _in_folder(plain, _make_files), "image": files_image}
+    files: dict[str, Case] = {"disk": lambda: _in_folder(plain, _make_files), "image": files_image}
     seconds |= {f"files_{name}": taken for name, taken in (await interleave(files, max(3, rounds // 3), 1)).items()}
     report.add_ms("floor_mkdir", seconds["floor"], "floor: mkdir")
     report.add_ms("image", seconds["life"], "image: make + mount + unmount")

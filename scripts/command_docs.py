@@ -59,8 +59,9 @@ def _leaves(path: str, command: TyperCommand | TyperGroup) -> Iterator[tuple[str
         yield path, command
         return
     for name in sorted(command.commands):
-        if not command.commands[name].hidden:
-            yield from _leaves(f"{path} {name}", command.commands[name])
+        inner = command.commands[name]
+        if isinstance(inner, TyperCommand | TyperGroup) and not inner.hidden:
+            yield from _leaves(f"{path} {name}", inner)
 
 
 def _section(path: str, command: TyperCommand | TyperGroup) -> str:

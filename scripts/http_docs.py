@@ -80,7 +80,7 @@ def _operation(path: str, method: str, told: Mapping[str, Any]) -> str:
             + ".\n"
         )
     answers = [
-        f"{status}{' ' + _type(schema) if (schema := next(iter(one.get('content', {}).values()), {}).get('schema')) else ''}"
+        " ".join([status, *(_type(kind["schema"]) for kind in one.get("content", {}).values() if "schema" in kind)])
         for status, one in told["responses"].items()
         if status.startswith("2")
     ]

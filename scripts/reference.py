@@ -19,7 +19,7 @@ SCRIPTS = ("setting_docs", "command_docs", "error_docs", "http_docs", "tool_docs
 
 def main() -> int:
     # Each reads its own --check from the command line.
-    return max([runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["main"]() for name in SCRIPTS])
+    return max(int(runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["main"]()) for name in SCRIPTS)
 
 
 if __name__ == "__main__":
