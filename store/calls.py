@@ -19,7 +19,7 @@ file. contract/ledger.py names the states and the fields.
     publish         orchestrator (publisher.py)                  no record -> queued; queued by renew -> queued
     claim           worker, before it runs the call              queued -> running, or forbidden after its deadline
     confirm         worker, some seconds later                   queued -> running, if Redis has lost its last second
-    refuse          worker, for a call that it must not run      queued -> forbidden
+    refuse          worker, for a call that it must not run      queued, or running by itself -> forbidden
     finish          worker, with the result                      running -> done
     forbid          orchestrator or worker that cancels          queued -> forbidden
     kill            operator                                     queued -> forbidden; marks a running call
@@ -35,7 +35,8 @@ comments of `_GATE` say which message may still decide.
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -293,11 +294,15 @@ return {verdict, now}
 """
 )
 
-# ARGV: attempt, ttl, word.
+# ARGV: attempt, ttl, word, holder. A worker claims a call while it checks it: then the claim is taken back.
 _REFUSE = (
     _GATE
     + """
 if is_again and state == 'forbidden' then return {'granted', now} end
+if verdict == 'started' and state == 'running' and redis.call('HGET', KEYS[1], 'holder') == ARGV[4] then
+  redis.call('HDEL', KEYS[1], 'holder', 'started_at', 'node')
+  verdict = 'granted'
+end
 if verdict == 'granted' then note('state', 'forbidden', 'ended_at', now) end
 return {verdict, now}
 """
@@ -559,18 +564,20 @@ class WorkerCallStore:
         self._refuse = client.register_script(_REFUSE)
         self._forbid = client.register_script(_FORBID)
 
-    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
+    def claim(
+        self, call: ToolCall, context: ToolContext, holder: str, meanwhile: Callable[[], object] = lambda: None
+    ) -> CallClaim:
         """Return whether the call may start now, on behalf of `holder`. After BrokerUnavailable it must not start.
 
         A claim past the call's deadline forbids the call: EXPIRED. A claim for a session that is elsewhere by now
-        changes nothing: MOVED.
+        changes nothing: MOVED. `meanwhile` is called while Redis decides (WorkerScript).
         """
         key = self._key(context.tenant, call.id)
         fence = context.fence if context.session is not None and context.fence is not None else ""
         location = place_key(self._deployment, context.tenant, context.session) if fence and context.session else key
         may_move = int(call.name == "session.open")
         arguments = [holder, repr(context.deadline_at), fence, may_move, call.name, context.session or "", self._node]
-        return self._decide(self._claim, [key, location], context.attempt, arguments)
+        return self._decide(partial(self._claim, meanwhile=meanwhile), [key, location], context.attempt, arguments)
 
     def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
         """Note again that a call runs which was granted here before: GRANTED when Redis had lost that, wherever its
@@ -579,9 +586,11 @@ class WorkerCallStore:
         arguments = [holder, call.name, context.session or "", self._node]
         return self._decide(self._confirm, [self._key(context.tenant, call.id)], context.attempt, arguments)
 
-    def refuse(self, call: ToolCall, context: ToolContext) -> CallClaim:
-        """Return whether a refusal is the call's answer: GRANTED, and then it will never start."""
-        return self._decide(self._refuse, [self._key(context.tenant, call.id)], context.attempt, [])
+    def refuse(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
+        """Return whether a refusal is the call's answer: GRANTED, and then it will never start. `holder`: takes back
+        the claim that it was granted for this message.
+        """
+        return self._decide(self._refuse, [self._key(context.tenant, call.id)], context.attempt, [holder])
 
     def forbid(self, tenant: str, call_id: str) -> bool:
         """Forbid a call that may be on its way. Return False when it has started."""

@@ -286,13 +286,21 @@ class WorkerScript:
         self._script = Script(source)
         self._thread = _thread_connections.setdefault(self._pool, threading.local())
 
-    def __call__(self, keys: Sequence[str], args: Sequence[str | bytes | int | float]) -> Any:
-        """Return the script's answer."""
+    def __call__(
+        self,
+        keys: Sequence[str],
+        args: Sequence[str | bytes | int | float],
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Any:
+        """Return the script's answer. `meanwhile` is called while the answer is on its way, so it must not run a
+        script over the same client. It is called again when the script is sent again, and not at all when Redis cannot
+        be reached.
+        """
         connection = self._connection()
         arguments = (len(keys), *keys, *args)
         try:
             return connection.retry.call_with_retry(
-                lambda: self._run(connection, arguments), lambda _: connection.disconnect()
+                lambda: self._run(connection, arguments, meanwhile), lambda _: connection.disconnect()
             )
         except BaseException:
             # Its answer may still be on its way, and the next command would take it for its own.
@@ -316,9 +324,10 @@ class WorkerScript:
             connection.connect()
         return connection
 
-    def _run(self, connection: Any, arguments: tuple[Any, ...]) -> Any:
+    def _run(self, connection: Any, arguments: tuple[Any, ...], meanwhile: Callable[[], object]) -> Any:
         try:
             connection.send_command("EVALSHA", self._script.sha, *arguments)
+            meanwhile()
             return connection.read_response()
         except NoScriptError:
             connection.send_command("EVAL", self._script.source, *arguments)

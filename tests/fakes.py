@@ -128,8 +128,11 @@ class MemoryLedger:
         self.claimed: set[tuple[str, str]] = set()
         self.refused: set[tuple[str, str]] = set()
 
-    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
+    def claim(
+        self, call: ToolCall, context: ToolContext, holder: str, meanwhile: Callable[[], object] = lambda: None
+    ) -> CallClaim:
         key = (context.tenant, call.id)
+        meanwhile()
         if self.verdict is not None:
             return self.verdict
         if key in self.claimed | self.refused:
@@ -140,10 +143,11 @@ class MemoryLedger:
     def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
         return CallClaim.STARTED
 
-    def refuse(self, call: ToolCall, context: ToolContext) -> CallClaim:
+    def refuse(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
         key = (context.tenant, call.id)
-        if key in self.claimed | self.refused:
+        if key in self.refused:
             return CallClaim.STARTED
+        self.claimed.discard(key)
         self.refused.add(key)
         return CallClaim.GRANTED
 

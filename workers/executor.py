@@ -1,9 +1,9 @@
-"""Runs calls: look up, check again, claim, run, classify. Every outcome becomes a result."""
+"""Runs calls: claim, check again meanwhile, run, classify. Every outcome becomes a result."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -38,9 +38,11 @@ class CallRepeated(Exception):
 class ClaimStore(Protocol):
     """Decides which worker starts a call, or refuses it (WorkerCallStore of store/calls.py)."""
 
-    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim: ...
+    def claim(
+        self, call: ToolCall, context: ToolContext, holder: str, meanwhile: Callable[[], object]
+    ) -> CallClaim: ...
 
-    def refuse(self, call: ToolCall, context: ToolContext) -> CallClaim: ...
+    def refuse(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim: ...
 
 
 class BlobStore(Protocol):
@@ -114,13 +116,15 @@ class Executor:
         """Return the one result of the call. Raises CallRepeated when this message is not to be answered."""
         received_at, received = time.time(), time.monotonic()
         requests: Sequence[SandboxRequest] = ()
-        prepared = _attempt(call, lambda: self._prepare(call, context))
+        prepare = cache(lambda: _attempt(call, lambda: self._prepare(call, context)))
+        # The call is prepared while Redis decides about the claim.
+        claim = _attempt(call, lambda: self._claims.claim(call, context, self._resources.holder, prepare))
+        prepared = prepare()
         if isinstance(prepared, ToolResult):
-            claim = _attempt(call, lambda: self._claims.refuse(call, context))
+            if claim in (CallClaim.GRANTED, CallClaim.MOVED):
+                claim = _attempt(call, lambda: self._claims.refuse(call, context, self._resources.holder))
             # Its sender gets the refusal even if that cannot be noted.
             claim = CallClaim.GRANTED if isinstance(claim, ToolResult) else claim
-        else:
-            claim = _attempt(call, lambda: self._claims.claim(call, context, self._resources.holder))
         if claim in (CallClaim.STARTED, CallClaim.SUPERSEDED):
             raise CallRepeated(claim)
         if isinstance(claim, ToolResult):

@@ -28,3 +28,20 @@ def test_only_a_redis_that_does_not_answer_lets_a_call_be_sent_again(
     house.ledger.claim = claim  # type: ignore[method-assign]
     result = house.execute(build_call(text="hi"))
     assert (result.error_code, result.metadata.get("not_run"), house.runs) == (code, reason, 0)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_refused_call_is_claimed_first_and_gets_its_refusal(is_away: bool) -> None:
+    house = House()
+    claim, order = house.ledger.claim, []
+
+    def follow(call: Any, context: Any, holder: str, meanwhile: Any) -> CallClaim:
+        order.append("claim")
+        if is_away:
+            raise BrokerUnavailable("Redis does not answer")
+        return claim(call, context, holder, meanwhile)
+
+    house.ledger.claim = follow  # type: ignore[method-assign,assignment]
+    result = house.execute(build_call(words="hi"))
+    assert (result.error_code, house.runs, order) == (ErrorCode.INVALID_ARGUMENTS, 0, ["claim"])
+    assert house.ledger.refused == (set() if is_away else {("acme", "call-1")})

@@ -104,7 +104,9 @@ def test_the_table_of_cases_holds_for_starting_and_for_refusing(book: Book, stat
     for attempt, expected in zip((2, 3, 1), EXPECTED[state], strict=True):
         book.write(state, attempt=2)
         context = build_context(attempt=attempt)
-        verdict = book.ledger.claim(CALL, context, HOLDER) if verb == "claim" else book.ledger.refuse(CALL, context)
+        verdict = (
+            book.ledger.claim(CALL, context, HOLDER) if verb == "claim" else book.ledger.refuse(CALL, context, HOLDER)
+        )
         assert verdict is expected
         record = book.read()
         if expected is CallClaim.GRANTED:
@@ -119,7 +121,21 @@ def test_the_table_of_cases_holds_for_starting_and_for_refusing(book: Book, stat
 
 def test_what_is_refused_never_starts_and_is_refused_once(book: Book) -> None:
     book.write(CallState.QUEUED)
-    assert [book.ledger.refuse(CALL, build_context()) for _ in range(2)] == [CallClaim.GRANTED, CallClaim.STARTED]
+    assert [book.ledger.refuse(CALL, build_context(), HOLDER) for _ in range(2)] == [
+        CallClaim.GRANTED,
+        CallClaim.STARTED,
+    ]
+    assert book.claim() is CallClaim.STARTED
+
+
+def test_a_worker_takes_back_its_own_claim_of_a_call_that_it_refuses(book: Book) -> None:
+    book.write(CallState.QUEUED)
+    assert book.claim() is CallClaim.GRANTED
+    assert book.ledger.refuse(CALL, build_context(), "host.h2.b00t/w2") is CallClaim.STARTED
+    assert book.ledger.refuse(CALL, build_context(), HOLDER) is CallClaim.GRANTED
+    record = book.read()
+    assert record is not None
+    assert (record.state, record.holder, record.started_at) == (CallState.FORBIDDEN, "", 0.0)
     assert book.claim() is CallClaim.STARTED
 
 
@@ -187,7 +203,7 @@ def test_records_do_not_stay_for_ever(book: Book) -> None:
     key = call_key("d", "acme", "c1")
     for note in (
         lambda: book.claim(),
-        lambda: book.ledger.refuse(CALL, build_context()),
+        lambda: book.ledger.refuse(CALL, build_context(), HOLDER),
         lambda: book.ledger.forbid("acme", "c1"),
     ):
         book.client.delete(key)
@@ -222,7 +238,7 @@ def test_a_claim_whose_answer_was_lost_knows_itself_when_it_is_sent_again(book: 
     """The client library sends a command again when the connection broke: the first one may have been carried out."""
     script: Any = book.ledger._claim
 
-    def lose_first(*, keys: list[str], args: list[Any]) -> Any:
+    def lose_first(*, keys: list[str], args: list[Any], meanwhile: Any) -> Any:
         script(keys=keys, args=args)
         return script(keys=keys, args=args)
 
@@ -235,19 +251,29 @@ def test_a_refusal_or_a_lateness_whose_answer_was_lost_is_told_all_the_same(book
     """Else nobody would answer, and the caller be told that somebody has cancelled the call."""
 
     def twice(script: Any) -> Any:
-        def send(*, keys: list[str], args: list[Any]) -> Any:
+        def send(*, keys: list[str], args: list[Any], **_: Any) -> Any:
             script(keys=keys, args=args)
             return script(keys=keys, args=args)
 
         return send
 
     book.ledger._refuse, book.ledger._claim = twice(book.ledger._refuse), twice(book.ledger._claim)
-    assert [book.ledger.refuse(CALL, build_context()), book.ledger.refuse(CALL, build_context())] == [
+    assert [book.ledger.refuse(CALL, build_context(), HOLDER), book.ledger.refuse(CALL, build_context(), HOLDER)] == [
         CallClaim.GRANTED,
         CallClaim.STARTED,
     ]
     book.write(CallState.QUEUED)
     assert [book.claim(deadline_at=time.time() - 5), book.claim()] == [CallClaim.EXPIRED, CallClaim.STARTED]
+
+
+def test_an_interrupt_while_redis_decides_leaves_no_answer_for_the_next_claim(book: Book) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        book.ledger.claim(CALL, build_context(), HOLDER, interrupt)
+    assert book.claim(attempt=2) is CallClaim.STARTED
+    assert book.claim(tenant="rival") is CallClaim.GRANTED
 
 
 def test_a_redis_that_lost_its_scripts_is_given_them_again(book: Book) -> None:
@@ -311,7 +337,7 @@ def test_an_attempt_starts_at_most_once_whatever_happens_in_between(
             elif step == "finish":
                 book.write(CallState.DONE, attempt=attempt)
             elif step == "refuse":
-                book.ledger.refuse(CALL, build_context(attempt=attempt))
+                book.ledger.refuse(CALL, build_context(attempt=attempt), HOLDER)
             elif step == "forbid":
                 book.ledger.forbid("acme", "c1")
         assert sorted(set(starts)) == sorted(starts)

@@ -138,10 +138,10 @@ class LocalWorker:
 class _GrantingLedger:
     """Knows of no other worker: every call is this one's."""
 
-    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
+    def claim(self, call: ToolCall, context: ToolContext, holder: str, meanwhile: Callable[[], object]) -> CallClaim:
         return CallClaim.GRANTED
 
-    def refuse(self, call: ToolCall, context: ToolContext) -> CallClaim:
+    def refuse(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
         return CallClaim.GRANTED
 
 

@@ -114,6 +114,21 @@ def _check_action(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _check_danger(arguments: Mapping[str, Any]) -> None:
+    """Raises ToolFailure(SECURITY_REFUSED) for a catastrophic command, or input of a shell that it starts or of a
+    job.
+    """
+    folder, stdin = _HOME, arguments["stdin"]
+    if arguments["action"] == "run":
+        folder = posixpath.normpath(posixpath.join(_HOME, arguments.get("cwd") or ""))
+        script = parse_commands(arguments["command"])
+        _refuse(script, folder, "the command")
+        if not any(part.program in SHELLS for part in script.commands):
+            return
+    if stdin:
+        _refuse(parse_commands(stdin), folder, "the input for a shell")
+
+
 def _run(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     action = arguments["action"]
     if action == "run":
@@ -121,7 +136,6 @@ def _run(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     if action == "list":
         return list_jobs(environment)
     if action == "input":
-        _refuse_input(arguments["stdin"])
         return feed_job(arguments["job_id"], arguments["stdin"], environment, close=arguments["close_stdin"])
     return (
         poll_job(arguments["job_id"], environment) if action == "poll" else kill_job(arguments["job_id"], environment)
@@ -129,11 +143,9 @@ def _run(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 
 
 def _run_command(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    command, stdin = arguments["command"], arguments["stdin"]
-    _refuse_catastrophe(command, arguments.get("cwd"), stdin)
     if arguments["background"]:
         return start_job(arguments, environment)
-    script, body = encode(command, "command"), encode(stdin, "stdin")
+    script, body = encode(arguments["command"], "command"), encode(arguments["stdin"], "stdin")
     request: dict[str, Any] = {
         "op": "exec",
         "argv": None,
@@ -161,20 +173,6 @@ def run_shown(request: Mapping[str, Any], body: bytes, environment: ToolEnvironm
     return GuestResponse(response.done, {**response.streams, **shown.streams})
 
 
-def _refuse_catastrophe(command: str, cwd: str | None = None, stdin: str = "") -> None:
-    """Raises ToolFailure(SECURITY_REFUSED). `stdin` is read as a script, too, when the command starts a shell."""
-    folder = posixpath.normpath(posixpath.join(_HOME, cwd or ""))
-    script = parse_commands(command)
-    _refuse(script, folder, "the command")
-    if stdin and any(part.program in SHELLS for part in script.commands):
-        _refuse_input(stdin, folder)
-
-
-def _refuse_input(text: str, folder: str = _HOME) -> None:
-    """Text for a shell that runs already. Raises ToolFailure(SECURITY_REFUSED)."""
-    _refuse(parse_commands(text), folder, "the input for a shell")
-
-
 def _refuse(script: Script, folder: str, what: str) -> None:
     danger = classify(script, folder)
     if danger.level >= Level.CATASTROPHIC:
@@ -185,4 +183,4 @@ def _refuse(script: Script, folder: str, what: str) -> None:
         )
 
 
-BASH_TOOL = WorkerTool(_SPEC, _run, validators=(_check_action,))
+BASH_TOOL = WorkerTool(_SPEC, _run, validators=(_check_action, _check_danger))
