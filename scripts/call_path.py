@@ -1,10 +1,10 @@
-"""Shows which product files run for one call of bash_tool, from `Session.call` to the guest and back.
+"""Shows which product files and functions run for one call of bash_tool, from `Session.call` to the guest and back.
 
 Starts an embedded stack whose processes record the files of the functions that run in them (call_path_hook.py), and
 makes some calls to warm up. Then it records several calls. Each has a window of its own, which ends SETTLE_S after the
 result: the work that a process does for the call after its answer belongs to the path.
 
-A file is on the path when it runs in every window. This keeps out background work (heartbeats, sweeps), whose periods
+A file or function is on the path when it runs in every window. This keeps out background work (heartbeats, sweeps), whose periods
 are longer than a window. An idle window is not subtracted: files that calls and background work share would be lost.
 
 The guest runs on plain pipes instead of in a container. It gets the request that bash_tool sends, under the same rule.
@@ -12,6 +12,7 @@ Lua scripts, and modules of which only the import ran, are not counted.
 """
 
 import argparse
+import ast
 import asyncio
 import json
 import mmap
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -64,14 +66,20 @@ class Recording:
         finally:
             self._switch[0] = 0
 
-    def files(self) -> dict[str, list[str]]:
-        """Role -> the files that ran in every window."""
-        windows: dict[str, dict[str, set[int]]] = {role: {} for role in ROLES}
+    def functions(self) -> dict[str, dict[str, set[int]]]:
+        """Role -> file that ran in every window -> first lines of its functions that did."""
+        windows: dict[str, dict[tuple[str, int], set[int]]] = {role: {} for role in ROLES}
         for line in self._seen.read_text().splitlines():
-            number, role, file = line.split(" ", 2)
+            number, role, at, file = line.split(" ", 3)
             if file.startswith(FOLDERS):
-                windows[role].setdefault(file, set()).add(int(number))
-        return {role: sorted(file for file in files if len(files[file]) == WINDOWS) for role, files in windows.items()}
+                windows[role].setdefault((file, int(at)), set()).add(int(number))
+                # Different functions of one file may run in each window.
+                windows[role].setdefault((file, 0), set()).add(int(number))
+        found: dict[str, dict[str, set[int]]] = {role: {} for role in ROLES}
+        for role, functions in windows.items():
+            for name, first in sorted(one for one, numbers in functions.items() if len(numbers) == WINDOWS):
+                found[role].setdefault(name, set()).add(first)
+        return {role: {file: firsts - {0} for file, firsts in files.items()} for role, files in found.items()}
 
 
 async def record_calls(recording: Recording) -> None:
@@ -103,35 +111,64 @@ def record_guest(recording: Recording) -> None:
                 raise RuntimeError(f"the guest's call did not succeed: {done}")
 
 
-def count_lines(files: list[str]) -> dict[str, int]:
-    """File -> its number of lines."""
-    return {file: len((ROOT / file).read_bytes().splitlines()) for file in files}
+@dataclass(frozen=True)
+class Size:
+    """Of a file: its lines, and those of its functions that ran."""
+
+    lines: int
+    run: int
 
 
-def build_report(files: Mapping[str, list[str]]) -> dict[str, dict[str, int]]:
-    """Process -> file -> lines; in `total` each file is there once."""
-    report = {role: count_lines(files[role]) for role in ROLES}
-    return {**report, "total": {file: lines for counted in report.values() for file, lines in counted.items()}}
+def measure(functions: Mapping[str, set[int]]) -> dict[str, Size]:
+    """Return the size of each file, by the first lines of its functions."""
+    sizes = {}
+    for file, firsts in functions.items():
+        text = (ROOT / file).read_text()
+        run = set[int]()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+                run |= set(range(first, (node.end_lineno or first) + 1)) if first in firsts else set()
+        sizes[file] = Size(len(text.splitlines()), len(run))
+    return sizes
 
 
-def render(report: Mapping[str, Mapping[str, int]]) -> str:
+def build_report(functions: Mapping[str, Mapping[str, set[int]]]) -> dict[str, dict[str, Size]]:
+    """Process -> file -> size; in `total` each file is there once, with the functions that ran in any process."""
+    every: dict[str, set[int]] = {}
+    for files in functions.values():
+        for file, firsts in files.items():
+            every.setdefault(file, set()).update(firsts)
+    return {**{role: measure(functions[role]) for role in ROLES}, "total": measure(every)}
+
+
+def render(report: Mapping[str, Mapping[str, Size]]) -> str:
     """Format the report for people."""
     lines = []
     for role in ROLES:
-        rows = (f"  {count:5}  {file}" for file, count in report[role].items())
+        rows = (f"  {size.run:5} of {size.lines:5}  {file}" for file, size in report[role].items())
         lines += [f"{role}: {_format_sum(report[role])}", *rows, ""]
     return "\n".join([*lines, f"total, each file once: {_format_sum(report['total'])}", ""])
 
 
-def to_json(report: Mapping[str, Mapping[str, int]]) -> str:
+def to_json(report: Mapping[str, Mapping[str, Size]]) -> str:
     """Format the report for programs: the files of each process, and the sums."""
-    sums = {name: {"files": len(files), "lines": sum(files.values())} for name, files in report.items()}
-    processes = {role: {**sums[role], "by_file": report[role]} for role in ROLES}
-    return json.dumps({"processes": processes, "total": sums["total"]}) + "\n"
+    processes = {role: {**_sum(report[role]), "by_file": _lines(report[role])} for role in ROLES}
+    return json.dumps({"processes": processes, "total": _sum(report["total"])}) + "\n"
 
 
-def _format_sum(files: Mapping[str, int]) -> str:
-    return f"{len(files)} files, {sum(files.values()):,} lines"
+def _lines(files: Mapping[str, Size]) -> dict[str, int]:
+    return {file: size.lines for file, size in files.items()}
+
+
+def _sum(files: Mapping[str, Size]) -> dict[str, int]:
+    sizes = files.values()
+    return {"files": len(files), "lines": sum(one.lines for one in sizes), "run": sum(one.run for one in sizes)}
+
+
+def _format_sum(files: Mapping[str, Size]) -> str:
+    sums = _sum(files)
+    return f"{sums['files']} files of {sums['lines']:,} lines; {sums['run']:,} lines of functions run"
 
 
 def main() -> int:
@@ -151,7 +188,7 @@ def main() -> int:
             return 1
         finally:
             sys.setprofile(None)
-        report = build_report(recording.files())
+        report = build_report(recording.functions())
     sys.stdout.write(to_json(report) if wants_json else render(report))
     return 0
 

@@ -1,4 +1,4 @@
-"""Records which files of the project run in this process while a switch is on (scripts/call_path.py).
+"""Records which functions of the project run in this process while a switch is on (scripts/call_path.py).
 
 The standard library alone: it is `sitecustomize` of the processes of a stack, and the guest imports it under any Python
 from 3.9 on.
@@ -14,7 +14,8 @@ from types import FrameType
 
 FOLDER = "CALL_PATH_FOLDER"
 """The variable that names the folder of the recording. There: `root`, the project's folder; `switch`, one byte, the
-number of the window that is recorded, 0 for none; `seen`, a line for each window, process and file."""
+number of the window that is recorded, 0 for none; `seen`, a line for each window, process and function: with the
+function's first line and its file."""
 
 
 def install(role: str) -> None:
@@ -29,14 +30,15 @@ def install(role: str) -> None:
 
     def record(frame: FrameType, event: str, argument: object) -> None:
         window = switch[0]
-        path = frame.f_code.co_filename
-        if not window or (window, path) in seen:
+        code = frame.f_code
+        if not window or (window, code) in seen:
             return
-        seen.add((window, path))
+        seen.add((window, code))
+        path = code.co_filename
         if path.startswith(root):
             # Opened for each line: the guest's supervisor closes every file that it did not open.
             fd = os.open(os.path.join(folder, "seen"), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            os.write(fd, f"{window} {role} {path[len(root) :]}\n".encode())
+            os.write(fd, f"{window} {role} {code.co_firstlineno} {path[len(root) :]}\n".encode())
             os.close(fd)
 
     threading.setprofile(record)
