@@ -92,6 +92,15 @@ class Clocks(Record):
     run_s: float = 0.0
     transfer_s: float = 0.0
 
+    @property
+    def total_s(self) -> float:
+        """Return how long the call took."""
+        return self.queued_s + self.sandbox_s + self.run_s + self.transfer_s
+
+    def __add__(self, other: "Clocks") -> "Clocks":
+        """Return the sum of every field."""
+        return Clocks(**{name: seconds + getattr(other, name) for name, seconds in self})
+
 
 class KillReport(Record):
     """Present whenever anything was killed. `survivors` other than 0 means that the sandbox was removed."""

@@ -36,13 +36,8 @@ def _find_options(record: type[Record], path: tuple[str, ...] = ()) -> Iterator[
 _FIELDS = {option: (path, field) for option, path, field in _find_options(TenantPolicy)}
 OPTIONS = {option: path for option, (path, _) in _FIELDS.items()}
 """Option -> the field of the policy that it sets."""
-_UNSET = {
-    "tools": "all",
-    "rate": "no limit",
-    "image": "as the class says",
-    "network": "as the class says",
-    "workspace-bytes": "as the class says",
-}
+_UNSET = {"tools": "all", "rate": "no limit"}
+"""Option -> what a policy without it has. Without another one, it has what its class of hosts says."""
 
 
 def with_policy_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -176,7 +171,9 @@ def _show(option: str, value: Any) -> str:
         return ", ".join(rules) or "none"
     if isinstance(value, list):
         return ", ".join(value) or "none"
-    return f"{value:g}" if isinstance(value, float) else _UNSET.get(option, "") if value is None else str(value)
+    if value is None:
+        return _UNSET.get(option, "as the class says")
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _invalid(option: str, message: str) -> ToolFailure:

@@ -222,7 +222,7 @@ class _Run:
         if reply.observed:
             self._transcript.append_observations(self._agent.dialect.build_observations(reply.observed))
         for _, result in reply.observed:
-            self._clocks = _add_clocks(self._clocks, result.clocks)
+            self._clocks += result.clocks
         if self._spending.charge(end.usage, self._window.estimate(reply.request.messages, end.message)):
             self._warn("the server does not count tokens: the budget goes by an estimate")
         return end
@@ -385,12 +385,3 @@ class _Run:
 
     def _tell(self, event: RunEvent) -> None:
         self._agent.on_event(event)
-
-
-def _add_clocks(one: Clocks, other: Clocks) -> Clocks:
-    return Clocks(
-        queued_s=one.queued_s + other.queued_s,
-        sandbox_s=one.sandbox_s + other.sandbox_s,
-        run_s=one.run_s + other.run_s,
-        transfer_s=one.transfer_s + other.transfer_s,
-    )

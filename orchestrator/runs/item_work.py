@@ -394,9 +394,8 @@ class _Telling:
     def call_done(self, result: ToolResult, seconds: float) -> None:
         """A call has ended."""
         code = result.error_code.value if result.error_code is not None else None
-        clocks = result.clocks
         # Of one that comes out of the log its own clocks tell how long it took.
-        seconds = max(seconds, clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s)
+        seconds = max(seconds, result.clocks.total_s)
         told = {
             "at": time.time(),
             "item": self._item,
@@ -405,7 +404,7 @@ class _Telling:
             "call": result.call_id,
             "tool": result.name,
         }
-        self._tell(CallDone.model_validate({**told, "seconds": seconds, "error_code": code, "clocks": clocks}))
+        self._tell(CallDone.model_validate({**told, "seconds": seconds, "error_code": code, "clocks": result.clocks}))
 
 
 def _needs_session(item: BatchItem) -> bool:

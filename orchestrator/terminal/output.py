@@ -126,21 +126,14 @@ class RunView:
 
 
 def format_clocks(clocks: Clocks) -> str:
-    """The four clocks in milliseconds."""
-    parts = (
-        ("queued", clocks.queued_s),
-        ("sandbox", clocks.sandbox_s),
-        ("run", clocks.run_s),
-        ("transfer", clocks.transfer_s),
-    )
-    return "  ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts)
+    """Return every clock in milliseconds."""
+    return "  ".join(f"{name.removesuffix('_s')} {seconds * 1000:.1f} ms" for name, seconds in clocks)
 
 
 def format_times(result: ToolResult) -> str:
     """The clocks of a call. Of one that was lost only the time until that was noticed is known."""
     if result.error_code in (ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN):
-        clocks = result.clocks
-        return f"lost, noticed after {clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s:.1f} s"
+        return f"lost, noticed after {result.clocks.total_s:.1f} s"
     return format_clocks(result.clocks)
 
 

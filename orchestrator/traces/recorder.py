@@ -269,10 +269,8 @@ class TraceRecorder:
         self._arguments.pop(result.call_id, None)
         self._note_sandbox(event, result)
         told = result.model_dump(mode="json", exclude={"call_id", "name", "blob"})
-        clocks = result.clocks
         # A result that was known already, as a run was taken up again, comes at once: its own clocks say what it took.
-        took = clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s
-        seconds = max(took, event.at - called_at) if called_at is not None else None
+        seconds = max(result.clocks.total_s, event.at - called_at) if called_at is not None else None
         self._tell_of_call(
             "tool.result", event, result.call_id, tool=result.name, step=self._step, seconds=seconds, **told
         )

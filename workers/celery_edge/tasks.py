@@ -11,7 +11,7 @@ from celery import Celery
 from celery.exceptions import Ignore
 from celery.signals import task_unknown
 
-from contract.calls import POOL_GRACE_S, Clocks, ToolCall, ToolContext, ToolResult
+from contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, EnvelopeRefused, ErrorCode, RefusalReason, ToolFailure
 from contract.names import POOL_QUEUES, call_key, task_name
@@ -186,21 +186,13 @@ def _log_end(call: ToolCall, context: ToolContext, result: ToolResult) -> None:
             "call_ended",
             attempt=context.attempt,
             code=result.error_code,
-            **_round(result.clocks),
+            **{name: round(seconds, 4) for name, seconds in result.clocks if name != "transfer_s"},
             sandbox=_sandbox_id(result),
         )
 
 
 def _sandbox_id(result: ToolResult) -> str:
     return result.sandbox.id if result.sandbox is not None else ""
-
-
-def _round(clocks: Clocks) -> dict[str, float]:
-    return {
-        "queued_s": round(clocks.queued_s, 4),
-        "sandbox_s": round(clocks.sandbox_s, 4),
-        "run_s": round(clocks.run_s, 4),
-    }
 
 
 def _decode(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, ToolContext]:
