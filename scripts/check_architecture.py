@@ -52,7 +52,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 }
 
 # Packages whose folders, and modules beside them, must not import each other in a circle, not even for types.
-LAYERED = ("orchestrator",)
+LAYERED = ("orchestrator", "workers", "workers.sandboxd")
 
 # Package -> third-party modules it may import; a package that is not named may import any that has no wall.
 THIRD_PARTY: dict[str, frozenset[str]] = {
@@ -302,22 +302,24 @@ def check_cycles(modules: list[Module]) -> Iterator[Violation]:
             if not imported.is_for_types:
                 for target in found:
                     lines[module.name].setdefault(target, place)
-            if module.package in LAYERED and not is_entry(module.name):
-                importer = folder_of(module.name)
-                for folder in {folder_of(target) for target in found if not is_entry(target)} - {importer}:
+            for layer in (layer for layer in LAYERED if is_below(module.name, layer)):
+                importer = folder_of(module.name, layer)
+                for folder in {folder_of(target, layer) for target in found if is_below(target, layer)} - {importer}:
                     folders.setdefault(importer, {}).setdefault(folder, place)
     yield from circles("cycle", lines)
     yield from circles("folder-cycle", folders)
 
 
-def is_entry(name: str) -> bool:
-    """Whether a module is above all folders: a package itself, or what `python -m` runs."""
-    return "." not in name or name.endswith(".__main__")
+def is_below(name: str, package: str) -> bool:
+    """Whether a module is in a folder of the package or beside them. The package itself, and what `python -m` runs, are
+    above all folders.
+    """
+    return name.startswith(package + ".") and not name.endswith(".__main__")
 
 
-def folder_of(name: str) -> str:
+def folder_of(name: str, package: str) -> str:
     """The folder of a package in which a module is, or the module itself beside the folders."""
-    return ".".join(name.split(".")[:2])
+    return ".".join(name.split(".")[: package.count(".") + 2])
 
 
 def circles(rule: str, lines: dict[str, dict[str, tuple[str, int]]]) -> Iterator[Violation]:

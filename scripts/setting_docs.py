@@ -25,8 +25,13 @@ from contract.setting_rows import variable_names  # noqa: E402
 from orchestrator.settings import OrchestratorSettings  # noqa: E402
 from scripts.kept_pages import keep_page  # noqa: E402
 from telemetry.settings import TracingSettings  # noqa: E402
-from workers.sandboxd.classes import TenantClass  # noqa: E402
-from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings  # noqa: E402
+from workers.settings import (  # noqa: E402
+    EgressSettings,
+    SandboxdSettings,
+    TenantClass,
+    WebSettings,
+    WorkerSettings,
+)
 
 PAGE = ROOT / "docs" / "settings.md"
 INTRO = """\

@@ -15,8 +15,8 @@ sys.path.insert(0, str(ROOT))
 from contract.errors import ErrorCode  # noqa: E402
 from contract.tool_pages import render_tool  # noqa: E402
 from workers.tools.builtin import build_registry  # noqa: E402
-from workers.tools.webfetch import WEBFETCH_SPEC  # noqa: E402
-from workers.tools.websearch import WEBSEARCH_SPEC  # noqa: E402
+from workers.web.webfetch import WEBFETCH_SPEC  # noqa: E402
+from workers.web.websearch import WEBSEARCH_SPEC  # noqa: E402
 
 PAGE = ROOT / "docs" / "tools.md"
 INTRO = """\

@@ -13,19 +13,18 @@ from typing import Any, Literal
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import Behaviour, FakeEngine
 from workers.sandbox_client import SandboxClient
-from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.connection import Server
 from workers.sandboxd.control import ControlRequests
 from workers.sandboxd.disks.base import WorkspaceMount, Workspaces, WorkspaceSize
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
+from workers.sandboxd.factory import SandboxFactory, SandboxSlots
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.monitor import IdleTimes, SessionMonitor
-from workers.sandboxd.plans import Plans, Profile
+from workers.sandboxd.plans import Plans, Profile, SandboxPlan
 from workers.sandboxd.pool import PoolLimits, WarmPools
+from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
-from workers.sandboxd.runtime.factory import SandboxFactory, SandboxSlots
-from workers.sandboxd.runtime.reaper import Reaper
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session

@@ -19,10 +19,9 @@ from workers.skills.examiner import SkillExaminer
 from workers.skills.installed import InstalledSkillCache
 from workers.skills.loader import load_skills
 from workers.skills.of_session import SessionSkills
+from workers.skills.tool import build_skill_tool, register_skill_tools
 from workers.tools.base import WorkerResources
 from workers.tools.builtin import build_registry
-from workers.tools.skill import build_skill_tool
-from workers.tools.skill_tools import register_skill_tools
 from workers.worker import WorkerParts, run_worker
 
 

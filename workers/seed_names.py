@@ -2,13 +2,13 @@
 here.
 """
 
+from workers.skills.tool import build_skill_tool
 from workers.tools.builtin import build_registry
 from workers.tools.edit import EDIT_TOOL
 from workers.tools.glob import GLOB_TOOL
 from workers.tools.grep import GREP_TOOL
 from workers.tools.read import READ_TOOL
 from workers.tools.shell import BASH_TOOL
-from workers.tools.skill import build_skill_tool
 from workers.tools.write import WRITE_TOOL
 
 BuiltInToolsRegistry = build_registry

@@ -8,16 +8,30 @@ from ipaddress import IPv6Network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, IPvAnyNetwork, JsonValue, SecretStr, field_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    IPvAnyNetwork,
+    JsonValue,
+    SecretStr,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.log_lines import LogFormat, LogLevel
 from contract.masking import SECRET_NAME
 from contract.settings import BrokerSettings, read_environment
-from workers.sandboxd.classes import TenantClass
+from contract.tenancy import NetworkPolicy
 
 DEFAULT_IMAGE = "toolcrew-sandbox:dev"
 MIB = 1024 * 1024
+HostPattern = Annotated[str, Field(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+"""A host name in ASCII; `*.example.org` is every name below example.org and not itself."""
+MAX_ENTRIES = 1000
+"""Of a list of rules: all of them go before each connection."""
 
 
 def default_socket() -> Path:
@@ -138,6 +152,43 @@ class WorkerSettings(BaseSettings):
     def broker(self) -> BrokerSettings:
         """What both sides must agree on."""
         return BrokerSettings.model_validate({name: getattr(self, name) for name in BrokerSettings.model_fields})
+
+
+class EgressRules(BaseModel):
+    """What the filtering proxy lets a session reach. Rates in bytes a second, sizes in bytes of a session's whole
+    life.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hosts: Annotated[tuple[HostPattern, ...], Field(max_length=MAX_ENTRIES)] = ()
+    """The only hosts; none: nothing can be reached."""
+    ports: Annotated[tuple[Annotated[int, Field(ge=1, le=65535)], ...], Field(max_length=MAX_ENTRIES)] = (80, 443)
+    private_hosts: Annotated[tuple[HostPattern, ...], Field(max_length=MAX_ENTRIES)] = ()
+    """Of the hosts, those that may lie on a private address: a package mirror of one's own."""
+    max_bytes: int = Field(default=2 * 1024**3, ge=1)
+    bytes_per_second: int = Field(default=50 * 1024**2, ge=1024)
+    max_connections: int = Field(default=32, ge=1, le=256)
+
+
+class TenantClass(BaseModel):
+    """What sessions of a tenant class may have on this host at most, in place of its defaults; None: the default. The
+    terms of a tenant name its class.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    runtime: str | None = Field(default=None, min_length=1)
+    image: str | None = Field(default=None, min_length=1)
+    images: tuple[str, ...] | None = None
+    network: NetworkPolicy = "none"
+    egress: EgressRules = EgressRules()
+    workspace_bytes: int | None = Field(default=None, ge=1024 * 1024)
+    memory_reserve_bytes: int | None = Field(default=None, ge=64 * 1024 * 1024)
+    cpus: float | None = Field(default=None, gt=0)
+    pids: int | None = Field(default=None, ge=16)
+    pool: dict[str, Annotated[int, Field(ge=0, le=1000)]] = {}
+    """Image -> how many never-used sandboxes of it are kept ready for the class."""
 
 
 class SandboxdSettings(BaseSettings):

@@ -19,7 +19,6 @@ from tests.containers import IMAGE, open_engine
 from tests.engine_stubs import answers_nothing, refuses, stub_engine
 from tests.log_lines import read_last_words
 from workers.sandboxd.__main__ import main
-from workers.sandboxd.classes import TenantClass
 from workers.sandboxd.daemon import open_daemon
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.plans import Plans
@@ -27,7 +26,7 @@ from workers.sandboxd.program import examine
 from workers.sandboxd.promises import judge
 from workers.sandboxd.runtime.engine import AttachedContainer, Engine, EngineFacts
 from workers.sandboxd.runtime.engine_gate import Lane, Lanes
-from workers.settings import SandboxdSettings
+from workers.settings import SandboxdSettings, TenantClass
 
 HASTY = Lanes(
     *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "looks", "freezes", "fills")),

@@ -18,13 +18,12 @@ from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, LABELS, RUNTIME, open_container, open_engine
 from tests.image_scan import scan_image
 from tests.stack import eventually, missing
-from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
-from workers.sandboxd.plans import Profile
+from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck
+from workers.sandboxd.plans import Profile, SandboxPlan
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import Attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
 from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
-from workers.sandboxd.runtime.factory import SandboxFactory, SandboxSlots, StartCheck
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 

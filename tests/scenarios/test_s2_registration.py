@@ -29,10 +29,9 @@ from workers.custom.calls import CustomCalls
 from workers.custom.loading import serve_values
 from workers.settings import WebSettings
 from workers.skills.loader import load_skills
+from workers.skills.tool import build_skill_tool, register_skill_tools
 from workers.tools.base import Outcome, WorkerTool
 from workers.tools.builtin import build_registry
-from workers.tools.skill import build_skill_tool
-from workers.tools.skill_tools import register_skill_tools
 from workers.web.tools import build_web_tools
 
 ALPHA, BETA = build_spec("alpha_tool"), build_spec("beta_tool")

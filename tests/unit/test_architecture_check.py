@@ -153,37 +153,41 @@ def test_an_empty_package_file_of_the_product_needs_a_docstring_and_one_of_the_t
 @pytest.mark.parametrize(
     "files",
     [
-        pytest.param({"a": "from workers import b", "b": "import workers.a"}, id="two modules"),
+        pytest.param({"a": "from store import b", "b": "import store.a"}, id="two modules"),
         pytest.param(
             {"a": "from . import b", "b": "from .c import X", "c": "def f():\n    from . import a"},
             id="three, one late",
         ),
         pytest.param(
-            {"__init__": "from workers import b", "b": "from workers import VERSION"}, id="a package and its part"
+            {"__init__": "from store import b", "b": "from store import VERSION"}, id="a package and its part"
         ),
     ],
 )
 def test_modules_that_import_each_other_are_found(tmp_path: Path, files: dict[str, str]) -> None:
-    write_tree(tmp_path, {**CLEAN_TREE, **{f"workers/{name}.py": source for name, source in files.items()}})
+    write_tree(tmp_path, {**CLEAN_TREE, **{f"store/{name}.py": source for name, source in files.items()}})
     assert [rule for _, _, rule in find_violations(tmp_path)] == ["cycle"]
 
 
-def test_folders_that_import_each_other_are_found_although_no_modules_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("orchestrator/loop", "orchestrator/dialects"), ("workers/sandboxd/runtime", "workers/sandboxd/disks")],
+)
+def test_folders_that_import_each_other_are_found_although_no_modules_do(tmp_path: Path, one: str, other: str) -> None:
     write_tree(tmp_path, CLEAN_TREE)
-    importing_loop = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import orchestrator.loop.two"
+    import_back = f"import {one.replace('/', '.')}.two"
     files = {
-        "orchestrator/loop/one.py": "import orchestrator.dialects.one",
-        "orchestrator/loop/two.py": "X = 1",
-        "orchestrator/dialects/one.py": "X = 1",
-        "orchestrator/dialects/two.py": importing_loop,
+        f"{one}/one.py": f"import {other.replace('/', '.')}.one",
+        f"{one}/two.py": "X = 1",
+        f"{other}/one.py": "X = 1",
+        f"{other}/two.py": f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {import_back}",
     }
     write_tree(tmp_path, {path: f'"""Its duty."""\n{source}\n' for path, source in files.items()})
     assert [rule for _, _, rule in find_violations(tmp_path)] == ["folder-cycle"]
 
 
 def test_an_import_for_the_type_checker_alone_makes_no_cycle(tmp_path: Path) -> None:
-    late = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from workers import a"
-    write_tree(tmp_path, {**CLEAN_TREE, "workers/a.py": "from workers import b", "workers/b.py": late})
+    late = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from store import a"
+    write_tree(tmp_path, {**CLEAN_TREE, "store/a.py": "from store import b", "store/b.py": late})
     assert find_violations(tmp_path) == []
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import WorkspaceSize
+from workers.sandboxd.factory import StartCheck, WorkspaceMissed
+from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.runtime.attestation import (
     Attestation,
     ask_attestation,
@@ -22,7 +23,6 @@ from workers.sandboxd.runtime.attestation import (
     find_misfits,
     parse_attestation,
 )
-from workers.sandboxd.runtime.factory import StartCheck, WorkspaceMissed
 
 MIB = 1024 * 1024
 CLEAN: dict[str, Any] = {

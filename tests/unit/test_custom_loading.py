@@ -16,11 +16,11 @@ from contract.names import BUILTIN_TOOLS
 from tests.builders import build_call, build_context
 from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from workers.custom.loading import load_custom_tools
+from workers.skills.tool import build_skill_tool
 from workers.tools.base import ToolEnvironment, WorkerRegistry, WorkerResources, WorkerTool
 from workers.tools.builtin import build_registry
-from workers.tools.skill import build_skill_tool
-from workers.tools.webfetch import WEBFETCH_SPEC
-from workers.tools.websearch import WEBSEARCH_SPEC
+from workers.web.webfetch import WEBFETCH_SPEC
+from workers.web.websearch import WEBSEARCH_SPEC
 
 WriteModule = Callable[..., str]
 

@@ -21,8 +21,8 @@ from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.loop.limits import Prices, ReActOptions, Spending, StopReason
 from orchestrator.models.adapter import MAX_CALLS
 from orchestrator.models.scripted import Raw, ScriptedModel
-from workers.custom import model as custom_model
-from workers.custom.model import CallerModel
+from workers.tools import caller_model as custom_model
+from workers.tools.caller_model import CallerModel
 
 
 class FakeEvents:

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 from tests.unit.test_doctor_promises import build_evidence
-from workers.sandboxd.classes import TenantClass
 from workers.sandboxd.promises import judge
-from workers.settings import SandboxdSettings
+from workers.settings import SandboxdSettings, TenantClass
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.sandboxd.classes import TenantClass
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.promises import (
     Evidence,
@@ -20,7 +19,7 @@ from workers.sandboxd.promises import (
     read_host_facts,
 )
 from workers.sandboxd.runtime.engine import EngineFacts
-from workers.settings import SandboxdSettings
+from workers.settings import SandboxdSettings, TenantClass
 
 GIB = 1024**3
 

@@ -29,7 +29,7 @@ from tests.web_servers import WebServer, answer, open_web_server
 from workers.egress.allowances import Allowances, Bucket, Opening
 from workers.egress.limits import ProxyLimits
 from workers.egress.verdicts import EgressVerdict, Refusal
-from workers.sandboxd.classes import EgressRules
+from workers.settings import EgressRules
 
 WATCHFUL = ProxyLimits(watch_s=0.05, linger_s=0.2)
 IDLE = replace(WATCHFUL, idle_s=0.3)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.egress_ground import SOON_S, Ground, body_of, build_rules, get, open_ground, read_all, read_some, status_of
 from tests.web_servers import WebServer, answer, open_web_server, redirect
-from workers.sandboxd.classes import MAX_ENTRIES, EgressRules
+from workers.settings import MAX_ENTRIES, EgressRules
 from workers.web.addresses import AddressRules
 
 

@@ -19,7 +19,7 @@ from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_exec
 from tests.skill_ground import write_skill
 from workers.call_policy import CallPolicy
 from workers.skills.loader import load_skills
-from workers.tools.skill import build_skill_tool
+from workers.skills.tool import build_skill_tool
 
 SKILL_TOOL = build_skill_tool(()).spec
 RUN, LOAD = {"name": "a", "action": "run", "script": "a.sh"}, {"name": "a", "action": "load"}

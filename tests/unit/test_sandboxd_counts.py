@@ -23,7 +23,7 @@ from tests.unit.test_sandboxd_ends import stillborn
 from tests.unit.test_sandboxd_hostile_guest import answering, call
 from tests.unit.test_sandboxd_sessions import lose
 from workers.host_duties import SandboxdMetrics
-from workers.sandboxd.runtime.factory import count_states
+from workers.sandboxd.factory import count_states
 from workers.sandboxd.sessions import NewSession
 
 QUEUE = "host.h1.b00t"

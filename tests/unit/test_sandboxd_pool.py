@@ -11,10 +11,10 @@ from contract.tenancy import SandboxTerms
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, open_host
 from workers.sandboxd import pool as pool_module
-from workers.sandboxd.classes import TenantClass
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.pool import PoolLimits, WarmPools
 from workers.sandboxd.sessions import NewSession
+from workers.settings import TenantClass
 
 QUICK = PoolLimits(target=2, refill_per_s=1000, memory_floor_bytes=0, keep_s=3600)
 SOON_S = 10.0

@@ -21,8 +21,8 @@ from tests.fake_sandboxd import (
     open_host,
     running_sandboxd,
 )
+from workers.sandboxd import factory as factory_module
 from workers.sandboxd.monitor import IdleTimes
-from workers.sandboxd.runtime import factory as factory_module
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import NewSession

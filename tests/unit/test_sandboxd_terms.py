@@ -15,12 +15,11 @@ from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFail
 from contract.tenancy import SandboxTerms
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import call, frame, raw_exchange
-from workers.sandboxd.classes import EgressRules, SandboxPlan, TenantClass
-from workers.sandboxd.plans import Plans, load_plans
+from workers.sandboxd.plans import Plans, SandboxPlan, load_plans
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import NewSession
-from workers.settings import SandboxdSettings
+from workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 MIB = 1024 * 1024
 IMAGES = ("default", "python", "node", "evil")

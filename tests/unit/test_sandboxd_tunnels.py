@@ -12,11 +12,10 @@ from structlog.testing import capture_logs
 
 from contract.tenancy import NetworkPolicy, SandboxTerms
 from tests.tunnel_ends import PREAMBLE, SOON_S, running_tunnels, unreachable, wait_for_cut
-from workers.sandboxd.classes import EgressRules, TenantClass
 from workers.sandboxd.egress import relay as relay_module
 from workers.sandboxd.egress.relay import GRANT, PIECE, WINDOW, open_proxy
 from workers.sandboxd.plans import Plans
-from workers.settings import SandboxdSettings
+from workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,8 @@ from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_exec
 from tests.skill_ground import SHIPPED, write_skill
 from workers.sandbox_client import SandboxdUnreachable
 from workers.skills.loader import load_skills
+from workers.skills.tool import build_skill_tool, register_skill_tools
 from workers.tools.base import Handler
-from workers.tools.skill import build_skill_tool
-from workers.tools.skill_tools import register_skill_tools
 
 FINE = build_exec_response()
 

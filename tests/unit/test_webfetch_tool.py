@@ -15,11 +15,11 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.schema import check_schema
 from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect, run_tool
 from workers.tools.base import WorkerTool
-from workers.tools.webfetch import build_webfetch
 from workers.web import pages
 from workers.web.fences import fence
 from workers.web.limits import Deadline
 from workers.web.pages import Extractor
+from workers.web.webfetch import build_webfetch
 
 WORDS = "This paragraph is long enough to be taken for the main part of the page by whoever looks for one. " * 5
 ARTICLE = f"""<html><head><title>A &amp; B</title><style>p {{}}</style><script>evil()</script></head><body>

@@ -15,7 +15,6 @@ from contract.schema import check_schema
 from tests.web_certificate import server_context
 from tests.web_servers import QUICK, SYSTEM_TLS, MemoryStore, StubResolver, WebServer, answer, open_web_server, run_tool
 from workers.settings import WebSettings, load_web_settings
-from workers.tools.websearch import NEEDS_CONFIGURATION, build_websearch
 from workers.web.providers.base import SearchProvider
 from workers.web.providers.brave import Brave
 from workers.web.providers.endpoint import Endpoint
@@ -23,6 +22,7 @@ from workers.web.providers.exa import Exa
 from workers.web.providers.searxng import Searxng
 from workers.web.providers.tavily import Tavily
 from workers.web.tools import build_egress_rules, build_providers, build_web_tools
+from workers.web.websearch import NEEDS_CONFIGURATION, build_websearch
 
 KEY = "key-that-nobody-may-see"
 NOW = 1_790_000_000.0

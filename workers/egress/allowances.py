@@ -13,7 +13,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from workers.egress.verdicts import EgressVerdict, Refusal, bad_gateway, exhausted
-from workers.sandboxd.classes import EgressRules
+from workers.settings import EgressRules
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_REMEMBERED = 100_000

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contract.errors import ToolFailure
 from workers.egress.limits import ProxyLimits
 from workers.egress.verdicts import EgressVerdict, Refusal, bad_gateway, refuse
-from workers.sandboxd.classes import EgressRules
+from workers.settings import EgressRules
 from workers.web.addresses import AddressRules
 from workers.web.connections import MAX_TRIED, check_peer, one_of_each_first
 from workers.web.egress import is_private_name, matches

@@ -17,23 +17,22 @@ from contract.errors import SandboxUnavailable
 from workers.lifeline import hold_lifeline
 from workers.sandboxd.archives.checkpoints import MOST_CHECKPOINTS, Checkpoints
 from workers.sandboxd.archives.choice import open_store
-from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.connection import OWNER, Server
 from workers.sandboxd.control import ControlRequests
 from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_workspaces
 from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
 from workers.sandboxd.egress.tunnels import Tunnels
+from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceMissed, count_states
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
-from workers.sandboxd.plans import Plans, Profile, load_plans
+from workers.sandboxd.plans import Plans, Profile, SandboxPlan, load_plans
 from workers.sandboxd.pool import PoolLimits, WarmPools, available_memory
+from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
 from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine, EngineFacts
-from workers.sandboxd.runtime.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceMissed, count_states
 from workers.sandboxd.runtime.hardening import find_drift
-from workers.sandboxd.runtime.reaper import Reaper
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session

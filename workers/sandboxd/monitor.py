@@ -14,8 +14,8 @@ import structlog
 from contract.errors import SandboxUnavailable
 from workers.logs import bound_to_session
 from workers.sandboxd.background import settle
-from workers.sandboxd.runtime.factory import SandboxFactory
-from workers.sandboxd.runtime.reaper import Reaper
+from workers.sandboxd.factory import SandboxFactory
+from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
 

@@ -3,15 +3,32 @@ which only narrow it.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import NetworkPolicy, SandboxTerms
-from workers.sandboxd.classes import DEFAULT, MAX_NAME_CHARS, EgressRules, SandboxPlan, TenantClass
 from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.runtime.hardening import SandboxLimits, Variant, build_container_config
-from workers.settings import SandboxdSettings
+from workers.settings import EgressRules, SandboxdSettings, TenantClass
+
+DEFAULT = "default"
+MAX_NAME_CHARS = 64
+"""Of a class, as terms name it."""
+
+
+@dataclass(frozen=True)
+class SandboxPlan:
+    """All that decides a container: sessions with equal plans may get the same never-used sandbox. Sizes in bytes."""
+
+    image: str
+    runtime: str
+    network: NetworkPolicy
+    workspace_bytes: int
+    workspace_inodes: int
+    memory_reserve_bytes: int
+    cpus: float
+    pids: int
 
 
 class Plans:

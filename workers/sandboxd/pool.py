@@ -13,10 +13,10 @@ from typing import Any
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import Workspace
+from workers.sandboxd.factory import SandboxFactory
+from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
-from workers.sandboxd.runtime.factory import SandboxFactory
 from workers.sandboxd.sandbox import Sandbox
 
 log = structlog.get_logger(__name__)

@@ -18,8 +18,8 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from contract.errors import SandboxUnavailable
 from contract.tenancy import SandboxTerms
-from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import Kind
+from workers.sandboxd.plans import SandboxPlan
 
 log = structlog.get_logger(__name__)
 

@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Any
 
 from contract.tenancy import SandboxTerms
-from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import Workspace
+from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.records import SessionRecord
 from workers.sandboxd.sandbox import Sandbox
 

@@ -12,11 +12,11 @@ import structlog
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.background import settle
-from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import Workspace
+from workers.sandboxd.factory import SandboxdEnding, SandboxFactory
+from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.pool import WarmPools
 from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.factory import SandboxdEnding, SandboxFactory
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import FILES_LOST, KEPT, Session, SessionMove
 from workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, SuspensionStore, adopt

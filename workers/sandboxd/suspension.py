@@ -15,9 +15,9 @@ from workers.sandboxd.archives.checkpoints import Checkpoints
 from workers.sandboxd.archives.choice import open_own_store
 from workers.sandboxd.archives.packing import count_most_bytes
 from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
+from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.records import Records, SessionRecord
 from workers.sandboxd.runtime.attestation import ask_attestation
-from workers.sandboxd.runtime.factory import SandboxFactory
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import FILES_LOST, KEPT, Session
 

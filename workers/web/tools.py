@@ -9,8 +9,6 @@ from contract.errors import ConfigError, ToolFailure
 from store.web_pages import PageStore
 from workers.settings import WebSettings
 from workers.tools.base import WorkerTool
-from workers.tools.webfetch import build_webfetch
-from workers.tools.websearch import build_websearch
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
 from workers.web.egress import EgressRules
@@ -23,6 +21,8 @@ from workers.web.providers.searxng import Searxng
 from workers.web.providers.tavily import Tavily
 from workers.web.resolver import Resolver, SystemResolver
 from workers.web.urls import parse_url
+from workers.web.webfetch import build_webfetch
+from workers.web.websearch import build_websearch
 
 
 def _is_set(secret: SecretStr | None) -> TypeGuard[SecretStr]:

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 Kind = Literal["image", "tmpfs", "folder"]
+UID: Final = 1000
+"""The user of all sandboxes, who owns the files of a workspace."""
 
 
 @dataclass(frozen=True)

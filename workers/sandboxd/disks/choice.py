@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import Final, Literal
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
+from workers.sandboxd.disks.base import UID, Workspaces, WorkspaceSize
 from workers.sandboxd.disks.ext4 import clear_work, find_tool, make_image, open_work
 from workers.sandboxd.disks.folder import FolderWorkspaces
 from workers.sandboxd.disks.image import TEMPLATES, ImageWorkspaces
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 from workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
-from workers.sandboxd.runtime.hardening import MIB, UID
 
 WantedKind = Literal["auto", "image", "tmpfs", "folder"]
 
-LARGEST_TMPFS_BYTES: Final = 256 * MIB
+LARGEST_TMPFS_BYTES: Final = 256 * 1024 * 1024
 """What is larger is not put into memory unasked."""
-_PROBE_SIZE: Final = WorkspaceSize(MIB, 256)
+_PROBE_SIZE: Final = WorkspaceSize(1024 * 1024, 256)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from pathlib import Path
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import WorkspaceSize
+from workers.sandboxd.disks.base import UID, WorkspaceSize
 from workers.sandboxd.disks.loop_mounts import mount_image, try_lock, unmount
 from workers.sandboxd.disks.trees import remove_tree
-from workers.sandboxd.runtime.hardening import UID
 
 log = structlog.get_logger(__name__)
 

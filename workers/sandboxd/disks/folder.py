@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import Kind, WorkspaceMount, WorkspaceSize
+from workers.sandboxd.disks.base import UID, Kind, WorkspaceMount, WorkspaceSize
 from workers.sandboxd.disks.trees import TreeCount
 from workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
-from workers.sandboxd.runtime.hardening import UID
 
 FILES = "files"
 WATCH_S = 0.2

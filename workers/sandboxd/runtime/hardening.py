@@ -11,11 +11,10 @@ from dataclasses import dataclass, fields
 from typing import Final, cast
 
 from contract.tenancy import NetworkPolicy
-from workers.sandboxd.disks.base import WorkspaceMount
+from workers.sandboxd.disks.base import UID, WorkspaceMount
 
 MIB: Final = 1024 * 1024
 LABEL_PREFIX: Final = "toolcrew."
-UID: Final = 1000
 GUEST_FOLDER: Final = "/opt/toolcrew"
 SKILLS_FOLDER: Final = "/skills"
 GUEST_COMMAND: Final = ("-I", "-S", "-u", GUEST_FOLDER)

@@ -1,25 +1,29 @@
 """skill_tool: the skills of the call's tenant and of the worker's operator, listed, read, and their scripts run in the
-session's sandbox.
+session's sandbox. Skills with a sidecar are also tools of their own name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import structlog
 from pydantic import JsonValue
 
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
+from contract.names import BUILTIN_TOOLS
 from contract.schema import prepare_arguments
 from contract.specs import NO_NETWORK, ToolSpec
 from store.skills import InstalledSkill
 from workers.skills.loader import Skill, read_bundled
 from workers.skills.of_session import SessionSkills
 from workers.skills.runner import name_nearest, run_entrypoint, run_script
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
 from workers.tools.read import DEFAULT_LINES, FOOTER_BYTES, MAX_LINES
 from workers.tools.text import MAX_OUTPUT_BYTES, show_name
+
+log = structlog.get_logger(__name__)
 
 MAX_LISTED_FILES = 100
 MAX_READ_BYTES = 10 * 1024 * 1024
@@ -264,3 +268,21 @@ def _page(lines: Sequence[str], first: int, limit: int, size: int) -> Outcome:
         {"lines": total, "size_bytes": size},
         truncated=is_cut or (last < total and limit == DEFAULT_LINES),
     )
+
+
+def register_skill_tools(registry: WorkerRegistry, skills: Iterable[Skill]) -> None:
+    """Register the skills that have a sidecar. One with the name of a built-in tool is logged and
+    stays a skill only.
+    """
+    for skill in skills:
+        if skill.tool is None:
+            continue
+        if skill.name in BUILTIN_TOOLS or registry.get(skill.name) is not None:
+            log.error("skill_name_taken", skill=skill.name, folder=str(skill.source))
+            continue
+        registry.register(WorkerTool(skill.tool.spec, partial(_run_skill, skill)))
+
+
+def _run_skill(skill: Skill, arguments: Mapping[str, Any], environment: ToolEnvironment) -> Outcome:
+    assert skill.tool is not None
+    return run_entrypoint(skill, skill.tool.sidecar, arguments, environment)

@@ -15,9 +15,8 @@ import structlog
 from contract.errors import SandboxUnavailable
 from contract.metrics import COUNT, SANDBOX_START_SECONDS, SUM, bucket_part
 from workers.sandboxd.background import settle
-from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disks.base import Workspace, Workspaces, WorkspaceSize
-from workers.sandboxd.plans import Profile
+from workers.sandboxd.plans import Profile, SandboxPlan
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import Guest, ask_attestation, explain_lacks, find_misfits
 from workers.sandboxd.runtime.engine import (

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.engine import LABEL_DEADLINE, LABEL_LEASE, LABEL_SANDBOXD, Engine, ListedContainer
-from workers.sandboxd.runtime.factory import SandboxFactory
 
 log = structlog.get_logger(__name__)
 
