@@ -15,12 +15,11 @@ from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, open_client, run_w
 from orchestrator.cli.traced import write_private
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls, table_rows
-from orchestrator.traces.attempts import find_attempts
 from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.export_messages import build_openai, build_traj
 from orchestrator.traces.export_otel import build_otel
 from orchestrator.traces.page import build_page
-from orchestrator.traces.reading import Trace, find_trace, list_traces, load_trace
+from orchestrator.traces.reading import Trace, find_attempts, find_trace, list_traces, load_trace
 from orchestrator.traces.recorded_calls import RecordedCall, load_calls
 from orchestrator.traces.replay import Comparing, Replayed, ReplayReport, replay
 from orchestrator.traces.stats import TraceStats, gather_stats

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -27,10 +28,11 @@ from contract.errors import BrokerUnavailable, OperatorError, SandboxUnavailable
 from contract.log_lines import find_last_words
 from contract.names import catalog_key
 from contract.settings import BrokerSettings
-from orchestrator.operations.local_api import LocalApi
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from orchestrator.operations.supervision import ChildPlan, Supervisor
 from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, program
+from store.api_keys import ApiKeys
 from store.connection import check_redis, open_redis
 
 READY_TIMEOUT_S = 60.0
@@ -47,8 +49,54 @@ END_FOR_GOOD = signal.SIGUSR1
 """To sandboxd: end, and keep nothing. By any other signal it keeps its sessions, for the one that is started after
 it.
 """
+API_KEY_TTL_S = 30 * 86_400.0
+"""How long the API key is valid if no process is left to revoke it: a stack may share a Redis that outlives it."""
+API_ROLE = "api"
+API_STOP_WITHIN_S = 5.0
 STACK_FILE = "stack.json"
 KEEPER_LOG = "keeper.log"
+
+
+@dataclass(frozen=True)
+class LocalApi:
+    """The API of a stack: its address, and a key of an administrator that is revoked when the stack ends."""
+
+    broker: BrokerSettings
+    port: int
+    key: str
+    key_id: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def plan(self, environment: Mapping[str, str]) -> ChildPlan:
+        """Return the plan of its process. An API key in the environment is for commands, not for the API."""
+        argv = program("orchestrator", "serve", "api", "--port", str(self.port))
+        return ChildPlan(
+            API_ROLE, argv, {**environment, "TOOLCREW_API_KEY": ""}, signal.SIGKILL, stop_within_s=API_STOP_WITHIN_S
+        )
+
+    @classmethod
+    async def prepare(cls, broker: BrokerSettings, port: int) -> "LocalApi":
+        """Create the key. Raises BrokerUnavailable."""
+        client = open_redis(broker)
+        try:
+            made = await ApiKeys(client, broker.deployment, broker.signing_keys()).add(
+                DEFAULT_TENANT, "admin", name="embedded stack", ttl_s=API_KEY_TTL_S
+            )
+        finally:
+            await client.aclose()
+        return cls(broker, port, made.text, made.id)
+
+    async def revoke(self) -> None:
+        """Revoke the key. If Redis has ended, the key has ended with it."""
+        client = open_redis(self.broker)
+        try:
+            with contextlib.suppress(BrokerUnavailable):
+                await ApiKeys(client, self.broker.deployment, self.broker.signing_keys()).revoke(self.key_id)
+        finally:
+            await client.aclose()
 
 
 class StackInfo(BaseModel):

@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol
 from contract.calls import ToolResult
 from orchestrator.traces.masking import Masker
 from orchestrator.traces.recorded_calls import RecordedCall, Told, exit_code_of, streams_of
-from orchestrator.traces.volatile import pair_names, rename, without_volatile
 
 MAX_DIFF_LINES = 200
 """Of one call; more is counted."""
@@ -73,7 +72,7 @@ class ReplayReport:
 @dataclass(frozen=True)
 class Comparing:
     """How results are compared. `ignore`: what matches counts as the same on both sides. `is_exact`: so does nothing
-    else; otherwise what differs each time (volatile.py) does, too. `masker`: recorded texts are masked, so the new ones
+    else; otherwise what differs each time does, too. `masker`: recorded texts are masked, so the new ones
     are before they are compared."""
 
     ignore: Sequence[re.Pattern[str]] = ()
@@ -156,8 +155,8 @@ async def replay(
     for call in calls:
         one = _left_alone(call, pools, runs_outside=runs_outside)
         if one is None:
-            result = await session.call(call.tool, rename(call.arguments, names))
-            names |= pair_names(call.told.text if call.told is not None else "", result.text())
+            result = await session.call(call.tool, _rename(call.arguments, names))
+            names |= _pair_names(call.told.text if call.told is not None else "", result.text())
             one = comparing.compare(call, result)
         report.calls.append(one)
         on_call(one)
@@ -240,3 +239,65 @@ def _part(line: str, start: int) -> str:
 
 def _shorten(line: str) -> str:
     return line if len(line) <= MAX_LINE_CHARS else f"{line[: MAX_LINE_CHARS // 2]}... ({len(line) - 1} characters)"
+
+
+# --- Volatile parts of a text -----------------------------------------------------------------------------------------
+
+# What differs whenever the same call runs again, and says nothing: random names, durations, process ids.
+_NAMES = re.compile(
+    # A long output's file, as bash_tool names it; what mktemp and Python's tempfile make.
+    r"/output/command-[0-9a-f]{8}\.txt|/tmp/tmp(?:\.[A-Za-z0-9]{10}|[a-z0-9_]{8})(?![A-Za-z0-9_])"
+)
+# Each begins where a number or a word does and reads a bounded number of characters: texts are hostile.
+_PARTS = (
+    # 0.003s, 1.5 seconds, 12 ms; what bash's time prints; how old a job is.
+    (re.compile(r"(?<![\w.])\d{1,12}\.\d{1,12} ?(?:s|secs?|seconds)\b"), "<time>"),
+    (re.compile(r"(?<![\w.])\d{1,12}(?:\.\d{1,12})? ?(?:ms|us|µs|ns)\b"), "<time>"),
+    (re.compile(r"(?<![\w.])\d{1,9}m\d{1,2}\.\d{1,6}s\b"), "<time>"),
+    (re.compile(r"(?<![\w.])\d{1,9} s ago\b"), "<time> ago"),
+    # pid 12, PID: 12, process 12; a job that a shell put into the background; whom it saw killed.
+    (re.compile(r"(?i)\b(?P<kept>(?:p?pid|process(?: id)?)(?: ?[=:#] ?| ))\d{1,9}\b"), r"\g<kept><process>"),
+    (re.compile(r"(?m)^(?P<kept>\[\d{1,4}\][+-]? )\d{1,9}$"), r"\g<kept><process>"),
+    (
+        re.compile(
+            r"(?P<kept>line \d{1,9}:) {1,8}\d{1,9}(?= (?:Killed|Terminated|Aborted|Hangup|Segmentation fault)\b)"
+        ),
+        r"\g<kept><process>",
+    ),
+    # When a file was changed, in a long listing.
+    (
+        re.compile(
+            r"(?m)^(?P<kept>[bcdlps-][rwxsStT-]{9}[.+@]? {1,8}\d{1,9} \S{1,64} {1,64}\S{1,64}"
+            r" {1,64}[\d,.]{1,20}[KMGT]? )[A-Z][a-z]{2} [ \d]\d {1,2}[\d:]{4,5}(?= )"
+        ),
+        r"\g<kept><changed>",
+    ),
+)
+
+
+def without_volatile(text: str) -> str:
+    """Return the text with a placeholder for each volatile part."""
+    text = _NAMES.sub("<temporary>", text)
+    for pattern, stand_in in _PARTS:
+        text = pattern.sub(stand_in, text)
+    return text
+
+
+def _pair_names(old: str, new: str) -> dict[str, str]:
+    """Return the random names of a recorded text with those in the same places of the new text; nothing if their
+    numbers differ.
+    """
+    then, now = _NAMES.findall(old), _NAMES.findall(new)
+    return dict(zip(then, now, strict=True)) if len(then) == len(now) else {}
+
+
+def _rename(value: Any, names: Mapping[str, str]) -> Any:
+    """Return arguments with the new names: a call may read a file that an earlier call has written."""
+    match value:
+        case str():
+            return _NAMES.sub(lambda found: names.get(found[0], found[0]), value)
+        case Mapping():
+            return {key: _rename(inner, names) for key, inner in value.items()}
+        case list():
+            return [_rename(inner, names) for inner in value]
+    return value

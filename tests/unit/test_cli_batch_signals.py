@@ -13,7 +13,7 @@ from contract.errors import ConfigError
 from orchestrator.cli.batch_shift import Interrupts, find_rows
 from orchestrator.cli.traced import Leaving
 from orchestrator.runs.batch_runs import Shift
-from orchestrator.traces.attempts import find_attempts
+from orchestrator.traces.reading import find_attempts
 from store.batches import RowPlace
 
 

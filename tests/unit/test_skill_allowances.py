@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
-from contract.skill_allowances import parse_allowed_tools
-from contract.skills import parse_skill
+from contract.skills import parse_allowed_tools, parse_skill
 from contract.specs import MAX_ALLOWED_TOOLS, AllowedTool, SkillSummary
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.runs.run_parts import ActiveSkills

@@ -28,9 +28,9 @@ from orchestrator.traces.replay import (
     Comparing,
     ReplayReport,
     replay,
+    without_volatile,
 )
 from orchestrator.traces.replay import Calls as Place
-from orchestrator.traces.volatile import without_volatile
 from tests.builders import build_call, build_spec
 from tests.trace_ground import RUN, call_echo, echo, fail, run_traced
 
