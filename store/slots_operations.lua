@@ -94,7 +94,7 @@ local function unblock(tenant)
   while tenant.fields.blocked > 0 do
     local until_at = limit_of(tenant)
     if until_at then
-      if until_at < math.huge then redis.call('ZADD', prefix .. 'wake', string.format('%.17g', until_at), tenant.name) end
+      wake_at(until_at, tenant)
       return
     end
     local name = redis.call('ZPOPMIN', prefix .. 'blocked:' .. tenant.name)[1]
@@ -276,20 +276,31 @@ function run.tick(...)
   for _, name in ipairs({...}) do grant(queue_of(name)) end
 end
 
--- Leases whose orchestrators are gone. After a silence, Redis's own or everybody's, whoever lives is first given the time to renew.
+-- Ends the leases of orchestrators that have died. After a silence, of Redis or of all orchestrators, those that live first get the time to renew.
+-- `seen` is the instant of a step at most a twentieth of a lease ago: most steps need not write it.
 local function sweep()
   local clock = redis.call('HMGET', prefix .. 'clock', 'seen', 'sweep_from')
   local seen, sweep_from = tonumber(clock[1] or nil), tonumber(clock[2] or nil) or 0
-  if seen and now - seen > lease / 2 then sweep_from = now + lease / 2 end
+  local was_silent = seen and now - seen > lease / 2
+  if was_silent then sweep_from = now + lease / 2 end
+  if not seen or was_silent or now < seen or now - seen > lease / 20 then
+    redis.call('HSET', prefix .. 'clock', 'seen', string.format('%.17g', now), 'sweep_from', string.format('%.17g', sweep_from))
+  end
   if now >= sweep_from then
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'expiry', '-inf', string.format('%.17g', now), 'LIMIT', 0, SWEEP_AT_ONCE)) do drop(id) end
   end
-  return sweep_from
 end
 
-local sweep_from = sweep()
-for _, name in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'wake', '-inf', string.format('%.17g', now), 'LIMIT', 0, SWEEP_AT_ONCE)) do
+local function first_wake()
+  wakes_changed = false
+  return redis.call('ZRANGE', prefix .. 'wake', 0, 0, 'WITHSCORES')[2]
+end
+
+sweep()
+local wake = first_wake()
+for _, name in ipairs(wake and tonumber(wake) <= now and redis.call('ZRANGEBYSCORE', prefix .. 'wake', '-inf', string.format('%.17g', now), 'LIMIT', 0, SWEEP_AT_ONCE) or {}) do
   redis.call('ZREM', prefix .. 'wake', name)
+  wakes_changed = true
   unblock(tenant_of({tenant = name}))
 end
 for _, operation in ipairs(cjson.decode(ARGV[6])) do
@@ -303,9 +314,8 @@ for _, id in ipairs(queued) do
 end
 
 for _, one in pairs(records) do save(one) end
-redis.call('HSET', prefix .. 'clock', 'seen', string.format('%.17g', now), 'sweep_from', string.format('%.17g', sweep_from))
 for orchestrator, ids in pairs(told) do
   if orchestrator ~= me then redis.call('PUBLISH', prefix .. 'told:' .. orchestrator, cjson.encode(ids)) end
 end
-local wake = redis.call('ZRANGE', prefix .. 'wake', 0, 0, 'WITHSCORES')
-return cjson.encode({granted = told[me] or {}, refused = refused, waiting = waiting, unknown = unknown, wake = wake[2] and math.max(0, tonumber(wake[2]) - now) or nil})
+if wakes_changed then wake = first_wake() end
+return cjson.encode({granted = told[me] or {}, refused = refused, waiting = waiting, unknown = unknown, wake = wake and math.max(0, tonumber(wake) - now) or nil})

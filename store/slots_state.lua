@@ -184,6 +184,7 @@ end
 
 -- The held calls that have turned out long.
 local function promote(queue)
+  if queue.fields.held <= queue.fields.long then return end
   local key = prefix .. 'young:' .. queue.name
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', key, '-inf', string.format('%.17g', now - LONG_S))) do
     redis.call('ZREM', key, id)
@@ -231,10 +232,19 @@ local function limit_of(tenant)
   return nil
 end
 
+local wakes_changed = false
+
+local function wake_at(until_at, tenant)
+  if until_at < math.huge then
+    redis.call('ZADD', prefix .. 'wake', string.format('%.17g', until_at), tenant.name)
+    wakes_changed = true
+  end
+end
+
 local function block(queue, pair, tenant, until_at)
   count(tenant, 'turn', 1)
   redis.call('ZADD', prefix .. 'blocked:' .. tenant.name, tenant.fields.turn, queue.name)
-  if until_at < math.huge then redis.call('ZADD', prefix .. 'wake', string.format('%.17g', until_at), tenant.name) end
+  wake_at(until_at, tenant)
   pair.fields.blocked = 1
   count(tenant, 'blocked', 1)
   unrank(queue, pair)
