@@ -16,7 +16,7 @@ from docker import APIClient
 
 from contract.calls import ToolResult
 from contract.errors import OPERATOR_CODES, ErrorCode, OperatorError
-from orchestrator.dispatch import recovery
+from orchestrator.dispatch import delivery
 from orchestrator.dispatch.sessions import Session
 from orchestrator.operations.supervision import MOST_ENDS
 from orchestrator.sdk.client import ToolClient
@@ -292,7 +292,7 @@ async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_b
     engine: APIClient, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker cannot mark the call as started, so it must not run it, and it is the operator's failure."""
-    monkeypatch.setattr(recovery, "RESEND_S", 3.0)
+    monkeypatch.setattr(delivery, "RESEND_S", 3.0)
     with redis.Redis.from_url(redis_server.url) as store:
         store.execute_command("ACL", "SETUSER", "stack", "on", ">its-password", "~*", "&*", "+@all")
         workers_url = redis_server.url.replace("redis://:a-test-password", "redis://stack:its-password")
