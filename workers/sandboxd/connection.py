@@ -171,6 +171,9 @@ class Connection:
         if "sandbox_lost" in done:
             sandbox.is_loss_reported = True
             own["workspace_kept"] = session.workspace.outlives_container
+        assert own.keys() <= SANDBOXD_FIELDS, "a guest could say it in place of sandboxd"
+        self._send_done(done, own)
+        # Last: the worker does not wait for it.
         log.info(
             "sandbox_call_ended",
             call=call_id,
@@ -178,8 +181,6 @@ class Connection:
             sandbox=sandbox.container[:12],
             seconds=round(own["sandbox_s"], 4),
         )
-        assert own.keys() <= SANDBOXD_FIELDS, "a guest could say it in place of sandboxd"
-        self._send_done(done, own)
 
     def _announce(self, sandbox: Sandbox, call: RunningCall, request: dict[str, Any], body: bytes) -> None:
         try:
