@@ -15,8 +15,7 @@ from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dispatch.request import Attempt
 from store.results import ResultHub
 from tests.builders import KEY
-from workers.call_policy import CallPolicy
-from workers.executor import Executor
+from workers.executor import CallPolicy, Executor
 from workers.sandbox_client import GuestResponse, SandboxClient
 from workers.tools.base import WorkerRegistry, WorkerResources
 

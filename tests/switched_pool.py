@@ -41,8 +41,7 @@ from tests.fakes import (
     build_executor,
 )
 from workers.call_events import open_call_events
-from workers.call_policy import CallPolicy
-from workers.executor import CallRepeated
+from workers.executor import CallPolicy, CallRepeated
 from workers.tools.base import WorkerTool
 
 SESSION = "s1"

@@ -21,7 +21,7 @@ from store.hosts import WorkerHostStore
 from store.metrics import WorkerMetricsStore
 from store.sessions import WorkerSessionStore
 from store.tenants import WorkerTenants
-from workers.celery_edge.worker_state import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
+from workers.celery_edge.app import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
 from workers.checkpoints import (
     DEFAULT_EVERY_S,
     LOOK_EVERY_S,

@@ -19,12 +19,11 @@ from store.metrics import RefusalCounter
 from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
 from telemetry.spans import Tracer
-from workers.call_policy import CallPolicy
 from workers.celery_edge.app import build_app, choose_pool, claim_node, run_celery_worker
 from workers.celery_edge.tasks import register_tasks
 from workers.control import ControlListener, OrderHandler
 from workers.duties import Duty
-from workers.executor import CallMiddleware, Executor
+from workers.executor import CallMiddleware, CallPolicy, Executor
 from workers.held_calls import ClaimConfirmation, HeldCalls
 from workers.host import Host
 from workers.mcp.shelf import ServerShelf

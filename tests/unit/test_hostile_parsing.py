@@ -27,7 +27,7 @@ from orchestrator.dialects.decisions import find_tool_decision, parse_tool_decis
 from orchestrator.dialects.native_assembler import NativeCallAssembler, parse_arguments
 from tests.builders import build_spec
 from workers.foreign_schemas import bound_schema
-from workers.mcp.streams import ReplyReader
+from workers.mcp.http_server import ReplyReader
 from workers.tools.edit import EDIT_TOOL
 
 PROCESSOR_S = 2.0

@@ -21,7 +21,7 @@ from store.connection import open_redis
 from store.hosts import HostStore, WorkerControlStore
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
-from workers.celery_edge.worker_state import parse_session_of
+from workers.celery_edge.app import parse_session_of
 from workers.control import ControlListener
 from workers.reports import build_host_report, build_pool_report, find_free_memory
 

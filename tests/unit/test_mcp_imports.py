@@ -13,8 +13,7 @@ from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from tests.mcp_peers import TOOL
 from workers.foreign_schemas import SchemaRefused, bound_schema
-from workers.mcp.imports import MAX_TOGETHER_BYTES, MAX_TOOLS, ImportedTool, import_tools
-from workers.mcp.naming import fit_name, fit_names
+from workers.mcp.imports import MAX_TOGETHER_BYTES, MAX_TOOLS, ImportedTool, fit_name, fit_names, import_tools
 from workers.mcp.settings import HttpEntry
 
 SERVERS = st.from_regex(r"[A-Za-z0-9]{1,8}([_-][A-Za-z0-9]{1,8}){0,2}", fullmatch=True)

@@ -17,8 +17,7 @@ from tests.mcp_peers import TOOL
 from workers.celery_edge.consumer import LiveTasks
 from workers.mcp.imports import ImportedTool, import_tools
 from workers.mcp.settings import HttpEntry
-from workers.mcp.shared_lists import SharedLists, Told
-from workers.mcp.shelf import FIRST_AGAIN_S, ServerShelf
+from workers.mcp.shelf import FIRST_AGAIN_S, ServerShelf, SharedLists, Told
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
 REFRESH_S = 600.0

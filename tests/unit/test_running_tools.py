@@ -17,7 +17,7 @@ from orchestrator.dispatch.call_rules import is_offered, refuse_unasked, with_te
 from tests.builders import build_context, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.skill_ground import write_skill
-from workers.call_policy import CallPolicy
+from workers.executor import CallPolicy
 from workers.skills.loader import load_skills
 from workers.skills.tool import build_skill_tool
 

@@ -24,7 +24,7 @@ from store.switches import RedisSwitches, RegistrySwitches, WorkerSwitches, buil
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
-from workers.call_policy import CallPolicy
+from workers.executor import CallPolicy
 from workers.tools.base import Outcome, WorkerTool
 
 OFF = Switch(by="ada", at=1_700_000_000, reason="it is being mended")

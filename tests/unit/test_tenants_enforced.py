@@ -26,7 +26,7 @@ from store.tenants import WorkerTenants
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
-from workers.call_policy import CallPolicy
+from workers.executor import CallPolicy
 from workers.tools.base import Outcome, WorkerTool
 
 BASH = build_spec(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from contract.errors import ErrorCode, ToolFailure
 from workers.web.bodies import BodyDecoder
 from workers.web.charsets import decode_body, known_charset
-from workers.web.json_layout import lay_out_json
+from workers.web.documents import lay_out_json
 from workers.web.limits import FetchLimits
 from workers.web.media_types import declared_charset, media_type, reads_as_text
 

@@ -1,10 +1,13 @@
 """The Celery app of a worker: its settings, its node name, and the run of the worker."""
 
 import hashlib
+import json
 import logging
+import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +15,8 @@ from typing import Any, Literal
 import structlog
 from celery import Celery
 from celery.apps import worker as program
-from celery.signals import setup_logging, worker_process_shutdown, worker_ready, worker_shutdown
+from celery.signals import setup_logging, worker_process_shutdown, worker_ready, worker_shutdown, worker_shutting_down
+from celery.worker import state
 from celery.worker.control import Panel
 
 from contract.errors import ConfigError, RefusalReason
@@ -23,17 +27,16 @@ from workers.celery_edge.result_backend import BACKENDS
 
 log = structlog.get_logger(__name__)
 
+EXIT_RESTART = 75
+"""The exit code of a worker that must be started again: its name was given up, or its sandboxd is another one."""
 CELERY_MARGIN_S = 30.0
 """How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed. In
 the threads pool, which workers beside sandboxes use by default, Celery's limit does nothing: the guest and sandboxd end
 the call."""
-
-
 MAX_NAMESAKES = 100
 """Workers of one name on one machine."""
 _held_nodes: list[socket.socket] = []
 """Open as long as this process: they reserve its names."""
-
 _LOGGERS = ("celery.worker.consumer.consumer", "kombu.transport.redis")
 _FUNCTIONS = frozenset(
     {"on_unknown_message", "on_unknown_task", "on_invalid_task", "on_decode_error", "_do_restore_message"}
@@ -60,8 +63,53 @@ ANSWERED_COMMANDS = frozenset(
 events are always on.
 """
 _BROKER_FACTS = frozenset({"hostname", "port", "transport", "userid", "virtual_host"})
-
 Pool = Literal["threads", "prefork"]
+
+
+def count_running() -> int:
+    """Return how many calls the processes or threads of the pool have begun."""
+    return len(state.active_requests)
+
+
+def find_sessions_at_work() -> set[str]:
+    """Return the sessions, `<tenant>:<session>`, with a call that was taken from the queue and has not ended; claimed
+    or not.
+    """
+    # One step of the interpreter: the main thread changes it meanwhile.
+    requests = list(state.requests.values())
+    return {name for name in (parse_session_of(request.kwargs) for request in requests) if name is not None}
+
+
+def parse_session_of(arguments: Any) -> str | None:
+    """Return the session of a task's call, by the task's arguments; None without one. Its signature is not checked
+    yet.
+    """
+    try:
+        context = json.loads(arguments["envelope"].split(".", 3)[3])["context"]
+        return f"{context['tenant']}:{context['session']}" if context.get("session") else None
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def end_worker(code: int, *, within_s: float | None = None) -> None:
+    """Take no more calls, let those that run end, and end the process with `code`; after `within_s` whatever still
+    runs.
+    """
+    if within_s is not None:
+        # Storing a result is retried while Redis is away, and a hung call does not end: neither may delay this.
+        timer = threading.Timer(within_s, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+    state.should_stop = code  # type: ignore[assignment]  # Celery: None, or the exit code
+
+
+def on_stopping(callback: Callable[[], None]) -> None:
+    """Call `callback` when the worker begins to end. It may run in a signal handler, so it must not take a lock."""
+
+    def handle(**_: Any) -> None:
+        callback()
+
+    worker_shutting_down.connect(handle, weak=False)
 
 
 def choose_pool(kind: Literal["sandbox", "web"], asked: Literal["auto", "threads", "prefork"]) -> Pool:

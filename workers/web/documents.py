@@ -1,19 +1,61 @@
 """A fetched page as the text that a model reads, in the format it asked for."""
 
+import json
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from store.web_pages import Page
 from workers.web.charsets import decode_body
 from workers.web.fences import one_line, printable
-from workers.web.json_layout import lay_out_json
 from workers.web.limits import Deadline
 from workers.web.media_types import declared_charset, is_html, is_json, media_type, reads_as_text
 from workers.web.pages import Extractor
 
-DocumentFormat = Literal["markdown", "text", "html"]
+MAX_INPUT_CHARS = 1024 * 1024
+MAX_OUTPUT_CHARS = 8 * 1024 * 1024
+INDENT = "  "
 
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+DocumentFormat = Literal["markdown", "text", "html"]
 MAX_TITLE_CHARS = 200
+
+
+def lay_out_json(text: str) -> str | None:
+    """`text` with a line a value. None when it is not JSON, or too large or too deep to lay out."""
+    if len(text) > MAX_INPUT_CHARS or not _is_json(text):
+        return None
+    pieces: list[str] = []
+    size = depth = 0
+    previous = ""
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        depth -= token in ("}", "]")
+        piece = _gap(previous, token, depth) + token
+        depth += token in ("{", "[")
+        size += len(piece)
+        if size > MAX_OUTPUT_CHARS:
+            return None
+        pieces.append(piece)
+        previous = token
+    return "".join(pieces)
+
+
+def _gap(previous: str, token: str, depth: int) -> str:
+    """What stands before `token`."""
+    if token in ("}", "]"):
+        return "" if previous in ("{", "[") else "\n" + INDENT * depth
+    if previous == ":":
+        return " "
+    return "\n" + INDENT * depth if previous in ("{", "[", ",") else ""
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)
