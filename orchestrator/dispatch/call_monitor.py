@@ -141,7 +141,7 @@ class CallMonitor:
         try:
             yield
         except asyncio.CancelledError:
-            # The cancellation is ours, unless somebody else has cancelled the task as well.
+            # The cancellation is ours, unless the caller has cancelled the task as well.
             if making.kill and task.uncancel() <= making.cancelling:
                 raise _never_run(making.kill) from None
             raise

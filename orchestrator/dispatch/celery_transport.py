@@ -99,7 +99,7 @@ class CeleryTransport:
                 )
             if state != "forbidden":
                 break
-            # By whoever cancelled it, or by a worker that found it too late and is about to say so.
+            # The call was cancelled, or a worker found that it is too late, and is about to report that.
             if not (await asyncio.wait({stored}, timeout=START_GRACE_S))[0]:
                 raise DeliveryFailed(
                     ErrorCode.CANCELLED, "the call was cancelled before a worker took it, and was not run"
@@ -120,8 +120,7 @@ class CeleryTransport:
         if record is None:
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN,
-                "the call has ended, and its result is gone from Redis before it was read: see that Redis evicts "
-                "nothing",
+                "the call has ended, and Redis lost its result before it was read: check that Redis evicts nothing",
             )
         if attempt.request.keeps_result:
             self._kept[attempt.tenant, attempt.call_id].append(key)

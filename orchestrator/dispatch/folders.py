@@ -30,7 +30,7 @@ def pack_folder(folder: Path) -> bytes:
                 archive.add(path, arcname=str(path.relative_to(folder)), recursive=False, filter=_plain_entry)
     except OSError as error:
         raise ConfigError(
-            f"the workspace {folder} cannot be read ({error}): mend its rights or give another folder"
+            f"the workspace {folder} cannot be read ({error}): fix its permissions or give another folder"
         ) from error
     return buffer.getvalue()
 

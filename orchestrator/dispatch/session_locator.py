@@ -40,16 +40,16 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class HostSource(Protocol):
-    """Which hosts live."""
+    """The hosts that report."""
 
     async def reports(self) -> list[HostReport]:
-        """The last report of each living worker. Raises BrokerUnavailable."""
+        """Return the last report of each living worker. Raises BrokerUnavailable."""
         ...
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A session.open on its way. `arguments` of the verb."""
+    """A session that is being opened. `arguments` of the verb."""
 
     tenant: str
     session: str
@@ -64,7 +64,7 @@ DeliveryFailed.
 
 
 class SessionLocator:
-    """The addresses of sessions. Addresses are cached, and read again when a fence has changed."""
+    """The addresses of sessions. They are cached, and read again when a fence has changed."""
 
     def __init__(self, sessions: SessionStore, hosts: HostSource, send_open: SendOpen, keys: SigningKeys) -> None:
         self._sessions, self._keys = sessions, keys
@@ -109,15 +109,16 @@ class SessionLocator:
     async def refresh(
         self, tenant: str, session: str, seen: SessionAddress, policy: TenantPolicy, *, is_lost: bool
     ) -> SessionAddress:
-        """The address after a call could not be sent to `seen`. `is_lost`: its host is silent; when it has been given
-        up the session is opened elsewhere."""
+        """Return the address after a call could not be sent to `seen`. `is_lost`: its host does not report; once it is
+        given up, the session is opened on another host.
+        """
         self._known.pop((tenant, session), None)
         return await self._settled(tenant, session, policy, seen if is_lost else None)
 
     async def _settled(
         self, tenant: str, session: str, policy: TenantPolicy, silent: SessionAddress | None
     ) -> SessionAddress:
-        """The address, once the session has one and its host is not `silent` any more."""
+        """Return the address as soon as the session has one and its host is not `silent`."""
         until = time.monotonic() + SETTLE_S
         while True:
             location = await self._sessions.find(tenant, session)
@@ -127,7 +128,7 @@ class SessionLocator:
             try:
                 address = await self._tried(tenant, session, location, policy, silent)
             except NoHost:
-                # A host that was restarted takes its sessions back; else it stays so.
+                # A host that was restarted takes its sessions back. Otherwise no host gets room by itself.
                 if is_late:
                     raise
                 address = None
@@ -152,8 +153,8 @@ class SessionLocator:
         return self._noted(tenant, session, SessionAddress(location.queue, location.fence)) if fate == "alive" else None
 
     async def find_for_closing(self, tenant: str, session: str) -> SessionAddress | None:
-        """Where a session is by now, without opening it anywhere; None when no host has it. One that is silent, or
-        about to move it, is waited for.
+        """Return where a session is, without opening it anywhere; None when no host has it. Waits while its host does
+        not report, or another process moves the session.
         """
         until = time.monotonic() + SETTLE_S
         while (location := await self._sessions.find(tenant, session)) is not None and time.monotonic() < until:
@@ -167,7 +168,7 @@ class SessionLocator:
         return None
 
     async def location(self, tenant: str, session: str) -> SessionLocation:
-        """Where an open session lives by now, whoever opened it. Raises ToolFailure(SESSION_NOT_FOUND),
+        """Return where an open session lives, whichever process opened it. Raises ToolFailure(SESSION_NOT_FOUND),
         BrokerUnavailable.
         """
         location = await self._sessions.find(tenant, session) if _NAME.fullmatch(session) else None
@@ -176,18 +177,18 @@ class SessionLocator:
         return location
 
     async def facts(self, tenant: str, session: str) -> dict[str, Any] | None:
-        """What its host told when it opened the session; None when that is not known (any more). Raises
+        """Return what its host reported when it opened the session; None when that is not known. Raises
         BrokerUnavailable.
         """
-        told = json.loads(await self._sessions.facts(tenant, session) or "null")
-        return told if isinstance(told, dict) else None
+        facts = json.loads(await self._sessions.facts(tenant, session) or "null")
+        return facts if isinstance(facts, dict) else None
 
     def known(self, tenant: str, session: str) -> SessionAddress | None:
-        """As of the last call."""
+        """Return the address that the last call of the session used."""
         return self._known.get((tenant, session))
 
     async def last(self, tenant: str, session: str) -> SessionAddress | None:
-        """Where a session was last, whether that host lives or not; None for one that is nowhere. Raises
+        """Return the last address of a session, whether its host lives or not; None if there is no such session. Raises
         BrokerUnavailable.
         """
         location = None if (tenant, session) in self._known else await self._sessions.find(tenant, session)
@@ -196,20 +197,20 @@ class SessionLocator:
         )
 
     async def forget(self, tenant: str, session: str) -> None:
-        """The session is closed. Raises BrokerUnavailable."""
+        """Forget a session that is closed. Raises BrokerUnavailable."""
         self._known.pop((tenant, session), None)
         await self._sessions.close(tenant, session)
 
     async def any_queue(self, policy: TenantPolicy) -> str:
-        """Of some host, for what any may do. Raises SandboxUnavailable."""
+        """Return the queue of some host, for what any host may do. Raises SandboxUnavailable."""
         return choose_host(await self._hosts.reports(), Wanted(policy.sandbox.tenant_class)).queue
 
     async def room(self, policy: TenantPolicy, image: str | None) -> HostRoom | None:
-        """What hosts have for more sessions; None when none could take one. Raises BrokerUnavailable."""
+        """Return what hosts have for more sessions; None when no host could take one. Raises BrokerUnavailable."""
         return find_room(await self._reports(), Wanted(policy.sandbox.tenant_class, image), self._placed)
 
     async def _forget_quietly(self, tenant: str, session: str) -> None:
-        # Expires by itself when Redis is away.
+        # If Redis does not answer, the record expires.
         with contextlib.suppress(BrokerUnavailable):
             await self.forget(tenant, session)
 
@@ -227,10 +228,10 @@ class SessionLocator:
         return queue
 
     async def _reports(self) -> list[HostReport]:
-        """Of all hosts; what was placed since is counted."""
+        """Return the reports of all hosts. Sessions that were placed since a report are counted in `_placed`."""
         reports = await self._hosts.reports()
         for report in reports:
-            # It tells itself of what was placed before it.
+            # The report counts what was placed before it.
             if report.reported_at > self._reported_at.get(report.queue, 0.0):
                 del self._placed[report.queue]
         self._reported_at = {report.queue: report.reported_at for report in reports}
@@ -254,10 +255,10 @@ class SessionLocator:
     async def _opened(
         self, opening: Opening, address: SessionAddress, policy: TenantPolicy, excluded: set[str]
     ) -> tuple[ToolResult, SessionAddress]:
-        """Send the verb; to other hosts when one is lost before it answers, or has no room. Returns the result and the
-        host that gave it.
+        """Send the verb, and to other hosts when a host is lost before it answers, or has no room. Return the result
+        and the address of the host that gave it.
 
-        When it did not work, the next caller may try again.
+        A failed opening releases the location, so that the next caller may try again.
         """
         tenant, session = opening.tenant, opening.session
         try:
@@ -268,7 +269,7 @@ class SessionLocator:
                     address = await self._elsewhere(opening, address, policy, excluded, str(lost))
                     continue
                 if result.error_code is ErrorCode.SANDBOX_UNAVAILABLE:
-                    # Fuller than its report said, or its engine is in trouble: others may have room.
+                    # The host is fuller than its report said, or its engine fails: other hosts may have room.
                     try:
                         address = await self._elsewhere(opening, address, policy, excluded, str(result.error))
                     except SandboxUnavailable:
@@ -307,12 +308,12 @@ class SessionLocator:
             self._sessions.begin_move(opening.tenant, opening.session, address.fence, LocationState.MOVING, queue),
         )
         if claimed is None:
-            raise SandboxUnavailable("the session was closed, or opened by somebody else, while it was opened here")
+            raise SandboxUnavailable("the session was closed, or opened by another process, while it was opened here")
         return claimed
 
     async def _adopted(self, opening: Opening, address: SessionAddress) -> SessionAddress | None:
-        """The address of an opening that the host's next worker has taken over: asked again it gives what there is.
-        Left, nobody would know of it.
+        """Return the address of an opening that the host's next worker has taken over: the same verb then returns the
+        session that exists. Without that no process would know of the session.
         """
         location = (
             await self._sessions.find(opening.tenant, opening.session) if "moved" not in opening.arguments else None
@@ -323,8 +324,8 @@ class SessionLocator:
     async def _moved(
         self, tenant: str, session: str, location: SessionLocation, policy: TenantPolicy
     ) -> SessionAddress | None:
-        """Open the session on another host; None when its location changed meanwhile, or another process is at it: look
-        again.
+        """Open the session on another host. None: its location changed meanwhile, or another process moves it; read the
+        location again.
         """
         start = open_start(self._keys, tenant, session, location)
         excluded = {location.queue} if location.state is LocationState.OPEN else set[str]()
@@ -334,17 +335,18 @@ class SessionLocator:
         )
         if address is None:
             return None
-        # Its host may have noted a newer checkpoint until it lost the location.
+        # Its host may have stored a newer checkpoint before it lost the location.
         latest = await self._sessions.find(tenant, session) or location
         result = ToolResult.failed(ToolCall(id="none", name="session.open"), ErrorCode.INTERNAL, "not tried")
-        # The owner may have deleted the last one. In the end nothing is restored; the session's next call is told.
-        kept = [
+        # The owner may have deleted the last checkpoint. If there is none, nothing is restored, and the session's next
+        # call reports that.
+        checkpoints = [
             open_checkpoint(self._keys, tenant, session, sealed) for sealed in (latest.checkpoint, latest.automatic)
         ]
-        for checkpoint in [*dict.fromkeys(filter(None, kept)), ""]:
-            # Of an automatic one that is older than the last nobody knows when it was taken.
-            at = latest.checkpoint_at if checkpoint and checkpoint == kept[0] else None
-            arguments = {**start, "moved": _told(location, at, address)} | (
+        for checkpoint in [*dict.fromkeys(filter(None, checkpoints)), ""]:
+            # The time of an automatic checkpoint that is older than the last is not known.
+            at = latest.checkpoint_at if checkpoint and checkpoint == checkpoints[0] else None
+            arguments = {**start, "moved": _describe_move(location, at, address)} | (
                 {"restore": checkpoint} if checkpoint else {}
             )
             log.warning(
@@ -368,14 +370,14 @@ class SessionLocator:
             await self._sessions.settle(tenant, session, fence, LocationState.MOVING)
 
 
-def _told(before: SessionLocation, checkpoint_at: float | None, address: SessionAddress) -> dict[str, Any]:
-    """What the session's next sandbox is to tell of its move."""
+def _describe_move(before: SessionLocation, checkpoint_at: float | None, address: SessionAddress) -> dict[str, Any]:
+    """Return what the session's next sandbox reports about the move."""
     at = None if checkpoint_at is None else datetime.fromtimestamp(checkpoint_at, UTC).isoformat(timespec="seconds")
     return {"generation": address.fence, "checkpoint_at": at, "is_planned": not before.queue}
 
 
 def no_such_session() -> ToolFailure:
-    """The same for one that is closed, has expired, never was, or is another tenant's."""
+    """Return the same failure for a session that is closed, has expired, never was, or is another tenant's."""
     return ToolFailure(
         ErrorCode.SESSION_NOT_FOUND,
         "there is no such session: this tenant has no open session of that name. It may have been closed or have "
@@ -384,5 +386,5 @@ def no_such_session() -> ToolFailure:
 
 
 def new_session_name() -> str:
-    """Random, so that it tells nothing to who does not have it; and never taken for an option of a command."""
+    """Return a random name, which cannot be guessed and is never taken for an option of a command."""
     return secrets.token_hex(2) + secrets.token_urlsafe(15)

@@ -85,8 +85,8 @@ class SessionInfo:
 
 
 class Session:
-    """A sandbox of one's own. `call` never raises for a tool's failure; the methods that give bytes raise ToolFailure
-    or SandboxUnavailable.
+    """One open session: a sandbox with its files. `call` never raises for a tool's failure; the methods that return
+    bytes raise ToolFailure or SandboxUnavailable.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Session:
         *,
         is_guest: bool = False,
     ) -> None:
-        """`is_guest`: somebody else has opened it, and the end of a `with` block leaves it open."""
+        """`is_guest`: another process has opened the session, and the end of a `with` block leaves it open."""
         self._credential = credential
         self._is_guest = is_guest
         self._dispatcher = dispatcher
@@ -218,7 +218,7 @@ class Session:
         and `returncode` is -15 or -9, or what the program made of the first. `on_output`: as for `call`; the first 1
         MiB is shown, and the result has all of it.
 
-        Raises ToolFailure when it cannot be started, SandboxUnavailable when the sandbox is gone.
+        Raises ToolFailure when it cannot be started, SandboxUnavailable when the sandbox was lost.
         """
         arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
         result = await self._verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
@@ -267,13 +267,13 @@ class Session:
 
         Raises ToolFailure: FILE_TOO_LARGE, NO_SPACE when the tenant keeps too many; SandboxUnavailable.
         """
-        told = (await self._verb("checkpoint", {}, timeout_s=ARCHIVE_TIMEOUT_S)).metadata
+        metadata = (await self._verb("checkpoint", {}, timeout_s=ARCHIVE_TIMEOUT_S)).metadata
         return Checkpoint(
-            str(told["checkpoint"]),
-            int(str(told["bytes"])),
-            str(told["sha256"]),
-            int(str(told["skipped"])),
-            told["torn"] is True,
+            str(metadata["checkpoint"]),
+            int(str(metadata["bytes"])),
+            str(metadata["sha256"]),
+            int(str(metadata["skipped"])),
+            metadata["torn"] is True,
         )
 
     async def info(self) -> SessionInfo:
@@ -284,7 +284,7 @@ class Session:
         return self._info
 
     async def close(self) -> None:
-        """Remove the sandbox; returns when its container is gone. Closing again does nothing, unless it failed."""
+        """Remove the sandbox; returns when its container is removed. Closing again does nothing, unless it failed."""
         if not self._closed:
             self._closed = True
             try:
@@ -356,23 +356,23 @@ async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str
     return _checked(await dispatcher.dispatch(request)).metadata["deleted"] is True
 
 
-def _info(name: str, tenant: str, told: Mapping[str, Any], sandbox: SandboxInfo | None = None) -> SessionInfo:
+def _info(name: str, tenant: str, facts: Mapping[str, Any], sandbox: SandboxInfo | None = None) -> SessionInfo:
     return SessionInfo(
         session=name,
         tenant=tenant,
-        host=str(told["host"]),
-        queue=str(told["queue"]),
-        image=str(told["image"]),
+        host=str(facts["host"]),
+        queue=str(facts["queue"]),
+        image=str(facts["image"]),
         sandbox=sandbox,
-        start_s=float(str(told["start_s"])),
-        network=str(told["network"]),
-        hosts=_hosts(told["hosts"]),
-        workspace=str(told["workspace"]),
+        start_s=float(str(facts["start_s"])),
+        network=str(facts["network"]),
+        hosts=_hosts(facts["hosts"]),
+        workspace=str(facts["workspace"]),
     )
 
 
-def _hosts(told: object) -> tuple[str, ...]:
-    return tuple(str(host) for host in told) if isinstance(told, list) else ()
+def _hosts(value: object) -> tuple[str, ...]:
+    return tuple(str(host) for host in value) if isinstance(value, list) else ()
 
 
 async def _close_when_open(

@@ -58,7 +58,9 @@ def load_source(path: Path) -> WorkspaceSource:
     except FileNotFoundError:
         raise ConfigError(f"the workspace {path} does not exist: give {_KNOWN}") from None
     except OSError as error:
-        raise ConfigError(f"the workspace {path} cannot be read ({error}): mend its rights or give another") from error
+        raise ConfigError(
+            f"the workspace {path} cannot be read ({error}): fix its permissions or give another"
+        ) from error
     kind = find_kind(content)
     if kind is None:
         raise ConfigError(f"the workspace {path} is of no kind that is known: give {_KNOWN}")
