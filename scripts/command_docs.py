@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption  # noqa: E402
 from typer.main import get_command  # noqa: E402
 
-from orchestrator.cli.main import app  # noqa: E402
 from orchestrator.cli.runner import EXIT_COMMAND, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_REFUSED  # noqa: E402
+from orchestrator.command import app  # noqa: E402
 from scripts.kept_pages import keep_page  # noqa: E402
 
 _KINDS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}

@@ -18,8 +18,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from orchestrator.api.api_state import ApiState  # noqa: E402
 from orchestrator.api.app import build_app  # noqa: E402
-from orchestrator.api.house import House, HouseParts  # noqa: E402
+from orchestrator.http.app_state import ConnectedParts  # noqa: E402
 from orchestrator.settings import OrchestratorSettings  # noqa: E402
 from scripts.kept_pages import keep_page  # noqa: E402
 
@@ -37,11 +38,11 @@ def read_api() -> dict[str, Any]:
     """The OpenAPI of this release."""
 
     @asynccontextmanager
-    async def nothing(_: HouseParts) -> Any:
+    async def nothing(_: ConnectedParts) -> Any:
         yield
 
     async def build() -> dict[str, Any]:
-        return dict(build_app(House(OrchestratorSettings.model_construct()), nothing).openapi())
+        return dict(build_app(ApiState(OrchestratorSettings.model_construct()), nothing).openapi())
 
     return asyncio.run(build())
 

@@ -62,6 +62,8 @@ def name_speaker(path: str) -> str:
         ("workers/custom/", "web-worker"),
         ("workers/", "worker"),
         ("orchestrator/api/", "api"),
+        ("orchestrator/http/", "api, mcp"),
+        ("orchestrator/mcp/", "mcp"),
         ("orchestrator/", "orchestrator"),
     ):
         if path.startswith(folder):

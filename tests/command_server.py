@@ -52,7 +52,7 @@ def open_command_server(folder: Path) -> Iterator[Path]:
 
 def serve(path: str) -> None:
     """Until SIGTERM."""
-    import orchestrator.cli.main  # noqa: F401  # what the forked ones need not load again
+    import orchestrator.command  # noqa: F401  # what the forked ones need not load again
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -90,7 +90,7 @@ def _answer(link: socket.socket) -> int:
 
 
 def _run() -> int:
-    from orchestrator.cli.main import main
+    from orchestrator.command import main
 
     code = 0
     try:

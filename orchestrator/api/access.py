@@ -6,23 +6,50 @@ from typing import Annotated
 from fastapi import Depends, Query, Request
 from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from contract.errors import ErrorCode
-from orchestrator.api.door import bearer_of, identify
-from orchestrator.api.house import House
-from orchestrator.api.problems import ApiProblem
+from contract.errors import ErrorCode, OperatorError, ToolFailure
+from orchestrator.api.api_state import ApiState
 from orchestrator.api.shares import Streams
+from orchestrator.http.authentication import CLOSE, check_length, identify, read_bearer_key
+from orchestrator.http.body_limits import find_header, refuse
+from orchestrator.http.problems import ApiProblem, response_to
 from orchestrator.sdk.client import ToolClient
 from store.api_keys import ApiKeys, Credential, Identity
 from store.audit import Audit, AuditAction, AuditEntry, build_entry
 from store.tenants import RedisTenants
 
 
+class ApiAuthentication:
+    """Checks the key and the rate of each request with a body, and names the owner of the body (BodyLimits). Pages
+    check their logins (PageRoute).
+    """
+
+    def __init__(self, app: ASGIApp, app_state: ApiState) -> None:
+        self._app = app
+        self._app_state = app_state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                await self._check(scope)
+            except (ApiProblem, ToolFailure, OperatorError) as error:
+                await refuse(response_to(error, scope["path"], headers=CLOSE), receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    async def _check(self, scope: Scope) -> None:
+        check_length(scope)
+        has_body = find_header(scope, b"content-length") or find_header(scope, b"transfer-encoding")
+        if has_body and scope["path"].startswith("/v1/"):
+            await identify(self._app_state, scope)
+
+
 @dataclass(frozen=True)
 class Caller:
     """Who asks, and the tenant that it is about: the key's own, or the one that an operator names."""
 
-    house: House
+    app_state: ApiState
     identity: Identity
     tenant: str
     credential: Credential
@@ -30,27 +57,27 @@ class Caller:
     @property
     def client(self) -> ToolClient:
         """The pool as that tenant has it."""
-        return self.house.client(self.tenant, self.credential, key=self.identity.key_id)
+        return self.app_state.client(self.tenant, self.credential, key=self.identity.key_id)
 
     @property
     def tenants(self) -> RedisTenants:
         """The tenants, changed in the caller's name."""
-        return self.house.parts.pool.tenants.acting_as(self.identity.actor())
+        return self.app_state.parts.pool.tenants.acting_as(self.identity.actor())
 
     @property
     def keys(self) -> ApiKeys:
         """The API keys, changed in the caller's name."""
-        return self.house.parts.keys.acting_as(self.identity.actor())
+        return self.app_state.parts.keys.acting_as(self.identity.actor())
 
     @property
     def streams(self) -> Streams:
         """Those that the key has open in this process."""
-        return self.house.streams.of(self.identity.key_id)
+        return self.app_state.streams.of(self.identity.key_id)
 
     async def note_foreign(self, action: AuditAction, target: str) -> None:
         """Put into the audit log, before it is done, what `foreign_entry` gives."""
         if (entry := self.foreign_entry(action, target)) is not None:
-            await Audit(self.house.parts.pool.redis, self.house.settings.deployment).add(entry)
+            await Audit(self.app_state.parts.pool.redis, self.app_state.settings.deployment).add(entry)
 
     def foreign_entry(self, action: AuditAction, target: str) -> AuditEntry | None:
         """Of the audit, about what an operator does to another tenant's; None: what is one's own is one's own
@@ -65,17 +92,17 @@ class Caller:
         return self.identity.role != "tenant"
 
 
-def house_of(request: Request) -> House:
-    house = request.app.state.house
-    assert isinstance(house, House)
-    return house
+def get_app_state(request: Request) -> ApiState:
+    app_state = request.app.state.app_state
+    assert isinstance(app_state, ApiState)
+    return app_state
 
 
-async def depend_on_house(request: Request) -> House:
+async def depend_on_app_state(request: Request) -> ApiState:
     """The same for routes. Async, though it waits for nothing: what is not is run in a thread, which costs a request
     more than all else that is looked up.
     """
-    return house_of(request)
+    return get_app_state(request)
 
 
 class _Callers(SecurityBase):
@@ -96,15 +123,15 @@ class _Callers(SecurityBase):
             ),
         ] = None,
     ) -> Caller:
-        house = house_of(request)
-        identity = await identify(house, request.scope)
-        credential = Credential(house.parts.keys, bearer_of(request.scope))
+        app_state = get_app_state(request)
+        identity = await identify(app_state, request.scope)
+        credential = Credential(app_state.parts.keys, read_bearer_key(request.scope))
         wanted = tenant or identity.tenant
         if not identity.may_act_for(wanted):
             raise ApiProblem(
                 ErrorCode.PERMISSION_DENIED, f"the API key is for tenant {identity.tenant} alone: leave `tenant` out"
             )
-        return Caller(house, identity, wanted, credential)
+        return Caller(app_state, identity, wanted, credential)
 
 
 find_caller = _Callers()

@@ -18,20 +18,27 @@ from orchestrator.api import (
     health,
     hosts,
     pages,
-    problems,
+    problem_handlers,
     runs,
     sessions,
     skills,
     tenants,
     tools,
 )
-from orchestrator.api.door import Door
+from orchestrator.api.access import ApiAuthentication
+from orchestrator.api.api_state import ApiState
 from orchestrator.api.exact_json import ExactJson
-from orchestrator.api.house import Beside, House
 from orchestrator.api.idempotency import Idempotency
-from orchestrator.api.limits import BATCH_BYTES, LOGIN_BYTES, SKILL_BYTES, BodyLimits
+from orchestrator.http.app_state import ConnectedWork
+from orchestrator.http.body_limits import LOGIN_BYTES, BodyLimits
+from orchestrator.http.problems import Problem
 
 VERSION = "v1"
+BATCH_BYTES = 200 * 1024 * 1024
+SKILL_BYTES = 16 * 1024 * 1024
+"""Limit of a skill's .zip file. The file lies in /tmp while it is examined, which is small where a service is deployed.
+The command takes larger ones.
+"""
 _ABOUT = """Runs, sessions, tools, approvals, batches, tenants and hosts of a toolcrew deployment.
 
 Each request carries an API key (`Authorization: Bearer KEY`), which says for which tenant it is; keys of operators may
@@ -39,12 +46,12 @@ name another with `?tenant=`. Errors are `application/problem+json` with a close
 `next_cursor` as `cursor`. A `POST` with an `Idempotency-Key` is done once, however often it is sent."""
 
 
-def build_app(house: House, beside: Beside) -> FastAPI:
-    """The application of one process. `beside`: what runs with it while it is connected."""
+def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
+    """Build the application of one process. `work` runs while it is connected."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with house.open(beside):
+        async with app_state.open(work):
             yield
 
     app = FastAPI(
@@ -56,16 +63,16 @@ def build_app(house: House, beside: Beside) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         default_response_class=ExactJson,
-        responses=problems.responses(),
+        responses=problem_handlers.responses(),
         separate_input_output_schemas=False,
     )
-    app.state.house = house
+    app.state.app_state = app_state
     named = (health, runs, sessions, calls, call_lives, tools, skills, batches, approvals, tenants, hosts, audit)
     routers: list[APIRouter] = [*(routes.router for routes in named), pages.build_router()]
-    problems.install(app, routers)
+    problem_handlers.install(app, routers)
     for router in routers:
         app.include_router(router)
-    app.add_middleware(Idempotency, house=house)
+    app.add_middleware(Idempotency, app_state=app_state)
     other = (
         ("PUT", "/v1/sessions/[^/]+/files/.*", MAX_BLOB_BYTES),
         ("POST", "/v1/skills", SKILL_BYTES),
@@ -74,7 +81,7 @@ def build_app(house: House, beside: Beside) -> FastAPI:
     )
     app.add_middleware(BodyLimits, other=other)
     # Outermost: keys and rates are checked before a byte of a body is read.
-    app.add_middleware(Door, house=house)
+    app.add_middleware(ApiAuthentication, app_state=app_state)
     app.openapi = partial(_describe, app)  # type: ignore[method-assign]
     return app
 
@@ -83,6 +90,6 @@ def _describe(app: FastAPI) -> dict[str, Any]:
     """The API as OpenAPI, with the shape of its problems, which no route names as its own."""
     if app.openapi_schema is None:
         told = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        told["components"]["schemas"]["Problem"] = problems.Problem.model_json_schema()
+        told["components"]["schemas"]["Problem"] = Problem.model_json_schema()
         app.openapi_schema = told
     return app.openapi_schema

@@ -10,7 +10,8 @@ from contract.clock import format_instant
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
-from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.api.problem_handlers import responses
+from orchestrator.http.problems import ApiCode, ApiProblem
 from store.approvals import (
     AlreadyAnswered,
     ApprovalAnswer,
@@ -112,7 +113,7 @@ async def answer_approval(approval_id: ApprovalId, wanted: NewAnswer, caller: An
 
 
 def _queue(caller: Caller) -> ApprovalQueue:
-    return caller.house.parts.approvals
+    return caller.app_state.parts.approvals
 
 
 def _told(failure: ToolFailure) -> Exception:

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from contract.clock import format_instant
 from orchestrator.api.access import OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
-from orchestrator.api.problems import responses
+from orchestrator.api.problem_handlers import responses
 from store.audit import Actor, Audit, AuditAction
 
 router = APIRouter(prefix="/v1/audit", tags=["audit"], responses=responses())
@@ -40,8 +40,8 @@ async def read_audit(
     target: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Page[AuditView]:
     """What was changed, the newest first. A page may be short and not be the last: go by `next_cursor`."""
-    house = caller.house
-    audit = Audit(house.parts.pool.redis, house.settings.deployment)
+    app_state = caller.app_state
+    audit = Audit(app_state.parts.pool.redis, app_state.settings.deployment)
     page = await audit.read(decode_cursor(cursor), limit, tenant=about, actions=tuple(action or ()), target=target)
     views = [
         AuditView.model_validate({**one.to_json(), "at": format_instant(one.at, "milliseconds")})

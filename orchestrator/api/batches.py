@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
-from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.api.problem_handlers import responses
 from orchestrator.batches.lines import BatchFile, read_lines
 from orchestrator.batches.rows import build_row, build_row_line
+from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.batch_status import build_status
 from store.audit import entry_text

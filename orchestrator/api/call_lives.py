@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.api.problem_handlers import responses
+from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.sdk.call_control import GLANCE_S, CallControl
 from store.call_life import CallLife, CallLives
 
@@ -49,11 +50,11 @@ async def kill_call(call_id: CallId, wanted: Kill, caller: AnyCaller) -> Killed:
     """End a call, wherever it is: one that waits never begins, one that runs is killed with all that it started. Its
     caller gets CANCELLED.
     """
-    house = caller.house
+    app_state = caller.app_state
     # Whoever asks for calls that never were does not hold a request for as long as one may be looked for that waits.
     heard_s = GLANCE_S if await _life(caller, call_id) is None else None
     try:
-        killed = await CallControl(house.parts.pool, house.settings.deployment).kill(
+        killed = await CallControl(app_state.parts.pool, app_state.settings.deployment).kill(
             caller.tenant, call_id, caller.identity.actor(), wanted.reason, heard_s=heard_s
         )
     except ToolFailure as failure:
@@ -66,14 +67,14 @@ async def kill_call(call_id: CallId, wanted: Kill, caller: AnyCaller) -> Killed:
 
 
 async def _life(caller: Caller, call_id: str) -> CallLife | None:
-    house = caller.house
+    app_state = caller.app_state
     lives = CallLives(
-        house.parts.pool.redis,
-        house.settings.deployment,
-        house.settings.broker().signing_keys(),
-        house.settings.flower_url,
+        app_state.parts.pool.redis,
+        app_state.settings.deployment,
+        app_state.settings.broker().signing_keys(),
+        app_state.settings.flower_url,
     )
-    async with house.looks.turn(caller.identity.key_id):
+    async with app_state.looks.turn(caller.identity.key_id):
         return await lives.read(caller.tenant, call_id)
 
 

@@ -19,11 +19,12 @@ from orchestrator.admission.waiting import WaitNotice, report_waiting
 from orchestrator.api.access import AnyCaller, find_caller
 from orchestrator.api.exact_json import dump_exactly
 from orchestrator.api.idempotency import note_undone
-from orchestrator.api.limits import find_header
-from orchestrator.api.problems import REDIS_AWAY, responses
+from orchestrator.api.problem_handlers import responses
 from orchestrator.api.sessions import SESSION_ID, SessionId
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.dispatch.sessions import Session
+from orchestrator.http.body_limits import find_header
+from orchestrator.http.problems import REDIS_AWAY
 
 WAITING_PIECES = 32
 """Of output that the client has not taken: then the call is held up for a while, and the rest is in the result
@@ -105,7 +106,7 @@ async def call_tool(
     if MEDIA_TYPE in request.headers.get("accept", ""):
         session = await caller.client.session(session_id)
         return EventStream(caller.streams.counted(_stream(session, wanted, call_id)))
-    known, name = caller.house.sessions, (caller.tenant, session_id, caller.identity.key_id)
+    known, name = caller.app_state.sessions, (caller.tenant, session_id, caller.identity.key_id)
     session = await known.find(name, lambda: caller.client.session(session_id))
     result = await session.call(wanted.name, wanted.arguments, timeout_s=wanted.timeout_s, call_id=call_id)
     if result.error_code is ErrorCode.SESSION_NOT_FOUND:

@@ -9,9 +9,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from contract.errors import BrokerUnavailable, ConfigError
-from orchestrator.api.access import OperatorCaller, depend_on_house
-from orchestrator.api.house import House
-from orchestrator.api.problems import responses
+from orchestrator.api.access import OperatorCaller, depend_on_app_state
+from orchestrator.api.api_state import ApiState
+from orchestrator.api.problem_handlers import responses
 from orchestrator.metrics.samples import OPEN_METRICS, TEXT, choose_format
 from store.connection import check_writable
 
@@ -40,11 +40,11 @@ async def healthz() -> Health:
 
 
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not ready"}})
-async def readyz(house: Annotated[House, Depends(depend_on_house)]) -> Response:
+async def readyz(app_state: Annotated[ApiState, Depends(depend_on_app_state)]) -> Response:
     """Redis answers and can be written, and a worker of each pool that has ever served publishes its tools; looked at
     within the last second.
     """
-    checks = await house.readiness.get(partial(_checks, house)) if house.is_connected else _UNCONNECTED
+    checks = await app_state.readiness.get(partial(_checks, app_state)) if app_state.is_connected else _UNCONNECTED
     told = Readiness(ready=all(told == "ok" for told in checks.values()), checks=dict(checks))
     return JSONResponse(told.model_dump(), status_code=200 if told.ready else 503)
 
@@ -62,15 +62,15 @@ async def metrics(caller: OperatorCaller, request: Request) -> Response:
     operators.
     """
     is_open = choose_format(request.headers.get("accept", ""))
-    page = await caller.house.parts.metrics.render(is_open=is_open)
+    page = await caller.app_state.parts.metrics.render(is_open=is_open)
     return Response(page, media_type=OPEN_METRICS if is_open else TEXT)
 
 
-async def _checks(house: House) -> Mapping[str, str]:
-    pool = house.parts.pool
+async def _checks(app_state: ApiState) -> Mapping[str, str]:
+    pool = app_state.parts.pool
     try:
         # A replica that was promoted, or a full disk: it answers, and takes nothing.
-        await check_writable(pool.redis, house.settings.deployment)
+        await check_writable(pool.redis, app_state.settings.deployment)
         pools: dict[str, Any] = dict(await pool.catalog.pools())
     except BrokerUnavailable:
         return {"redis": "it does not answer, or cannot be written: see that it is up"}

@@ -10,7 +10,8 @@ from contract.errors import ConfigError
 from contract.hosts import HostReport
 from orchestrator.api.access import OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
-from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.api.problem_handlers import responses
+from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.operations.drains import find_workers, order_drain
 from store.hosts import HostStore
 
@@ -55,7 +56,7 @@ class Drain(BaseModel):
 @router.get("")
 async def list_hosts(caller: OperatorCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[HostView]:
     """Every worker that lives, with its load."""
-    hosts = HostStore(caller.house.parts.pool.redis, caller.house.settings.deployment)
+    hosts = HostStore(caller.app_state.parts.pool.redis, caller.app_state.settings.deployment)
     reports = await hosts.read()
     waiting = await hosts.queued(sorted({queue for report in reports for queue in (report.queue, *report.pools)}))
     return page_of([_view(report, waiting) for report in reports], cursor, limit)
@@ -66,15 +67,15 @@ async def drain_host(host: str, drain: Drain, caller: OperatorCaller) -> Page[Ho
     """Take a host out of service: its sessions go on elsewhere, then its workers end. Returns when they say that they
     do.
     """
-    house = caller.house
-    hosts = HostStore(house.parts.pool.redis, house.settings.deployment)
+    app_state = caller.app_state
+    hosts = HostStore(app_state.parts.pool.redis, app_state.settings.deployment)
     try:
         found = [report for report in find_workers(await hosts.read(), host) if report.worker]
     except ConfigError as error:
         raise ApiProblem(ApiCode.NOT_FOUND, str(error)) from error
     for report in found:
         await order_drain(
-            hosts, report, house.settings.broker().signing_keys(), lossy=drain.lossy, actor=caller.identity.actor()
+            hosts, report, app_state.settings.broker().signing_keys(), lossy=drain.lossy, actor=caller.identity.actor()
         )
     return page_of([_view(report, {}) for report in find_workers(await hosts.read(), host)], None, 200)
 

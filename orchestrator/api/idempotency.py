@@ -15,10 +15,10 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
-from orchestrator.api.door import identify
-from orchestrator.api.house import House
-from orchestrator.api.limits import JSON_BYTES, find_header
-from orchestrator.api.problems import ApiCode, ApiProblem, response_to
+from orchestrator.api.api_state import ApiState
+from orchestrator.http.authentication import identify
+from orchestrator.http.body_limits import JSON_BYTES, find_header
+from orchestrator.http.problems import ApiCode, ApiProblem, response_to
 from store.idempotency import PENDING_S, IdempotencyStore, SlotClaim
 from store.tasks import retry_until_available
 from telemetry.logs import get_logger
@@ -48,9 +48,9 @@ class Idempotency:
     `Cache-Control: no-store` it is kept that it was given.
     """
 
-    def __init__(self, app: ASGIApp, house: House) -> None:
+    def __init__(self, app: ASGIApp, app_state: ApiState) -> None:
         self._app = app
-        self._house = house
+        self._app_state = app_state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = find_header(scope, _HEADER) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -68,12 +68,12 @@ class Idempotency:
                 ApiCode.MALFORMED_REQUEST,
                 "Idempotency-Key: give 1 to 255 visible ASCII characters, new ones for each request",
             )
-        identity = await identify(self._house, scope)
+        identity = await identify(self._app_state, scope)
         body = await _read(receive)
         digest = hashlib.sha256(scope["path"].encode() + b"\0" + scope["query_string"] + b"\0" + body).hexdigest()
         name = hashlib.sha256(f"{identity.key_id}\0{key}".encode()).hexdigest()
         slots = IdempotencyStore(
-            self._house.parts.pool.redis, self._house.settings.deployment, self._house.parts.pool.keys
+            self._app_state.parts.pool.redis, self._app_state.settings.deployment, self._app_state.parts.pool.keys
         )
         claim = slots.name(identity.key_id, name, digest, secrets.token_hex(8))
         kept = await self._claim(slots, claim)
@@ -96,12 +96,12 @@ class Idempotency:
         except BaseException:
             # It may be ours without our having heard of it, and would be said to be worked for as long as a request may
             # take.
-            self._house.background.begin(_patiently(partial(slots.release, claim)))
+            self._app_state.background.begin(_patiently(partial(slots.release, claim)))
             raise
 
     async def _settle(self, slots: IdempotencyStore, claim: SlotClaim, record: str | None) -> None:
         settle = partial(slots.release, claim) if record is None else partial(slots.keep, claim, record)
-        await asyncio.wait({self._house.background.begin(_patiently(settle))}, timeout=KEPT_FIRST_S)
+        await asyncio.wait({self._app_state.background.begin(_patiently(settle))}, timeout=KEPT_FIRST_S)
 
 
 async def _patiently(settle: Callable[[], Awaitable[None]]) -> None:

@@ -9,7 +9,7 @@ from fastapi import Query
 from pydantic import BaseModel
 
 from contract.errors import ErrorCode
-from orchestrator.api.problems import ApiProblem
+from orchestrator.http.problems import ApiProblem
 
 T = TypeVar("T")
 MAX_LIMIT = 200

@@ -14,9 +14,10 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.json_limits import is_deeper
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
-from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.api.problem_handlers import responses
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.batches.strict_json import MAX_DEPTH
+from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.hosted import HostedRuns
 from store.batches import Failure, Ground, RunBody, RunLimits
 from store.run_events import parse_id
@@ -222,7 +223,7 @@ def found() -> Iterator[None]:
 
 
 def hosted(caller: Caller) -> HostedRuns:
-    return caller.house.parts.runs
+    return caller.app_state.parts.runs
 
 
 def view_run(run: HostedRun) -> RunView:

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from contract.errors import ConfigError, OperatorError
+from contract.errors import OperatorError
+from orchestrator.api.api_state import ApiState
 from orchestrator.api.app import build_app
-from orchestrator.api.house import House, HouseParts
-from orchestrator.api.server import ApiServer
+from orchestrator.http.app_state import ConnectedParts
+from orchestrator.http.server import UvicornServer
 from orchestrator.runs.run_service import RunService, Stopping, open_runner
 from orchestrator.settings import OrchestratorSettings
 from telemetry.logs import get_logger
@@ -36,18 +37,13 @@ class ApiService:
         """`announce`: told the address when it serves; `has_traces`: each run is written down. Raises ConfigError for
         settings with which nothing can be served.
         """
-        if settings.api_key is not None:
-            raise ConfigError(
-                "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant by the keys of its "
-                "requests: unset it"
-            )
         self._settings = settings
         self._concurrency = concurrency
         self._tell = announce
         self._has_traces = has_traces
-        house = House(settings)
-        house.check()
-        self._server = ApiServer(build_app(house, self._orchestrator), host, port, self._announce)
+        app_state = ApiState(settings)
+        app_state.check()
+        self._server = UvicornServer(build_app(app_state, self._orchestrator), host, port, self._announce)
 
     def stop(self) -> None:
         """Take no new requests, and end."""
@@ -59,7 +55,7 @@ class ApiService:
         log.info("stopped")
 
     @asynccontextmanager
-    async def _orchestrator(self, parts: HouseParts) -> AsyncIterator[None]:
+    async def _orchestrator(self, parts: ConnectedParts) -> AsyncIterator[None]:
         """Works runs while the service is connected; what has not ended by its end is given back, for another process
         to go on with.
         """
@@ -74,7 +70,7 @@ class ApiService:
             stopping.interrupt()
             await asyncio.gather(working, return_exceptions=True)
 
-    async def _work(self, parts: HouseParts, stopping: Stopping) -> None:
+    async def _work(self, parts: ConnectedParts, stopping: Stopping) -> None:
         """Until it is to stop. A model that refuses this process is asked again after a while: the API serves on, and
         others may work what is started.
         """

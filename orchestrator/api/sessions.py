@@ -13,7 +13,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
-from orchestrator.api.problems import responses
+from orchestrator.api.problem_handlers import responses
 from orchestrator.dispatch.sessions import Session, SessionInfo
 
 PIECE_BYTES = 256 * 1024
@@ -181,7 +181,7 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
         "Cache-Control": "no-store",
     }
     async with AsyncExitStack() as held:
-        await held.enter_async_context(caller.house.files.turn(caller.identity.key_id))
+        await held.enter_async_context(caller.app_state.files.turn(caller.identity.key_id))
         session = await _with_path(caller, session_id, path)
         return FileAnswer(await session.read_file(path), headers, held.pop_all())
 
@@ -198,7 +198,7 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
 )
 async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> Written:
     """Write a whole file, atomically; missing folders are made. At most 64 MiB."""
-    async with caller.house.files.turn(caller.identity.key_id):
+    async with caller.app_state.files.turn(caller.identity.key_id):
         session = await _with_path(caller, session_id, path)
         data = await request.body()
         await session.write_file(path, data)

@@ -13,7 +13,7 @@ from contract.skills import SkillBroken
 from contract.specs import SkillSummary
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
-from orchestrator.api.problems import responses
+from orchestrator.api.problem_handlers import responses
 from orchestrator.dispatch.tenant_catalog import Offer
 from orchestrator.sdk.skill_desk import SkillDesk
 
@@ -74,9 +74,9 @@ async def install_skill(
     begin from now on have it.
     """
     desk = await caller.client.own_skills()
-    async with caller.house.files.turn(caller.identity.key_id):
+    async with caller.app_state.files.turn(caller.identity.key_id):
         data = await request.body()
-        async with caller.house.examining.turn(caller.tenant):
+        async with caller.app_state.examining.turn(caller.tenant):
             with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
                 packed = Path(folder) / "skill.zip"
                 await asyncio.to_thread(packed.write_bytes, data)

@@ -11,7 +11,8 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.api.access import AdminCaller, Caller, OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
-from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.api.problem_handlers import responses
+from orchestrator.http.problems import ApiCode, ApiProblem
 from store.api_keys import ApiKeyRecord, Role
 from store.catalog import check_tools
 
@@ -83,7 +84,7 @@ class CreatedKey(BaseModel):
 @router.get("")
 async def list_tenants(caller: OperatorCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[TenantView]:
     """Every registered tenant, and the default one. While none is registered, any name is served as the default one."""
-    found = {DEFAULT_TENANT: TenantPolicy(), **await caller.house.parts.pool.tenants.all()}
+    found = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
     return page_of([_view(name, policy) for name, policy in found.items()], cursor, limit)
 
 
@@ -98,7 +99,7 @@ async def add_tenant(wanted: NewTenant, caller: AdminCaller) -> TenantView:
 @router.get("/{name}", responses=responses(404))
 async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
     """One tenant with its policy."""
-    found = {DEFAULT_TENANT: TenantPolicy(), **await caller.house.parts.pool.tenants.all()}
+    found = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
     if name not in found:
         raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {name}: GET /v1/tenants lists them")
     return _view(name, found[name])
@@ -135,7 +136,7 @@ async def resume_tenant(name: Name, caller: OperatorCaller) -> TenantView:
 @router.get("/{name}/keys", responses=responses(404))
 async def list_keys(name: Name, caller: AdminCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[KeyView]:
     """The tenant's API keys, oldest first."""
-    found = await caller.house.parts.keys.all()
+    found = await caller.app_state.parts.keys.all()
     mine = [
         _key_view(key_id, key)
         for key_id, key in found.items()
@@ -165,7 +166,7 @@ async def revoke_key(name: Name, key_id: Annotated[str, Path(pattern=r"^[0-9a-f]
 
 
 async def _check_tools(caller: Caller, name: str, policy: TenantPolicy) -> None:
-    await check_tools(caller.house.parts.pool.redis, caller.house.settings.deployment, name, policy)
+    await check_tools(caller.app_state.parts.pool.redis, caller.app_state.settings.deployment, name, policy)
 
 
 def _view(name: str, policy: TenantPolicy | ConfigError) -> TenantView:

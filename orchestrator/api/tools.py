@@ -9,7 +9,7 @@ from contract.clock import format_instant
 from contract.registry import ToolState
 from orchestrator.api.access import AnyCaller, OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
-from orchestrator.api.problems import responses
+from orchestrator.api.problem_handlers import responses
 
 router = APIRouter(prefix="/v1/tools", tags=["tools"], responses=responses())
 

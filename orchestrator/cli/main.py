@@ -40,7 +40,6 @@ from orchestrator.cli.runner import (
     suggest_nearest,
 )
 from orchestrator.cli.runs import runs_app
-from orchestrator.cli.serve import serve_app
 from orchestrator.cli.sessions import session_app
 from orchestrator.cli.skills import skills_app
 from orchestrator.cli.tenants import tenants_app
@@ -79,7 +78,7 @@ WORK, OPERATE, SET_UP = "Run agents and tools", "Operate a deployment", "Set up 
 _GROUPS = {
     WORK: {"batch": batch_app, "runs": runs_app, "session": session_app, "approve": approve_app, "trace": trace_app},
     OPERATE: {"worker": worker_app, "calls": calls_app, "tools": tools_app, "tenants": tenants_app},
-    SET_UP: {"serve": serve_app, "skills": skills_app, "redis": redis_app, "config": config_app},
+    SET_UP: {"skills": skills_app, "redis": redis_app, "config": config_app},
 }
 for part, groups in _GROUPS.items():
     for group_name, group in groups.items():

@@ -12,13 +12,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from contract.errors import ConfigError
 from contract.settings import BrokerSettings
-from orchestrator.api.house import House, HouseParts
-from orchestrator.api.limits import JSON_BYTES, BodyLimits
-from orchestrator.api.server import ApiServer
+from orchestrator.http.app_state import AppState, ConnectedParts
+from orchestrator.http.body_limits import JSON_BYTES, BodyLimits
+from orchestrator.http.server import UvicornServer
 from orchestrator.mcp.calls import Caller, Context
-from orchestrator.mcp.http_door import CALLER, Door, Origins
+from orchestrator.mcp.http_authentication import CALLER, McpAuthentication, Origins
 from orchestrator.mcp.server import build_server
 from orchestrator.settings import OrchestratorSettings
 from telemetry.logs import get_logger
@@ -43,15 +42,10 @@ class McpService:
         """`announce`: told the address when it serves. Raises ConfigError for settings with which nothing can be
         served.
         """
-        if settings.api_key is not None:
-            raise ConfigError(
-                "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant by the keys of its "
-                "requests: unset it"
-            )
         self._tell = announce
-        house = House(settings)
-        house.check()
-        self._server = ApiServer(build_app(house, Origins(host, origins)), host, port, self._announce)
+        app_state = AppState(settings)
+        app_state.check()
+        self._server = UvicornServer(build_app(app_state, Origins(host, origins)), host, port, self._announce)
 
     def stop(self) -> None:
         """Take no new requests, and end."""
@@ -67,9 +61,9 @@ class McpService:
         self._tell(address)
 
 
-def build_app(house: House, origins: Origins) -> ASGIApp:
+def build_app(app_state: AppState, origins: Origins) -> ASGIApp:
     """The application of one process."""
-    settings = house.settings
+    settings = app_state.settings
     server = build_server(
         _find_caller,
         keys=_sealing_keys(settings.broker()),
@@ -78,11 +72,11 @@ def build_app(house: House, origins: Origins) -> ASGIApp:
     )
     # Stateless: what a peer of an earlier revision would have us remember, another replica would not know.
     manager = StreamableHTTPSessionManager(server, stateless=True, max_request_body_size=JSON_BYTES)
-    door = Door(BodyLimits(StreamableHTTPASGIApp(manager), other=()), house, origins)
+    authenticated = McpAuthentication(BodyLimits(StreamableHTTPASGIApp(manager), other=()), app_state, origins)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with house.open(_nothing_beside), manager.run():
+        async with app_state.open(_no_work), manager.run():
             yield
 
     async def healthz(_: Request) -> Response:
@@ -90,10 +84,17 @@ def build_app(house: House, origins: Origins) -> ASGIApp:
 
     async def readyz(_: Request) -> Response:
         return (
-            PlainTextResponse("ok\n") if house.is_connected else PlainTextResponse("Redis has not answered yet\n", 503)
+            PlainTextResponse("ok\n")
+            if app_state.is_connected
+            else PlainTextResponse("Redis has not answered yet\n", 503)
         )
 
-    routes = [Route("/mcp", door), Route("/mcp/{session}", door), Route("/healthz", healthz), Route("/readyz", readyz)]
+    routes = [
+        Route("/mcp", authenticated),
+        Route("/mcp/{session}", authenticated),
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+    ]
     # A browser asks first, without a key, whether a page may.
     pages = Middleware(
         CORSMiddleware, allow_origins=sorted(origins.allowed), allow_methods=["POST"], allow_headers=_PAGE_HEADERS
@@ -104,12 +105,12 @@ def build_app(house: House, origins: Origins) -> ASGIApp:
 
 
 @asynccontextmanager
-async def _nothing_beside(_: HouseParts) -> AsyncIterator[None]:
+async def _no_work(_: ConnectedParts) -> AsyncIterator[None]:
     yield
 
 
 def _find_caller(ctx: Context) -> Caller:
-    """Put there by the door, which every request came through."""
+    """Return the caller that McpAuthentication put in the scope."""
     request = ctx.request
     assert isinstance(request, Request)
     caller = request.scope[CALLER]

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
-from orchestrator.api.known_sessions import KnownSessions
 from orchestrator.dispatch.sessions import Session
+from orchestrator.http.session_cache import SessionCache
 from orchestrator.sdk.client import ToolClient
 
 NEW = "new"
@@ -36,7 +36,7 @@ class KeyLeases:
     has one of its own.
     """
 
-    def __init__(self, known: KnownSessions, client: ToolClient, key_id: str) -> None:
+    def __init__(self, known: SessionCache, client: ToolClient, key_id: str) -> None:
         self._known, self._client, self._key_id = known, client, key_id
 
     @asynccontextmanager

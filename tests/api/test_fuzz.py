@@ -19,8 +19,8 @@ from schemathesis import Case, GenerationMode
 from schemathesis.config import GenerationConfig, SchemathesisConfig
 from schemathesis.specs.openapi import checks
 
+from orchestrator.api.api_state import ApiState
 from orchestrator.api.app import build_app
-from orchestrator.api.house import House
 from tests.api_ground import api_settings, make_keys
 from tests.api_process import ApiProcess, open_api_process
 from tests.stack import open_footprint, open_redis_server
@@ -53,8 +53,8 @@ def write_lines(_: Any, value: Any) -> bytes:
 
 
 def describe() -> dict[str, Any]:
-    house = House(api_settings("redis://127.0.0.1:1/0"))
-    told: dict[str, Any] = build_app(house, lambda _: nullcontext()).openapi()
+    app_state = ApiState(api_settings("redis://127.0.0.1:1/0"))
+    told: dict[str, Any] = build_app(app_state, lambda _: nullcontext()).openapi()
     return told
 
 

@@ -12,13 +12,14 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from orchestrator.api import limits, server, shares
+from orchestrator.api import shares
 from orchestrator.api.calls import NewCall, _stream
-from orchestrator.api.server import PatientProtocol
 from orchestrator.api.sessions import PIECE_BYTES, FileAnswer
 from orchestrator.api.shares import FairTurn, Turns
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.dispatch.sessions import Session
+from orchestrator.http import body_limits, server
+from orchestrator.http.server import PatientProtocol
 from tests.api_ground import ApiGround, open_api
 from tests.conftest import RedisProcess
 
@@ -112,7 +113,7 @@ def ask_for_ever(lazy: socket.socket) -> None:
 
 
 async def test_nobody_sends_a_body_without_a_key(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "LINGER_S", 0.2)
+    monkeypatch.setattr(body_limits, "LINGER_S", 0.2)
     reader, writer = await asyncio.open_connection(*address(api))
     writer.write(
         b"POST /v1/runs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n{"
@@ -123,7 +124,7 @@ async def test_nobody_sends_a_body_without_a_key(api: ApiGround, monkeypatch: py
 
 
 async def test_all_bodies_together_have_a_bound(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HELD_BYTES", 100_000)
+    monkeypatch.setattr(body_limits, "HELD_BYTES", 100_000)
     refused = await api["acme"].post("/v1/runs", json={"instruction": "x" * 200_000})
     assert (refused.status_code, refused.json()["code"]) == (503, "NOT_READY")
     for _ in range(5):
@@ -150,8 +151,8 @@ async def unfinished_bodies(api: ApiGround, number: int, of_bytes: int) -> Async
 
 
 async def test_a_tenant_whose_bodies_fill_its_share_is_refused_and_another_is_served(api: ApiGround) -> None:
-    most = limits.TENANT_BYTES // limits.JSON_BYTES
-    async with unfinished_bodies(api, 300, limits.JSON_BYTES) as readers:
+    most = body_limits.TENANT_BYTES // body_limits.JSON_BYTES
+    async with unfinished_bodies(api, 300, body_limits.JSON_BYTES) as readers:
         answers = [asyncio.ensure_future(reader.read()) for reader in readers]
         refused: list[bytes] = []
         for answer in asyncio.as_completed(answers):

@@ -7,7 +7,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from orchestrator.api.server import PatientProtocol
+from orchestrator.http.server import PatientProtocol
 from tests.api_ground import ApiGround
 
 SHORT, LONG = "application/json", "application/json; charset=utf-8"

@@ -13,9 +13,10 @@ import httpx
 import pytest
 
 from contract.errors import BrokerUnavailable, ConfigError
-from orchestrator.api import limits, server, service
+from orchestrator.api import service
 from orchestrator.api.idempotency import KEPT_FIRST_S
 from orchestrator.api.service import ApiService
+from orchestrator.http import body_limits, server
 from orchestrator.runs.runner import Runner
 from store.idempotency import IdempotencyStore, SlotClaim
 from tests.api_ground import ApiGround, api_settings, open_api, serving
@@ -104,7 +105,7 @@ async def test_a_client_that_sends_its_head_too_slowly_is_cut_off(
 async def test_a_client_that_stops_in_its_body_is_told_and_cut_off(
     api: ApiGround, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "CHUNK_WITHIN_S", 0.3)
+    monkeypatch.setattr(body_limits, "CHUNK_WITHIN_S", 0.3)
     assert b"408" in await send_raw(api, "Content-Length: 100\r\n", b'{"na')
 
 

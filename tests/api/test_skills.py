@@ -4,7 +4,7 @@ from pathlib import Path
 
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
-from orchestrator.api.limits import SKILL_BYTES
+from orchestrator.api.app import SKILL_BYTES
 from orchestrator.sdk.skill_folders import examine_skill
 from tests.api_ground import ApiGround
 from tests.builders import build_spec

@@ -146,7 +146,7 @@ def test_all_extras_are_installed_together_from_the_wheel_alone(wheel: Path, unp
 def test_a_program_without_its_extra_says_which_one_it_needs(
     bare: Installed, redis_server: RedisProcess, program: str, extra: str
 ) -> None:
-    start = ("-c", "from orchestrator.cli.entry import main; main()") if program == "toolcrew" else ("-m", program)
+    start = ("-c", "from orchestrator.__main__ import main; main()") if program == "toolcrew" else ("-m", program)
     done = bare.run(bare.python, *start, TOOLCREW_WORKER_KIND="web", TOOLCREW_REDIS_URL=redis_server.url)
     told = done.stderr.removeprefix("toolcrew: ") if program == "toolcrew" else read_last_words(done.stderr)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from orchestrator.api.house import Fresh
+from orchestrator.api.api_state import Fresh
 
 
 class Look:

@@ -21,6 +21,8 @@ CLEAN_TREE = {
     "orchestrator/loop/agent.py": "import asyncio\nfrom contract import calls\nfrom .models import base",
     "store/calls.py": "import redis.asyncio",
     "orchestrator/cli/batch.py": "import typer\nfrom rich.console import Console",
+    "orchestrator/command.py": "import typer\nfrom orchestrator.api import service\nfrom orchestrator.cli import batch",
+    "orchestrator/http/server.py": "import uvicorn\nfrom starlette.types import ASGIApp",
     "orchestrator/models/__init__.py": "",
     "orchestrator/dialects/model.py": "from contract.calls import BaseModel",
     "orchestrator/models/openai.py": "import openai\nfrom . import base",
@@ -89,6 +91,16 @@ def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
         ),
         pytest.param("workers/x.py", "import guest", "arrow", id="the host imports the guest"),
         pytest.param("orchestrator/loop/x.py", "import orchestrator.dispatch", "arrow", id="the loop imports dispatch"),
+        pytest.param("orchestrator/mcp/x.py", "import orchestrator.api.app", "arrow", id="MCP imports the API"),
+        pytest.param("orchestrator/cli/x.py", "from orchestrator import mcp", "arrow", id="the CLI imports MCP"),
+        pytest.param(
+            "orchestrator/cli/x.py",
+            "def f():\n    from orchestrator.api.app import build_app",
+            "arrow",
+            id="the CLI imports the API, late",
+        ),
+        pytest.param("orchestrator/api/x.py", "import orchestrator.cli.main", "arrow", id="the API imports the CLI"),
+        pytest.param("orchestrator/adapters/x.py", "import orchestrator.cli.main", "arrow", id="an adapter does"),
         pytest.param("orchestrator/models/x.py", "from store import calls", "arrow", id="a model imports the store"),
         pytest.param(
             "sandbox-images/guest/x.py", "from contract import calls", "arrow", id="the guest imports contract"
@@ -111,6 +123,9 @@ def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
         pytest.param("orchestrator/admission.py", "from redis.asyncio import Redis", "wall", id="redis"),
         pytest.param("workers/executor.py", "import redis", "wall", id="redis in a worker"),
         pytest.param("orchestrator/batch.py", "import typer", "wall", id="typer"),
+        pytest.param("orchestrator/http/x.py", "import fastapi", "wall", id="fastapi"),
+        pytest.param("orchestrator/api/server.py", "import uvicorn", "wall", id="uvicorn"),
+        pytest.param("orchestrator/mcp/calls.py", "from starlette.types import Scope", "wall", id="starlette"),
         pytest.param("workers/logs.py", "from rich import print", "wall", id="rich"),
         pytest.param("workers/x.py", "from http import server", "wall", id="an HTTP server"),
         pytest.param(

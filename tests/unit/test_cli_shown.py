@@ -17,7 +17,8 @@ from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator.cli.main import OPERATE, SET_UP, WORK, app
+from orchestrator.cli.main import OPERATE, SET_UP, WORK
+from orchestrator.command import app
 from orchestrator.terminal.output import format_times, table_rows
 from store.tenants import RedisTenants
 from tests.builders import build_call, build_spec

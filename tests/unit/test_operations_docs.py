@@ -7,7 +7,7 @@ import pytest
 from typer.main import get_command
 
 from contract.metrics import METRICS
-from orchestrator.cli.main import app
+from orchestrator.command import app
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

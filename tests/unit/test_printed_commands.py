@@ -24,7 +24,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator.batches.displays import Watched
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.report import build_report
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.terminal.commands import build_command
 from store.batches import BatchNotice, FailureKind, ItemDone
 from store.sessions import SessionStore

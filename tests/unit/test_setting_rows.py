@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from contract.setting_rows import MASK, build_rows
 from orchestrator.cli.config import read_settings
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.settings import OrchestratorSettings
 from workers.setting_list import PROCESSES, build_list
 from workers.settings import SandboxdSettings, WebSettings, WorkerSettings

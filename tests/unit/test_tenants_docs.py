@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from contract.tenancy import TenantPolicy
-from orchestrator.cli.main import app
 from orchestrator.cli.policy_options import OPTIONS
+from orchestrator.command import app
 from tests.conftest import RedisProcess
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "tenants.md").read_text()

@@ -18,7 +18,7 @@ from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
 from orchestrator.api.pages.seen import count_odd
-from orchestrator.api.problems import ApiCode, ApiProblem
+from orchestrator.http.problems import ApiCode, ApiProblem
 from store.approvals import AlreadyAnswered, OtherCall, PendingQuestion, QuestionOver, UnknownQuestion
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -70,7 +70,7 @@ class Asked:
 async def approvals(request: Request, person: Looking, cursor: str = "", done: str = "") -> Response:
     """What waits for a decision, what expires first first."""
     viewer = await person.viewer()
-    page = await person.house.parts.approvals.pending(person.actor, viewer.tenant, cursor or None, PAGE)
+    page = await person.app_state.parts.approvals.pending(person.actor, viewer.tenant, cursor or None, PAGE)
     ids = ",".join(one.question.id for one in page.questions)
     if is_fragment(request):
         return render("approvals.part.html", viewer, ids=ids, shown=request.query_params.get("shown", ids))
@@ -94,7 +94,7 @@ async def approvals(request: Request, person: Looking, cursor: str = "", done: s
 async def approval(id_: str, person: Looking) -> Response:
     """One question."""
     try:
-        pending = await person.house.parts.approvals.get(id_, person.actor)
+        pending = await person.app_state.parts.approvals.get(id_, person.actor)
     except ToolFailure as error:
         raise _told(error) from error
     title = f"Approve {pending.question.call.name}?"
@@ -120,7 +120,7 @@ async def decide(
     changed = _parse_arguments(arguments) if decision == "change" else None
     answer = Decision(decision != "deny", reason.strip(), changed, digest)
     try:
-        await person.house.parts.approvals.decide(id_, answer, digest=digest, actor=person.actor)
+        await person.app_state.parts.approvals.decide(id_, answer, digest=digest, actor=person.actor)
     except ToolFailure as error:
         raise _told(error) from error
     return back("approvals", tenant=person.tenant, done="denied" if decision == "deny" else "allowed")
@@ -146,7 +146,7 @@ def _shown(name: str, value: Any) -> Shown:
 
 
 def _may_decide(person: Person) -> bool:
-    return person.is_operator or person.house.settings.approvers == "tenant"
+    return person.is_operator or person.app_state.settings.approvers == "tenant"
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ async def cancel_batch(batch: BatchId, person: Sending) -> Response:
     await _known(person, runs, batch)
     if person.is_operator:
         # What a tenant ends is its own.
-        audit = Audit(person.house.parts.pool.redis, person.house.settings.deployment)
+        audit = Audit(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
         await audit.add(build_entry(person.actor, "batch.cancel", batch, tenant=person.owner))
     await runs.batches.cancel(batch)
     return back("batches", batch, of=person.owner, tenant=person.tenant, done="cancelled")
@@ -100,8 +100,8 @@ async def cancel_batch(batch: BatchId, person: Sending) -> Response:
 
 async def known_tenants(person: Person) -> list[str]:
     """All tenants, those with the most to do first."""
-    parts = person.house.parts
-    overview = await OverviewReader(parts.pool.redis, person.house.settings.deployment, parts.pool.keys).read()
+    parts = person.app_state.parts
+    overview = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
     named = [look.tenant for look in overview.tenants]
     return list(dict.fromkeys([*(look.tenant for look in overview.batches), *named, person.owner]))
 

@@ -27,14 +27,14 @@ async def find_call(person: Looking, id: str = "") -> Response:
 @router.get("/calls/{call}")
 async def one_call(call: str, person: Looking, of: str = "") -> Response:
     """What every process knows of a call; by its id, or that of its Celery task."""
-    settings = person.house.settings
+    settings = person.app_state.settings
     lives = CallLives(
-        person.house.parts.pool.redis, settings.deployment, settings.broker().signing_keys(), settings.flower_url
+        person.app_state.parts.pool.redis, settings.deployment, settings.broker().signing_keys(), settings.flower_url
     )
     # Operators need not know whose it is.
     tenant = of or person.tenant
     try:
-        async with person.house.looks.turn(person.login.identity.key_id):
+        async with person.app_state.looks.turn(person.login.identity.key_id):
             life = await lives.find(call, tenant)
     except ToolFailure as failure:
         if failure.code is not ErrorCode.INVALID_ARGUMENTS:

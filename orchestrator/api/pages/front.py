@@ -6,13 +6,13 @@ from fastapi import APIRouter, Depends, Form, Request, Response
 from fastapi.responses import RedirectResponse
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.api.access import depend_on_house
-from orchestrator.api.door import MAX_KEY_CHARS
-from orchestrator.api.house import House
+from orchestrator.api.access import depend_on_app_state
+from orchestrator.api.api_state import ApiState
 from orchestrator.api.pages.logins import cookie_name, is_secure, logins_of
 from orchestrator.api.pages.people import Sending, check_origin, not_here
 from orchestrator.api.pages.rendering import render, static_files
 from orchestrator.api.pages.route import PageRoute
+from orchestrator.http.authentication import MAX_KEY_CHARS
 from store.api_keys import LOGIN_S
 from telemetry.logs import get_logger
 
@@ -48,31 +48,31 @@ async def login_page(next: str = "/") -> Response:
 @router.post("/login")
 async def log_in(
     request: Request,
-    house: Annotated[House, Depends(depend_on_house)],
+    app_state: Annotated[ApiState, Depends(depend_on_app_state)],
     key: Annotated[str, Form()] = "",
     next: Annotated[str, Form()] = "/",
 ) -> Response:
     """The key is looked at once, and not kept."""
-    check_origin(request, house.settings)
-    name = cookie_name(house.settings)
+    check_origin(request, app_state.settings)
+    name = cookie_name(app_state.settings)
     try:
-        identity = await house.parts.keys.authenticate(key.strip()[:MAX_KEY_CHARS])
+        identity = await app_state.parts.keys.authenticate(key.strip()[:MAX_KEY_CHARS])
     except ToolFailure as error:
         if error.code is not ErrorCode.UNAUTHENTICATED:
             raise
         # Only failures count by address: behind a proxy all clients have one, and a valid key must work whatever others
         # try.
-        house.rates.take(f"login {request.client.host if request.client else ''}")
+        app_state.rates.take(f"login {request.client.host if request.client else ''}")
         trouble = "This key opens nothing: see that all of it was copied, or have an operator make another."
         return render("login.html", None, status=401, title="Log in", page="", trouble=trouble, next=_local(next))
-    house.rates.take(identity.key_id)
-    token = await logins_of(house).open(identity.key_id)
+    app_state.rates.take(identity.key_id)
+    token = await logins_of(app_state).open(identity.key_id)
     before = request.cookies.get(name)
     if before:
-        await logins_of(house).close(before)
+        await logins_of(app_state).close(before)
     response = RedirectResponse(_local(next), status_code=303)
     response.set_cookie(
-        name, token, max_age=LOGIN_S, path="/", secure=is_secure(house.settings), httponly=True, samesite="strict"
+        name, token, max_age=LOGIN_S, path="/", secure=is_secure(app_state.settings), httponly=True, samesite="strict"
     )
     return response
 
@@ -80,10 +80,12 @@ async def log_in(
 @router.post("/logout")
 async def log_out(request: Request, person: Sending) -> Response:
     """The login ends here and in every other window."""
-    name = cookie_name(person.house.settings)
-    await logins_of(person.house).close(request.cookies.get(name, ""))
+    name = cookie_name(person.app_state.settings)
+    await logins_of(person.app_state).close(request.cookies.get(name, ""))
     response = RedirectResponse("/login", status_code=303)
-    response.delete_cookie(name, path="/", secure=is_secure(person.house.settings), httponly=True, samesite="strict")
+    response.delete_cookie(
+        name, path="/", secure=is_secure(person.app_state.settings), httponly=True, samesite="strict"
+    )
     return response
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.api.house import House
+from orchestrator.api.api_state import ApiState
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import Credential, Identity, LoginStore, ShownCredential, login_digest
 
@@ -43,15 +43,15 @@ def is_secure(settings: OrchestratorSettings) -> bool:
     return bool(settings.page_url and settings.page_url.startswith("https://"))
 
 
-def logins_of(house: House) -> LoginStore:
-    parts = house.parts
-    return LoginStore(parts.pool.redis, house.settings.deployment, parts.pool.keys)
+def logins_of(app_state: ApiState) -> LoginStore:
+    parts = app_state.parts
+    return LoginStore(parts.pool.redis, app_state.settings.deployment, parts.pool.keys)
 
 
-async def find_login(request: Request, house: House) -> Login:
+async def find_login(request: Request, app_state: ApiState) -> Login:
     """Return the login of the request's cookie. Raises NotLoggedIn, BrokerUnavailable."""
-    token, keys = request.cookies.get(cookie_name(house.settings), ""), house.parts.keys
-    key_id = await logins_of(house).find(token)
+    token, keys = request.cookies.get(cookie_name(app_state.settings), ""), app_state.parts.keys
+    key_id = await logins_of(app_state).find(token)
     if key_id is None:
         raise NotLoggedIn
     try:

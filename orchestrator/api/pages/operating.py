@@ -11,7 +11,7 @@ from contract.registry import Switch
 from orchestrator.api.pages.people import Looking, Person, Sending, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.api.problems import ApiProblem
+from orchestrator.http.problems import ApiProblem
 from orchestrator.operations.drains import find_workers, order_drain
 from store.api_keys import ApiKeyRecord
 from store.audit import ACTIONS, Audit
@@ -80,7 +80,7 @@ async def switch_tool(
 @router.get("/tenants")
 async def tenants(request: Request, person: Looking, done: str = "") -> Response:
     """Shares, what is in flight and waits, and pausing. People of a tenant see their own."""
-    parts, deployment = person.house.parts, person.house.settings.deployment
+    parts, deployment = person.app_state.parts, person.app_state.settings.deployment
     viewer, overview = await person.viewer(), await OverviewReader(parts.pool.redis, deployment, parts.pool.keys).read()
     found = [look for look in overview.tenants if viewer.tenant in (None, look.tenant)]
     shown = found[:MOST_TENANTS]
@@ -100,7 +100,7 @@ async def tenants(request: Request, person: Looking, done: str = "") -> Response
 async def pause_tenant(name: Name, person: Sending, reason: Annotated[str, Form(max_length=500)] = "") -> Response:
     """Begin nothing of a tenant any more."""
     person.check_operator()
-    await person.house.parts.pool.tenants.acting_as(person.actor).pause(name, reason.strip())
+    await person.app_state.parts.pool.tenants.acting_as(person.actor).pause(name, reason.strip())
     return back("tenants", tenant=person.tenant, done="paused")
 
 
@@ -108,7 +108,7 @@ async def pause_tenant(name: Name, person: Sending, reason: Annotated[str, Form(
 async def resume_tenant(name: Name, person: Sending) -> Response:
     """Let a tenant go on."""
     person.check_operator()
-    await person.house.parts.pool.tenants.acting_as(person.actor).resume(name)
+    await person.app_state.parts.pool.tenants.acting_as(person.actor).resume(name)
     return back("tenants", tenant=person.tenant, done="resumed")
 
 
@@ -116,8 +116,8 @@ async def resume_tenant(name: Name, person: Sending) -> Response:
 async def hosts(request: Request, person: Looking, done: str = "") -> Response:
     """Which workers live, with their load, and queues whose worker is gone."""
     person.check_operator()
-    parts = person.house.parts
-    known = HostStore(parts.pool.redis, person.house.settings.deployment)
+    parts = person.app_state.parts
+    known = HostStore(parts.pool.redis, person.app_state.settings.deployment)
     reports = await known.read()
     waiting = await known.queued(sorted({queue for report in reports for queue in (report.queue, *report.pools)}))
     dead = await known.dead_queues()
@@ -130,8 +130,8 @@ async def hosts(request: Request, person: Looking, done: str = "") -> Response:
 async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] = "") -> Response:
     """Take a host out of service."""
     person.check_operator()
-    house = person.house
-    known = HostStore(house.parts.pool.redis, house.settings.deployment)
+    app_state = person.app_state
+    known = HostStore(app_state.parts.pool.redis, app_state.settings.deployment)
     try:
         found = [report for report in find_workers(await known.read(), host) if report.worker]
     except ConfigError as error:
@@ -143,7 +143,7 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
                 f"the checkpoints of {report.host} do not leave it, so its sessions would lose their files: go back "
                 "and mark that they may be lost",
             )
-    keys = house.settings.broker().signing_keys()
+    keys = app_state.settings.broker().signing_keys()
     for report in found:
         await order_drain(known, report, keys, lossy=lossy == "yes", actor=person.actor)
     return back("hosts", tenant=person.tenant, done="drained")
@@ -152,8 +152,8 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
 @router.get("/sessions")
 async def sessions(person: Looking, cursor: str = "", done: str = "") -> Response:
     """Sessions that are open."""
-    parts, viewer = person.house.parts, await person.viewer()
-    page = await SessionList(parts.pool.redis, person.house.settings.deployment, parts.pool.keys).read(
+    parts, viewer = person.app_state.parts, await person.viewer()
+    page = await SessionList(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read(
         viewer.tenant, cursor or None, PAGE
     )
     values: dict[str, Any] = {"sessions": page.sessions, "cursor": page.cursor, "done": DONE.get(done)}
@@ -165,7 +165,7 @@ async def audit(person: Looking, cursor: str = "", action: str = "") -> Response
     """Who changed what."""
     person.check_operator()
     wanted = tuple(name for name in ACTIONS if name == action)
-    kept = Audit(person.house.parts.pool.redis, person.house.settings.deployment)
+    kept = Audit(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
     page = await kept.read(cursor or None, PAGE, tenant=person.tenant, actions=wanted)
     values: dict[str, Any] = {
         "entries": page.entries,
@@ -186,7 +186,7 @@ async def _key_counts(person: Person) -> dict[str, int] | None:
     if not person.is_admin:
         return None
     counts: dict[str, int] = {}
-    for key in (await person.house.parts.keys.all()).values():
+    for key in (await person.app_state.parts.keys.all()).values():
         if isinstance(key, ApiKeyRecord):
             counts[key.tenant] = counts.get(key.tenant, 0) + 1
     return counts

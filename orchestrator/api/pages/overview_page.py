@@ -27,8 +27,8 @@ _LIVE = (HostedState.WAITING_FOR_APPROVAL, HostedState.RUNNING)
 @router.get("/")
 async def overview(request: Request, person: Looking) -> Response:
     """A deployment at a glance, or one tenant of it."""
-    parts, viewer = person.house.parts, await person.viewer()
-    look = await OverviewReader(parts.pool.redis, person.house.settings.deployment, parts.pool.keys).read()
+    parts, viewer = person.app_state.parts, await person.viewer()
+    look = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
     mine = [one for one in look.tenants if viewer.tenant in (None, one.tenant)]
     names = [viewer.tenant] if viewer.tenant else [one.tenant for one in mine][:MOST_TENANTS]
     found = [run for state in _LIVE for run in await newest_runs(person, names, state, MOST_RUNS)][:MOST_RUNS]
@@ -45,12 +45,14 @@ async def overview(request: Request, person: Looking) -> Response:
         "unseen": max(0, len(mine) - len(names)),
     }
     template = "overview.part.html" if is_fragment(request) else "overview.html"
-    return render(template, viewer, title="Overview", page="", deployment=person.house.settings.deployment, **values)
+    return render(
+        template, viewer, title="Overview", page="", deployment=person.app_state.settings.deployment, **values
+    )
 
 
 async def _doing(person: Person, run: HostedRun) -> str:
     """What its last event tells, in a few words."""
-    told = RunEventStore(person.house.parts.pool.redis, person.house.settings.deployment)
+    told = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
     text = await told.last(run.tenant, run.id)
     event = json.loads(text) if text else {}
     match event.get("type"):

@@ -10,12 +10,12 @@ from fastapi import Depends, Form, Query, Request, Response
 
 from contract.errors import ErrorCode
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.api.access import depend_on_house
-from orchestrator.api.house import House
+from orchestrator.api.access import depend_on_app_state
+from orchestrator.api.api_state import ApiState
 from orchestrator.api.pages.logins import Login, find_login
 from orchestrator.api.pages.rendering import Viewer, render
-from orchestrator.api.problems import ApiCode, ApiProblem
 from orchestrator.api.shares import Streams
+from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.audit import Actor
@@ -32,7 +32,7 @@ class Person:
     that a page is about.
     """
 
-    house: House
+    app_state: ApiState
     login: Login
     tenant: str | None
     owner: str
@@ -40,7 +40,7 @@ class Person:
     @property
     def client(self) -> ToolClient:
         """The pool as the owner has it."""
-        return self.house.client(self.owner, self.login.credential)
+        return self.app_state.client(self.owner, self.login.credential)
 
     @property
     def actor(self) -> Actor:
@@ -57,7 +57,7 @@ class Person:
     @property
     def streams(self) -> Streams:
         """Those that the key has open in this process."""
-        return self.house.streams.of(self.login.identity.key_id)
+        return self.app_state.streams.of(self.login.identity.key_id)
 
     async def viewer(self) -> Viewer:
         """As templates know him."""
@@ -66,7 +66,7 @@ class Person:
         if self.is_operator:
             known = {
                 DEFAULT_TENANT,
-                *await self.house.parts.pool.tenants.all(),
+                *await self.app_state.parts.pool.tenants.all(),
                 *([self.tenant] if self.tenant else []),
             }
             tenants = tuple(sorted(known))[:MAX_CHOICE]
@@ -78,7 +78,7 @@ class Person:
         a time for each key.
         """
         viewer = await self.viewer()
-        async with self.house.pages.turn(self.login.identity.key_id):
+        async with self.app_state.pages.turn(self.login.identity.key_id):
             return await asyncio.to_thread(render, template, viewer, **values)
 
     def check_operator(self) -> None:
@@ -90,18 +90,21 @@ class Person:
 
 
 async def _looking(
-    request: Request, house: Annotated[House, Depends(depend_on_house)], tenant: TenantName = "", of: TenantName = ""
+    request: Request,
+    app_state: Annotated[ApiState, Depends(depend_on_app_state)],
+    tenant: TenantName = "",
+    of: TenantName = "",
 ) -> Person:
-    login = await find_login(request, house)
+    login = await find_login(request, app_state)
     identity = login.identity
-    house.rates.take(identity.key_id)
+    app_state.rates.take(identity.key_id)
     if not identity.may_act_for(tenant or identity.tenant) or not identity.may_act_for(of or identity.tenant):
         raise ApiProblem(
             ErrorCode.PERMISSION_DENIED,
             f"your key is for tenant {identity.tenant} alone: leave the other tenant's name out",
         )
     return Person(
-        house,
+        app_state,
         login,
         (tenant or None) if identity.role != "tenant" else identity.tenant,
         of or tenant or identity.tenant,
@@ -111,7 +114,7 @@ async def _looking(
 async def _sending(
     request: Request, person: Annotated[Person, Depends(_looking)], form_token: Annotated[str, Form(max_length=64)] = ""
 ) -> Person:
-    check_origin(request, person.house.settings)
+    check_origin(request, person.app_state.settings)
     if not person.login.owns(form_token):
         raise ApiProblem(
             ErrorCode.PERMISSION_DENIED,

@@ -10,12 +10,12 @@ from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
-from orchestrator.api.access import house_of
-from orchestrator.api.door import body_owner
-from orchestrator.api.limits import BODY_OWNER
+from orchestrator.api.access import get_app_state
 from orchestrator.api.pages.logins import NotLoggedIn, find_login
 from orchestrator.api.pages.rendering import render_error
-from orchestrator.api.problems import ApiCode, ApiProblem, status_of, tell
+from orchestrator.http.authentication import name_body_owner
+from orchestrator.http.body_limits import BODY_OWNER
+from orchestrator.http.problems import ApiCode, ApiProblem, status_of, tell
 
 LOGIN_PATH = "/login"
 POLICY = (
@@ -45,7 +45,9 @@ class PageRoute(APIRoute):
             try:
                 if request.method == "POST" and request.url.path != LOGIN_PATH:
                     # Before anything of the form is read: it lies in memory.
-                    request.scope[BODY_OWNER] = body_owner((await find_login(request, house_of(request))).identity)
+                    request.scope[BODY_OWNER] = name_body_owner(
+                        (await find_login(request, get_app_state(request))).identity
+                    )
                 response: Response = await handle(request)
             except NotLoggedIn:
                 response = _to_login(request)

@@ -113,9 +113,9 @@ async def cancel(run: RunId, person: Sending) -> Response:
 
 def find_trace(person: Person, run: str) -> tuple[str, str | None] | None:
     """The id of a run's trace, and where it is looked at, if that is known; None while nothing is traced."""
-    if person.house.parts.pool.tracer is None:
+    if person.app_state.parts.pool.tracer is None:
         return None
-    trace, url = trace_id_of(person.owner, run), person.house.settings.trace_url
+    trace, url = trace_id_of(person.owner, run), person.app_state.settings.trace_url
     return trace, url.replace("{trace_id}", trace) if url else None
 
 
@@ -178,7 +178,7 @@ async def _read_so_far(person: Person, run: str, story: RunStory, until: str | N
     """Fold what is kept into the story; gives the id of the last event. What came up to the event `until` counts as
     known.
     """
-    told = RunEventStore(person.house.parts.pool.redis, person.house.settings.deployment)
+    told = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
     last = "0-0"
     while True:
         page = await told.read(person.owner, run, last)
@@ -200,7 +200,7 @@ def _place(id_: str) -> tuple[int, int]:
 
 
 def _hosted(person: Person) -> HostedRuns:
-    return person.house.parts.runs
+    return person.app_state.parts.runs
 
 
 @contextmanager

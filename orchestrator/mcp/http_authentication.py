@@ -1,4 +1,4 @@
-"""The way into the MCP server over HTTP: which pages may call, and who shows which key, before a body is read."""
+"""Authentication of the MCP server over HTTP: checks the page and the key of a request before its body is read."""
 
 import re
 from collections.abc import Sequence
@@ -7,21 +7,20 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from orchestrator.api.door import bearer_of, identify
-from orchestrator.api.house import House
-from orchestrator.api.limits import find_header, refuse
-from orchestrator.api.problems import ApiCode, ApiProblem, response_to
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import choose_pool_approver, open_approvals
+from orchestrator.http.app_state import AppState
+from orchestrator.http.authentication import CLOSE, check_length, identify, read_bearer_key
+from orchestrator.http.body_limits import find_header, refuse
+from orchestrator.http.problems import ApiCode, ApiProblem, response_to
 from orchestrator.mcp.calls import Caller
 from orchestrator.mcp.leases import KeyLeases
 from store.api_keys import Credential
 
 CALLER = "toolcrew.mcp.caller"
-"""In the scope of a request that came in: its Caller."""
+"""In the scope of an accepted request: its Caller."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_CLOSE = {"Connection": "close"}
 
 
 class Origins:
@@ -52,23 +51,17 @@ class Origins:
         return origin.lower() in self.allowed or (self._is_local and _name_of(origin) in _LOOPBACK)
 
 
-class Door:
-    """Lets in whoever may call, with his Caller in the scope."""
+class McpAuthentication:
+    """Refuses requests without a valid key or from a foreign page, and puts the Caller of the others in the scope."""
 
-    def __init__(self, app: ASGIApp, house: House, origins: Origins) -> None:
-        self._app, self._house, self._origins = app, house, origins
+    def __init__(self, app: ASGIApp, app_state: AppState, origins: Origins) -> None:
+        self._app, self._app_state, self._origins = app, app_state, origins
         self._approver: Approver | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._origins.check(scope)
-            if (
-                find_header(scope, b"content-length") is not None
-                and find_header(scope, b"transfer-encoding") is not None
-            ):
-                raise ApiProblem(
-                    ApiCode.MALFORMED_REQUEST, "Content-Length and Transfer-Encoding are both there: send one of them"
-                )
+            check_length(scope)
             scope[CALLER] = await self._find_caller(scope)
             if scope["method"] != "POST":
                 raise ApiProblem(
@@ -77,30 +70,30 @@ class Door:
                     headers={"Allow": "POST"},
                 )
         except (ApiProblem, ToolFailure, OperatorError) as error:
-            await refuse(response_to(error, scope["path"], headers=_CLOSE), receive, send)
+            await refuse(response_to(error, scope["path"], headers=CLOSE), receive, send)
             return
         await self._app(scope, receive, send)
 
     async def _find_caller(self, scope: Scope) -> Caller:
-        house = self._house
-        identity = await identify(house, scope)
-        credential = Credential(house.parts.keys, bearer_of(scope))
+        app_state = self._app_state
+        identity = await identify(app_state, scope)
+        credential = Credential(app_state.parts.keys, read_bearer_key(scope))
         session = scope["path_params"].get("session")
         if session is not None and not _SESSION.fullmatch(session):
             raise ApiProblem(
                 ErrorCode.SESSION_NOT_FOUND, "no session has a name like that: use the id of one that is open, /mcp/ID"
             )
-        client = house.client(identity.tenant, credential, key=identity.key_id)
-        leases = KeyLeases(house.sessions, client, identity.key_id)
-        asks_client = house.settings.approvals == "ask"
-        approver = None if asks_client else self._approver_of(house)
+        client = app_state.client(identity.tenant, credential, key=identity.key_id)
+        leases = KeyLeases(app_state.sessions, client, identity.key_id)
+        asks_client = app_state.settings.approvals == "ask"
+        approver = None if asks_client else self._approver_of(app_state)
         return Caller(client, leases, f"{identity.tenant}/{identity.key_id}", asks_client, approver, session)
 
-    def _approver_of(self, house: House) -> Approver:
+    def _approver_of(self, app_state: AppState) -> Approver:
         """One, whose every look is for all that wait."""
         if self._approver is None:
-            questions = open_approvals(house.settings, house.parts.pool.redis, house.parts.pool.keys)
-            self._approver = choose_pool_approver(house.settings, questions, is_interactive=False)
+            questions = open_approvals(app_state.settings, app_state.parts.pool.redis, app_state.parts.pool.keys)
+            self._approver = choose_pool_approver(app_state.settings, questions, is_interactive=False)
         return self._approver
 
 

@@ -1,20 +1,28 @@
-"""`toolcrew serve`: what runs as a service and is asked over a protocol of others."""
+"""The whole command `toolcrew`: the commands of the CLI, and `toolcrew serve`, which starts the services.
+
+Nothing else imports both the CLI and a service.
+"""
 
 import asyncio
-import importlib
 import signal
-from typing import Annotated, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Protocol
 
 import typer
 
 from contract.extras import explain_missing
+from orchestrator.cli.main import SET_UP, app, main
 from orchestrator.cli.runner import Tenant, open_client, run_work
 from orchestrator.logs import configure_logging
 from orchestrator.settings import load_settings
 
 CONCURRENCY = 64
 
+__all__ = ["app", "main"]
+
 serve_app = typer.Typer(no_args_is_help=True, help="Run as a service.")
+app.add_typer(serve_app, name="serve", rich_help_panel=SET_UP)
 
 
 @serve_app.callback()
@@ -42,16 +50,13 @@ def serve_api(
 
     Keys for it: `toolcrew tenants keys add TENANT`. Any number of them may serve one deployment.
     """
-    # Not at the top: no other command needs the server, and loading it takes longer than they do.
+    # Imported here because loading the server takes longer than most other commands run.
     from orchestrator.api.service import ApiService
 
     async def work() -> None:
         settings = load_settings()
         configure_logging(settings, "api")
-        service = ApiService(settings, host, port, concurrency)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, service.stop)
-        await service.run()
+        await _run_until_signal(ApiService(settings, host, port, concurrency, has_traces=traces))
 
     run_work(work(), as_json=False)
 
@@ -92,7 +97,8 @@ def serve_mcp(
 
 
 async def _over_stdio(tenant: str | None, session: str | None) -> None:
-    serve_stdio = _load_mcp("stdio").serve_stdio
+    with _explaining_extra():
+        from orchestrator.mcp.stdio import serve_stdio
     settings = load_settings()
     configure_logging(settings, "mcp")
     async with open_client(tenant) as client:
@@ -100,21 +106,32 @@ async def _over_stdio(tenant: str | None, session: str | None) -> None:
 
 
 async def _over_http(host: str, port: int, origins: list[str]) -> None:
-    service_class = _load_mcp("http_service").McpService
+    with _explaining_extra():
+        from orchestrator.mcp.http_service import McpService
     settings = load_settings()
     configure_logging(settings, "mcp")
-    service = service_class(settings, host, port, origins)
+    await _run_until_signal(McpService(settings, host, port, origins))
+
+
+@contextmanager
+def _explaining_extra() -> Iterator[None]:
+    """Raises ConfigError for an import of a package whose extra is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise explain_missing(error) from error
+
+
+class _Service(Protocol):
+    def stop(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+
+async def _run_until_signal(service: _Service) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, service.stop)
     await service.run()
-
-
-def _load_mcp(name: str) -> Any:
-    """A module of the MCP server. Raises ConfigError without the extra."""
-    try:
-        return importlib.import_module(f"orchestrator.mcp.{name}")
-    except ModuleNotFoundError as error:
-        raise explain_missing(error) from error
 
 
 def _refuse_with(wanted: str, given: dict[str, bool]) -> None:

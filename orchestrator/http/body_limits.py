@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contract.json_limits import has_more_values_in_text
-from orchestrator.api.problems import ApiCode, build_response
+from orchestrator.http.problems import ApiCode, build_response
 
 CHUNK_WITHIN_S = 20.0
 """How long a client may be silent in the middle of a body."""
@@ -19,11 +19,6 @@ LEAST_BYTES_PER_S = 8 * 1024
 """Of a body, on the average, after the first seconds."""
 PATIENCE_S = 30.0
 JSON_BYTES = 2 * 1024 * 1024
-BATCH_BYTES = 200 * 1024 * 1024
-SKILL_BYTES = 16 * 1024 * 1024
-"""Of a skill's .zip file: it lies in /tmp while it is examined, which is small where a service is deployed. The command
-takes larger ones.
-"""
 LOGIN_BYTES = 16 * 1024
 """Limit of a body that comes without a key or login."""
 LINGER_S = 5.0

@@ -1,4 +1,4 @@
-"""Serves the API over HTTP/1.1 until it is told to stop; the only file that knows the server."""
+"""Serves an application over HTTP/1.1 until it is told to stop; the only file that knows the server."""
 
 import asyncio
 import socket
@@ -10,8 +10,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from contract.errors import ConfigError
-from orchestrator.api.limits import LEAST_BYTES_PER_S
-from orchestrator.api.problems import ApiCode, build_response
+from orchestrator.http.body_limits import LEAST_BYTES_PER_S
+from orchestrator.http.problems import ApiCode, build_response
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -146,7 +146,7 @@ class _Server(uvicorn.Server):
         self._on_started()
 
 
-class ApiServer:
+class UvicornServer:
     """One listening socket and what answers on it. `announce`: told the address when it serves."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, announce: Callable[[str], None]) -> None:

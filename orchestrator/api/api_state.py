@@ -1,0 +1,49 @@
+"""State that all requests of one process of the API share, with the limits that only the API has."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Generic, TypeVar
+
+from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, FairTurn, OpenStreams, Turns
+from orchestrator.http.app_state import AppState
+from orchestrator.settings import OrchestratorSettings
+from store.tasks import SharedReads
+
+READY_FRESH_S = 1.0
+"""Whether the service is ready is asked without a key, so it reads Redis at most this often."""
+
+T = TypeVar("T")
+
+
+class Fresh(Generic[T]):
+    """Keeps one value for `fresh_s` seconds. `clock`: monotonic seconds."""
+
+    def __init__(self, fresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fresh_s = fresh_s
+        self._clock = clock
+        self._reads = SharedReads[T]()
+        self._kept: tuple[T, float] | None = None
+
+    async def get(self, look: Callable[[], Awaitable[T]]) -> T:
+        """Return the kept value, or what `look` returns. Raises what `look` raises, which is not kept."""
+        if self._kept is not None and self._clock() - self._kept[1] < self._fresh_s:
+            return self._kept[0]
+        return await self._reads.read("", lambda: self._look(look))
+
+    async def _look(self, look: Callable[[], Awaitable[T]]) -> T:
+        found = await look()
+        self._kept = (found, self._clock())
+        return found
+
+
+class ApiState(AppState):
+    """The shared state of one process of the API."""
+
+    def __init__(self, settings: OrchestratorSettings) -> None:
+        super().__init__(settings)
+        self.readiness = Fresh[Mapping[str, str]](READY_FRESH_S)
+        self.streams = OpenStreams()
+        self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
+        # One skill at a time, because each takes up to half a GiB of memory.
+        self.examining = FairTurn()
+        self.looks = Turns(LOOKS_OF_A_KEY)
