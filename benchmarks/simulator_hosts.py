@@ -18,10 +18,10 @@ from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.clock import SharedClock
 from contract.envelope import decode_call, encode_result
 from contract.hosts import HEARTBEAT_S, HOST_TTL_S, HostReport, holder_name
-from contract.ledger import CallClaim
-from contract.names import call_key, host_key, hosts_key, result_key, slots_key, tombstone_key
+from contract.ledger import RESULT_TTL_S, CallClaim
+from contract.names import call_key, host_key, hosts_key, slots_key, tombstone_key
 from contract.signing import ResultSeal, SigningKeys
-from store.calls import WorkerCallStore
+from store.calls import FinishedCalls, WorkerCallStore
 
 DEPLOYMENT = "simulator"
 KEYS = SigningKeys.of("simulator")
@@ -34,17 +34,6 @@ AT_ONCE = 10
 """Hosts that report in one moment."""
 NEVER = 4_000_000_000
 """A time at which nobody is late yet."""
-
-# As workers/celery_edge/result_backend.py: only the attempt that the ledger knows has a result. KEYS: result, call.
-# ARGV: stored text, attempt.
-_STORE = """
-local known = redis.call('HMGET', KEYS[2], 'attempt', 'state')
-if known[1] ~= ARGV[2] then return 0 end
-if known[2] ~= 'forbidden' then redis.call('HSET', KEYS[2], 'state', 'done') end
-redis.call('SET', KEYS[1], ARGV[1], 'EX', 600)
-redis.call('PUBLISH', KEYS[1], ARGV[1])
-return 1
-"""
 
 
 @dataclass
@@ -73,7 +62,7 @@ class World:
     def __init__(self, client: "redis.Redis", loop: JumpingLoop, chance: random.Random) -> None:
         self._client, self.loop, self.chance = client, loop, chance
         self._ledger = WorkerCallStore(client, DEPLOYMENT, SharedClock())
-        self._store = client.register_script(_STORE)
+        self._finished = FinishedCalls(client)
         self.hosts: list[Host] = []
         self.by_queue: dict[str, Host] = {}
         self.reports: dict[str, HostReport] = {}
@@ -219,8 +208,8 @@ class World:
             "task_id": task_id,
             "result": encode_result(result, seal=ResultSeal(KEYS, context.tenant, context.attempt)),
         }
-        keys = [result_key(task_id), call_key(DEPLOYMENT, context.tenant, call.id)]
-        if not self._store(keys=keys, args=[json.dumps(data), context.attempt]):
+        record = (call_key(DEPLOYMENT, context.tenant, call.id), context.attempt, "", "")
+        if not self._finished.store(task_id, json.dumps(data), RESULT_TTL_S, record):
             self.late += 1
         self.loop.selector.listen()
 

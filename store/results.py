@@ -157,7 +157,9 @@ class ResultHub:
             log.warning("results_connection_lost", error=str(error), retry_in_s=delay)
         self._subscribed.clear()
         if now - self._lost_at > OUTAGE_LIMIT_S:
-            self._fail_all(f"the call may or may not have acted; for {OUTAGE_LIMIT_S:g} s {error}")
+            self._fail_all(
+                f"{error}; it has not answered for {OUTAGE_LIMIT_S:g} s, and the call may or may not have acted"
+            )
 
     def _fail_all(self, sentence: str) -> None:
         for future in self._waiting.values():
