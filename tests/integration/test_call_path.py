@@ -11,9 +11,9 @@ from tests.stack import ROOT, Footprint
 
 pytestmark = [pytest.mark.stack, needs_namespace]
 
-# A ratchet: measured 81 files of 18,881 lines, and 4,905 lines of functions that run, plus 2 %. Lower them when the path
+# A ratchet: measured 80 files of 18,895 lines, and 4,931 lines of functions that run, plus 2 %. Lower them when the path
 # gets shorter. The target is 55 files and 8,000 lines.
-MOST_FILES = 83
+MOST_FILES = 82
 MOST_LINES = 19_194
 MOST_RUN = 5_005
 
