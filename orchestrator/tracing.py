@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -123,47 +124,53 @@ def _json(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False, default=str)
 
 
+@dataclass(frozen=True)
+class TracedRun:
+    """What the spans of a run say about it. `earlier`: the run of the attempt before this one. `is_agent` False: a
+    batch's item that is one call.
+    """
+
+    tenant: str
+    name: str
+    session: str | None = None
+    batch: str | None = None
+    attempt: int = 1
+    earlier: str | None = None
+    began_at: float | None = None
+    is_agent: bool = True
+
+
 class RunSpans:
     """Spans of a run while it lasts. Their ids are made of the run's and its calls' names: a process that goes on with
     it makes the same.
 
-    `is_told`: whether a call, or with "" the model's next reply, has been told of by a process that had the run before.
-    `is_agent` False: of a batch's item that is one call. `earlier`: the run of the attempt before this one.
+    `is_told`: whether a process that had the run before has reported a call, or with "" the model's next reply.
     """
 
-    def __init__(
-        self,
-        tracer: Tracer,
-        tenant: str,
-        run: str,
-        *,
-        session: str | None = None,
-        batch: str | None = None,
-        attempt: int = 1,
-        earlier: str | None = None,
-        began_at: float | None = None,
-        is_agent: bool = True,
-        is_told: Callable[[str], bool] = lambda _: False,
-    ) -> None:
-        self._tracer, self._run, self._is_told = tracer, run, is_told
-        self._who: Attributes = {names.CONVERSATION: session or run, names.TENANT: tenant, names.RUN: run}
+    def __init__(self, tracer: Tracer, run: TracedRun, is_told: Callable[[str], bool] = lambda _: False) -> None:
+        tenant, name = run.tenant, run.name
+        self._tracer, self._run, self._is_told = tracer, name, is_told
+        self._who: Attributes = {names.CONVERSATION: run.session or name, names.TENANT: tenant, names.RUN: name}
         # A run of a program that is traced itself is a part of what that does; one that may be gone on with elsewhere
         # is a trace of its own.
-        ambient = tracer.ambient() if batch is None else None
-        ref = tracer.root(trace_id_of(tenant, run), run_span_id(tenant, run))
+        ambient = tracer.ambient() if run.batch is None else None
+        ref = tracer.root(trace_id_of(tenant, name), run_span_id(tenant, name))
         if ambient is not None:
             ref = SpanRef(ambient.trace_id, ref.span_id, ambient.is_sampled)
-        links = [SpanRef(trace_id_of(tenant, earlier), run_span_id(tenant, earlier))] if earlier is not None else []
-        told: Attributes = {**self._who, names.BATCH: batch, names.ATTEMPT: attempt if batch is not None else None}
-        if is_agent:
+        links = []
+        if run.earlier is not None:
+            links.append(SpanRef(trace_id_of(tenant, run.earlier), run_span_id(tenant, run.earlier)))
+        attempt = run.attempt if run.batch is not None else None
+        told: Attributes = {**self._who, names.BATCH: run.batch, names.ATTEMPT: attempt}
+        if run.is_agent:
             told = {
                 **told,
                 names.OPERATION: "invoke_agent",
                 names.PROVIDER: names.PROVIDER_NAME,
                 names.AGENT: names.AGENT_NAME,
             }
-        name = f"invoke_agent {names.AGENT_NAME}" if is_agent else "batch_item"
-        self.span = tracer.start(name, told, parent=ambient, ref=ref, links=links, at=began_at)
+        title = f"invoke_agent {names.AGENT_NAME}" if run.is_agent else "batch_item"
+        self.span = tracer.start(title, told, parent=ambient, ref=ref, links=links, at=run.began_at)
         self._server: Attributes = {}
         self._model = ""
         self._chat: Span | None = None
@@ -172,7 +179,7 @@ class RunSpans:
         self._approvals: dict[str, Span] = {}
         self._error: str | None = None
         self._left: list[Span] = []
-        self.leave = self._left.append if batch is not None else None
+        self.leave = self._left.append if run.batch is not None else None
         """Takes spans of a call that is given up in the middle: of a run that may be gone on with, it is not known yet
         whether they are to be told of.
         """

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Checks the architecture's walls by reading the source: who may import what, who may read the environment, how long a
-file may be.
+file may be, and how many parameters a constructor may have.
 
     python3 scripts/check_architecture.py [ROOT]
 
@@ -124,6 +124,10 @@ ACTING_CALLS = frozenset({"open", "print", "input"})
 ACTING_METHODS = frozenset({"read_bytes", "read_text", "write_bytes", "write_text"})
 
 MAX_LINES = 800
+# Of an `__init__`, without self. A dataclass is a record and has none of its own.
+MAX_PARAMETERS = 7
+# To be removed: constructors that are still longer.
+LONG_CONSTRUCTORS = ("orchestrator.dispatch.dispatcher.Dispatcher", "orchestrator.sdk.local_tools.LocalTools")
 # Checked for length and docstring only.
 OTHER_SOURCES = ("scripts", "tests", "benchmarks")
 
@@ -281,6 +285,20 @@ def check_environment(module: Module) -> Iterator[Violation]:
             yield Violation(module.path, node.lineno, "environment", f"os.{name} may be used only in {allowed}")
 
 
+def check_constructors(module: Module) -> Iterator[Violation]:
+    for outer in ast.walk(module.tree):
+        if not isinstance(outer, ast.ClassDef) or f"{module.name}.{outer.name}" in LONG_CONSTRUCTORS:
+            continue
+        for node in outer.body:
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                given = node.args
+                every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+                count = len([one for one in every if one is not None]) - 1
+                if count > MAX_PARAMETERS:
+                    sentence = f"{outer.name} has {count} parameters, at most {MAX_PARAMETERS} are allowed"
+                    yield Violation(module.path, node.lineno, "constructor", sentence)
+
+
 def targets(module: Module, imported: Import, known: dict[str, Module]) -> set[str]:
     """The modules of ours that the import runs.
 
@@ -399,6 +417,7 @@ def check_tree(root: Path) -> list[Violation]:
                 modules.append(Module(name, package, path, bare.is_init, tree, tuple(imports_of(bare))))
     for module in modules:
         violations += [*check_imports(module), *check_contract(module), *check_environment(module)]
+        violations += check_constructors(module)
     return sorted(set(violations) | set(check_cycles(modules)))
 
 

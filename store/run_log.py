@@ -11,6 +11,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import redis.asyncio
@@ -147,6 +148,16 @@ class RunTaken(Exception):
     """Another process has the run now: the former holder must stop."""
 
 
+@dataclass(frozen=True)
+class RunAttempt:
+    """One attempt of a run. `claim`: the token with which its holder appends to its log; empty for a reader."""
+
+    tenant: str
+    run: str
+    number: int
+    claim: str = ""
+
+
 class RunLog:
     """One run's log as its holder knows it. `entries`: those of former holders, then its own. `clock`: Redis's."""
 
@@ -155,17 +166,13 @@ class RunLog:
         client: "redis.asyncio.Redis",
         deployment: str,
         keys: SigningKeys,
-        tenant: str,
-        run: str,
-        claim: str,
-        attempt: int,
+        attempt: RunAttempt,
         entries: list[Entry],
         clock: SharedClock,
     ) -> None:
         self.clock = clock
         self._append = client.register_script(_APPEND)
-        self._deployment, self._tenant, self._run, self._claim = deployment, tenant, run, claim
-        self._keys, self._attempt = keys, attempt
+        self._deployment, self._keys, self._attempt = deployment, keys, attempt
         self.entries = entries
         self.has_grown = False
         """Whether the run has progressed under this holder."""
@@ -173,18 +180,10 @@ class RunLog:
 
     @classmethod
     async def load(
-        cls,
-        client: "redis.asyncio.Redis",
-        deployment: str,
-        keys: SigningKeys,
-        tenant: str,
-        run: str,
-        claim: str,
-        attempt: int,
+        cls, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, attempt: RunAttempt
     ) -> "RunLog":
-        """Load the log of that attempt of a run, which `claim` holds. Raises BrokerUnavailable; ConfigError if it
-        cannot be verified or read.
-        """
+        """Load the log of an attempt. Raises BrokerUnavailable; ConfigError if it cannot be verified or read."""
+        tenant, run = attempt.tenant, attempt.run
         clock = SharedClock()
         with broker_errors("the run's log was not read"):
             seconds, micros = await client.time()
@@ -192,7 +191,9 @@ class RunLog:
             items: Any = await client.lrange(run_log_key(deployment, tenant, run), 0, -1)
             texts = [await _whole(client, deployment, tenant, run, index, item) for index, item in enumerate(items)]
         try:
-            opened = [keys.unseal(entry_purpose(tenant, run, attempt, index), text) for index, text in enumerate(texts)]
+            opened = [
+                keys.unseal(entry_purpose(tenant, run, attempt.number, index), text) for index, text in enumerate(texts)
+            ]
             entries = [parse_entry(text) for text in opened]
         except EnvelopeRefused as error:
             raise RecordRefused(
@@ -202,39 +203,40 @@ class RunLog:
             raise ConfigError(
                 f"the log of run {run} is of another release: finish its batch with that one, or retry the item"
             ) from error
-        return cls(client, deployment, keys, tenant, run, claim, attempt, entries, clock)
+        return cls(client, deployment, keys, attempt, entries, clock)
 
     async def append(self, entry: Entry) -> None:
         """Append an entry. Waits while Redis does not answer. Raises RunTaken when another process has the run."""
         async with self._one_at_a_time:
             self.entries.append(entry)
-            index, attempt = len(self.entries) - 1, 0
+            index, failures = len(self.entries) - 1, 0
             while index < len(self.entries):
                 try:
                     with broker_errors("the entry was not added"):
                         reply = await self._add(index)
                 except BrokerUnavailable as error:
-                    log.warning("run_log_unanswered", run=self._run, error=str(error))
-                    await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
-                    attempt += 1
+                    log.warning("run_log_unanswered", run=self._attempt.run, error=str(error))
+                    await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
+                    failures += 1
                     continue
                 if reply == "taken":
-                    raise RunTaken(self._run)
+                    raise RunTaken(self._attempt.run)
                 # Entries that Redis has lost are added again.
                 index = index + 1 if reply in ("added", "there") else int(reply)
 
     async def _add(self, index: int) -> str:
-        purpose = entry_purpose(self._tenant, self._run, self._attempt, index)
+        attempt = self._attempt
+        purpose = entry_purpose(attempt.tenant, attempt.run, attempt.number, index)
         text = self._keys.seal(purpose, self.entries[index].model_dump_json())
         item, part = text, ""
         if len(text.encode()) > INLINE_BYTES:
             item, part = json.dumps({"part": index}), text
-        names = (self._deployment, self._tenant, self._run)
+        names = (self._deployment, attempt.tenant, attempt.run)
         # Whoever comes next opens a session anew: a run that kills each of its holders there would come no further.
         is_further = not isinstance(self.entries[index], SessionOpening)
         reply = await self._append(
             keys=[run_key(*names), run_log_key(*names), run_parts_key(*names)],
-            args=[self._claim, index, item, part, RUN_TTL_S, "1" if is_further else "0"],
+            args=[attempt.claim, index, item, part, RUN_TTL_S, "1" if is_further else "0"],
         )
         self.has_grown = self.has_grown or is_further
         return reply.decode() if isinstance(reply, bytes) else str(reply)

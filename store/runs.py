@@ -56,6 +56,7 @@ from store.run_events import not_found
 from store.run_log import (
     MAX_TRANSCRIPT_BYTES,
     Entry,
+    RunAttempt,
     RunLog,
     close_left_sessions,
     pack_transcript,
@@ -224,6 +225,11 @@ class RunClaim:
     token: str
     is_resumed: bool
     record: RunRecord
+
+    @property
+    def attempt(self) -> RunAttempt:
+        """The attempt of the run that this process holds."""
+        return RunAttempt(self.tenant, self.run, self.record.attempt, self.token)
 
 
 @dataclass(frozen=True)
@@ -637,7 +643,7 @@ class RunQueue:
             raise not_found(run)
         record = parse_run(self.keys, tenant, run, fields)
         return record, (
-            await RunLog.load(self._client, self._deployment, self.keys, tenant, run, "", record.attempt)
+            await RunLog.load(self._client, self._deployment, self.keys, RunAttempt(tenant, run, record.attempt))
         ).entries
 
     async def step(self, operation: str, *arguments: Any) -> Any:

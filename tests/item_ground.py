@@ -138,7 +138,7 @@ class ItemGround(RunGround):
         task = asyncio.current_task()
         assert task is not None
         return Journal(
-            await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.token, claim.record.attempt),
+            await RunLog.load(self.client, "d", KEY, claim.attempt),
             task.cancel,
         )
 

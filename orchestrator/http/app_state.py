@@ -138,7 +138,7 @@ class AppState:
         """
         pool = self.parts.pool
         kept = self._clients.pop((tenant, key), None) if key is not None else None
-        client = kept or ToolClient(self.settings, pool, tenant, self._approver, None, self._policy, credential)
+        client = kept or ToolClient(self.settings, pool, tenant, self._approver, self._policy, credential)
         if key is not None:
             # Put back behind the others: those that were used longest ago go first.
             self._clients[tenant, key] = client

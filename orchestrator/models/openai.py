@@ -1,8 +1,7 @@
 """Models behind OpenAI-compatible chat endpoints, streamed or whole. The only file that knows the SDK."""
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlsplit
@@ -46,13 +45,11 @@ class OpenAIModel:
         *,
         retries: RetryPolicy | int = DEFAULT_RETRIES,
         streaming: bool = True,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self._endpoint = Endpoint(_without_credentials(base_url), name, api_key or "")
         self._extra = dict(extra or {})
         self._policy = retries if isinstance(retries, RetryPolicy) else RetryPolicy(attempts=1 + retries)
         self._streaming = streaming
-        self._sleep = sleep
         self._asks_usage = True
         self._limit_name = "max_tokens"
         timeout = openai.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
@@ -130,7 +127,7 @@ class OpenAIModel:
             raise build_error(failure, self._endpoint, attempts=attempt)
         wait_s = compute_backoff_s(self._policy, attempt) if failure.wait_s is None else failure.wait_s
         log.warning("model_retry", model=self.name, attempt=attempt, wait_s=round(wait_s, 3), reason=failure.reason)
-        await self._sleep(wait_s)
+        await self._policy.sleep(wait_s)
 
     async def _read_stream(self, request: ModelRequest) -> AsyncGenerator[Chunk, None]:
         """One attempt. Whatever it gives out is a part of the reply: before that, it fails unseen."""

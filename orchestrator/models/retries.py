@@ -2,11 +2,12 @@
 jitter.
 """
 
+import asyncio
 import math
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
@@ -18,14 +19,15 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How stubborn a model is. `attempts` counts the first one; `max_wait_s` bounds one wait, also one that the server
-    asks for.
+    """How often a request is sent, and how long to wait between attempts. `attempts` counts the first one; `max_wait_s`
+    bounds one wait, also one that the server asks for; `sleep` waits.
     """
 
     attempts: int = 6
     base_s: float = 0.5
     max_wait_s: float = 60.0
     factor: float = 2.0
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.base_s < 0 or self.max_wait_s < 0 or self.factor < 1:

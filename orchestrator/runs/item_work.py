@@ -35,7 +35,7 @@ from orchestrator.runs.places import PlacedApprover, Places, RunPlace
 from orchestrator.runs.run_parts import RunAs, RunParts
 from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.traces.opening import Traces
-from orchestrator.tracing import RunSpans, current_run, within_run
+from orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
 from store.batches import (
     CHAT_URL,
     HOSTED_BATCH,
@@ -110,17 +110,17 @@ class ItemWork:
         if tracer is None:
             yield None
             return
-        is_agent = isinstance(record.item.work, RunBody)
-        spans = RunSpans(
-            tracer,
+        traced = TracedRun(
             claim.tenant,
             run,
             batch=record.batch,
             attempt=record.attempt,
             earlier=_run_name(claim, record.attempt - 1) if record.attempt > 1 else None,
             began_at=journal.began_at,
-            is_agent=is_agent,
-            is_told=lambda call: journal.result_of(call) is not None if call else journal.has_reply,
+            is_agent=isinstance(record.item.work, RunBody),
+        )
+        spans = RunSpans(
+            tracer, traced, lambda call: journal.result_of(call) is not None if call else journal.has_reply
         )
         try:
             with within_run(spans):

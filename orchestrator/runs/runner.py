@@ -254,15 +254,7 @@ class Runner:
         act twice. Raises ConfigError for a log that cannot be gone on with."""
         while True:
             try:
-                run_log = await RunLog.load(
-                    self.client,
-                    self.deployment,
-                    self.queue.keys,
-                    claim.tenant,
-                    claim.run,
-                    claim.token,
-                    claim.record.attempt,
-                )
+                run_log = await RunLog.load(self.client, self.deployment, self.queue.keys, claim.attempt)
                 return run_log, await self._defaults_of(claim)
             except BrokerUnavailable as error:
                 log.warning("run_not_loaded", run=claim.run, error=str(error))

@@ -34,7 +34,7 @@ from orchestrator.sdk.session_tools import Names, SessionTools
 from orchestrator.sdk.skill_desk import SkillDesk
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
 from orchestrator.traces.opening import Traces, secrets_of_pool
-from orchestrator.tracing import RunSpans, run_spans
+from orchestrator.tracing import RunSpans, TracedRun, run_spans
 from store.api_keys import ApiKeys, Credential
 from store.approvals import ApprovalQueue
 from store.audit import Actor, Audit, local_actor
@@ -53,7 +53,6 @@ class ToolClient:
         pool: PoolConnection,
         tenant: str,
         approver: Approver | None,
-        stack: StackInfo | None,
         policy: ApprovalPolicy | None = None,
         credential: Credential | None = None,
         secrets: Mapping[str, str] | None = None,
@@ -74,7 +73,8 @@ class ToolClient:
         self.traces = Traces(settings, secrets or {})
         self._pool = pool
         self.tenant = tenant
-        self.stack = stack
+        self.stack: StackInfo | None = None
+        """The stack that `embedded` has started for this client."""
 
     @classmethod
     @asynccontextmanager
@@ -111,7 +111,7 @@ class ToolClient:
                 tenant = tenant or (await keys.authenticate(api_key)).tenant
                 await credential.check(tenant)
             known = secrets_of_pool(broker.redis_url.get_secret_value(), api_key=api_key)
-            yield cls(settings, pool, tenant or DEFAULT_TENANT, approver, None, policy, credential, known)
+            yield cls(settings, pool, tenant or DEFAULT_TENANT, approver, policy, credential, known)
 
     @classmethod
     @asynccontextmanager
@@ -133,15 +133,10 @@ class ToolClient:
             embedded_stack(settings.for_children()) as stack,
             open_pool(settings.broker(stack.redis_url), queue_wait_s=settings.queue_wait_s, settings=settings) as pool,
         ):
-            yield cls(
-                settings,
-                pool,
-                tenant,
-                approver,
-                stack,
-                policy,
-                secrets=secrets_of_pool(stack.redis_url, flower_url=stack.flower_url),
-            )
+            known = secrets_of_pool(stack.redis_url, flower_url=stack.flower_url)
+            client = cls(settings, pool, tenant, approver, policy, secrets=known)
+            client.stack = stack
+            yield client
 
     async def open_session(
         self,
@@ -453,7 +448,8 @@ class ToolClient:
                 tell = stack.enter_context(self.traces.open(tenant, run, tell)).on_event
             spans = None
             if self._pool.tracer is not None:
-                spans = RunSpans(self._pool.tracer, tenant, run, session=session.id if session is not None else None)
+                traced = TracedRun(tenant, run, session=session.id if session is not None else None)
+                spans = RunSpans(self._pool.tracer, traced)
                 stack.enter_context(run_spans(spans))
                 tell = spans.before(tell)
             chosen = await stack.enter_async_context(choose_model(self._settings, model))

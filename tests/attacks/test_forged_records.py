@@ -26,7 +26,7 @@ from store.call_events import call_event_keys
 from store.catalog import RedisCatalog
 from store.connection import open_redis
 from store.idempotency import IdempotencyStore
-from store.run_log import Replied, Resulted, RunLog, run_key, run_log_key
+from store.run_log import Replied, Resulted, RunAttempt, RunLog, run_key, run_log_key
 from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants, WorkerTenants
 from tests.builders import KEY, build_spec
@@ -297,7 +297,7 @@ async def write_log(ground: RunGround) -> list[bytes]:
     """The entries of b-1 and then of b-2, a reply and a result each, as they are in Redis."""
     await ground.submit(2)
     for claim in await ground.queue.claim(2):
-        run_log = await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.token, 1)
+        run_log = await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", claim.run, 1, claim.token))
         for entry in (REPLY, RESULT):
             await run_log.append(entry)
     return [
@@ -331,11 +331,11 @@ async def test_a_forged_log_is_not_gone_on_with(ground: RunGround, forgery: str)
     with pytest.raises(
         ConfigError, match="log of run b-1 cannot be verified, so the run is not continued: retry the item"
     ):
-        await RunLog.load(ground.client, "d", KEY, "acme", "b-1", "", 1)
+        await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 1))
 
 
 async def test_the_log_of_an_earlier_attempt_does_not_pass_for_the_present_one(ground: RunGround) -> None:
     await write_log(ground)
-    assert len((await RunLog.load(ground.client, "d", KEY, "acme", "b-1", "", 1)).entries) == 2
+    assert len((await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 1))).entries) == 2
     with pytest.raises(ConfigError, match="cannot be verified"):
-        await RunLog.load(ground.client, "d", KEY, "acme", "b-1", "", 2)
+        await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 2))

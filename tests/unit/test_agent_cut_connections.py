@@ -18,6 +18,7 @@ from orchestrator.loop.agent import Agent
 from orchestrator.loop.events import RunEvent, TextArrived, TextWithdrawn
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.openai import OpenAIModel
+from orchestrator.models.retries import RetryPolicy
 from tests.builders import build_spec
 from tests.model_endpoint import Waits, serving, stream
 
@@ -72,7 +73,7 @@ async def test_a_connection_that_ends_after_any_byte_changes_nothing_of_the_run(
             return answer if "done" in str(body["messages"][-1]["content"]) else whole
 
         async with serving(reply) as server, asyncio.timeout(SOON_S):
-            model = OpenAIModel("m", server.url, "key", 5.0, retries=2, sleep=Waits())
+            model = OpenAIModel("m", server.url, "key", 5.0, retries=RetryPolicy(attempts=3, sleep=Waits()))
             agent = Agent(
                 model, dialect, [build_spec("echo")], run_call, options=ReActOptions(), on_event=events.append
             )

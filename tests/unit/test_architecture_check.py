@@ -137,6 +137,18 @@ def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
         pytest.param("workers/x.py", "import os\nE = os.getenv('HOME')", "environment", id="os.getenv"),
         pytest.param("workers/x.py", "from os import environ as e", "environment", id="environ under another name"),
         pytest.param("contract/x.py", "import os\nos.putenv('A', 'b')", "environment", id="the environment is written"),
+        pytest.param(
+            "workers/x.py",
+            "class C:\n    def __init__(self, a, b, c, d, e, f, *, g, h): ...",
+            "constructor",
+            id="eight",
+        ),
+        pytest.param(
+            "orchestrator/x.py",
+            "class C:\n    def __init__(self, a, b, c, d, e, f, g, **h): ...",
+            "constructor",
+            id="**",
+        ),
         pytest.param("workers/x.py", "def f(:", "syntax", id="a file that is not Python"),
         pytest.param("tests/unit/test_x.py", "\n" * 801, "length", id="a test over 800 lines"),
         pytest.param("workers/x.py", "X = 1\n" * 801, "length", id="a module over 800 lines"),
@@ -149,6 +161,23 @@ def test_a_broken_rule_is_found_where_it_is_broken(tmp_path: Path, path: str, so
     assert [(where, name) for where, _, name in found] == [(path, rule)]
     if rule in ("arrow", "wall", "third-party"):
         assert found[0][1] == 1 + len(source.splitlines())  # the last line, below the docstring
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("class C:\n    def __init__(self, a, b, c, d, e, *, f, g): ...", id="seven"),
+        pytest.param("class C:\n    def open(self, a, b, c, d, e, f, g, h): ...", id="no constructor"),
+        pytest.param(
+            "from dataclasses import dataclass\n@dataclass\nclass C:\n"
+            + "".join(f"    {n}: int\n" for n in "abcdefgh"),
+            id="a dataclass",
+        ),
+    ],
+)
+def test_a_constructor_of_up_to_seven_parameters_and_a_record_of_more_pass(tmp_path: Path, source: str) -> None:
+    write_tree(tmp_path, {**CLEAN_TREE, "workers/x.py": source})
+    assert CHECK.check_tree(tmp_path) == []
 
 
 @pytest.mark.parametrize("package", ["contract", "orchestrator", "workers", "sandbox-images/guest", "tests"])

@@ -157,7 +157,7 @@ class FakePool:
 async def take(ground: RunGround, /, **fields: Any) -> tuple[RunClaim, Journal]:
     await ground.submit(1, **fields)
     (claim,) = await ground.queue.claim(1)
-    run_log = await RunLog.load(ground.client, "d", KEY, claim.tenant, claim.run, claim.token, claim.record.attempt)
+    run_log = await RunLog.load(ground.client, "d", KEY, claim.attempt)
     return claim, Journal(run_log, lambda: None)
 
 

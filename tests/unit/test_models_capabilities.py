@@ -20,6 +20,7 @@ from orchestrator.models.capabilities import (
     probe,
 )
 from orchestrator.models.openai import OpenAIModel
+from orchestrator.models.retries import RetryPolicy
 from orchestrator.models.scripted import EVERYTHING, ScriptedModel
 from tests.model_endpoint import END, answer, serving, stream
 
@@ -166,7 +167,7 @@ async def test_the_list_of_models_is_asked_for_again_when_its_answer_was_lost(br
         async def mend(_: float) -> None:
             server.models = answer(200, {"data": [{"id": "m", "max_model_len": 8192}]})
 
-        model = OpenAIModel("m", server.url, retries=1, sleep=mend)
+        model = OpenAIModel("m", server.url, retries=RetryPolicy(attempts=2, sleep=mend))
         assert await model.find_context_window() == 8192
         await model.aclose()
 

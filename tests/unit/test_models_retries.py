@@ -78,7 +78,7 @@ def test_statuses_that_may_pass_later_are_retried_and_those_that_will_not_are_no
 
 
 def build(url: str, waits: Waits, *, attempts: int = 3, streaming: bool = True) -> OpenAIModel:
-    return OpenAIModel("m", url, KEY, 5.0, retries=RetryPolicy(attempts=attempts), sleep=waits, streaming=streaming)
+    return OpenAIModel("m", url, KEY, 5.0, retries=RetryPolicy(attempts=attempts, sleep=waits), streaming=streaming)
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])

@@ -38,7 +38,7 @@ async def claimed(ground: RunGround) -> RunClaim:
 
 async def journal_of(ground: RunGround, claim: RunClaim, on_taken: Any = lambda: None) -> Journal:
     return Journal(
-        await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.token, claim.record.attempt),
+        await RunLog.load(ground.client, "d", KEY, claim.attempt),
         on_taken,
         clock=lambda: 1.0,
     )
@@ -219,7 +219,7 @@ async def test_entries_have_the_time_of_redis(ground: RunGround, monkeypatch: py
 
     monkeypatch.setattr(ground.client, "time", now)
     claim = await claimed(ground)
-    run_log = await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.token, claim.record.attempt)
+    run_log = await RunLog.load(ground.client, "d", KEY, claim.attempt)
     journal = Journal(run_log, lambda: None)
     await journal.note_result("c1", done("c1"))
     assert run_log.entries[-1].at - time.time() == pytest.approx(5 * 3600, abs=60)

@@ -37,7 +37,7 @@ class Ground(House):
 
     async def open(self, claim: RunClaim, *sessions: str) -> None:
         """As a process does that works the run and dies while it opens each but the last."""
-        run_log = await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.token, claim.record.attempt)
+        run_log = await RunLog.load(self.client, "d", KEY, claim.attempt)
         for session in sessions:
             await run_log.append(SessionOpening(at=1.0, session=session))
             await self.places.open(claim.tenant, session, "host.a.b1", start="{}", ttl_s=60.0, limit=100)

@@ -13,7 +13,7 @@ from contract.calls import ToolResult
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 from orchestrator.runs.chunks import join_chunks
 from store import run_log
-from store.run_log import INLINE_BYTES, Replied, Resulted, RunLog, RunTaken, SessionOpening
+from store.run_log import INLINE_BYTES, Replied, Resulted, RunAttempt, RunLog, RunTaken, SessionOpening
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
@@ -35,7 +35,7 @@ async def claimed(ground: RunGround) -> RunLog:
 
 
 async def load(ground: RunGround, word: str) -> RunLog:
-    return await RunLog.load(ground.client, "d", KEY, "acme", "b-1", word, 1)
+    return await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 1, word))
 
 
 def opening(number: int) -> SessionOpening:

@@ -13,7 +13,7 @@ from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import ORCHESTRATOR_LOST
 from orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
 from store.batches import BatchState, FailureKind, Outcome
-from store.run_log import Replied, RunLog, SessionOpening
+from store.run_log import Replied, RunAttempt, RunLog, SessionOpening
 from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -80,7 +80,7 @@ async def test_a_run_that_comes_further_starts_counting_again(house: House, entr
     await house.submit(1)
     (claim,) = await claimed_and_lost(house, 2)
     assert (claim.record.losses, await losses(house)) == (2, 2)
-    run_log = await RunLog.load(house.client, "d", KEY, "acme", "b-1", claim.token, claim.record.attempt)
+    run_log = await RunLog.load(house.client, "d", KEY, RunAttempt("acme", "b-1", claim.record.attempt, claim.token))
     await run_log.append(entry)
     assert (await losses(house), run_log.has_grown) == (left, left == 0)
 
