@@ -257,7 +257,7 @@ async def test_a_result_whose_record_is_gone_is_said_to_be_lost(house: House) ->
     encoded, _ = large()
     waiting = start(house, attempt())
     await house.answer(await house.taken(), encoded)
-    with pytest.raises(DeliveryFailed, match="its result is gone") as failed:
+    with pytest.raises(DeliveryFailed, match="Redis lost its result") as failed:
         await waiting
     assert failed.value.code is ErrorCode.OUTCOME_UNKNOWN
 

@@ -21,7 +21,7 @@ from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.cli import main as command_line
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from store.api_keys import ApiKeys, Role
 from store.approvals import ApprovalQueue
 from store.audit import Audit, Audited
