@@ -356,6 +356,6 @@ def unpack_transcript(run: str, packed: bytes) -> list[dict[str, Any]]:
     except (zlib.error, ValueError, RecursionError) as error:
         raise ConfigError(
             f"the transcript of run {run} in Redis cannot be read ({error}): run the same release everywhere, and see "
-            "which process writes to this Redis. `toolcrew trace show` shows the run if it was recorded"
+            "which process writes to this Redis. If the run was traced, its trace has the messages (docs/traces.md)"
         ) from error
     return messages
