@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,9 +34,10 @@ from orchestrator.cli.batch_views import (
     batch_results,
     batch_status,
 )
-from orchestrator.cli.batch_work import work as batch_work
 from orchestrator.cli.runner import Json, Tenant, open_client, open_pool_client, run_work
+from orchestrator.logs import configure_logging
 from orchestrator.runs.batch_runs import RowPaths
+from orchestrator.runs.batch_service import BatchService
 from orchestrator.runs.batches import check_batch_id, new_batch_id
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
@@ -43,6 +45,7 @@ from orchestrator.terminal.commands import build_command, build_resubmission
 from orchestrator.terminal.output import escape_controls
 from store.batches import BatchDefaults, FailureKind
 
+WORK_CONCURRENCY = 64
 batch_app = typer.Typer(no_args_is_help=True, help="Files of many instructions, worked to a row each.")
 
 Output = Annotated[
@@ -200,7 +203,47 @@ batch_app.command("status")(batch_status)
 batch_app.command("results")(batch_results)
 batch_app.command("logs")(batch_logs)
 batch_app.command("report")(batch_report)
-batch_app.command("work")(batch_work)
+
+
+@batch_app.command("work")
+def batch_work(
+    concurrency: Annotated[
+        int,
+        typer.Option(
+            "--concurrency",
+            min=1,
+            max=10_000,
+            help="Items at a time here; a batch's own limit holds over all orchestrators.",
+        ),
+    ] = WORK_CONCURRENCY,
+    tenant: Annotated[
+        list[str] | None, typer.Option("--tenant", help="Serve this tenant, and others that are given so. Else all.")
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace", min=0.0, max=86_400.0, help="Seconds that running items have to end when it is told to stop."
+        ),
+    ] = 60.0,
+    traces: Annotated[
+        bool, typer.Option("--traces/--no-traces", help="Write each run down in TOOLCREW_TRACES.")
+    ] = True,
+) -> None:
+    """Work what is submitted with --detach, of every tenant, until SIGTERM or Ctrl-C.
+
+    Then running items are ended first; a second time stops now. What has not ended goes to another orchestrator, or to
+    the next start.
+    """
+
+    async def serve() -> None:
+        settings = load_settings()
+        configure_logging(settings)
+        service = BatchService(settings, concurrency, tuple(tenant or ()), grace, traces)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, service.interrupt)
+        await service.run()
+
+    run_work(serve(), as_json=False)
 
 
 async def _read(file: Path, batch: str | None, defaults: BatchDefaults, *, is_detached: bool) -> BatchFile:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 
 from contract.calls import MAX_TIMEOUT_S, ToolResult
-from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from orchestrator.cli.approve import approve_app, asks_elsewhere
 from orchestrator.cli.audit import audit
 from orchestrator.cli.batch import batch_app
@@ -23,7 +24,6 @@ from orchestrator.cli.calls import calls_app, kill, open_running
 from orchestrator.cli.config import config_app
 from orchestrator.cli.doctor import doctor
 from orchestrator.cli.hosts import hosts_list, worker_drain, worker_status
-from orchestrator.cli.keeping import Keeping, check_store
 from orchestrator.cli.metrics import metrics_print
 from orchestrator.cli.pause import pause, resume
 from orchestrator.cli.redis import redis_app
@@ -48,7 +48,7 @@ from orchestrator.cli.top import top
 from orchestrator.cli.trace import trace_app
 from orchestrator.cli.traced import Leaving
 from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import build_call
+from orchestrator.dispatch.sessions import Checkpoint, Session, build_call
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.events import CallFinished, RunEvent
 from orchestrator.loop.limits import ReActOptions, StopReason
@@ -115,6 +115,71 @@ def begin(
     ] = False,
 ) -> None:
     """What holds for every command."""
+
+
+class Keeping:
+    """What `run` keeps of a session when the run has ended: a copy of the workspace in a folder here, a checkpoint,
+    both, or neither. What cannot be kept is reported in `failure`, and the answer is not lost.
+    """
+
+    def __init__(self, folder: Path | None, wants_checkpoint: bool) -> None:
+        self._folder = folder
+        self._wants_checkpoint = wants_checkpoint
+        self._skipped: list[str] = []
+        self._checkpoint: Checkpoint | None = None
+        self.failure: ToolFailure | OperatorError | None = None
+
+    async def keep(self, session: Session) -> None:
+        """Try both, even if one fails."""
+        for work in (self._keep_checkpoint, self._keep_copy):
+            try:
+                await work(session)
+            except (ToolFailure, OperatorError) as failure:
+                self.failure = failure
+
+    async def _keep_checkpoint(self, session: Session) -> None:
+        if self._wants_checkpoint:
+            self._checkpoint = await session.checkpoint()
+
+    async def _keep_copy(self, session: Session) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._skipped = await session.export(self._folder)
+        except OSError as error:
+            raise ConfigError(
+                f"/workspace cannot be copied to {self._folder} ({error}): give another folder"
+            ) from error
+
+    def lines(self) -> list[str]:
+        """For people."""
+        kept, lines = self._checkpoint, []
+        if kept is not None:
+            lines.append(f"checkpoint {kept.id} ({kept.bytes} bytes)")
+        if self._skipped:
+            lines.append(f"not copied, as they lead out or are no files: {', '.join(self._skipped)}")
+        if self.failure is not None:
+            lines.append(f"toolcrew: the run has ended, and not all that was asked for was kept: {self.failure}")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """For the command's object."""
+        found: dict[str, Any] = {} if self._checkpoint is None else {"checkpoint": asdict(self._checkpoint)}
+        if self._skipped:
+            found["not_copied"] = self._skipped
+        if self.failure is not None:
+            found["error"] = {"code": self.failure.code.value, "message": str(self.failure)}
+        return found
+
+
+def check_store() -> None:
+    """Raises ConfigError when a checkpoint would go with the stack of this command."""
+    settings = load_settings()
+    if settings.redis_url is None and settings.workspace_store is None:
+        raise ConfigError(
+            "a checkpoint would go with the stack of this command: set TOOLCREW_WORKSPACE_STORE to a folder that keeps "
+            "it, or TOOLCREW_REDIS_URL to a pool"
+        )
 
 
 @app.command(rich_help_panel=WORK)

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.batches.arrival import LifeTable, estimate_arrival
 from orchestrator.batches.histogram import LogHistogram, bucket_of, middle_of, start_of
-from orchestrator.batches.progress import Progress
+from orchestrator.batches.progress import LifeTable, Progress, estimate_arrival
 from store.batches import BatchEvent, ItemDone, ItemStarted
 from tests.batch_story import BEGAN
 

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from contract.calls import Clocks
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.functions.completions import Usage
-from orchestrator.cli.keeping import Keeping
-from orchestrator.cli.main import app
+from orchestrator.cli.main import Keeping, app
 from orchestrator.dispatch.sessions import Checkpoint
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
