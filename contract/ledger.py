@@ -32,6 +32,11 @@ class CallState(StrEnum):
         """Return True for a state in which the call neither waits nor runs."""
         return self not in (CallState.QUEUED, CallState.RUNNING)
 
+    @property
+    def is_lost(self) -> bool:
+        """Return True for a state in which no worker will finish this attempt at the call."""
+        return self in (CallState.LOST, CallState.UNKNOWN)
+
 
 class CallClaim(StrEnum):
     """What a worker is told that wants to start a call."""

@@ -10,7 +10,7 @@ import structlog
 from pydantic import JsonValue
 
 from contract.call_events import HIDDEN
-from contract.calls import Clocks, RunFailure, ToolCall, ToolContext, ToolResult
+from contract.calls import RunFailure, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_arguments
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, RefusalReason, ToolFailure
 from contract.ledger import CallClaim
@@ -258,7 +258,7 @@ class Executor:
             truncated=outcome.truncated,
             blob=blob,
             spill=outcome.spill,
-            **_reports(environment),
+            **environment.reports(),
         )
 
     def _leave(self, data: bytes, environment: ToolEnvironment) -> str:
@@ -281,7 +281,7 @@ def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment
     except SandboxdUnreachable as away:
         return _sandboxd_away(call, away)
     except (ToolFailure, OperatorError) as error:
-        news, reports = (environment.sandbox_news(), _reports(environment)) if environment is not None else ("", {})
+        news, reports = (environment.sandbox_news(), environment.reports()) if environment is not None else ("", {})
         if error.code in OPERATOR_CODES or isinstance(error, OperatorError):
             log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
         metadata = RunFailure.remove(error.metadata) if isinstance(error, ToolFailure) else {}
@@ -290,12 +290,6 @@ def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment
         log.exception("tool_bug", tool=call.name, call=call.id)
         message = f"{call.name} failed by a bug of ours ({type(error).__name__}); the log has it under call {call.id}"
         return ToolResult.failed(call, ErrorCode.INTERNAL, message)
-
-
-def _reports(environment: ToolEnvironment) -> dict[str, Any]:
-    """Return the fields of a result that sandboxd reported."""
-    clocks = Clocks(sandbox_s=max(0.0, environment.sandbox_s - environment.run_s), run_s=environment.run_s)
-    return {"clocks": clocks, "kill": environment.kill, "sandbox": environment.sandbox}
 
 
 def _sandboxd_away(call: ToolCall, away: SandboxdUnreachable) -> ToolResult:

@@ -260,13 +260,13 @@ class Delivery:
                 )
             return None
         progress.attempt = record.attempt
-        if record.state in (CallState.QUEUED, CallState.RUNNING, CallState.DONE):
-            is_published = record.nonce.partition(":")[0] == str(record.attempt)
-            return record if is_published else None
         if record.state is CallState.FORBIDDEN:
             raise DeliveryFailed(
                 ErrorCode.CANCELLED, "the call was cancelled, or too late, before a worker took it, and was not run"
             )
+        if not record.state.is_lost:
+            is_published = record.nonce.partition(":")[0] == str(record.attempt)
+            return record if is_published else None
         is_unknown = record.state is CallState.UNKNOWN
         progress.note_loss(is_unknown or not has_ticket(self._keys, request.tenant, request.call.id, record))
         if is_unknown or (progress.may_have_acted and not request.spec.idempotent):

@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 import structlog
 from pydantic import JsonValue
 
-from contract.calls import KillReport, SandboxInfo, Spill, ToolCall, ToolContext
+from contract.calls import Clocks, KillReport, SandboxInfo, Spill, ToolCall, ToolContext
 from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.functions.call_context import CallContext, CoroutineRunner
 from contract.functions.session_state import NoState, SessionStates
@@ -114,6 +114,11 @@ class ToolEnvironment:
         # Last: nothing after it can fail, so whoever opened them closes them.
         if context.events is not None and resources.open_events is not None:
             self.events = resources.open_events(call, context)
+
+    def reports(self) -> dict[str, Any]:
+        """Return the fields of the call's result that sandboxd and the guest have reported."""
+        clocks = Clocks(sandbox_s=max(0.0, self.sandbox_s - self.run_s), run_s=self.run_s)
+        return {"clocks": clocks, "kill": self.kill, "sandbox": self.sandbox}
 
     def call_context(self, runner: CoroutineRunner | None = None) -> CallContext:
         """Return what every function tool gets: configuration, working directory, model of the caller, state of the
