@@ -207,12 +207,13 @@ class Dispatcher:
         """
         call, tenant = request.call, request.tenant
         policy = await self._rules.policy(tenant, call.name)
-        spec = await self._tools.find(call.name, tenant, request.audience)
+        try:
+            spec = await self._tools.find(call.name, tenant, request.audience)
+        finally:
+            # Also after a call of an unknown tool: the search has read what the workers publish.
+            self._announce_tools()
         for middleware in self._middleware:
-            if self._tools.published is not self._published:
-                middleware.tools_changed(self._tools.published)
             middleware.tool_found(spec)
-        self._published = self._tools.published
         await self._rules.check_switch(spec, tenant)
         check = partial(prepare_arguments, spec, call.arguments, text=request.text_arguments)
         arguments, request.aliases = await check_off_loop(spec, call.arguments, check, text=request.text_arguments)
@@ -272,6 +273,12 @@ class Dispatcher:
         request = _session_request("open", opening.tenant, opening.session, opening.arguments)
         await self._complete(request)
         return await self._delivery.send_once(request, address)
+
+    def _announce_tools(self) -> None:
+        if self._tools.published is not self._published:
+            self._published = self._tools.published
+            for middleware in self._middleware:
+                middleware.tools_changed(self._published)
 
     def _in_pool(self) -> SessionLocator:
         if self._locator is None:

@@ -124,6 +124,17 @@ async def test_names_that_a_model_invents_are_counted_as_other(redis_server: Red
     assert counted(found, "toolcrew_tool_calls_total") == {("TOOL_NOT_FOUND", "error", "other"): 300}
 
 
+async def test_the_names_of_tools_are_known_after_a_call_of_an_unknown_tool(redis_server: RedisProcess) -> None:
+    async with open_tally(redis_server) as (tally, page):
+        await dispatch(tally, answering(), build_call("invented"))
+        tally.calls.count_unsent("echo", ErrorCode.PERMISSION_DENIED)
+        found = await read(tally, page)
+    assert counted(found, "toolcrew_tool_calls_total") == {
+        ("TOOL_NOT_FOUND", "error", "other"): 1,
+        ("PERMISSION_DENIED", "error", "echo"): 1,
+    }
+
+
 async def test_a_caller_that_leaves_is_counted_but_one_whose_call_goes_on_elsewhere_is_not(
     redis_server: RedisProcess,
 ) -> None:
