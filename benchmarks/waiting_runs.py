@@ -20,8 +20,11 @@ from orchestrator.loop.agent import Agent
 from orchestrator.loop.events import RunEvent, TextArrived
 from orchestrator.models.openai import OpenAIModel
 
-WAITING = size(1000, 10)
-AT_A_TIME = 50
+WAITING = size(1000, 20)
+AT_A_TIME = size(50, 10)
+# More than ever connect at once: a connection that does not fit into the queue is dropped without an error, and its
+# run would wait for good.
+BACKLOG = 1024
 _CALL = {"index": 0, "id": "call", "function": {"name": "echo", "arguments": json.dumps({"text": "some text"})}}
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -60,7 +63,7 @@ async def _serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 def _serve(listener: socket.socket) -> None:
     async def forever() -> None:
-        server = await asyncio.start_server(_serve_one, sock=listener, backlog=WAITING)
+        server = await asyncio.start_server(_serve_one, sock=listener, backlog=BACKLOG)
         await server.serve_forever()
 
     asyncio.run(forever())
@@ -69,7 +72,7 @@ def _serve(listener: socket.socket) -> None:
 @contextmanager
 def _model_server() -> Iterator[int]:
     """The port of a chat server in a process of its own."""
-    with socket.create_server(("127.0.0.1", 0), backlog=WAITING) as listener:
+    with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as listener:
         process = multiprocessing.get_context("fork").Process(target=_serve, args=(listener,), daemon=True)
         process.start()
         try:
@@ -91,8 +94,13 @@ async def _waiting(model: OpenAIModel, runs: int) -> list[asyncio.Task[Any]]:
     tasks: list[asyncio.Task[Any]] = []
     while len(tasks) < runs:
         some = [asyncio.create_task(agent.run("Say it again.")) for _ in range(min(AT_A_TIME, runs - len(tasks)))]
+        for task in some:
+            task.add_done_callback(lambda _: began.release())  # a run that fails is reported, not waited for
         for _ in some:
             await began.acquire()
+        for task in some:
+            if task.done():
+                raise RuntimeError(f"A run ended before its model stopped answering: {task.result()}")
         tasks += some
     return tasks
 
