@@ -102,10 +102,15 @@ class Hostile:
         command line.
         """
         own = Program(self.watched.pid).command
-        with contextlib.suppress(FileNotFoundError):
-            living = [Program(pid) for pid in self.watched.processes() if is_alive(pid)]
-            return {program.identity: program.command for program in living if program.command not in (own, "")}
-        return {}
+        found = {}
+        for pid in self.watched.processes():
+            # One that ends while this loop reads it does not hide the others.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if is_alive(pid):
+                    program = Program(pid)
+                    if program.command not in (own, ""):
+                        found[program.identity] = program.command
+        return found
 
     def wait_for(self, words: str, count: int = 1) -> None:
         """Until so many programs with these words in their command line run."""
