@@ -5,6 +5,10 @@ one processor serves more than one. Of a part that passes its count is told, and
 fails the log is told as it is, but for the lines of the tests that passed; of one that died (pytest's own fault, a
 signal) also those that ran last. What failed is named at the end.
 
+Tests that failed run once more when all parts have ended, unless they are many: with nothing else on the machine, a test
+that lost a race against a busy processor passes. It is reported as flaky, and the suite passes. A test that fails again
+fails the suite.
+
 The exit status is that of the first part that failed, else 0. A signal ends every part in order, so that its fixtures
 clear up.
 """
@@ -41,6 +45,8 @@ LONGEST_FIRST = (
 SIDE_BY_SIDE = max(3, os.cpu_count() or 1)
 TOLD_EVERY_S = 60.0
 LAST_TESTS = 20
+# More failures than this are a defect, not lost races: nothing runs again.
+MOST_REPEATED = 3
 TESTS_FAILED = 1
 STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
@@ -99,13 +105,19 @@ def tie_to_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
-def start(root: Path, name: str, folder: Path) -> Part:
-    log = folder / f"{name.replace('/', '-')}.log"
+def start(root: Path, name: str, folder: Path, *, repeat: bool = False) -> Part:
+    """Start the pytest of a part. `repeat`: only for the tests that failed in it before."""
+    log = folder / f"{name.replace('/', '-')}{'-again' if repeat else ''}.log"
+    cache = folder / f"{name.replace('/', '-')}.cache"  # each its own: pytests that share one overwrite its failures
     files = sorted(str(file.relative_to(root)) for file in (root / name).glob("test_*.py"))
     with log.open("wb") as out:
         process = subprocess.Popen(
             # With -v the log has the name of every test before it runs, whatever then becomes of this pytest.
-            [sys.executable, "-m", "pytest", "-v", *files],
+            [
+                *(sys.executable, "-m", "pytest", "-v", "-o", f"cache_dir={cache}"),
+                *(("--last-failed", "--last-failed-no-failures", "none") if repeat else ()),
+                *files,
+            ],
             cwd=root,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -189,6 +201,27 @@ def failures(part: Part) -> list[str]:
     return named if named and part.process.returncode == TESTS_FAILED else [*named, verdict(part)]
 
 
+def repeat_failed(root: Path, folder: Path, failed: list[Part]) -> list[Part]:
+    """Run the failed tests once more, one part after the other. Returns the parts that still fail."""
+    names = [name for part in failed for name in failures(part)]
+    if len(names) > MOST_REPEATED or any(part.process.returncode != TESTS_FAILED for part in failed):
+        return failed
+    still_failed = []
+    for part in failed:
+        say(f"test: running the failed tests of {part.name} again, alone")
+        repeated = start(root, part.name, folder, repeat=True)
+        try:
+            repeated.process.wait()
+        finally:
+            end([repeated])
+        tell(repeated)
+        if repeated.process.returncode != 0:
+            still_failed.append(repeated)
+        else:
+            say("test: flaky, passed when run alone:\n" + "\n".join(failures(part)))
+    return still_failed
+
+
 def run_suite(root: Path, folder: Path) -> int:
     """Runs everything; gives the exit status."""
     failed: list[Part] = []
@@ -197,6 +230,7 @@ def run_suite(root: Path, folder: Path) -> int:
             tell(part)
             if part.process.returncode != 0:
                 failed.append(part)
+    failed = repeat_failed(root, folder, failed)
     if not failed:
         say("test: all parts passed")
         return 0

@@ -16,6 +16,16 @@ PASSES = "def test_good(): pass\n"
 SKIPS = "import pytest\n@pytest.mark.skip(reason='no moon')\ndef test_by_night(): pass\n"
 FAILS = "def test_bad():\n    print('what it said')\n    assert 1 == 2\n"
 DIES = "import os\ndef test_first(): pass\ndef test_deadly(): os.abort()\n"
+FAILS_ONCE = """
+def test_race(request):
+    first = request.config.rootpath / "first"
+    if not first.exists():
+        first.write_text("")
+        assert 1 == 2
+def test_other(request):
+    with (request.config.rootpath / "runs").open("a") as runs:
+        runs.write("once ")
+"""
 LASTS = """
 import time, pytest
 @pytest.fixture
@@ -33,7 +43,7 @@ def start(root: Path, **parts: str) -> "subprocess.Popen[str]":
         folder = root / "tests" / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"test_{folder.name}.py").write_text(source)
-    (root / "pytest.ini").write_text("[pytest]\naddopts = -ra -p no:cacheprovider\n")
+    (root / "pytest.ini").write_text("[pytest]\naddopts = -ra\n")
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), str(root)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -77,6 +87,22 @@ def test_what_fails_and_what_dies_fails_all_is_told_whole_and_named_last(tmp_pat
         "FAILED tests/bad/test_bad.py::test_bad",
         "tests/deadly: no result (died of SIGABRT)",
     ]
+
+
+def test_a_failed_test_runs_once_more_alone_and_is_reported_as_flaky_when_it_passes(tmp_path: Path) -> None:
+    status, output = run(tmp_path, good=PASSES, race=FAILS_ONCE)
+
+    assert status == 0, output
+    assert "test: flaky, passed when run alone:\nFAILED tests/race/test_race.py::test_race" in output
+    assert (tmp_path / "runs").read_text() == "once "  # what passed does not run again
+
+
+def test_many_failures_are_not_repeated(tmp_path: Path) -> None:
+    many = "import pytest\n@pytest.mark.parametrize('number', range(4))\ndef test_bad(number): assert number < 0\n"
+    status, output = run(tmp_path, bad=many)
+
+    assert status == 1
+    assert "again, alone" not in output
 
 
 def test_a_fault_of_pytest_itself_fails_all_and_names_what_ran(tmp_path: Path) -> None:
