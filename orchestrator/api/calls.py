@@ -14,8 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from contract.calls import MAX_TIMEOUT_S, ToolResult
 from contract.errors import ErrorCode
-from orchestrator.admission.base import was_not_admitted
-from orchestrator.admission.waiting import WaitNotice, report_waiting
+from orchestrator.admission import WaitNotice, report_waiting, was_not_admitted
 from orchestrator.api.access import AnyCaller, find_caller
 from orchestrator.api.exact_json import dump_exactly
 from orchestrator.api.idempotency import note_undone

@@ -13,7 +13,7 @@ import typer
 
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.admission.waiting import WaitNotice, once_per_reason, report_waiting
+from orchestrator.admission import WaitNotice, once_per_reason, report_waiting
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings, load_settings
 from orchestrator.terminal.output import escape_controls

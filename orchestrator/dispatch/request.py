@@ -105,7 +105,7 @@ class Attempt:
     ticket: str = ""
     """A signed text that the call's record has until a worker begins the call (contract/ledger.py)."""
     slot: str = ""
-    """The slot that the attempt must hold to be published (orchestrator/admission/base.py); "" when it has one."""
+    """The slot that the attempt must hold to be published (orchestrator/admission.py); "" when it has one."""
 
     @property
     def call_id(self) -> str:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from contract.calls import ToolResult
 from contract.errors import ConfigError, ErrorCode, ModelDenied, OperatorError, ToolFailure
-from orchestrator.admission.insistence import until_admitted
+from orchestrator.admission import until_admitted
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import QueueApprover
 from orchestrator.batches.artifacts import artifact_folder, copy_artifacts

@@ -14,8 +14,7 @@ from contract.registry import Switch, filter_specs, switches_for
 from contract.schema import find_aliases
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL
-from orchestrator.admission.insistence import until_admitted
-from orchestrator.admission.waiting import WaitNotice, once_per_reason, report_waiting
+from orchestrator.admission import WaitNotice, once_per_reason, report_waiting, until_admitted
 from orchestrator.approvals import Approver, review
 from orchestrator.approvals.asking import choose_people, open_approvals
 from orchestrator.approvals.policies import ApprovalPolicy, Rule

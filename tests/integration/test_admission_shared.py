@@ -14,8 +14,7 @@ from redis.backoff import ExponentialBackoff
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import admission_prefix, slots_key
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import SharedAdmission
-from orchestrator.admission.base import NOT_ADMITTED
+from orchestrator.admission import NOT_ADMITTED, SharedAdmission
 from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
 

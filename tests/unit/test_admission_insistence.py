@@ -4,8 +4,7 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
-from orchestrator.admission.base import NOT_ADMITTED
-from orchestrator.admission.insistence import until_admitted
+from orchestrator.admission import NOT_ADMITTED, until_admitted
 
 CALL = ToolCall(id="c", name="bash_tool", arguments={})
 

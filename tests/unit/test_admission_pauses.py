@@ -9,9 +9,8 @@ from structlog.testing import capture_logs
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import PausableAdmission, Slot
-from orchestrator.admission import pauses as pauses_module
-from orchestrator.admission.base import NOT_ADMITTED
+from orchestrator import admission
+from orchestrator.admission import NOT_ADMITTED, PausableAdmission, Slot
 from store.slots import SlotRequest
 
 PAUSED = TenantPolicy(is_paused=True, pause_reason="the bill is open")
@@ -84,7 +83,7 @@ async def take(admission: PausableAdmission, request: SlotRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pauses_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(admission, "LOOK_S", 0.01)
 
 
 async def test_a_call_of_a_tenant_that_is_served_has_its_slot_at_once() -> None:

@@ -12,8 +12,14 @@ from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import PausableAdmission, SharedAdmission
-from orchestrator.admission.waiting import WaitNotice, build_notice, report_waiting, waiting_listener
+from orchestrator.admission import (
+    PausableAdmission,
+    SharedAdmission,
+    WaitNotice,
+    build_notice,
+    report_waiting,
+    waiting_listener,
+)
 from orchestrator.api.calls import NewCall, _stream
 from orchestrator.cli.runner import run_work
 from orchestrator.dispatch.sessions import Session

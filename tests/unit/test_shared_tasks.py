@@ -8,7 +8,7 @@ import pytest
 import redis.asyncio
 import structlog
 
-from orchestrator.admission.shared import SharedAdmission
+from orchestrator.admission import SharedAdmission
 from store.tasks import begin_shared
 from telemetry.logs import bound
 from tests.admission_ground import DEPLOYMENT, build_request, set_slots

@@ -1,16 +1,24 @@
-"""Admission whose state lies in Redis, so that all orchestrators of a deployment share the slots out together."""
+"""Admission: weighted fair shares of the workers' slots.
+
+The state is in Redis (store/slots.py), so that all orchestrators of a deployment share the slots. The dispatcher asks
+for a slot before it sends a call.
+"""
 
 import asyncio
 import itertools
+import random
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.admission.base import NOT_ADMITTED, Slot
-from orchestrator.admission.waiting import NOTICE_S, build_notice, waiting_listener
+from contract.calls import RunFailure, ToolResult
+from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.tenancy import TenantPolicy
+from orchestrator.terminal.commands import build_command
 from store.connection import RedisClient, ScriptConnection
 from store.slots import (
     LEASE_S,
@@ -26,6 +34,249 @@ from store.slots import (
     tick,
 )
 from store.tasks import begin_shared, cancel_all
+from telemetry.logs import get_logger
+
+NOT_ADMITTED = RunFailure.ADMISSION.metadata
+"""In the metadata of what admission refuses."""
+
+
+def was_not_admitted(result: ToolResult) -> bool:
+    """Whether the call has not been sent, so that it may be made again under its own id; one whose tool says that it is
+    asked too often has been.
+    """
+    return result.error_code is ErrorCode.RATE_LIMITED and result.run_failure is RunFailure.ADMISSION
+
+
+class Slot:
+    """A slot of one call. `used_s`: what the tenant is charged when it is given back: seconds of a worker, as the
+    result's clocks tell; None: as long as it was held. `pending`: the id of the request in Redis while it is not known
+    whether the call has the slot; "" once it has."""
+
+    def __init__(self, pending: str = "") -> None:
+        self.used_s: float | None = None
+        self.pending = pending
+
+    async def wait(self) -> None:
+        """Return when the call has the slot. Raises what `Admission.slot` raises."""
+
+
+class Admission(Protocol):
+    """Slots in fair shares."""
+
+    def slot(self, request: SlotRequest, *, is_early: bool = False) -> AbstractAsyncContextManager[Slot]:
+        """Waits for a slot and holds it until the block ends. A request with the policy of a paused tenant waits and
+        never gets one.
+
+        `is_early`: the block may begin when the request is on its way to Redis. A call that is published in the block's
+        first turn is then in the same pipeline, on condition that it has the slot `Slot.pending`; when it has not,
+        `Slot.wait` waits.
+
+        Raises ToolFailure(RATE_LIMITED) with `retry_after_s` in its metadata when the tenant has too many calls
+        waiting, or none became free within `wait_s`; BrokerUnavailable.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class Unlimited:
+    """For programs without a pool: everybody has a slot at once."""
+
+    @asynccontextmanager
+    async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
+        yield Slot()
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
+
+
+NOTICE_S = 0.5
+"""A call that has its slot sooner is not reported: on a busy pool most calls wait for some milliseconds."""
+
+
+@dataclass(frozen=True)
+class WaitNotice:
+    """A call that waits for a slot. `message`: one sentence for people."""
+
+    call_id: str
+    tenant: str
+    tool: str
+    reason: WaitReason
+    message: str
+
+
+OnWaiting = Callable[[WaitNotice], None]
+_listener: ContextVar[OnWaiting | None] = ContextVar("on_waiting", default=None)
+
+
+@contextmanager
+def report_waiting(listener: OnWaiting) -> Iterator[None]:
+    """Call `listener` for every call of this task, and of the tasks that it starts in the block, that waits longer than
+    NOTICE_S.
+
+    A context variable, because calls are also made on the caller's behalf: opening a session is one.
+    """
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def waiting_listener() -> OnWaiting | None:
+    """Return the listener of the innermost `report_waiting` block, if there is one."""
+    return _listener.get()
+
+
+def once_per_reason(listener: OnWaiting) -> OnWaiting:
+    """Return a listener that passes only the first notice of each tenant and reason on."""
+    reported: set[tuple[str, WaitReason]] = set()
+
+    def report(notice: WaitNotice) -> None:
+        if (notice.tenant, notice.reason) not in reported:
+            reported.add((notice.tenant, notice.reason))
+            listener(notice)
+
+    return report
+
+
+def build_notice(request: SlotRequest, reason: WaitReason) -> WaitNotice:
+    """Return the notice about a call that waits for that reason."""
+    tenant, policy = request.tenant, request.policy
+    pause = f" ({policy.pause_reason})" if policy.pause_reason else ""
+    causes = {
+        WaitReason.PAUSED: (
+            f"tenant {tenant} is paused{pause}; an operator can resume it ({build_command('resume', tenant)})"
+        ),
+        WaitReason.IN_FLIGHT: f"tenant {tenant} has {policy.in_flight} calls in flight, which is its limit",
+        WaitReason.RATE: f"tenant {tenant} may begin at most {policy.rate_per_s or 0:g} calls per second",
+        WaitReason.SLOTS: f"the workers have no free slot for tenant {tenant} now",
+    }
+    message = f"{request.tool} waits: {causes[reason]}; it waits at most {request.wait_s:.0f} s"
+    return WaitNotice(request.call_id, tenant, request.tool, reason, message)
+
+
+log = get_logger(__name__)
+
+LOOK_S = 0.5
+"""How often it is looked whether a tenant goes on: with what is known of policies being a second old, all go on within
+two.
+"""
+LEAST_WAIT_S = 1.0
+RETRY_AFTER_S = 5.0
+PLACE_MARGIN_S = 0.4
+"""By how much the place of a paused call in `inner` outlasts the wait of the call."""
+
+
+class PolicySource(Protocol):
+    """Who knows what a tenant may have now."""
+
+    async def policy(self, tenant: str) -> TenantPolicy: ...
+
+
+class PausableAdmission:
+    """Adds pauses to `inner`, which gives the slots and counts paused calls as waiting. A call whose tenant is paused
+    before it is sent gives its slot back and waits."""
+
+    def __init__(self, inner: Admission, tenants: PolicySource) -> None:
+        self._inner = inner
+        self._tenants = tenants
+        self._waiting: Counter[str] = Counter()
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    @asynccontextmanager
+    async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
+        """As promised by Admission; what only ends things passes. RATE_LIMITED, too, says that the tenant is still
+        paused when `wait_s` is over.
+        """
+        if request.is_urgent:
+            async with self._inner.slot(request, is_early=is_early) as slot:
+                yield slot
+            return
+        until = asyncio.get_running_loop().time() + request.wait_s
+        policy = request.policy
+        while True:
+            if policy.is_paused:
+                policy = await self._until_resumed(replace(request, policy=policy), until)
+                wait_s = max(LEAST_WAIT_S, until - asyncio.get_running_loop().time())
+                request = replace(request, policy=policy, wait_s=wait_s)
+                continue
+            async with self._inner.slot(request, is_early=is_early) as slot:
+                policy = await self._tenants.policy(request.tenant)
+                if not policy.is_paused:
+                    yield slot
+                    return
+                slot.used_s = 0.0
+
+    async def aclose(self) -> None:
+        """Give everything back; who waits for a tenant goes on waiting in `inner`, which fails it."""
+        watches = list(self._watches.values())
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        await self._inner.aclose()
+
+    async def _until_resumed(self, request: SlotRequest, until: float) -> TenantPolicy:
+        """Return the policy of the resumed tenant. Raises ToolFailure when the tenant is still paused at that instant,
+        or has too many calls waiting.
+        """
+        tenant, left_s = request.tenant, max(0.0, until - asyncio.get_running_loop().time())
+        # `inner` counts the call as waiting. Our own limit is reached first: its message says that the tenant is
+        # paused.
+        place = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + PLACE_MARGIN_S)))
+        self._waiting[tenant] += 1
+        try:
+            watch = self._watches.get(tenant)
+            if watch is None:
+                watch = self._watches[tenant] = begin_shared(self._watch(tenant), f"paused-{tenant}")
+            done, _ = await asyncio.wait({watch, place}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            place.cancel()
+            await asyncio.gather(place, return_exceptions=True)
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+        if watch in done:
+            return await self._tenants.policy(tenant)
+        if place in done:
+            place.result()
+        raise _still_paused(request, await self._tenants.policy(tenant))
+
+    async def _hold_place(self, request: SlotRequest) -> None:
+        """Wait in `inner`, which gives a paused tenant no slot. Returns only by an exception."""
+        async with self._inner.slot(request):
+            raise AssertionError(f"tenant {request.tenant} is paused and got a slot")
+
+    async def _watch(self, tenant: str) -> None:
+        """One for all calls of a tenant, as long as there are any."""
+        try:
+            # Told by Redis alone: there is nothing here that could be waited for.
+            while self._waiting[tenant] and await self._is_paused(tenant):  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+        finally:
+            del self._watches[tenant]
+
+    async def _is_paused(self, tenant: str) -> bool:
+        try:
+            return (await self._tenants.policy(tenant)).is_paused
+        except BrokerUnavailable as error:
+            log.warning("pause_not_known", tenant=tenant, error=str(error))
+            return True
+        except (ToolFailure, OperatorError):
+            # It is none any more, or its policy cannot be read: each of its calls is told so when it asks for itself.
+            return False
+
+
+def _still_paused(request: SlotRequest, policy: TenantPolicy) -> ToolFailure:
+    why = f" ({policy.pause_reason})" if policy.pause_reason else ""
+    sentence = (
+        f"{request.tool} was not run: tenant {request.tenant} is paused{why}; its calls go on when an operator resumes "
+        f"it (toolcrew resume {request.tenant})"
+    )
+    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=RETRY_AFTER_S, is_paused=True, **NOT_ADMITTED)
+
 
 TICK_S = 1.0
 """How soon a queue whose slots have become more is looked at."""
@@ -292,3 +543,16 @@ def _none_free(request: SlotRequest) -> ToolFailure:
         f"{request.wait_s:g} s; try again in {retry_after_s:.0f} s, or with fewer calls at a time"
     )
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=retry_after_s, **NOT_ADMITTED)
+
+
+MAX_PAUSE_S = 5.0
+
+
+async def until_admitted(send: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+    """The result of a call, once it has been let through."""
+    while True:
+        result = await send()
+        retry_after_s = result.metadata.get("retry_after_s")
+        if not was_not_admitted(result) or not isinstance(retry_after_s, int | float):
+            return result
+        await asyncio.sleep(min(MAX_PAUSE_S, max(0.0, retry_after_s)) * random.uniform(1.0, 1.5))
