@@ -1,7 +1,6 @@
-"""`toolcrew tools`: what the workers can run, turning it off and on, and a beginning for tools of one's own."""
+"""`toolcrew tools`: lists the tools of the pool, and turns them off and on."""
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,10 +8,8 @@ import typer
 from contract.clock import format_instant
 from contract.errors import ConfigError
 from contract.registry import Switch, ToolState
-from contract.settings import check_environment
 from contract.tool_pages import render_tool
-from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, fail, open_client, run_work
-from orchestrator.cli.tool_skeleton import write_skeleton
+from orchestrator.cli.runner import Json, Tenant, open_client, run_work
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls, table_rows
 
@@ -90,28 +87,6 @@ def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = False) -
             return await client.enable(name, tenant=tenant)
 
     _print_switched(name, "enabled", tenant, run_work(work(), as_json), as_json)
-
-
-@tools_app.command("new")
-def tools_new(
-    name: Annotated[str, typer.Argument(help="The tool: small letters, digits and '_'.")],
-    folder: Annotated[
-        Path, typer.Option("--dir", help="Where the folder NAME is made; made itself where it is missing.")
-    ] = Path(),
-    as_json: Json = False,
-) -> None:
-    """Make a package for a tool of your own: a typed function with a hard limit, the entry point by which workers find
-    it, and a test that passes.
-    """
-    try:
-        check_environment()
-        target, files = write_skeleton(name, folder)
-    except ConfigError as error:
-        fail(str(error), error.code.value, EXIT_ERROR, as_json)
-    if as_json:
-        typer.echo(json.dumps({"name": name, "folder": str(target), "files": files}))
-        return
-    _print([f"made {target}: {', '.join(files)}", f"next: pip install -e '{target}[test]' && pytest {target}"])
 
 
 def state_json(state: ToolState) -> dict[str, Any]:

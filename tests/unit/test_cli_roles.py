@@ -66,7 +66,6 @@ LOCAL = {
     "redis users": ["redis", "users", "--out", "users.acl", "--passwords", "passwords.env"],
     "skills pack": ["skills", "pack", "nothing"],
     "skills validate": ["skills", "validate", "nothing"],
-    "tools new": ["tools", "new", "fresh_tool"],
     "trace export": ["trace", "export", "rival-run", "--to", "openai"],
     "trace show": ["trace", "show", "rival-run"],
     "trace stats": ["trace", "stats"],

@@ -31,17 +31,14 @@ def test_a_broken_package_stops_the_start_with_its_name(
 
 def test_the_example_passes_its_own_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    tests = [
-        value
-        for name, value in runpy.run_path(str(EXAMPLE / "tests" / "test_order_tools.py")).items()
-        if name.startswith("test_")
-    ]
-    assert len(tests) == 3
+    files = sorted((EXAMPLE / "tests").glob("test_*.py"))
+    tests = [value for file in files for name, value in runpy.run_path(str(file)).items() if name.startswith("test_")]
+    assert len(tests) == 7
     for test in tests:
         test()
 
 
 def test_the_document_shows_the_example_as_it_is() -> None:
     words = (ROOT / "docs" / "custom-tools.md").read_text()
-    assert (EXAMPLE / "order_tools.py").read_text().strip() in words
-    assert (EXAMPLE / "pyproject.toml").read_text().strip() in words
+    for file in ("order_tools.py", "pyproject.toml", "tests/test_as_a_worker.py"):
+        assert (EXAMPLE / file).read_text().strip() in words

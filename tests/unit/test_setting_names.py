@@ -80,7 +80,6 @@ def test_every_process_refuses_a_misspelled_variable(load: object, monkeypatch: 
 PROGRAMS = (
     "orchestrator hosts",
     "orchestrator skills validate .",
-    "orchestrator tools new demo",
     "orchestrator.operations.flower",
     "workers",
     "workers.sandboxd",
