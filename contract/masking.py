@@ -148,18 +148,6 @@ def passwords_of(kind: str, urls: str) -> dict[str, str]:
     return found
 
 
-def is_masked(value: Any) -> bool:
-    """Whether something in plain JSON has been masked."""
-    match value:
-        case str():
-            return MARK in value
-        case Mapping():
-            return any(MARK in str(key) or is_masked(inner) for key, inner in value.items())
-        case list() | tuple():
-            return any(is_masked(inner) for inner in value)
-    return False
-
-
 def secrets_of_settings(settings: BaseModel) -> dict[str, str]:
     """What a settings object holds as secrets, and the passwords in its URLs: name of the variable -> value."""
     return dict(_of_settings(settings))

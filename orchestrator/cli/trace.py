@@ -1,8 +1,7 @@
-"""`toolcrew trace`: shows, exports, counts and replays what runs have left behind."""
+"""`toolcrew trace`: shows, exports and counts what runs have left behind."""
 
 import asyncio
 import json
-import re
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from contract.errors import ConfigError
-from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, open_client, run_work
+from orchestrator.cli.runner import Json, run_work
 from orchestrator.cli.traced import write_private
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls, table_rows
@@ -20,14 +19,12 @@ from orchestrator.traces.export_messages import build_openai, build_traj
 from orchestrator.traces.export_otel import build_otel
 from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import Trace, find_attempts, find_trace, list_traces, load_trace
-from orchestrator.traces.recorded_calls import RecordedCall, load_calls
-from orchestrator.traces.replay import Comparing, Replayed, ReplayReport, replay
 from orchestrator.traces.stats import TraceStats, gather_stats
 from orchestrator.traces.text_view import build_json, build_lines
 
 trace_app = typer.Typer(
     no_args_is_help=True,
-    help="Traces: what each run did, line by line; exported, counted, and its tool calls run again.",
+    help="Traces: what each run did, line by line; exported and counted.",
 )
 
 Name = Annotated[str, typer.Argument(help="A run's id, or the path of its trace.")]
@@ -121,61 +118,6 @@ def trace_export(
         typer.echo(f"wrote {output}", err=True)
 
 
-@trace_app.command("replay")
-def trace_replay(
-    name: Name,
-    workspace: Annotated[
-        Path | None, typer.Option("--workspace", help="A folder, an archive or a git bundle to begin with.")
-    ] = None,
-    restore: Annotated[str | None, typer.Option("--restore", help="A checkpoint to begin with, by its id.")] = None,
-    image: Annotated[str | None, typer.Option("--image", help="The sandbox's image.")] = None,
-    network: Annotated[
-        Literal["none", "egress"] | None, typer.Option("--network", help="Else as the tenant's class says.")
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option("--ignore", help="What matches this regular expression counts as the same.")
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Times, numbers of processes and names made by chance count, too.")
-    ] = False,
-    outside: Annotated[
-        bool, typer.Option("--outside", help="Run calls that act outside of the sandbox (web, own tools) again, too.")
-    ] = False,
-    tenant: Tenant = None,
-    as_json: Json = False,
-) -> None:
-    """Run the tool calls of a trace (native, or ATIF) again in a fresh session, and show what differs. Exit code 0 the
-    same, 1 not, or not all could be run.
-    """
-
-    async def work() -> ReplayReport:
-        patterns = _compile(ignore or [])
-        calls, faults = load_calls(_find(name, tenant))
-        for fault in faults:
-            typer.echo(f"toolcrew: {escape_controls(fault)}", err=True)
-        if not any(_can_run(call) for call in calls):
-            raise ConfigError(f"{name} has no call that can be run again: give the trace of a run that called tools")
-        async with (
-            open_client(tenant) as client,
-            await client.open_session(workspace, restore=restore, image=image, network=network) as session,
-        ):
-            show = (lambda _: None) if as_json else _show_replayed
-            comparing = Comparing(patterns, is_exact=exact, masker=client.traces.masker)
-            pools = {state.name: state.spec.pool for state in await client.tool_states()}
-            return await replay(calls, session, comparing, pools=pools, runs_outside=outside, on_call=show)
-
-    report = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(report.to_json()))
-    else:
-        counts = report.counts()
-        told = f"{counts['same']} the same, {counts['different']} different"
-        told += f", {counts['unfit']} could not be run as they were" if counts["unfit"] else ""
-        told += f", {counts['outside']} act outside of the sandbox and were left alone" if counts["outside"] else ""
-        typer.echo(told + (f", {counts['unrun']} had not been run then either" if counts["unrun"] else ""))
-    raise typer.Exit(0 if report.is_same else EXIT_ERROR)
-
-
 def _load(name: str, tenant: str | None, as_json: bool) -> Trace:
     async def work() -> Trace:
         trace = load_trace(_find(name, tenant))
@@ -196,41 +138,6 @@ def _find(name: str, tenant: str | None) -> Path:
 
 async def _write(path: Path, text: str) -> None:
     await asyncio.to_thread(write_private, path, text)
-
-
-def _compile(texts: list[str]) -> list[re.Pattern[str]]:
-    patterns = []
-    for text in texts:
-        try:
-            patterns.append(re.compile(text))
-        except re.error as error:
-            raise ConfigError(
-                f"--ignore '{text}' is no regular expression ({error}): mend it, or escape its special characters"
-            ) from error
-    return patterns
-
-
-def _can_run(call: RecordedCall) -> bool:
-    return not (call.unrun or call.unfit)
-
-
-def _show_replayed(one: Replayed) -> None:
-    arguments = json.dumps(one.call.arguments, ensure_ascii=False)
-    shown = arguments if len(arguments) <= 200 else f"{arguments[:200]}... ({len(arguments)} characters)"
-    word = {
-        "same": "same",
-        "different": "DIFFERENT",
-        "unfit": "CANNOT BE RUN",
-        "unrun": "not run",
-        "outside": "left alone",
-    }[one.state]
-    lines = [
-        f"{word}  {one.call.tool} {shown}",
-        *([f"   {one.why}"] if one.why else []),
-        *(f"   {line}" for line in one.diff),
-    ]
-    for line in lines:
-        typer.echo(escape_controls(line))
 
 
 def _stats_lines(stats: dict[str, Any]) -> list[str]:

@@ -1,1 +1,1 @@
-"""What a run did, as lines of a file: written while it runs, read, shown, exported and replayed afterwards."""
+"""What a run did, as lines of a file: written while it runs, read, shown and exported afterwards."""

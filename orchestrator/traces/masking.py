@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from contract.masking import Masker, is_masked, passwords_of, secrets_of_settings
+from contract.masking import Masker, passwords_of, secrets_of_settings
 from orchestrator.settings import OrchestratorSettings, secrets_of_environment
 
-__all__ = ["Masker", "build_masker", "is_masked", "passwords_of"]
+__all__ = ["Masker", "build_masker", "passwords_of"]
 
 
 def build_masker(settings: OrchestratorSettings, more: Mapping[str, str] | None = None) -> Masker:

@@ -105,7 +105,6 @@ OWN = {
     "skills show": ["skills", "show", "rival-skill"],
     "tools ls": ["tools", "ls"],
     "tools show": ["tools", "show", "echo_tool"],
-    "trace replay": ["trace", "replay", "rival-run"],
 }
 # Commands that would open a session: they are only tried for the other tenant.
 NEEDS_HOST = {"run", "session new", "serve mcp"}
@@ -246,10 +245,7 @@ def test_a_tenants_key_reaches_nothing_of_another_tenant(name: str, pool: Pool) 
     before = pool.content()
     command, arguments = ALL[name], OWN[name]
     words = len(name.split())
-    if any("--tenant" in parameter.opts for parameter in command.params) and name not in (
-        "skills install",
-        "trace replay",
-    ):
+    if any("--tenant" in parameter.opts for parameter in command.params) and name != "skills install":
         named = pool.invoke([*arguments[:words], "--tenant", "rival", *arguments[words:]], pool.keys["tenant"])
         assert (named.exit_code, "is for tenant acme and not for rival" in named.output) in ((3, True), (125, True)), (
             named.output
@@ -291,7 +287,7 @@ def test_the_audit_names_the_key_that_a_command_was_given(arguments: list[str], 
 def test_a_revoked_key_is_refused_by_every_command_that_connects(pool: Pool) -> None:
     assert pool.invoke(["tenants", "rm", "acme"], "").exit_code == 0
     for name, arguments in {**REFUSED, **OWN}.items():
-        if name in ("skills install", "trace replay"):
+        if name == "skills install":
             continue
         done = pool.invoke(arguments, pool.keys["admin"])
         assert (done.exit_code in (1, 125), "the API key is none, or was revoked" in done.output) == (True, True), (

@@ -16,7 +16,6 @@ from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.export_messages import build_openai, build_traj
 from orchestrator.traces.export_otel import build_otel
 from orchestrator.traces.reading import load_trace
-from orchestrator.traces.recorded_calls import calls_of_trace, load_calls
 from tests.trace_ground import call_echo, echo, fail, run_traced, scripts
 
 
@@ -110,7 +109,7 @@ def test_the_schema_refuses_what_breaks_its_rules(change: dict[str, Any]) -> Non
 
 @settings(max_examples=25, deadline=None)
 @given(scripts)
-async def test_calls_come_back_from_atif_as_they_are_in_the_trace(
+async def test_atif_has_the_calls_and_results_of_the_trace(
     tmp_path_factory: pytest.TempPathFactory, script: list[Any]
 ) -> None:
     folder = tmp_path_factory.mktemp("t")
@@ -119,14 +118,20 @@ async def test_calls_come_back_from_atif_as_they_are_in_the_trace(
         folder, ScriptedModel(script), answer=lambda call: next(answers)(call), max_malformed_replies=9
     )
     trace = load_trace(path)
-    exported = folder / "x.json"
-    exported.write_text(json.dumps(build_atif(trace), indent=1))
-    assert load_calls(exported) == (calls_of_trace(trace), [])
+    steps = AtifTrajectory.model_validate(json.loads(json.dumps(build_atif(trace)))).steps
+    calls = [call for step in steps for call in step.tool_calls or ()]
+    assert [(call.tool_call_id, call.function_name, call.arguments) for call in calls] == [
+        (call.call_id, call.tool, call.arguments) for call in trace.calls
+    ]
+    results = [result for step in steps if step.observation for result in step.observation.results]
+    assert [(result.source_call_id, result.content) for result in results] == [
+        (call.call_id, call.result.text()) for call in trace.calls if call.result is not None
+    ]
     for build in (build_openai, build_traj, build_otel):
         json.dumps(build(trace), allow_nan=False)
 
 
-async def test_why_a_call_was_not_run_comes_back(tmp_path: Path) -> None:
+async def test_atif_says_why_a_call_was_not_run(tmp_path: Path) -> None:
     def refuse(call: Any) -> Any:
         return fail(call).model_copy(
             update={"error_code": ErrorCode.PERMISSION_DENIED, "metadata": {"was_refused": True}}
@@ -134,9 +139,12 @@ async def test_why_a_call_was_not_run_comes_back(tmp_path: Path) -> None:
 
     turns = [Calls([("echo", {"text": "a"}), ("echo", "{broken"), ("nope", {})]), "done"]
     told = await export(tmp_path, build_atif, *turns, answer=refuse)
-    (tmp_path / "x.json").write_text(json.dumps(told))
-    calls, _ = load_calls(tmp_path / "x.json")
-    assert [call.unrun for call in calls] == ["it was refused", "its request was malformed", "it was not sent"]
+    calls = [call for step in told["steps"] for call in step.get("tool_calls", ())]
+    assert [call["extra"]["unrun"] for call in calls] == [
+        "it was refused",
+        "its request was malformed",
+        "it was not sent",
+    ]
 
 
 # Chat messages

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from contract.masking import MARK
 from orchestrator.settings import load_settings, secrets_of_environment
-from orchestrator.traces.masking import Masker, build_masker, is_masked
+from orchestrator.traces.masking import Masker, build_masker
 from orchestrator.traces.opening import secrets_of_pool
 
 SECRET = "hunter2/+pass wörd"
@@ -124,11 +124,7 @@ def test_of_two_secrets_of_which_one_holds_the_other_nothing_stays() -> None:
 
 def test_keys_and_values_of_an_object_are_masked() -> None:
     masked = MASKER.mask_value({SECRET: [{"x": f"a{SECRET}"}, 1, None]})
-    assert (SECRET in json.dumps(masked, ensure_ascii=False), is_masked(masked), is_masked({"x": [1]})) == (
-        False,
-        True,
-        False,
-    )
+    assert SECRET not in json.dumps(masked, ensure_ascii=False)
 
 
 @pytest.mark.parametrize(
