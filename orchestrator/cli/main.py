@@ -208,7 +208,7 @@ def run(
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", help="The run's trajectory as a file, as `toolcrew trace export RUN --to traj` gives it."
+            "-o", "--output", help="The run's trajectory as a file, as `toolcrew trace export RUN --to atif` gives it."
         ),
     ] = None,
     trace: Annotated[

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import webbrowser
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +14,6 @@ from orchestrator.cli.traced import write_private
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls, table_rows
 from orchestrator.traces.export_atif import build_atif
-from orchestrator.traces.export_messages import build_openai, build_traj
 from orchestrator.traces.export_otel import build_otel
 from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import Trace, find_attempts, find_trace, list_traces, load_trace
@@ -91,8 +89,8 @@ def trace_stats(
 def trace_export(
     name: Name,
     to: Annotated[
-        Literal["atif", "openai", "traj", "otel"],
-        typer.Option("--to", help="The format: docs/traces.md tells of each."),
+        Literal["atif", "otel"],
+        typer.Option("--to", help="atif: a trajectory; otel: spans as OTLP JSON."),
     ],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A file. Else stdout.")] = None,
     with_content: Annotated[
@@ -100,15 +98,10 @@ def trace_export(
     ] = False,
     tenant: Whose = None,
 ) -> None:
-    """One run in a format of others."""
+    """Export one run as an ATIF trajectory or as OpenTelemetry spans."""
     trace = _load(name, tenant, False)
-    builders: dict[str, Callable[[], dict[str, Any]]] = {
-        "atif": lambda: build_atif(trace),
-        "openai": lambda: build_openai(trace),
-        "traj": lambda: build_traj(trace),
-        "otel": lambda: build_otel(trace, with_content=with_content),
-    }
-    text = json.dumps(builders[to](), indent=2 if output is not None else None)
+    document = build_atif(trace) if to == "atif" else build_otel(trace, with_content=with_content)
+    text = json.dumps(document, indent=2 if output is not None else None)
     for fault in trace.faults():
         typer.echo(f"toolcrew: {escape_controls(fault)}", err=True)
     if output is None:

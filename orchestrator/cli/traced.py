@@ -12,7 +12,7 @@ from contract.tenancy import DEFAULT_TENANT
 from orchestrator.loop.events import RunEvent
 from orchestrator.settings import load_settings
 from orchestrator.terminal.commands import build_command
-from orchestrator.traces.export_messages import build_traj
+from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.reading import Trace, load_trace
 from orchestrator.traces.recorder import trace_path
 
@@ -52,7 +52,7 @@ class Leaving:
                 )
             self._trace = load_trace(path)
             if self._output is not None:
-                write_private(self._output, json.dumps(build_traj(self._trace), indent=2) + "\n")
+                write_private(self._output, json.dumps(build_atif(self._trace), indent=2) + "\n")
         except ConfigError as error:
             self.failure = error
 

@@ -66,7 +66,7 @@ LOCAL = {
     "redis users": ["redis", "users", "--out", "users.acl", "--passwords", "passwords.env"],
     "skills pack": ["skills", "pack", "nothing"],
     "skills validate": ["skills", "validate", "nothing"],
-    "trace export": ["trace", "export", "rival-run", "--to", "openai"],
+    "trace export": ["trace", "export", "rival-run", "--to", "atif"],
     "trace show": ["trace", "show", "rival-run"],
     "trace stats": ["trace", "stats"],
     "trace view": ["trace", "view", "rival-run"],

@@ -53,7 +53,7 @@ def test_stats_counts_all_runs(trace: Path) -> None:
 
 @pytest.mark.parametrize(
     ("to", "key"),
-    [("atif", "schema_version"), ("openai", "messages"), ("traj", "trajectory"), ("otel", "resourceSpans")],
+    [("atif", "schema_version"), ("otel", "resourceSpans")],
 )
 def test_export_prints_or_writes_each_format(trace: Path, tmp_path: Path, to: str, key: str) -> None:
     assert key in json.loads(run("export", "run1", "--to", to)[1])

@@ -1,4 +1,4 @@
-"""Traces in the formats of others: ATIF there and back, chat messages, trajectories of two agents, OpenTelemetry."""
+"""The exports of traces: ATIF and OpenTelemetry."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from pydantic import ValidationError
 
 from contract.errors import ErrorCode
-from orchestrator.dialects.tags import TagsDialect, build_tag_call
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.traces.atif_schema import AtifTrajectory
 from orchestrator.traces.export_atif import build_atif
-from orchestrator.traces.export_messages import build_openai, build_traj
 from orchestrator.traces.export_otel import build_otel
 from orchestrator.traces.reading import load_trace
 from tests.trace_ground import call_echo, echo, fail, run_traced, scripts
@@ -127,8 +125,7 @@ async def test_atif_has_the_calls_and_results_of_the_trace(
     assert [(result.source_call_id, result.content) for result in results] == [
         (call.call_id, call.result.text()) for call in trace.calls if call.result is not None
     ]
-    for build in (build_openai, build_traj, build_otel):
-        json.dumps(build(trace), allow_nan=False)
+    json.dumps(build_otel(trace), allow_nan=False)
 
 
 async def test_atif_says_why_a_call_was_not_run(tmp_path: Path) -> None:
@@ -145,53 +142,6 @@ async def test_atif_says_why_a_call_was_not_run(tmp_path: Path) -> None:
         "its request was malformed",
         "it was not sent",
     ]
-
-
-# Chat messages
-
-
-async def test_messages_are_the_conversation_to_its_end(tmp_path: Path) -> None:
-    told = await export(tmp_path, build_openai)
-    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
-    assert (told["messages"][-1]["content"], told["tools"][0]["function"]["name"]) == ("It is a.", "echo")
-
-
-async def test_results_that_a_limit_kept_from_the_model_are_there(tmp_path: Path) -> None:
-    told = await export(tmp_path, build_openai, call_echo("a"), max_iterations=1)
-    call, answer = told["messages"][-2:]
-    assert (answer["role"], answer["tool_call_id"], answer["content"]) == ("tool", call["tool_calls"][0]["id"], "a")
-
-
-async def test_results_of_calls_by_tag_that_a_limit_kept_from_the_model_are_told_as_text(tmp_path: Path) -> None:
-    told = await export(
-        tmp_path, build_openai, build_tag_call("echo", {"text": "a"}), max_iterations=1, dialect=TagsDialect()
-    )
-    assert told["messages"][-1] == {"role": "user", "content": "Tool result for echo:\na"}
-
-
-async def test_a_trajectory_file_serves_both_agents_readers(tmp_path: Path) -> None:
-    told = await export(tmp_path, build_traj)
-    assert (told["trajectory_format"], told["info"]["exit_status"], told["info"]["submission"]) == (
-        "mini-swe-agent-1.1",
-        "answered",
-        "It is a.",
-    )
-    assert told["info"]["model_stats"]["api_calls"] == 2
-    assert [message["role"] for message in told["messages"]][-2:] == ["assistant", "exit"]
-    assert told["messages"][2]["extra"]["actions"] == [{"command": 'echo {"text": "a"}', "tool_call_id": "run1-1-0"}]
-    first, last = told["trajectory"]
-    assert (first["action"], first["observation"], first["thought"], first["state"]) == (
-        'echo {"text": "a"}',
-        "a",
-        "Let me see.",
-        {"exit_code": 0},
-    )
-    assert (last["action"], last["response"]) == ("", "It is a.")
-
-
-async def test_the_action_of_a_shell_tool_is_its_command(tmp_path: Path) -> None:
-    told = await export(tmp_path, build_traj, Calls([("echo", {"command": "ls -l"})]), "done")
-    assert told["trajectory"][0]["action"] == "ls -l"
 
 
 # OpenTelemetry
