@@ -237,7 +237,7 @@ QUEUE_SLOTS = _gauge(
 )
 QUEUE_SLOTS_IN_USE = _gauge(
     "toolcrew_queue_slots_in_use",
-    "Slots of a queue that calls in flight use, as `toolcrew top` and the pages show them.",
+    "Slots of a queue that calls in flight use, as the pages show them.",
     "equal to slots for long: too few workers",
     "queue",
 )

@@ -78,13 +78,13 @@ local function tell(tenant, batch)
   if seen[member] then return end
   seen[member] = true
   local key = deployment .. 't:' .. tenant .. ':batch.' .. batch
-  local fields = redis.call('HMGET', key, 'name', 'state', 'created_at', 'total', 'succeeded')
-  if not fields[2] then return end
+  local fields = redis.call('HMGET', key, 'created_at', 'total', 'succeeded')
+  if not fields[1] then return end
   count = count + 1
   if count > most_batches then return end
   local waiting = redis.call('ZCARD', key .. ':waiting') + redis.call('SCARD', key .. ':delayed')
   table.insert(told.batches, {
-    tenant, batch, fields[1] or '', fields[2], tonumber(fields[3] or nil) or 0, tonumber(fields[4] or nil) or 0, tonumber(fields[5] or nil) or 0,
+    tenant, batch, tonumber(fields[1] or nil) or 0, tonumber(fields[2] or nil) or 0, tonumber(fields[3] or nil) or 0,
     redis.call('ZCARD', key .. ':ended'), redis.call('SCARD', key .. ':running'), waiting,
   })
 end
@@ -101,8 +101,6 @@ for _, member in ipairs(redis.call('ZRANGE', runs .. 'leases', 0, MOST_RUNS - 1)
   if batch then tell(tenant, batch) end
 end
 
-told.now = now
-told.batch_count = count
 told.running = redis.call('ZCARD', runs .. 'leases')
 told.approvals = redis.call('ZCOUNT', deployment .. 'approvals', string.format('(%.0f', now * 1000), '+inf')
 return cjson.encode(told)

@@ -1,4 +1,4 @@
-"""The hosts, queues, tenants and batches of a deployment at one moment. `toolcrew top` and the pages show them."""
+"""The hosts, queues, tenants and batches of a deployment at one moment, for the pages and `toolcrew doctor`."""
 
 import asyncio
 import json
@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import Field
 
 from contract.calls import Record
-from contract.clock import format_instant
 from contract.errors import ConfigError
 from contract.hosts import HostReport
 from contract.names import POOL_QUEUES, admission_prefix, deployment_key, runs_prefix, slots_key
@@ -22,7 +21,7 @@ from store.slots import count_slots_in_use
 from store.tenants import RedisTenants
 
 MOST_BATCHES = 50
-"""Batches that are listed; the others are counted."""
+"""Batches that are listed; the others are left out."""
 _TAIL_BYTES = 4096
 """The end of a message, which contains its headers."""
 _CALL_KEY = re.compile(rb'"call_key": ?"([^"\\]+)"')
@@ -70,8 +69,6 @@ class BatchSummary(Record):
 
     tenant: str
     batch: str
-    name: str
-    state: str
     created_at: float
     total: int
     succeeded: int
@@ -81,16 +78,13 @@ class BatchSummary(Record):
 
 
 class Overview(Record):
-    """`at`: Unix seconds of Redis's clock. `queues`, `tenants`, `batches`: the busiest first. `batch_count`: with those
-    that are not listed. `running`: runs that have a holder; `approvals`: questions that wait for a person."""
+    """`queues`, `tenants`: the busiest first. `batches`: at most MOST_BATCHES. `running`: runs that have a holder;
+    `approvals`: questions that wait for a person."""
 
-    at: float
-    deployment: str
     hosts: tuple[HostReport, ...]
     queues: tuple[QueueSummary, ...]
     tenants: tuple[TenantSummary, ...]
     batches: tuple[BatchSummary, ...]
-    batch_count: int
     running: int
     approvals: int
 
@@ -112,17 +106,6 @@ class Overview(Record):
     def waiting(self) -> int:
         """Return the calls that wait for a slot."""
         return sum(tenant.waiting for tenant in self.tenants)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it for programs: instants in ISO 8601, sizes in bytes."""
-        data = self.model_dump(mode="json", exclude={"hosts"})
-        data["at"] = format_instant(self.at)
-        data |= {"slots": self.slots, "slots_in_use": self.slots_in_use, "waiting": self.waiting}
-        for queue, look in zip(data["queues"], self.queues, strict=True):
-            queue["slots_in_use"] = look.slots_in_use
-        for batch in data["batches"]:
-            batch["created_at"] = format_instant(batch["created_at"])
-        return data | {"hosts": [_host_json(report) for report in self.hosts]}
 
 
 class OverviewReader:
@@ -150,13 +133,10 @@ class OverviewReader:
             list(policies),
         )
         return Overview(
-            at=data["now"],
-            deployment=self._deployment,
             hosts=tuple(hosts),
             queues=_queues(data["queues"]),
             tenants=_tenants(data["tenants"], policies),
             batches=_batches(data["batches"]),
-            batch_count=data["batch_count"],
             running=data["running"],
             approvals=data["approvals"],
         )
@@ -188,11 +168,6 @@ class OverviewReader:
         with broker_errors(_WHAT):
             text: Any = await self._script(args=[*places, json.dumps(queues), json.dumps(tenants), MOST_BATCHES])
         return dict(json.loads(text))
-
-
-def _host_json(report: HostReport) -> dict[str, Any]:
-    instants = {"started_at": format_instant(report.started_at), "reported_at": format_instant(report.reported_at)}
-    return report.model_dump(mode="json", exclude={"process"}) | {"state": report.state} | instants
 
 
 def _queues(data: Mapping[str, Mapping[str, Any]]) -> tuple[QueueSummary, ...]:
@@ -229,12 +204,10 @@ def _tenants(
 def _batches(data: Iterable[Any]) -> tuple[BatchSummary, ...]:
     """Return batches, newest first. Lua encodes an empty list as an object."""
     found = []
-    for tenant, batch, name, state, created_at, total, succeeded, ended, running, waiting in data:
+    for tenant, batch, created_at, total, succeeded, ended, running, waiting in data:
         look = BatchSummary(
             tenant=tenant,
             batch=batch,
-            name=name,
-            state=state,
             created_at=float(created_at),
             total=total,
             succeeded=succeeded,

@@ -44,7 +44,6 @@ from orchestrator.cli.sessions import session_app
 from orchestrator.cli.skills import skills_app
 from orchestrator.cli.tenants import tenants_app
 from orchestrator.cli.tools import tools_app
-from orchestrator.cli.top import top
 from orchestrator.cli.trace import trace_app
 from orchestrator.cli.traced import Leaving
 from orchestrator.dispatch.request import Request
@@ -387,7 +386,6 @@ def worker_start(
 worker_app.command("status")(worker_status)
 worker_app.command("drain")(worker_drain)
 _OPERATING: dict[str, Callable[..., None]] = {
-    "top": top,
     "hosts": hosts_list,
     "kill": kill,
     "pause": pause,

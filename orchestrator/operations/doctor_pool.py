@@ -231,7 +231,7 @@ async def _examine_queues(
             report.note(
                 "queues",
                 f"{queue.queue}: {queue.waiting} calls wait for a slot, the oldest for {queue.oldest_s:.0f} s",
-                "add workers, or see who takes the slots: `toolcrew top`",
+                "add workers, or see which tenant uses the slots: `toolcrew tenants ls`",
             )
     dead = {
         queue: length for queue, length in (await hosts.dead_queues()).items() if length and queue not in unreadable

@@ -49,7 +49,6 @@ REFUSED = {
     "tenants set": ["tenants", "set", "rival", "--weight", "2"],
     "tools disable": ["tools", "disable", "echo_tool"],
     "tools enable": ["tools", "enable", "echo_tool"],
-    "top": ["top"],
     "worker drain": ["worker", "drain", "rival-host"],
     "worker status": ["worker", "status"],
 }

@@ -204,7 +204,6 @@ def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server
         ("skills rm nope --tenant acme", {"skills ls --tenant acme"}),
         ("approve allow nope", {"approve ls"}),
         ("hosts", {"worker start"}),
-        ("top --once", {"worker start"}),
         ("worker drain nope", {"worker start"}),
     ],
 )

@@ -1,8 +1,5 @@
-"""`toolcrew top`, the pages, the metrics and `tenants ls` show the same numbers of slots in use and of calls in
-flight.
-"""
+"""The pages, the metrics and `tenants ls` show the same numbers of slots in use and of calls in flight."""
 
-import json
 import re
 import time
 
@@ -14,7 +11,6 @@ from contract.names import POOL_WEB, host_key, hosts_key
 from contract.tenancy import TenantPolicy
 from orchestrator.api.pages.rendering import Viewer, build
 from orchestrator.cli.main import app
-from orchestrator.cli.terminal_overview import Shown, build_overview_screen
 from orchestrator.metrics.page import MetricsPage
 from store.overview import Overview, OverviewReader
 from store.slots import count_slots_in_use
@@ -62,24 +58,10 @@ async def test_every_surface_shows_the_same_numbers(redis_server: RedisProcess) 
         QUEUE: (3, 4),
         POOL_WEB: (2, 2),
     }
-    check_top(look)
     check_pages(look)
     in_use = counted(metrics, "toolcrew_queue_slots_in_use")
     assert {name: number for (name,), number in in_use.items() if number} == {QUEUE: 3, POOL_WEB: 2}
     assert counted(metrics, "toolcrew_tenant_calls")["in_flight", "acme"] == look.tenants[0].held == 6
-
-
-def check_top(look: Overview) -> None:
-    screen = [line.plain for line in build_overview_screen(Shown(look), 120, 40)]
-    assert "5/6 in use" in screen[0]
-    assert any(re.match(rf"{re.escape(QUEUE)} +3/4 +3 ", line) for line in screen)
-    assert any(re.match(r"acme +6/100 ", line) for line in screen)
-    found = json.loads(json.dumps(look.to_json()))
-    assert (found["slots_in_use"], found["slots"]) == (5, 6)
-    assert {queue["queue"]: queue["slots_in_use"] for queue in found["queues"] if queue["slots"]} == {
-        QUEUE: 3,
-        POOL_WEB: 2,
-    }
 
 
 def check_pages(look: Overview) -> None:
