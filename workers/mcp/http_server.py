@@ -27,9 +27,9 @@ from workers.mcp.messages import (
 from workers.mcp.pages import gather_pages
 from workers.mcp.settings import HttpEntry
 from workers.web.addresses import AddressRules
-from workers.web.connections import build_tls, open_connection
+from workers.web.connections import build_tls
 from workers.web.egress import EgressRules
-from workers.web.exchange import Answer, Head, Request, exchange
+from workers.web.exchange import Answer, Head, Request, Route, exchange
 from workers.web.limits import KIB, MIB, Deadline, FetchLimits
 from workers.web.resolver import Resolver, SystemResolver
 
@@ -279,8 +279,8 @@ class HttpServer:
         rules.check_addresses(target, addresses)
         body = b"" if message is None else json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
         request = Request(target, method, self._headers(line, message), body)
-        with open_connection(target, addresses, limits, deadline, self.tls) as connection:
-            return exchange(connection, request, limits, deadline, lambda head: _body_bytes(head, limits), take)
+        route = Route(addresses, limits, deadline, self.tls)
+        return exchange(request, route, lambda head: _body_bytes(head, limits), take)
 
     def _headers(self, line: _Line, message: Mapping[str, Any] | None) -> dict[str, str]:
         headers = {name: value.get_secret_value() for name, value in self.entry.headers.items()}

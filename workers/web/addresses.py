@@ -3,10 +3,15 @@ versions.
 """
 
 import ipaddress
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from workers.web.urls import Address
+from contract.errors import ErrorCode, ToolFailure
+from workers.web.urls import Address, Target
+
+MAX_TRIED = 4
+"""Addresses of one name to which a connection is tried."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -97,3 +102,20 @@ class AddressRules:
 
 def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address:
     return ipaddress.IPv4Address(int(address) & _V4_BITS)
+
+
+def one_of_each_first(addresses: Sequence[Address]) -> list[Address]:
+    """In order, but with an address of the other version second: one version may lead nowhere here."""
+    other = next((address for address in addresses if address.version != addresses[0].version), None)
+    if other is None:
+        return list(addresses)
+    return [addresses[0], other, *(address for address in addresses[1:] if address is not other)]
+
+
+def check_peer(sock: socket.socket, address: Address, target: Target) -> None:
+    """What is connected must be what was judged, whatever a redirecting kernel or library made of it."""
+    peer = ipaddress.ip_address(str(sock.getpeername()[0]))
+    if int(peer) != int(address) or peer.version != address.version:
+        raise ToolFailure(
+            ErrorCode.SECURITY_REFUSED, f"the connection to {target.host} led to another address than the judged one"
+        )

@@ -1,63 +1,105 @@
-"""One connection to one of the addresses that were judged: no pool, no proxy, every wait bounded."""
+"""Connections for httpcore: only to addresses that were judged, with every wait and every byte bounded."""
 
-import ipaddress
-import socket
 import ssl
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import httpcore2
 
 from contract.errors import ErrorCode, ToolFailure
+from workers.web.addresses import MAX_TRIED, check_peer, one_of_each_first
+from workers.web.bodies import too_large
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.urls import Address, Target
-
-CHUNK_BYTES = 64 * 1024
-MAX_TRIED = 4
 
 
 def build_tls() -> ssl.SSLContext:
     """The system's authorities; names and certificates are checked."""
-    context = ssl.create_default_context()
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+    return ssl.create_default_context()
 
 
-class Connection:
-    """An open connection. `receive` holds the first-byte limit, then the minimum rate."""
+class JudgedBackend(httpcore2.AsyncNetworkBackend):
+    """Connects to one of the judged addresses of a target and to nothing else, whatever host it is called with."""
 
-    def __init__(self, sock: socket.socket, target: Target, limits: FetchLimits, deadline: Deadline) -> None:
-        self._socket = sock
-        self._host = target.host
+    def __init__(self, target: Target, addresses: Sequence[Address], limits: FetchLimits, deadline: Deadline) -> None:
+        self._target = target
+        self._addresses = one_of_each_first(addresses)[:MAX_TRIED]
+        self._limits = limits
+        self._deadline = deadline
+        self._sockets = httpcore2.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> "BoundedStream":
+        """Raises ToolFailure: NETWORK_ERROR, TIMEOUT, SECURITY_REFUSED."""
+        # `host` is not looked up: a second answer of its name server could be another address than the judged one.
+        target, failure = self._target, None
+        until = self._deadline.now() + self._limits.connect_s
+        for at, address in enumerate(self._addresses):
+            share_s = max(0.05, (until - self._deadline.now()) / (len(self._addresses) - at))
+            limit_s = self._deadline.left(f"connecting to {target.host}", share_s)
+            try:
+                stream = await self._sockets.connect_tcp(str(address), target.port, limit_s)
+            except httpcore2.ConnectTimeout:
+                failure = _slow(target.host, f"does not take connections within {self._limits.connect_s:g} s")
+            except httpcore2.ConnectError:
+                failure = _failed("refused", f"{target.host} port {target.port} refused the connection")
+            else:
+                return await self._checked(stream, address)
+        raise failure or _failed("dns", f"no address for {target.host}")
+
+    async def _checked(self, stream: httpcore2.AsyncNetworkStream, address: Address) -> "BoundedStream":
+        try:
+            check_peer(stream.get_extra_info("socket"), address, self._target)
+        except BaseException:
+            await stream.aclose()
+            raise
+        return BoundedStream(stream, self._target.host, self._limits, self._deadline)
+
+
+class BoundedStream(httpcore2.AsyncNetworkStream):
+    """A connection. `read` holds the first-byte limit, then the minimum rate, and counts what came.
+
+    `has_head`: set by the reader of the answer. Before, what comes counts as headers: httpcore bounds one header block,
+    but not the number of informational answers.
+    """
+
+    def __init__(
+        self, stream: httpcore2.AsyncNetworkStream, host: str, limits: FetchLimits, deadline: Deadline
+    ) -> None:
+        self._stream = stream
+        self._host = host
         self._limits = limits
         self._deadline = deadline
         self._window_from: float | None = None
         self._window_bytes = 0
-        self.received = 0
+        self._received = 0
+        self.has_head = False
 
-    def __enter__(self) -> "Connection":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._socket.close()
-
-    def send(self, data: bytes) -> None:
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """Raises ToolFailure: NETWORK_ERROR, TIMEOUT."""
+        limit_s = self._deadline.left(f"sending to {self._host}", self._limits.first_byte_s)
         try:
-            self._socket.settimeout(self._deadline.left(f"sending to {self._host}", self._limits.first_byte_s))
-            self._socket.sendall(data)
-        except TimeoutError:
+            await self._stream.write(buffer, limit_s)
+        except httpcore2.WriteTimeout:
             raise _slow(self._host, "did not take the request") from None
-        except OSError as error:
-            raise _failed(
-                "reset", f"{self._host} broke the connection off while the request was sent ({_words(error)})"
-            ) from None
+        except httpcore2.WriteError:
+            raise _failed("reset", f"{self._host} broke the connection off while the request was sent") from None
 
-    def receive(self) -> bytes:
-        """What came next; empty at the end. Raises ToolFailure: NETWORK_ERROR, TIMEOUT."""
-        while (data := self._receive_once()) is None:
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """What came next; empty at the end. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE."""
+        if not self.has_head and self._received > self._limits.header_bytes:
+            raise header_flood(self._host, self._limits)
+        while (data := await self._read_once(max_bytes)) is None:
             self._next_window()
-        self.received += len(data)
+        self._received += len(data)
+        if self._received > self._limits.wire_bytes + self._limits.header_bytes:
+            raise too_large(f"more than {self._limits.wire_bytes} bytes came")
         self._window_bytes += len(data)
         if self._window_from is None:
             self._window_from = self._deadline.now()
@@ -65,17 +107,16 @@ class Connection:
             self._next_window()
         return data
 
-    def _receive_once(self) -> bytes | None:
+    async def _read_once(self, max_bytes: int) -> bytes | None:
         """None when the window ended first."""
         doing = f"waiting for {self._host}" if self._window_from is None else f"reading from {self._host}"
         try:
-            self._socket.settimeout(self._deadline.left(doing, self._wait_s()))
-            return self._socket.recv(CHUNK_BYTES)
-        except TimeoutError:
+            return await self._stream.read(max_bytes, self._deadline.left(doing, self._wait_s()))
+        except httpcore2.ReadTimeout:
             self._deadline.left(doing)
             return None
-        except OSError as error:
-            raise _failed("reset", f"{self._host} broke the connection off ({_words(error)})") from None
+        except httpcore2.ReadError:
+            raise _failed("reset", f"{self._host} broke the connection off") from None
 
     def _wait_s(self) -> float:
         if self._window_from is None:
@@ -90,90 +131,42 @@ class Connection:
             raise _slow(self._host, f"sends less than {self._limits.min_rate:g} bytes/s")
         self._window_from, self._window_bytes = self._deadline.now(), 0
 
-
-def open_connection(
-    target: Target, addresses: Sequence[Address], limits: FetchLimits, deadline: Deadline, tls: ssl.SSLContext
-) -> Connection:
-    """Connect to one of `addresses` and to nothing else; over TLS the certificate is checked for the target's name.
-
-    Raises ToolFailure: NETWORK_ERROR with the cause refused, tls or reset; TIMEOUT.
-    """
-    sock = _connect(target, one_of_each_first(addresses)[:MAX_TRIED], limits, deadline)
-    try:
-        if target.scheme == "https":
-            sock = _wrap(sock, target, limits, deadline, tls)
-    except BaseException:
-        sock.close()
-        raise
-    return Connection(sock, target, limits, deadline)
-
-
-def one_of_each_first(addresses: Sequence[Address]) -> list[Address]:
-    """In order, but with an address of the other version second: one version may lead nowhere here."""
-    other = next((address for address in addresses if address.version != addresses[0].version), None)
-    if other is None:
-        return list(addresses)
-    return [addresses[0], other, *(address for address in addresses[1:] if address is not other)]
-
-
-def _connect(target: Target, addresses: Sequence[Address], limits: FetchLimits, deadline: Deadline) -> socket.socket:
-    failure: ToolFailure | None = None
-    until = deadline.now() + limits.connect_s
-    for at, address in enumerate(addresses):
-        share_s = max(0.05, (until - deadline.now()) / (len(addresses) - at))
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> "BoundedStream":
+        """Raises ToolFailure: NETWORK_ERROR with the cause tls or reset, TIMEOUT."""
+        limit_s = self._deadline.left(f"greeting {self._host}", self._limits.tls_s)
         try:
-            return _connect_to(address, target, deadline.left(f"connecting to {target.host}", share_s))
-        except TimeoutError:
-            failure = _slow(target.host, f"does not take connections within {limits.connect_s:g} s")
-        except OSError as error:
-            failure = _failed("refused", f"{target.host} port {target.port} refused the connection ({_words(error)})")
-    raise failure or _failed("dns", f"no address for {target.host}")
+            self._stream = await self._stream.start_tls(ssl_context, server_hostname, limit_s)
+        except httpcore2.ConnectTimeout:
+            raise _slow(self._host, f"did not finish the TLS greeting within {self._limits.tls_s:g} s") from None
+        except (httpcore2.ConnectError, ValueError) as error:
+            raise self._tls_failure(error.__cause__ or error) from None
+        return self
+
+    def _tls_failure(self, cause: BaseException) -> ToolFailure:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            why = f"the certificate of {self._host} is not accepted ({cause.verify_message})"
+        elif isinstance(cause, ssl.SSLError | ValueError):
+            why = f"no secure connection to {self._host} ({getattr(cause, 'reason', None) or 'no TLS'})"
+        else:
+            return _failed("reset", f"{self._host} broke the connection off in the TLS greeting")
+        return _failed("tls", f"TLS: {why}")
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        await self._stream.aclose()
+
+    def get_extra_info(self, info: str) -> Any:
+        """The information of the connection beneath."""
+        return self._stream.get_extra_info(info)
 
 
-def _connect_to(address: Address, target: Target, limit_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(limit_s)
-        sock.connect((str(address), target.port))
-        check_peer(sock, address, target)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def check_peer(sock: socket.socket, address: Address, target: Target) -> None:
-    """What is connected must be what was judged, whatever a redirecting kernel or library made of it."""
-    peer = ipaddress.ip_address(str(sock.getpeername()[0]))
-    if int(peer) != int(address) or peer.version != address.version:
-        raise ToolFailure(
-            ErrorCode.SECURITY_REFUSED, f"the connection to {target.host} led to another address than the judged one"
-        )
-
-
-def _wrap(
-    sock: socket.socket, target: Target, limits: FetchLimits, deadline: Deadline, tls: ssl.SSLContext
-) -> socket.socket:
-    try:
-        sock.settimeout(deadline.left(f"greeting {target.host}", limits.tls_s))
-        return tls.wrap_socket(sock, server_hostname=target.host)
-    except TimeoutError:
-        raise _slow(target.host, f"did not finish the TLS greeting within {limits.tls_s:g} s") from None
-    except ssl.SSLCertVerificationError as error:
-        raise _failed(
-            "tls", f"TLS: the certificate of {target.host} is not accepted ({error.verify_message})"
-        ) from None
-    except (ssl.SSLError, ValueError) as error:
-        reason = getattr(error, "reason", None) or "no TLS"
-        raise _failed("tls", f"TLS: no secure connection to {target.host} ({reason})") from None
-    except OSError as error:
-        raise _failed(
-            "reset", f"{target.host} broke the connection off in the TLS greeting ({_words(error)})"
-        ) from None
-
-
-def _words(error: OSError) -> str:
-    return error.strerror or type(error).__name__
+def header_flood(host: str, limits: FetchLimits) -> ToolFailure:
+    """The refusal of an answer for its headers."""
+    return _failed(
+        "protocol", f"{host} sends more headers than {limits.header_lines} lines or {limits.header_bytes // 1024} KiB"
+    )
 
 
 def _slow(host: str, what: str) -> ToolFailure:

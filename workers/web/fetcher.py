@@ -10,9 +10,9 @@ from http import HTTPStatus
 
 from contract.errors import ErrorCode, ToolFailure
 from store.web_pages import FRESH_S, Page, PageStore, fresh_for_s, may_be_kept, validator
-from workers.web.connections import build_tls, open_connection
+from workers.web.connections import build_tls
 from workers.web.egress import EgressRules
-from workers.web.exchange import Answer, Head, Request, exchange
+from workers.web.exchange import Answer, Head, Request, Route, exchange
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.media_types import media_type, reads_as_text
 from workers.web.resolver import Resolver
@@ -140,8 +140,7 @@ class Fetcher:
         self._rules.check_addresses(target, addresses)
         # Made anew for each hop: nothing that was said to one origin is said to the next.
         request = Request(target, headers={"Accept": ACCEPT, **_conditions(target, kept)})
-        with open_connection(target, addresses, self._limits, deadline, self._tls) as connection:
-            return exchange(connection, request, self._limits, deadline, self._body_bytes)
+        return exchange(request, Route(addresses, self._limits, deadline, self._tls), self._body_bytes)
 
     def _body_bytes(self, head: Head) -> int | None:
         if head.status in _REDIRECTS or head.status == HTTPStatus.NOT_MODIFIED:

@@ -14,8 +14,8 @@ from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.json_limits import has_more_values_in_text
-from workers.web.connections import build_tls, open_connection
-from workers.web.exchange import Answer, Request, exchange
+from workers.web.connections import build_tls
+from workers.web.exchange import Answer, Request, Route, exchange
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.resolver import Resolver
 from workers.web.urls import parse_url
@@ -85,15 +85,11 @@ class Endpoint:
             if target.literal is not None
             else self.resolver.resolve(target.host, deadline, self.limits.resolve_s)
         )
-        request = Request(target, method, headers, body)
-        with open_connection(target, addresses, self.limits, deadline, self.tls) as connection:
-            return exchange(
-                connection,
-                request,
-                self.limits,
-                deadline,
-                lambda head: None if head.status == 200 else self.limits.error_body_bytes,
-            )
+        return exchange(
+            Request(target, method, headers, body),
+            Route(addresses, self.limits, deadline, self.tls),
+            lambda head: None if head.status == 200 else self.limits.error_body_bytes,
+        )
 
     def _wait_s(self, headers: Mapping[str, str]) -> float:
         """How long the service wants to be left alone: Retry-After, else the first window of X-RateLimit-Reset."""
