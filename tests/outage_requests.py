@@ -80,6 +80,7 @@ REQUESTS = (
     Asked("list keys", "GET", "/v1/tenants/rival/keys", "admin"),
     Asked("revoke a key", "DELETE", "/v1/tenants/rival/keys/$key", "admin", 204),
     Asked("list hosts", "GET", "/v1/hosts", "operator"),
+    Asked("show pressure", "GET", "/v1/pressure", "operator"),
     Asked("drain a host", "POST", "/v1/hosts/no-such-host/drain", "operator", 404, content={}),
     Asked("read the audit", "GET", "/v1/audit", "operator"),
     Asked("scrape", "GET", "/metrics", "operator"),

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, FairTurn, OpenStreams, Turns
 from orchestrator.http.app_state import AppState
@@ -11,6 +11,8 @@ from store.tasks import SharedReads
 
 READY_FRESH_S = 1.0
 """Whether the service is ready is asked without a key, so it reads Redis at most this often."""
+
+PRESSURE_FRESH_S = 3.0
 
 T = TypeVar("T")
 
@@ -42,6 +44,8 @@ class ApiState(AppState):
     def __init__(self, settings: OrchestratorSettings) -> None:
         super().__init__(settings)
         self.readiness = Fresh[Mapping[str, str]](READY_FRESH_S)
+        # Autoscalers ask every replica every few seconds, and counting the calls that wait reads all of them.
+        self.pressure = Fresh[dict[str, Any]](PRESSURE_FRESH_S)
         self.streams = OpenStreams()
         self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.

@@ -18,6 +18,7 @@ from orchestrator.api import (
     health,
     hosts,
     pages,
+    pressure,
     problem_handlers,
     runs,
     sessions,
@@ -67,7 +68,21 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.app_state = app_state
-    named = (health, runs, sessions, calls, call_lives, tools, skills, batches, approvals, tenants, hosts, audit)
+    named = (
+        health,
+        runs,
+        sessions,
+        calls,
+        call_lives,
+        tools,
+        skills,
+        batches,
+        approvals,
+        tenants,
+        hosts,
+        pressure,
+        audit,
+    )
     routers: list[APIRouter] = [*(routes.router for routes in named), pages.build_router()]
     problem_handlers.install(app, routers)
     for router in routers:

@@ -5,7 +5,13 @@ import pytest
 
 from tests.api_ground import ApiGround
 
-OPERATORS_ONLY = [("GET", "/v1/hosts"), ("GET", "/v1/tenants"), ("GET", "/v1/audit"), ("PATCH", "/v1/tools/bash_tool")]
+OPERATORS_ONLY = [
+    ("GET", "/v1/hosts"),
+    ("GET", "/v1/pressure"),
+    ("GET", "/v1/tenants"),
+    ("GET", "/v1/audit"),
+    ("PATCH", "/v1/tools/bash_tool"),
+]
 ADMINS_ONLY = [
     ("POST", "/v1/tenants"),
     ("PUT", "/v1/tenants/acme"),

@@ -15,8 +15,8 @@ import yaml
 from kubernetes_validate import validate
 
 from contract.names import POOL_QUEUES
+from orchestrator.api.pressure import HostsDemand, QueueDemand
 from orchestrator.settings import OrchestratorSettings
-from store.pressure import HostsPressure, QueuePressure
 from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -280,20 +280,20 @@ def test_any_node_makes_a_name_that_a_host_may_have(node: str, host: str, monkey
     assert WorkerSettings().host == made
 
 
-def test_what_autoscalers_ask_for_is_told() -> None:
-    told = {"/hosts": {*HostsPressure.__annotations__}}
-    for queue in POOL_QUEUES.values():
-        told[f"/queues/{queue}"] = set(QueuePressure(queue, 0, 0, 0, 0, 0.0).as_json())
-    port = pod_of("pressure")["containers"][0]["ports"][0]["containerPort"]
-    assert str(port) in pod_of("pressure")["containers"][0]["command"]
+def test_autoscalers_read_numbers_that_the_api_shows_with_a_key() -> None:
+    numbers = {f"hosts.{name}" for name in HostsDemand.model_fields}
+    numbers |= {f"queues.{pool}.{name}" for pool in POOL_QUEUES for name in QueueDemand.model_fields}
+    key = DOCUMENTS["keda/network.yaml:TriggerAuthentication:api-key"]
+    assert key["spec"]["secretTargetRef"] == [{"parameter": "token", "name": "keda", "key": "token"}]
     scaled = [document for document in DOCUMENTS.values() if document["kind"] == "ScaledObject"]
+    assert len(scaled) == 2
     for document in scaled:
         assert document["spec"]["scaleTargetRef"]["name"] in WORKLOADS
         assert "replicas" not in WORKLOADS[document["spec"]["scaleTargetRef"]["name"]]["spec"]
         for trigger in document["spec"]["triggers"]:
-            address, _, path = trigger["metadata"]["url"].removeprefix("http://").partition("/")
-            assert address == f"pressure.toolcrew.svc.cluster.local:{port}"
-            assert trigger["metadata"]["valueLocation"] in told[f"/{path}"]
+            assert trigger["metadata"]["url"] == "http://api.toolcrew.svc.cluster.local:8080/v1/pressure"
+            assert (trigger["metadata"]["authMode"], trigger["authenticationRef"]) == ("bearer", {"name": "api-key"})
+            assert trigger["metadata"]["valueLocation"] in numbers
     demand = next(
         trigger for document in scaled for trigger in document["spec"]["triggers"] if trigger["name"] == "demand"
     )

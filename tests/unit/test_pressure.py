@@ -2,23 +2,18 @@
 sessions fill.
 """
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from contract.hosts import HostReport
 from contract.names import POOL_WEB, host_key, hosts_key
 from contract.tenancy import TenantPolicy
-from orchestrator.operations.pressure_server import PressureServer
 from store.pressure import Pressure, QueuePressure
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
+from tests.api_ground import open_api
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 
@@ -29,25 +24,11 @@ async def open_pressure(server: RedisProcess, ground: Ground | None = None) -> A
         yield Pressure(client, DEPLOYMENT, None if ground is None else lambda: ground.now)
 
 
-@asynccontextmanager
-async def serve(pressure: Pressure) -> AsyncIterator[int]:
-    async with await asyncio.start_server(PressureServer(pressure).serve, "127.0.0.1", 0) as server:
-        yield int(server.sockets[0].getsockname()[1])
-
-
-async def fetch(port: int, request: bytes) -> tuple[int, Any]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    writer.close()
-    return int(head.split()[1]), json.loads(body)
-
-
-def report_to(server: RedisProcess, *reports: HostReport) -> None:
+def report_to(server: RedisProcess, *reports: HostReport, deployment: str = DEPLOYMENT) -> None:
     with server.client() as client:
         for report in reports:
-            client.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
-            client.zadd(hosts_key(DEPLOYMENT), {report.queue: 1})
+            client.set(host_key(deployment, report.queue), report.model_dump_json())
+            client.zadd(hosts_key(deployment), {report.queue: 1})
 
 
 async def test_calls_that_wait_for_slots_are_counted_from_when_they_came(redis_server: RedisProcess) -> None:
@@ -101,43 +82,10 @@ async def test_hosts_are_wanted_by_sessions_and_by_calls(
         assert (await pressure.hosts()).wanted == wanted
 
 
-async def test_it_is_told_over_http(redis_server: RedisProcess) -> None:
-    report_to(redis_server, build_report("a", sessions=90))
-    async with open_pressure(redis_server) as pressure, serve(pressure) as port:
-        status, told = await fetch(port, b"GET /hosts HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert (status, told["wanted"], told["sessions"]) == (200, 2, 90)
-        status, told = await fetch(port, b"GET /queues/pool.web?a=b HTTP/1.1\r\n\r\n")
-        assert (status, told["demand"], told["oldest_s"]) == (200, 0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("request_line", "status"),
-    [
-        (b"GET /queues/host.a.1 HTTP/1.1", 404),
-        (b"GET /../etc/passwd HTTP/1.1", 404),
-        (b"POST /hosts HTTP/1.1", 405),
-        (b"\xff\xfe", 400),
-        (b"GET /alive HTTP/1.1", 200),
-    ],
-)
-async def test_whatever_is_asked_is_answered(redis_server: RedisProcess, request_line: bytes, status: int) -> None:
-    async with open_pressure(redis_server) as pressure, serve(pressure) as port:
-        assert (await fetch(port, request_line + b"\r\n\r\n"))[0] == status
-
-
-async def test_a_request_without_end_is_cut_off(redis_server: RedisProcess) -> None:
-    async with open_pressure(redis_server) as pressure, serve(pressure) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"x" * 1_000_000)
-        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await reader.readexactly(1)
-        writer.close()
-
-
-async def test_without_redis_it_is_said_and_it_still_lives(redis_server: RedisProcess) -> None:
-    # A port at which nobody listens.
-    with_nobody = redis.asyncio.Redis(host="127.0.0.1", port=1, socket_timeout=1, retry=Retry(NoBackoff(), 0))
-    async with with_nobody as client, serve(Pressure(client, DEPLOYMENT)) as port:
-        status, told = await fetch(port, b"GET /hosts HTTP/1.1\r\n\r\n")
-        assert (status, "is up" in told["error"]) == (503, True)
-        assert (await fetch(port, b"GET /alive HTTP/1.1\r\n\r\n"))[0] == 200
+async def test_an_operator_reads_the_numbers_over_http(redis_server: RedisProcess) -> None:
+    report_to(redis_server, build_report("a", sessions=90), deployment="default")
+    async with open_api(redis_server.url) as api:
+        answer = await api["operator"].get("/v1/pressure")
+    body = answer.json()
+    assert (answer.status_code, sorted(body["queues"]), body["queues"]["web"]["demand"]) == (200, ["tools", "web"], 0)
+    assert (body["hosts"]["wanted"], body["hosts"]["sessions"]) == (2, 90)
