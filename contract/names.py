@@ -1,7 +1,9 @@
 """Queues, task names and Redis keys that both sides read."""
 
+import re
 from collections.abc import Iterable
 from typing import Literal, get_args
+from urllib.parse import quote
 
 POOL_WEB = "pool.web"
 POOL_TOOLS = "pool.tools"
@@ -81,7 +83,7 @@ def pool_worker(host: str, boot: str) -> str:
 
 
 def call_key(deployment: str, tenant: str, call_id: str) -> str:
-    """The hash of what is known of a call (contract/ledger.py)."""
+    """The hash of what is known of a call (store/calls.py)."""
     return tenant_key(deployment, tenant, f"call.{call_id}")
 
 
@@ -232,3 +234,30 @@ def audit_key(deployment: str) -> str:
 def tenant_audit_key(deployment: str, tenant: str) -> str:
     """The stream of what the holders of a tenant's keys changed."""
     return tenant_key(deployment, tenant, "audit")
+
+
+_SHOWN_CALL = re.compile(r"call ([A-Za-z0-9_-]{1,64})(?:, (?:tenant|session|run) [A-Za-z0-9_-]{1,64}){0,3}")
+
+
+def flower_task_url(base: str, task_id: str) -> str:
+    """Flower's page of a task. `base`: TOOLCREW_FLOWER_URL."""
+    return f"{base.rstrip('/')}/task/{quote(task_id, safe='')}"
+
+
+def call_page_url(base: str, call_id: str) -> str:
+    """The page of a call. `base`: TOOLCREW_PAGE_URL."""
+    return f"{base.rstrip('/')}/calls/{quote(call_id, safe='')}"
+
+
+def show_call(call_id: str, tenant: str, session: str | None, run: str | None) -> str:
+    """Return the text that Flower shows in place of a task's arguments."""
+    parts = {"call": call_id, "tenant": tenant, "session": session, "run": run}
+    return ", ".join(f"{name} {value}" for name, value in parts.items() if value)
+
+
+def parse_shown_call(shown: object) -> str | None:
+    """Return the id of the call from the text of `show_call`; None for any other text. Every process that may send
+    events can write any text there.
+    """
+    found = _SHOWN_CALL.fullmatch(shown) if isinstance(shown, str) else None
+    return found[1] if found else None

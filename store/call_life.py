@@ -16,11 +16,10 @@ from contract.clock import format_instant
 from contract.envelope import decode_result, join_result, kept_result_key, stored_answer
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, parse_holder
-from contract.ledger import CallRecord, CallState, parse_record
-from contract.links import flower_task_url
 from contract.names import (
     admission_prefix,
     call_key,
+    flower_task_url,
     host_key,
     host_of,
     is_blob_of,
@@ -32,6 +31,7 @@ from contract.names import (
 from contract.session_locations import SessionLocation, show_checkpoint
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
+from store.calls import CallRecord, CallState, parse_record
 from store.connection import broker_errors
 from store.run_log import run_key
 from store.sessions import parse_session_location

@@ -49,7 +49,7 @@ class NotSent(Exception):
 class CallMessage:
     """A call as it is published. `text`: the message of its Celery task. `start_by`: Unix seconds of the shared clock
     after which it must not start. `ticket`: a signed text that the record has until a worker begins the call
-    (contract/ledger.py). `session`, `fence`: of a call that must reach the host of its session; None for one that any
+    (store/calls.py). `session`, `fence`: of a call that must reach the host of its session; None for one that any
     worker of the queue may run. `slot`: the id of the slot that the call must hold (store/slots.py); "" when it has
     one."""
 

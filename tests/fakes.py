@@ -8,11 +8,11 @@ from typing import IO, Any
 from contract.calls import BLOB_TTL_S, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import ErrorCode, ToolFailure
-from contract.ledger import CallClaim
 from contract.signing import ResultSeal
 from contract.specs import SkillSummary, ToolSpec
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dispatch.request import Attempt
+from store.calls import CallClaim
 from store.results import ResultHub
 from tests.builders import KEY
 from workers.executor import CallPolicy, Executor

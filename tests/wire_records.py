@@ -10,13 +10,13 @@ from contract.calls import Clocks, SandboxInfo, ToolCall, ToolContext, ToolResul
 from contract.envelope import encode_call, encode_result
 from contract.errors import ErrorCode
 from contract.hosts import HostReport
-from contract.ledger import CallRecord, CallState
 from contract.registry import Switch, seal_switch
 from contract.session_locations import LocationState, SessionLocation
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import Catalog, ToolSpec, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
 from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, RunBody, seal_item
+from store.calls import CallRecord, CallState
 
 KEYS = SigningKeys.of("a secret of the wire fixtures")
 CALL = ToolCall(id="call-1", name="bash_tool", arguments={"command": "echo 'a\u4e2d'", "timeout": 5})

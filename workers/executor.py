@@ -13,12 +13,11 @@ from contract.call_events import HIDDEN
 from contract.calls import RunFailure, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_arguments
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, RefusalReason, ToolFailure
-from contract.ledger import CallClaim
-from contract.policy_checks import RELEASING, check_call, check_switches
-from contract.registry import Switch
+from contract.registry import RELEASING, Switch, check_call, check_switches
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from contract.tenancy import SandboxTerms
+from store.calls import CallClaim
 from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
 from workers.sandbox_client import SandboxdUnreachable

@@ -12,11 +12,10 @@ from typing import Any
 from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, HostReport, parse_holder
-from contract.ledger import CallRecord, CallState
 from orchestrator.dispatch.request import Attempt
 from orchestrator.dispatch.task_messages import FAILED_EVENTS, build_failed_event
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed
-from store.calls import CallStore
+from store.calls import CallRecord, CallState, CallStore
 from store.hosts import HostStore
 from store.tasks import begin_shared, cancel_all
 from telemetry.logs import get_logger

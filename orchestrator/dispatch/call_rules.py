@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contract.errors import ConfigError, ToolFailure
-from contract.policy_checks import RELEASING, check_call, check_switches, check_tools
-from contract.registry import Switch, find_switch
+from contract.registry import RELEASING, Switch, check_call, check_switches, check_tools, find_switch
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy, tools_of
@@ -51,7 +50,7 @@ class CallRules:
 
 
 async def check_policy(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
-    """Check prepared arguments. Raises ToolFailure: PERMISSION_DENIED, SECURITY_REFUSED (contract/policy_checks.py)."""
+    """Check prepared arguments. Raises ToolFailure: PERMISSION_DENIED, SECURITY_REFUSED (contract/registry.py)."""
     if policy.commands and spec.command_parameter is not None and len(str(arguments)) > MAX_INLINE_CHARS:
         await asyncio.to_thread(check_call, policy, tenant, spec, arguments)
     else:

@@ -103,7 +103,7 @@ class Attempt:
     published_as: str | None = None
     """The task id under which a process that has died published this attempt; it is only awaited."""
     ticket: str = ""
-    """A signed text that the call's record has until a worker begins the call (contract/ledger.py)."""
+    """A signed text that the call's record has until a worker begins the call (store/calls.py)."""
     slot: str = ""
     """The slot that the attempt must hold to be published (orchestrator/admission.py); "" when it has one."""
 

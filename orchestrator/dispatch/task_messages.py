@@ -18,8 +18,7 @@ from kombu.serialization import dumps
 from kombu.utils.json import dumps as to_json
 
 from contract.calls import POOL_GRACE_S
-from contract.links import show_call
-from contract.names import task_name
+from contract.names import show_call, task_name
 from orchestrator.dispatch.request import Attempt, Request
 
 _PERSISTENT, _TRANSIENT = 2, 1

@@ -26,7 +26,7 @@ from flower.views.monitor import Metrics
 from flower.views.tasks import TasksView, TaskView
 
 from contract.errors import ConfigError, ToolcrewError
-from contract.links import call_page_url, parse_shown_call
+from contract.names import call_page_url, parse_shown_call
 from orchestrator.logs import configure_logging
 from orchestrator.settings import OrchestratorSettings, load_settings
 

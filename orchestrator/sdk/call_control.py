@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from contract.calls import ToolCall
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.hosts import parse_holder
-from contract.ledger import CallRecord, CallState
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.terminal.commands import build_command
 from store.audit import Actor, build_entry, entry_text
 from store.call_life import unknown_call
-from store.calls import MAX_REASON_CHARS, CallStore, KillOrder
+from store.calls import MAX_REASON_CHARS, CallRecord, CallState, CallStore, KillOrder
 
 HEARD_S = 5.0
 """So long a call of which nothing is known is looked for among the programs: each looks every half second for what it

@@ -22,13 +22,13 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import MAX_ENVELOPE_BYTES, encode_call
 from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
-from contract.ledger import seal_ticket
 from contract.names import POOL_WEB, call_key, control_queue, place_key, refusals_key, result_key, tenants_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.task_messages import build_message
+from store.calls import seal_ticket
 from tests.builders import build_attempt
 from tests.queue_by_hand import stored_result, stored_state
 from tests.redis_ground import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server

@@ -18,13 +18,13 @@ import redis
 
 from contract.calls import ToolCall
 from contract.errors import ErrorCode
-from contract.ledger import CallState, parse_record
 from contract.names import call_key, refusals_key
 from contract.signing import SigningKeys
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.dispatch.task_messages import build_message
 from orchestrator.sdk.client import ToolClient
+from store.calls import CallState, parse_record
 from tests.builders import build_attempt
 from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_result, stored_state
 from tests.stack import Stack, all_of, eventually, is_alive

@@ -14,7 +14,6 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from contract.ledger import CallState
 from contract.names import audit_key, call_key, kills_key
 from orchestrator.dispatch import call_monitor
 from orchestrator.dispatch.call_monitor import CallMonitor
@@ -22,7 +21,7 @@ from orchestrator.dispatch.transport import DeliveryFailed
 from orchestrator.sdk import call_control as control_module
 from orchestrator.sdk.call_control import CallControl
 from store.audit import Actor
-from store.calls import CallStore, KillOrder
+from store.calls import CallState, CallStore, KillOrder
 from store.hosts import HostStore
 from tests.conftest import RedisProcess
 

@@ -18,13 +18,13 @@ from contract.calls import ToolResult
 from contract.clock import SharedClock
 from contract.envelope import decode_result, encode_result
 from contract.errors import ErrorCode
-from contract.ledger import CallState
 from contract.names import blob_key, call_key, result_key
 from contract.settings import BrokerSettings
 from orchestrator.dispatch import celery_transport
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.request import Attempt
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed
+from store.calls import CallState
 from store.results import ResultHub
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess

@@ -12,7 +12,6 @@ from structlog.testing import capture_logs
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import BrokerUnavailable, ErrorCode
-from contract.ledger import CallState
 from contract.names import call_key, host_key, place_key
 from contract.signing import ResultSeal
 from orchestrator.dispatch import delivery
@@ -22,7 +21,7 @@ from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Attempt, Request
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
-from store.calls import CallStore
+from store.calls import CallState, CallStore
 from store.publisher import NotSent
 from store.sessions import SessionStore
 from tests.builders import KEY, build_spec

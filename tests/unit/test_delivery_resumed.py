@@ -11,9 +11,9 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
-from contract.ledger import seal_ticket
 from contract.names import call_key
 from orchestrator.dispatch.request import Attempt, Request
+from store.calls import seal_ticket
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.unit.test_delivery import Ground

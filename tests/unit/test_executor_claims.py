@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from contract.errors import BrokerUnavailable, ErrorCode
-from contract.ledger import CallClaim
+from store.calls import CallClaim
 from tests.builders import build_call
 from tests.unit.test_worker_executor import House
 

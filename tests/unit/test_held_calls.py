@@ -10,9 +10,8 @@ import pytest
 
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
-from contract.ledger import CallClaim, CallState, parse_record
 from contract.names import call_key
-from store.calls import WorkerCallStore
+from store.calls import CallClaim, CallState, WorkerCallStore, parse_record
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
 from workers import held_calls

@@ -14,9 +14,8 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolCall
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.ledger import CallClaim
 from contract.names import place_key, tenant_sessions_key
-from store.calls import WorkerCallStore
+from store.calls import CallClaim, WorkerCallStore
 from store.sessions import CLOSED_MARGIN_S, SessionStore
 from tests.builders import build_context
 from tests.conftest import RedisProcess

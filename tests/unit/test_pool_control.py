@@ -16,10 +16,9 @@ from structlog.testing import capture_logs
 from contract.calls import ToolCall
 from contract.clock import SharedClock
 from contract.envelope import encode_call
-from contract.ledger import CallClaim
 from contract.names import POOL_WEB, call_key, control_queue, pool_worker
 from contract.signing import SigningKeys
-from store.calls import WorkerCallStore
+from store.calls import CallClaim, WorkerCallStore
 from store.hosts import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess

@@ -9,8 +9,7 @@ import pytest
 
 from contract.calls import ToolCall
 from contract.errors import ErrorCode, ToolFailure
-from contract.policy_checks import check_call
-from contract.registry import Switch, ToolRegistry
+from contract.registry import Switch, ToolRegistry, check_call
 from contract.tenancy import CommandRule, TenantPolicy, tools_of
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dispatch.call_rules import is_offered, refuse_unasked, with_tenant_rules

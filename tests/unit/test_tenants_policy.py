@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from contract.calls import ToolContext
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.policy_checks import check_call
+from contract.registry import check_call
 from contract.signing import SigningKeys
 from contract.tenancy import (
     MAX_POLICY_BYTES,

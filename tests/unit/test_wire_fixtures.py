@@ -16,13 +16,13 @@ from pydantic import BaseModel
 from contract.call_events import decode_event
 from contract.envelope import decode_call, decode_result
 from contract.hosts import HostReport
-from contract.ledger import CallRecord
 from contract.registry import Switch, parse_switches
 from contract.session_locations import SessionLocation
 from contract.signing import ResultSeal
 from contract.specs import open_catalog
 from contract.tenancy import TenantPolicy, parse_policy
 from store.batches import BatchRecord, open_item
+from store.calls import CallRecord
 from tests.wire_records import CALL, CONTEXT, KEYS, REPORT, RESULT, build_records
 
 FIXTURES = sorted((Path(__file__).parent / "wire").glob("*.json"))

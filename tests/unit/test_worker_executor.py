@@ -13,10 +13,9 @@ from structlog.testing import capture_logs
 from contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext, ToolResult
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.ledger import CallClaim
 from contract.registry import ToolRegistry
 from store.blobs import WorkerBlobs
-from store.calls import WorkerCallStore
+from store.calls import CallClaim, WorkerCallStore
 from tests.builders import build_call, build_context, build_exec_done, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.executor import CallRepeated

@@ -14,9 +14,8 @@ from redis.retry import Retry
 
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
-from contract.ledger import CALL_TTL_S, CallClaim, CallRecord, CallState, parse_record
 from contract.names import call_key, place_key
-from store.calls import WorkerCallStore
+from store.calls import CALL_TTL_S, CallClaim, CallRecord, CallState, WorkerCallStore, parse_record
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
 

@@ -15,10 +15,9 @@ from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from contract.envelope import stored_answer
-from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import call_key, result_key
 from contract.settings import BrokerSettings
-from store.calls import FinishedCalls
+from store.calls import CallRecord, CallState, FinishedCalls, parse_record
 from tests.conftest import RedisProcess
 from workers.celery_edge.app import build_app
 from workers.celery_edge.result_backend import Answer, CallNotServed, Ending

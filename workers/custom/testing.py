@@ -26,9 +26,9 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.functions.completions import Completion, Usage
 from contract.functions.model_questions import ModelAnswer, parse_question
 from contract.functions.session_state import MAX_STATE_BYTES, Change, encode_value, entry_size, full
-from contract.ledger import CallClaim
 from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
+from store.calls import CallClaim
 from workers.call_events import CallEvents, NoCallEvents
 from workers.custom.call_loops import is_running_here
 from workers.custom.calls import CustomCalls
