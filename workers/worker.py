@@ -23,8 +23,7 @@ from workers.celery_edge.app import build_app, choose_pool, claim_node, run_cele
 from workers.celery_edge.tasks import register_tasks
 from workers.control import ControlListener, OrderHandler
 from workers.duties import Duty
-from workers.executor import CallMiddleware, CallPolicy, Executor
-from workers.held_calls import ClaimConfirmation, HeldCalls
+from workers.executor import CallMiddleware, CallPolicy, ClaimConfirmation, Executor, HeldCalls
 from workers.host import Host
 from workers.mcp.shelf import ServerShelf
 from workers.settings import WorkerSettings

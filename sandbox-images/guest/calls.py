@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 
-from guest.commands.exec_requests import ExecRequest
+from guest.commands.spawn import ExecRequest
 from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, Failure
 from guest.frames import join_frame
 from guest.processes import KillReport, read_oom_kills

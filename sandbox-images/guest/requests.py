@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from guest.commands.exec_requests import ExecRequest
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
+from guest.commands.spawn import ExecRequest
 from guest.failures import MAX_BODY, read_whole
 from guest.files.requests import EditTextRequest, ReadFileRequest, ReadTextRequest, WriteFileRequest, WriteTextRequest
 from guest.search.requests import GlobRequest, GrepRequest

@@ -7,9 +7,9 @@ import os
 import signal
 import time
 
-from guest.commands.exec_requests import ExecRequest
 from guest.commands.execution import Execution
 from guest.commands.job_requests import JobStartRequest
+from guest.commands.spawn import ExecRequest
 from guest.failures import CANCELLED, INTERNAL, TIMEOUT, Failure, describe_os_error
 from guest.kernel import PR_SET_CHILD_SUBREAPER, set_process_flag
 from guest.processes import KillReport, kill_below, reap

@@ -9,8 +9,8 @@ import pytest
 from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, running_guest
 
 assert GUEST_PARENT
-from guest.commands import spills  # noqa: E402
-from guest.commands.spills import Spill  # noqa: E402
+from guest.commands import outputs  # noqa: E402
+from guest.commands.outputs import Spill  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 
 LIMITS = {"bytes": 1000, "lines": 20}
@@ -76,7 +76,7 @@ def test_a_place_for_outputs_that_takes_none_fails_no_command(guest: Guest) -> N
 def test_the_oldest_files_make_room_and_no_file_is_larger_than_the_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spills, "QUOTA_BYTES", 1000)
+    monkeypatch.setattr(outputs, "QUOTA_BYTES", 1000)
     names = []
     for number in range(3):
         spill = build_spill(tmp_path)
@@ -94,7 +94,7 @@ def test_the_oldest_files_make_room_and_no_file_is_larger_than_the_quota(
 
 
 def test_a_file_never_goes_on_behind_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spills, "QUOTA_BYTES", 100)
+    monkeypatch.setattr(outputs, "QUOTA_BYTES", 100)
     spill = build_spill(tmp_path)
     spill.add(b"a" * 60 + b"b" * 60)
     # What another command leaves is room that an old file gives up.
@@ -106,7 +106,7 @@ def test_a_file_never_goes_on_behind_a_gap(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_only_files_of_its_own_kind_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spills, "QUOTA_BYTES", 100)
+    monkeypatch.setattr(outputs, "QUOTA_BYTES", 100)
     (tmp_path / "mine.txt").write_bytes(bytes(500))
     (tmp_path / "command-link.txt").symlink_to("mine.txt")
     (tmp_path / "command-folder.txt").mkdir()

@@ -9,8 +9,8 @@ import pytest
 from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
-from guest.commands.exec_requests import ExecRequest  # noqa: E402
 from guest.commands.outputs import DRAIN_WINDOW_S, Outputs  # noqa: E402
+from guest.commands.spawn import ExecRequest  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 from guest.supervisor_channel import ReportReader, ReportWriter  # noqa: E402
 

@@ -14,8 +14,8 @@ from contract.names import call_key
 from store.calls import CallClaim, CallState, WorkerCallStore, parse_record
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
-from workers import held_calls
-from workers.held_calls import SURE_AFTER_S, HeldCalls
+from workers import executor
+from workers.executor import SURE_AFTER_S, HeldCalls
 
 CALL, CONTEXT, HOLDER = (
     build_call("echo", call_id="c1"),
@@ -115,8 +115,8 @@ def test_what_was_decided_since_then_stays(
 
 
 def test_a_thread_makes_sure_while_there_are_calls_and_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_calls, "SURE_AFTER_S", 0.0)
-    monkeypatch.setattr(held_calls, "LOOK_S", 0.01)
+    monkeypatch.setattr(executor, "SURE_AFTER_S", 0.0)
+    monkeypatch.setattr(executor, "LOOK_S", 0.01)
     held = HeldCalls()
     for _ in range(2):
         sure, threads = threading.Event(), threading.active_count()

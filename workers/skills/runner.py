@@ -14,9 +14,8 @@ from contract.skill_sidecars import Sidecar, build_argv
 from contract.skills import INTERPRETERS, SCRIPTS, BundleFile
 from workers.skills.loader import Skill, pack_skill, read_bundled
 from workers.tools.base import Outcome, ToolEnvironment
-from workers.tools.command_text import build_outcome
 from workers.tools.shell import run_shown
-from workers.tools.text import encode, show_name
+from workers.tools.text import build_outcome, encode, show_name
 
 _SHEBANG_BYTES = 256
 

@@ -8,8 +8,7 @@ from pydantic import JsonValue
 from contract.errors import ErrorCode, ToolFailure
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, ToolEnvironment
-from workers.tools.command_text import build_read_call, name_signal
-from workers.tools.text import MAX_OUTPUT_BYTES, encode, show_name, show_output
+from workers.tools.text import MAX_OUTPUT_BYTES, build_read_call, encode, name_signal, show_name, show_output
 
 FIRST_OUTPUT_MS = 1000
 """For so long a new job is listened to before its call returns."""

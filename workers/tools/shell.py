@@ -11,10 +11,9 @@ from contract.shell.dangers import Level, classify
 from contract.specs import NO_NETWORK, ToolSpec
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.command_text import build_outcome
 from workers.tools.jobs import feed_job, kill_job, list_jobs, poll_job, start_job
 from workers.tools.shown_output import LIVE_BYTES, ShownOutput
-from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, encode
+from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, build_outcome, encode
 
 _HOME = "/workspace"
 

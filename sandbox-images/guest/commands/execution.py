@@ -23,7 +23,7 @@ from guest.processes import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.commands.exec_requests import ExecRequest
+    from guest.commands.spawn import ExecRequest
     from guest.paths import GuestPaths
     from guest.supervisor_channel import CallPipes
 

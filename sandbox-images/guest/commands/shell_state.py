@@ -18,7 +18,7 @@ from guest.paths import ENVIRONMENT, GuestPaths
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.commands.exec_requests import ExecRequest
+    from guest.commands.spawn import ExecRequest
 
 _MAX_PATH = 4096
 MAX_STATE_BYTES = 262_144
