@@ -1,7 +1,12 @@
-"""A batch as one HTML page that opens offline: what was done, what failed and why, how long it took, what it cost."""
+"""The report of a batch as one HTML page that opens offline: results, failures, times, tokens and cost."""
 
-from collections.abc import Iterable
+import heapq
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
+from contract.calls import MAX_NAME_CHARS
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.figures import (
     format_cost,
@@ -15,27 +20,29 @@ from orchestrator.batches.figures import (
 from orchestrator.batches.markup import Markup, element, join, text
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.report_page import build_page, figure, paragraph, table
-from orchestrator.batches.report_plots import Line, plot_bars, plot_lines, plot_spans, plot_strips
-from orchestrator.batches.report_series import DONE, FAILED, RETRIED, RUNNING, Spans, TimeSeries, within_time
-from orchestrator.batches.snapshot import Snapshot, Spread
+from orchestrator.batches.report_plots import Line, add_up, limit_time, plot_lines
+from orchestrator.batches.snapshot import Snapshot
 from orchestrator.batches.summary import Summary, build_summary
-from store.batches import BatchEvent, ItemDone, ItemRetried, ItemStarted, StepDone
+from store.batches import BatchEvent, CallDone, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
 
 MAX_FAILED_ROWS = 500
-MAX_TOOLS = 15
 MAX_GROUP_ROWS = 50
+MAX_SLOWEST = 20
+MAX_TOOLS = 200
+"""A model can request tools that do not exist, by any name."""
+OTHER_TOOLS = "(other tools)"
 MAX_CELL_CHARS = 240
-_NANO = 10**9
+MAX_CODE_CHARS = 64
+_TIMES = ("times", "mean", "p50", "p95", "max")
 
 
 def build_report(
     events: Iterable[BatchEvent], *, title: str, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> str:
-    """The page, below 2 MB for the largest batch. Reads `events` once, in any order, also with repetitions; the same
-    ones give the same page.
+    """Return the page, below 2 MB for the largest batch. The same events give the same page, also when they are
+    repeated.
 
-    `batch`: its id and `tenant`: whose it is, for the commands that the page names. `total`: how many items there are,
-    where no event tells it.
+    `batch`, `tenant`: for the commands that the page names. `total`: the number of items, if no event contains it.
     """
     return build_page(title, build_sections(events, batch=batch, tenant=tenant, total=total))
 
@@ -43,222 +50,197 @@ def build_report(
 def build_sections(
     batch_events: Iterable[BatchEvent], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> list[tuple[str, str, Markup]]:
-    """What stands on that page, for others to hold it: (id, heading, content) each, in the classes of its style
-    sheet.
-    """
-    story = _Story(total)
+    """Return the sections of the page: (id, heading, content) each, in the classes of its style sheet."""
+    report = _Report(total)
     for batch_event in batch_events:
-        story.add(batch_event)
-    return story.sections(batch, tenant)
+        report.add(batch_event)
+    return report.sections(batch, tenant)
 
 
-class _Story:
-    """What is kept of the batch_events: some MB for the largest batch."""
+class _Report:
+    """The figures of a batch that its progress does not keep: some 20 MB for the largest batch."""
 
     def __init__(self, total: int) -> None:
         self._progress = Progress(total, max_failed_rows=MAX_FAILED_ROWS)
-        self._series = TimeSeries()
-        self._spans = Spans()
-        self._begun: dict[tuple[str, int], float] = {}
-        """Attempts of which no end has been heard."""
-        self._low: float | None = None
+        self._amounts: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._times: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        self._calls: dict[str, array[float]] = {}
+        self._queued: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        self._errors: dict[str, int] = defaultdict(int)
+        self._ended: list[tuple[float, str, int, str, str]] = []
+        self._started: dict[tuple[str, int], float] = {}
+        """Attempts without an end."""
+        self._low = math.inf
 
     def add(self, batch_event: BatchEvent) -> None:
-        at = within_time(batch_event.at)
-        self._low = at if self._low is None else min(at, self._low)
+        self._low = min(limit_time(batch_event.at), self._low)
         if not self._progress.add(batch_event):
             return
         match batch_event:
             case ItemStarted() if not batch_event.is_resumed:
-                self._begun[batch_event.item, batch_event.attempt] = at
+                self._started[batch_event.item, batch_event.attempt] = limit_time(batch_event.at)
+                self._times["items in the queue"].append(max(0.0, batch_event.waited_s))
+            case ItemReady():
+                self._times["sandboxes and workspaces"].append(max(0.0, batch_event.setup_s))
             case StepDone():
-                self._series.add("in", at, batch_event.prompt_tokens)
-                self._series.add("out", at, batch_event.completion_tokens)
+                self._times["replies of the model"].append(max(0.0, batch_event.model_s))
+            case CallDone():
+                self._add_call(batch_event)
             case ItemRetried():
-                begin = self._begun.pop((batch_event.item, batch_event.attempt - 1), None)
-                if begin is not None:
-                    self._spans.add(begin, at, RETRIED, batch_event.item)
+                started = self._started.pop((batch_event.item, batch_event.attempt - 1), None)
+                if started is not None:
+                    self._add_run(started, limit_time(batch_event.at))
             case ItemDone():
-                self._end(batch_event)
+                self._add_end(batch_event)
 
-    def _end(self, end: ItemDone) -> None:
-        at = within_time(end.at)
-        begin = self._begun.pop((end.item, end.attempt), within_time(end.at - end.seconds))
-        self._low = min(begin, at if self._low is None else self._low)
-        if begin < at:
-            self._spans.add(begin, at, DONE if end.failure is None else FAILED, end.item)
-        self._series.add("done" if end.failure is None else "failed", at, 1)
+    def _add_call(self, call: CallDone) -> None:
+        tool = call.tool[:MAX_NAME_CHARS]
+        if tool not in self._calls and len(self._calls) >= MAX_TOOLS:
+            tool = OTHER_TOOLS
+        self._calls.setdefault(tool, array("d")).append(max(0.0, call.seconds))
+        self._queued[tool].append(max(0.0, call.clocks.queued_s))
+        self._errors[tool] += call.error_code is not None
+
+    def _add_end(self, end: ItemDone) -> None:
+        at = limit_time(end.at)
+        started = self._started.pop((end.item, end.attempt), limit_time(end.at - end.seconds))
+        self._low = min(started, self._low)
+        if started < at:
+            self._add_run(started, at)
+        self._amounts["succeeded" if end.failure is None else "failed"].append((at, 1))
+        self._amounts["tokens in"].append((at, end.prompt_tokens))
+        self._amounts["tokens out"].append((at, end.completion_tokens))
         if end.cost is not None:
-            self._series.add("cost", at, round(end.cost * _NANO))
+            self._amounts["cost"].append((at, end.cost))
+        # An end that is taken from a row has no time.
+        if end.seconds > 0:
+            self._ended.append((end.seconds, end.item, end.attempt, end.run, end.failure or "succeeded"))
+
+    def _add_run(self, started: float, ended: float) -> None:
+        self._amounts["running"] += [(started, 1), (ended, -1)]
 
     def sections(self, batch: str, tenant: str) -> list[tuple[str, str, Markup]]:
-        high = within_time(self._progress.last_at)
-        low = high if self._low is None else self._low
+        high = limit_time(self._progress.last_at)
+        low = min(self._low, high)
+        running = {(item.item, item.attempt): item.run for item in self._progress.running_items(high)}
+        still = sorted((started, *key, running[key]) for key, started in self._started.items() if key in running)
+        self._amounts["running"] += [(started, 1) for started, *_ in still]
         snapshot = self._progress.snapshot(high)
-        running = {(item.item, item.attempt) for item in self._progress.running_items(high)}
-        for (item, attempt), begin in sorted(self._begun.items()):
-            if (item, attempt) in running:
-                self._spans.add(begin, high, RUNNING, item)
-        summary = build_summary(snapshot, batch=batch or "ID", tenant=tenant)
         return [
-            ("summary", "Summary", _summary(summary, low)),
+            ("summary", "Summary", _summary(build_summary(snapshot, batch=batch or "ID", tenant=tenant), low)),
             ("failures", "Failures", self._failures(snapshot)),
             ("time", "Over time", self._over_time(low, high)),
-            ("tools", "Tools", self._tools(snapshot)),
-            ("waiting", "Waiting", self._waiting(snapshot)),
+            ("tools", "Tools and waiting", self._tools()),
             ("cost", "Tokens and cost", self._tokens(snapshot, low, high)),
-            ("slowest", "Slowest items", _slowest(snapshot)),
+            ("slowest", "Slowest items", self._slowest_items(still, high)),
             ("notes", "Notes", _notes(snapshot)),
         ]
 
     def _failures(self, snapshot: Snapshot) -> Markup:
         if not snapshot.failed:
-            return paragraph("Nothing has failed.")
-        bars = plot_bars(
-            "kinds", "Failed items by kind", [(kind.value, count) for kind, count in snapshot.failures.items()]
-        )
+            return paragraph("No item has failed.")
         shown = self._progress.failed_items()[:MAX_FAILED_ROWS]
         rows = [
             (
-                one_line(item.item, 120),
+                one_line(item.item, MAX_NAME_CHARS),
                 item.kind.value,
-                one_line(item.code, 64),
+                one_line(item.code, MAX_CODE_CHARS),
                 str(item.attempt),
                 format_time(item.at),
                 item.message,
             )
             for item in shown
         ]
-        rest = snapshot.failed - len(shown)
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in snapshot.failures.items())
         columns = ("item", "kind", "code", "attempt", "ended", "message")
+        title = f"Failed items: {len(shown):,} of {snapshot.failed:,}"
+        more = (
+            f"{snapshot.failed - len(shown):,} more failed items are not listed here; the error file has all of them."
+        )
         return join(
             [
-                figure(
-                    bars,
-                    "Items that stand as failed, by whose fault it is. Those that succeeded when they were tried again "
-                    "are not counted.",
-                ),
+                paragraph(f"{snapshot.failed:,} failed: {kinds}. Items whose retry succeeded do not count."),
                 _groups(snapshot),
-                table(
-                    f"Failed items: {len(shown):,} of {snapshot.failed:,}",
-                    columns,
-                    rows,
-                    words=(0, 1, 2, 4, 5),
-                    most=MAX_CELL_CHARS,
-                ),
-                paragraph(
-                    f"{rest:,} more failed items are not listed here; the batch's error file has them all."
-                    if rest
-                    else ""
-                ),
+                table(title, columns, rows, words=(0, 1, 2, 4, 5), most=MAX_CELL_CHARS),
+                paragraph(more if snapshot.failed > len(shown) else ""),
             ]
         )
 
     def _over_time(self, low: float, high: float) -> Markup:
-        if not len(self._spans):
-            return paragraph("No item has been worked yet.")
-        ends = [
-            Line("succeeded", "done", self._series.added_up("done")),
-            Line("failed", "failed", self._series.added_up("failed")),
-        ]
-        running = [Line("running", "third", self._spans.running(low, high))]
-        parts = [
-            figure(
-                plot_spans("spans", "Items as they ran", self._spans, low, high),
-                "When each item ran, in the order in which they began.",
-            ),
-            figure(
-                plot_lines("ends", "Ends of items, added up", ends, low, high),
-                "How many items had ended, tries that were repeated counted each.",
-            ),
-            figure(
-                plot_lines("running", "Items that ran at once", running, low, high, is_stepped=False),
-                "How many items ran at once, in the mean of 1/240 of the time.",
-            ),
-        ]
-        return join([paragraph(f"The time is counted from {format_time(low)}."), *parts])
+        ends = self._lines(low, high, succeeded="done", failed="failed")
+        if not ends and not self._amounts["running"]:
+            return paragraph("No item has started yet.")
+        parts = [paragraph(f"The time starts at {format_time(low)}.")]
+        if ends:
+            parts.append(figure(plot_lines("ends", "Ended items", ends, low, high), "Items that have ended, in total."))
+        if running := self._lines(low, high, running="third"):
+            plot = plot_lines("running", "Running items", running, low, high)
+            parts.append(figure(plot, "Items that run at the same time."))
+        return join(parts)
 
-    def _tools(self, snapshot: Snapshot) -> Markup:
-        if not snapshot.tools:
-            return paragraph("No tool has been called.")
-        names = [tool.tool for tool in snapshot.tools[:MAX_TOOLS]]
-        strips = plot_strips(
-            "latency", "Seconds of calls by tool", [(name, self._progress.tools.rows[name].seconds) for name in names]
-        )
-        rows = [
-            (tool.tool, f"{tool.calls:,}", f"{tool.errors:,}", *_times(tool.seconds), format_seconds(tool.queued.p95_s))
-            for tool in snapshot.tools
+    def _tools(self) -> Markup:
+        ordered = sorted(self._calls.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+        calls = [
+            (tool, *_spread(seconds), f"{self._errors[tool]:,}", format_seconds(_quantile(self._queued[tool], 0.95)))
+            for tool, seconds in ordered
         ]
-        columns = ("tool", "calls", "errors", "mean", "p50", "p95", "max", "queued p95")
-        caption = "From request to result, on a logarithmic axis: line p50, dashed p95, dot the maximum."
-        more = (
-            f" The {MAX_TOOLS} tools that were called most; the table has all."
-            if len(snapshot.tools) > MAX_TOOLS
-            else ""
-        )
-        return join([figure(strips, caption + more), table("Calls by tool", columns, rows)])
-
-    def _waiting(self, snapshot: Snapshot) -> Markup:
-        tools = self._progress.tools.rows
-        times = [("items", self._progress.waits)] if snapshot.waits.count else []
-        times += [(tool.tool, tools[tool.tool].queued) for tool in snapshot.tools[:MAX_TOOLS]]
-        if not times:
-            return paragraph("Nothing has waited yet.")
-        rows = [
-            (name, f"{spread.count:,}", *_times(spread))
-            for name, spread in (
-                ("items in the queue, before they began", snapshot.waits),
-                ("sandboxes and workspaces, until they were there", snapshot.setups),
-                ("replies of the model", snapshot.replies),
+        waits = [(name, *_spread(seconds)) for name, seconds in sorted(self._times.items())]
+        parts = [paragraph("" if calls else "No tool has been called.")]
+        if calls:
+            parts.append(table("Calls by tool", ("tool", *_TIMES, "errors", "queued p95"), calls))
+            parts.append(
+                paragraph("From the request to the result. Queued: until a worker took the call, a part of it.")
             )
-        ]
-        strips = plot_strips("waits", "Seconds of waiting", times)
-        caption = (
-            "Items: in the queue before each first begin of an attempt. Tools: until a worker took the call. Line p50, "
-            "dashed p95, dot the maximum."
-        )
-        return join(
-            [
-                figure(strips, caption),
-                table("What was waited for", ("what", "times", "mean", "p50", "p95", "max"), rows),
-            ]
-        )
+        if waits:
+            parts.append(table("Waiting", ("for", *_TIMES), waits))
+        return join(parts)
 
     def _tokens(self, snapshot: Snapshot, low: float, high: float) -> Markup:
-        lines = [
-            Line("tokens in", "other", self._series.added_up("in")),
-            Line("tokens out", "third", self._series.added_up("out")),
-        ]
-        parts = [paragraph("No step has told its tokens.")]
-        if any(line.points for line in lines):
-            parts = [
-                figure(
-                    plot_lines("tokens", "Tokens, added up", lines, low, high),
-                    "Tokens of the steps that were told, added up.",
-                )
-            ]
-        costs = [(at, cost / _NANO) for at, cost in self._series.added_up("cost")]
-        if not costs:
-            return join([*parts, paragraph("No prices are known, so there is no cost.")])
-        told = (
-            "Cost of the attempts that have ended, in the currency of the prices; "
-            f"{format_cost(snapshot.cost, snapshot.cost_unknown)} in all."
-        )
-        parts.append(figure(plot_lines("costs", "Cost, added up", [Line("cost", "done", costs)], low, high), told))
+        total = f"{format_count(snapshot.prompt_tokens)} in, {format_count(snapshot.completion_tokens)} out"
+        cost = format_cost(snapshot.cost, snapshot.cost_unknown)
+        parts = [paragraph(f"Tokens of all attempts: {total}. Cost of the attempts that have ended: {cost}.")]
+        if snapshot.prompt_tokens and (lines := self._lines(low, high, tokens_in="other", tokens_out="third")):
+            parts.append(figure(plot_lines("tokens", "Tokens", lines, low, high), "Tokens of ended items, in total."))
+        if lines := self._lines(low, high, cost="done"):
+            caption = "Cost of ended items, in total, in the currency of the prices."
+            parts.append(figure(plot_lines("costs", "Cost", lines, low, high), caption))
         return join(parts)
+
+    def _lines(self, low: float, high: float, **styles: str) -> list[Line]:
+        """Return the lines that have points. A name's underscores stand for spaces."""
+        named = [(name.replace("_", " "), style) for name, style in styles.items()]
+        lines = [Line(name, style, add_up(self._amounts[name], low, high)) for name, style in named]
+        return [line for line in lines if line.points]
+
+    def _slowest_items(self, still: Sequence[tuple[float, str, int, str]], high: float) -> Markup:
+        ended = [
+            (item, format_seconds(seconds), str(attempt), how, run)
+            for seconds, item, attempt, run, how in heapq.nlargest(MAX_SLOWEST, self._ended)
+        ]
+        running = [
+            (item, format_seconds(high - started), str(attempt), "running", run)
+            for started, item, attempt, run in still[:MAX_SLOWEST]
+        ]
+        columns = ("item", "time", "attempt", "state", "run")
+        parts = [
+            table(caption, columns, rows, words=(0, 3, 4))
+            for caption, rows in (("Ended", ended), ("Running", running))
+            if rows
+        ]
+        return join(parts) if parts else paragraph("No item has started yet.")
 
 
 def _summary(s: Summary, low: float) -> Markup:
-    facts = [
+    rows = [
         ("items", f"{s.total:,}"),
         ("succeeded", f"{s.done:,}"),
         ("failed", f"{s.failed:,}"),
         ("running", f"{s.running:,}"),
         ("queued", f"{s.queued:,}"),
-        ("tried again", f"{s.retried:,}"),
+        ("retried", f"{s.retried:,}"),
         ("resumed", f"{s.resumed:,}"),
-        ("began", format_time(low)),
-        ("took so far" if not s.has_ended else "took", format_seconds(s.wall_s)),
+        ("started", format_time(low)),
+        ("time" if s.has_ended else "time so far", format_seconds(s.wall_s)),
         *([] if s.has_ended else [("ETA", format_eta(s.eta_s))]),
         ("steps", f"{s.steps:,}"),
         ("calls", f"{s.calls:,} ({format_rate(s.calls_per_s_overall)} a second)"),
@@ -266,49 +248,34 @@ def _summary(s: Summary, low: float) -> Markup:
         ("cost", format_cost(s.cost, s.cost_unknown)),
     ]
     steps = [element("li", text(sentence, 500)) for sentence in s.next]
-    todo = [paragraph("What to do next:"), element("ul", *steps)] if steps else []
+    next_steps = [paragraph("What to do next:"), element("ul", *steps)] if steps else []
     warnings = [paragraph(f"Warning: {warning}") for warning in s.warnings]
-    return join([*warnings, table("Totals", ("what", "how much"), facts), *todo])
+    return join([*warnings, table("Totals", ("figure", "value"), rows), *next_steps])
 
 
 def _groups(snapshot: Snapshot) -> Markup:
     rows = [
-        (one_line(group.code, 64), group.kind.value, f"{group.count:,}", one_line(group.item, 120), group.message)
+        (one_line(group.code, MAX_CODE_CHARS), group.kind.value, f"{group.count:,}", group.item, group.message)
         for group in snapshot.groups[:MAX_GROUP_ROWS]
     ]
-    columns = ("code", "kind", "items", "for example", "message")
+    columns = ("code", "kind", "items", "example", "message")
     rest = snapshot.groups[MAX_GROUP_ROWS:]
     more = f"{sum(group.count for group in rest):,} more failed with {len(rest):,} other codes." if rest else ""
     return join([table("Failures by code", columns, rows, words=(0, 1, 3, 4), most=MAX_CELL_CHARS), paragraph(more)])
 
 
-def _slowest(snapshot: Snapshot) -> Markup:
-    if not snapshot.slowest and not snapshot.slowest_running:
-        return paragraph("No item has been worked yet.")
-    ended = [
-        (item.item, format_seconds(item.seconds), item.failure or "succeeded", str(item.attempt), item.run)
-        for item in snapshot.slowest
-    ]
-    running = [
-        (item.item, format_seconds(item.age_s), item.does, str(item.attempt), item.run)
-        for item in snapshot.slowest_running
-    ]
-    parts = [(caption, rows) for caption, rows in (("Ended", ended), ("Still running", running)) if rows]
-    columns = ("item", "time", "how", "attempt", "run")
-    return join([table(caption, columns, rows, words=(0, 2, 4)) for caption, rows in parts])
-
-
 def _notes(snapshot: Snapshot) -> Markup:
     rows = [(format_time(note.at), note.message) for note in snapshot.notes]
-    return (
-        table("Of the batch as a whole, the newest last", ("when", "what"), rows, words=(0, 1))
-        if rows
-        else paragraph("There are none.")
-    )
+    if not rows:
+        return paragraph("There are none.")
+    return table("About the whole batch, the newest last", ("time", "note"), rows, words=(0, 1), most=MAX_CELL_CHARS)
 
 
-def _times(spread: Spread) -> tuple[str, str, str, str]:
-    mean, p50, p95, most = (
-        format_seconds(value) for value in (spread.mean_s, spread.p50_s, spread.p95_s, spread.max_s)
-    )
-    return mean, p50, p95, most
+def _spread(seconds: Sequence[float]) -> tuple[str, ...]:
+    """Return the count, mean, median, 95th percentile and maximum."""
+    figures = (sum(seconds) / len(seconds), _quantile(seconds, 0.5), _quantile(seconds, 0.95), max(seconds))
+    return (f"{len(seconds):,}", *(format_seconds(figure) for figure in figures))
+
+
+def _quantile(seconds: Sequence[float], share: float) -> float:
+    return sorted(seconds)[max(0, math.ceil(share * len(seconds)) - 1)]

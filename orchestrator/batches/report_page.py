@@ -1,4 +1,4 @@
-"""The page around a report: one file without script, that asks nobody for anything."""
+"""The page around a report: one HTML file without scripts that loads nothing."""
 
 from collections.abc import Sequence
 
@@ -7,33 +7,29 @@ from orchestrator.batches.markup import NOTHING, Markup, element, text
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 STYLE = Markup("""
 :root { color-scheme: light dark; --back: #fff; --text: #1a1f26; --soft: #5a6572; --rule: #d5dae1;
-  --done: #1a7f4b; --failed: #c0342b; --other: #a86400; --third: #2a62c9; --pale: #b9dcc8; }
+  --done: #1a7f4b; --failed: #c0342b; --other: #a86400; --third: #2a62c9; }
 @media (prefers-color-scheme: dark) { :root { --back: #14181d; --text: #e6e9ed; --soft: #a2adba; --rule: #38414c;
-  --done: #4cc38a; --failed: #ff8075; --other: #f0b150; --third: #85b0ff; --pale: #2b5440; } }
+  --done: #4cc38a; --failed: #ff8075; --other: #f0b150; --third: #85b0ff; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--back); color: var(--text);
   font: 1rem/1.5 system-ui, sans-serif; }
 h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--rule); padding-bottom: .3rem; }
 a { color: var(--third); } nav ul { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; list-style: none; padding: 0; }
-figure { margin: 1rem 0; } figcaption, .soft { color: var(--soft); font-size: .9rem; }
+figure { margin: 1rem 0; } figcaption { color: var(--soft); font-size: .9rem; }
 .scroll { overflow-x: auto; }
 .scroll:focus-visible, a:focus-visible { outline: 3px solid var(--third); outline-offset: 2px; }
 svg { display: block; width: 100%; min-width: 35rem; height: auto; font: 12px system-ui, sans-serif; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: .4rem 0; }
-th, td { text-align: left; vertical-align: top; padding: .25rem .7rem .25rem 0;
-  border-bottom: 1px solid var(--rule); overflow-wrap: anywhere; min-width: 4rem; }
-.number { text-align: right; white-space: nowrap; } .words { min-width: 14rem; }
+th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0;
+  border-bottom: 1px solid var(--rule); }
+.number { text-align: right; white-space: nowrap; } td.words:last-child { min-width: 14rem; }
 .tick { fill: var(--soft); } .middle { text-anchor: middle; } .end { text-anchor: end; }
 .axis { stroke: var(--soft); } .grid { stroke: var(--rule); stroke-width: .5; }
 .line { fill: none; stroke-width: 2; stroke: var(--done); }
 .line.failed { stroke: var(--failed); stroke-dasharray: 6 3; }
 .line.other { stroke: var(--other); } .line.third { stroke: var(--third); stroke-dasharray: 2 3; }
-.fill { fill: var(--done); } .fill.failed { fill: var(--failed); } .fill.retried { fill: var(--other); }
-.fill.running { fill: var(--third); }
-.fill.pale { fill: var(--pale); } .fill.column { fill: var(--third); }
-.mark { stroke: var(--text); stroke-width: 1.5; fill: var(--text); } .dashed { stroke-dasharray: 3 2; }
 @media print { .scroll { overflow: visible; } svg { min-width: 0; } }
 """)
 
@@ -51,14 +47,13 @@ def build_page(title: str, sections: Sequence[tuple[str, str, Markup]]) -> str:
     )
     links = [element("li", element("a", text(heading), href=f"#{name}")) for name, heading, _ in sections]
     blocks = [element("section", element("h2", text(heading), id=name), content) for name, heading, content in sections]
-    main = element(
-        "main", element("h1", text(title)), element("nav", element("ul", *links), aria_label="Sections"), *blocks
-    )
+    nav = element("nav", element("ul", *links), aria_label="Sections")
+    main = element("main", element("h1", text(title)), nav, *blocks)
     return f"<!DOCTYPE html>\n{element('html', head, element('body', main), lang='en')}\n"
 
 
 def figure(plot: Markup, caption: str) -> Markup:
-    """A plot, which scrolls where the screen is narrow, and what it shows."""
+    """A plot with its caption. The plot scrolls on a narrow screen."""
     box = element("div", plot, class_="scroll", tabindex="0", role="region", aria_label=caption)
     return element("figure", box, element("figcaption", text(caption, 1000)))
 
@@ -66,25 +61,19 @@ def figure(plot: Markup, caption: str) -> Markup:
 def table(
     caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,), most: int = 200
 ) -> Markup:
-    """Cells are strangers' text, at most `most` characters. Columns are of numbers, but those of `words`; the first
-    names its row.
+    """A table of untrusted text, at most `most` characters a cell. `words`: the columns that hold text, not numbers.
+    The first column names the row.
     """
-    classes = ["words" if number in words else "number" for number in range(len(columns))]
-    head = [
-        element("th", text(column), scope="col", class_=style) for column, style in zip(columns, classes, strict=True)
-    ]
+    styles = ["words" if number in words else "number" for number in range(len(columns))]
+    names = [element("th", text(name), scope="col", class_=style) for name, style in zip(columns, styles, strict=True)]
     body = []
     for row in rows:
-        cells = [
-            element("th", text(cell, most), scope="row", class_=style)
-            if number == 0
-            else element("td", text(cell, most), class_=style)
-            for number, (cell, style) in enumerate(zip(row, classes, strict=True))
-        ]
-        body.append(element("tr", *cells))
-    parts = element("caption", text(caption)), element("thead", element("tr", *head)), element("tbody", *body)
+        first = element("th", text(row[0], most), scope="row", class_=styles[0])
+        rest = [element("td", text(cell, most), class_=style) for cell, style in zip(row[1:], styles[1:], strict=True)]
+        body.append(element("tr", first, *rest))
+    parts = element("caption", text(caption)), element("thead", element("tr", *names)), element("tbody", *body)
     return element("div", element("table", *parts), class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 
-def paragraph(sentence: str, style: str = "") -> Markup:
-    return element("p", text(sentence, 1000), **({"class_": style} if style else {})) if sentence else NOTHING
+def paragraph(sentence: str) -> Markup:
+    return element("p", text(sentence, 1000)) if sentence else NOTHING
