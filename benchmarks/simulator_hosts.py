@@ -15,12 +15,12 @@ import redis
 
 from benchmarks.simulator_clock import JumpingLoop
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
-from contract.clock import SharedClock
 from contract.envelope import decode_call, encode_result
 from contract.hosts import HEARTBEAT_S, HOST_TTL_S, HostReport, holder_name
 from contract.names import call_key, host_key, hosts_key, slots_key, tombstone_key
 from contract.signing import ResultSeal, SigningKeys
 from store.calls import RESULT_TTL_S, CallClaim, FinishedCalls, WorkerCallStore
+from store.connection import SharedClock
 
 DEPLOYMENT = "simulator"
 KEYS = SigningKeys.of("simulator")

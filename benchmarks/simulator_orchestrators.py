@@ -17,7 +17,6 @@ import redis.asyncio
 from benchmarks.simulator_clock import CountingScripts
 from benchmarks.simulator_hosts import DEPLOYMENT, KEYS, OPEN_S, World
 from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.clock import SharedClock
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.hosts import HOST_LOST_TYPE, HOST_TTL_S, HostReport
 from contract.specs import ToolSpec
@@ -30,6 +29,7 @@ from orchestrator.dispatch.request import Attempt, Request
 from orchestrator.dispatch.session_locator import Opening, SessionLocator
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed
 from store.calls import CallStore
+from store.connection import SharedClock
 from store.hosts import FRESH_S, HostStore
 from store.publisher import NotSent, Publisher
 from store.results import ResultHub

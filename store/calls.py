@@ -43,7 +43,6 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from contract.calls import Identifier, Record, ToolCall, ToolContext
-from contract.clock import SharedClock
 from contract.errors import EnvelopeRefused, ErrorCode
 from contract.hosts import HEARTBEAT_S, HOST_LOST_TYPE, HOST_TTL_S, TOMBSTONE_TTL_S
 from contract.names import (
@@ -60,7 +59,7 @@ from contract.names import (
 from contract.session_locations import LOCATION_MARGIN_S
 from contract.signing import SigningKeys
 from store.audit import AUDIT_LUA
-from store.connection import RedisClient, SyncRedis, WorkerScript, broker_errors
+from store.connection import RedisClient, SharedClock, SyncRedis, WorkerScript, broker_errors
 from telemetry.logs import get_logger
 
 CALL_TTL_S = 24 * 3600
@@ -655,7 +654,7 @@ class WorkerCallStore:
     """The records of calls, for workers: a call is started once or refused once, whatever a queue repeats.
 
     Every answer tells the shared clock Redis's time. A repetition that Redis has forgotten altogether is caught before
-    it comes here (workers/celery_edge/broker_transport.py). `node`: the worker's name in Celery. Every method raises
+    it comes here (workers/celery_edge/broker.py). `node`: the worker's name in Celery. Every method raises
     BrokerUnavailable when Redis does not answer.
     """
 

@@ -10,6 +10,7 @@ import contextvars
 import hashlib
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -45,6 +46,29 @@ from store.tasks import begin_shared, cancel_all
 
 RedisClient: TypeAlias = "redis.asyncio.Redis"
 SyncRedis: TypeAlias = "redis.Redis"
+SKEW_WARNING_S = 5.0
+"""A host whose clock differs by this much is reported."""
+
+
+class SharedClock:
+    """The one clock of all hosts: Unix seconds as Redis counts them, so that a wrong clock expires no call.
+
+    Until `learn` was called it is this host's own. Safe between threads: one float is written.
+    """
+
+    def __init__(self, local: Callable[[], float] = time.time) -> None:
+        self._local = local
+        self.offset_s = 0.0
+
+    def __call__(self) -> float:
+        return self._local() + self.offset_s
+
+    def learn(self, redis_now: float) -> float:
+        """Take over the time that Redis has just sent. Returns the seconds by which this host's clock is behind."""
+        self.offset_s = redis_now - self._local()
+        return self.offset_s
+
+
 TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 16
 LOADING_S = 10.0

@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from contract.clock import SharedClock
 from contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
 from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
 from store.audit import AuditEntry, note_entry
-from store.connection import RedisClient, SyncRedis, broker_errors, read_clock
+from store.connection import RedisClient, SharedClock, SyncRedis, broker_errors, read_clock
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -10,11 +10,10 @@ from typing import Literal
 
 from redis.exceptions import RedisError
 
-from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from store.calls import PUBLISH
-from store.connection import CLOSED, Script, ScriptConnection, Unanswered
+from store.connection import CLOSED, Script, ScriptConnection, SharedClock, Unanswered
 from store.slots import held_slots_key
 from telemetry.logs import get_logger
 

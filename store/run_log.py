@@ -18,13 +18,12 @@ import redis.asyncio
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from contract.calls import Record, ToolCall, ToolResult
-from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from contract.json_limits import has_more_values_in_text
 from contract.names import tenant_key
 from contract.signing import SigningKeys
 from store.batches import RUN_TTL_S
-from store.connection import broker_errors
+from store.connection import SharedClock, broker_errors
 from store.sessions import SessionStore
 from telemetry.logs import get_logger
 

@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from contract.clock import SharedClock
 from contract.errors import ErrorCode, ToolFailure
 from contract.hosts import holder_name
 from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from store.blobs import WorkerBlobs
 from store.calls import WorkerCallStore
-from store.connection import connect, connect_once
+from store.connection import SharedClock, connect, connect_once
 from store.metrics import RefusalCounter
 from tests.builders import build_spec
 from tests.fakes import build_executor

@@ -7,11 +7,11 @@ from typing import Any
 
 import redis
 
-from contract.clock import SharedClock
 from contract.errors import SandboxUnavailable
 from contract.hosts import HostReport
 from contract.names import place_key
 from contract.session_locations import SessionLocation, open_checkpoint, seal_checkpoint
+from store.connection import SharedClock
 from store.hosts import WorkerHostStore
 from store.sessions import WorkerSessionStore, parse_session_location
 from tests.builders import KEY

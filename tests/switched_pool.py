@@ -15,11 +15,10 @@ from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from orchestrator.admission import PausableAdmission, SharedAdmission, Unlimited
 from orchestrator.dispatch.call_events import CallEventListener
-from orchestrator.dispatch.call_rules import CallRules
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.sessions import Session, SessionInfo
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.blobs import Blobs

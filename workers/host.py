@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 import structlog
 
-from contract.clock import SharedClock
 from contract.errors import SandboxUnavailable
 from contract.hosts import HEARTBEAT_S, HostReport
 from contract.names import pool_worker
-from store.connection import connect, connect_once
+from store.connection import SharedClock, connect, connect_once
 from store.hosts import WorkerHostStore
 from store.metrics import WorkerMetricsStore
 from store.sessions import WorkerSessionStore

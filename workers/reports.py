@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import structlog
 
-from contract.clock import SKEW_TOLD_S, SharedClock
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.hosts import HEARTBEAT_S, MAX_TROUBLE_CHARS, HostReport
 from contract.names import host_queue
+from store.connection import SKEW_WARNING_S, SharedClock
 from store.hosts import Departure, ReportResult, WorkerHostStore
 
 log = structlog.get_logger(__name__)
@@ -99,7 +99,7 @@ class Heartbeat:
 
     def _log_skew(self) -> None:
         skew_s = self._clock.offset_s
-        if abs(skew_s) > SKEW_TOLD_S and not self._has_logged_skew:
+        if abs(skew_s) > SKEW_WARNING_S and not self._has_logged_skew:
             self._has_logged_skew = True
             log.warning(
                 "clock_is_wrong", behind_s=round(skew_s, 1), remedy="set this host's clock, or have it kept by NTP"

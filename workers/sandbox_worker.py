@@ -2,10 +2,9 @@
 
 from functools import partial
 
-from contract.clock import SharedClock
 from contract.hosts import holder_name
 from contract.specs import Catalog
-from store.connection import connect, connect_once
+from store.connection import SharedClock, connect, connect_once
 from store.tool_state import StateStore
 from workers.call_events import open_call_events
 from workers.control import SandboxOrders

@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from contract.clock import SharedClock
 from contract.errors import ConfigError
 from contract.names import POOL_QUEUES
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
-from store.connection import connect_once, drop_connections
+from store.connection import SharedClock, connect_once, drop_connections
 from store.tool_state import StateStore
 from workers.call_events import open_call_events
 from workers.control import PoolOrders, process_holder

@@ -8,12 +8,11 @@ from typing import Literal
 
 import structlog
 
-from contract.clock import SharedClock
 from contract.specs import Catalog
 from store.blobs import WorkerBlobs
 from store.calls import WorkerCallStore
 from store.catalog import WorkerCatalogStore
-from store.connection import connect, connect_once
+from store.connection import SharedClock, connect, connect_once
 from store.hosts import WorkerControlStore
 from store.metrics import RefusalCounter
 from store.switches import WorkerSwitches

@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 from contract.calls import POOL_GRACE_S
-from contract.clock import SharedClock
 from contract.envelope import join_result, kept_result_key, stored_answer
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.hosts import HOST_LOST_TYPE
@@ -15,7 +14,7 @@ from orchestrator.dispatch.request import Attempt
 from orchestrator.dispatch.task_messages import build_message
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
 from store.calls import CallStore
-from store.connection import ScriptConnection, open_redis
+from store.connection import ScriptConnection, SharedClock, open_redis
 from store.hosts import send_order
 from store.publisher import CallMessage, Publisher
 from store.results import ResultHub, read_result_record

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol
 
 from contract.calls import RunFailure, ToolCall, ToolContext, ToolResult
-from contract.clock import SharedClock
 from contract.envelope import EnvelopeTooLarge, decode_result, encode_arguments, encode_call
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
 from contract.names import POOL_QUEUES, BlobPool
@@ -31,6 +30,7 @@ from orchestrator.dispatch.session_locator import HostSource, SessionLocator
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, Transport
 from orchestrator.tracing import current_call
 from store.calls import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState, has_ticket, seal_ticket
+from store.connection import SharedClock
 from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
 from store.slots import SlotRequest

@@ -15,12 +15,11 @@ from contract.session_locations import SessionLocation
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL
-from orchestrator.dispatch.call_rules import CallRules, check_policy
 from orchestrator.dispatch.delivery import RESEND_S, Delivery, Pool
 from orchestrator.dispatch.placement import HostRoom
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.session_locator import Opening, SessionLocator
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
 from orchestrator.large_arguments import check_off_loop
 from store.publisher import NotSent

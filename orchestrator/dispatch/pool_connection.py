@@ -5,28 +5,26 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from contract.clock import SharedClock
 from contract.masking import passwords_of
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.admission import PausableAdmission, SharedAdmission
 from orchestrator.dispatch.call_events import CallEventListener
 from orchestrator.dispatch.call_monitor import CallMonitor
-from orchestrator.dispatch.call_rules import CallRules
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.delivery import Pool
 from orchestrator.dispatch.dispatcher import CallMiddleware, Dispatcher
 from orchestrator.dispatch.middleware import MeteredCalls, TracedCalls
 from orchestrator.dispatch.session_locator import HostSource
 from orchestrator.dispatch.task_messages import describe_sender
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from orchestrator.metrics.tally import Tally
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tracing import open_process_tracer
 from store.blobs import Blobs
 from store.calls import CallStore
 from store.catalog import RedisCatalog
-from store.connection import RedisClient, ScriptConnection, check_redis, open_redis
+from store.connection import RedisClient, ScriptConnection, SharedClock, check_redis, open_redis
 from store.hosts import HostStore
 from store.results import ResultHub
 from store.sessions import SessionStore

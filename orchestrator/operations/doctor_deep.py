@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from contract.clock import SKEW_TOLD_S
 from contract.errors import OperatorError, ToolcrewError, ToolFailure
 from contract.hosts import HostReport
 from contract.metrics import REFUSALS
@@ -16,7 +15,7 @@ from contract.tenancy import DEFAULT_TENANT
 from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from orchestrator.dispatch.sessions import Session, Start
 from orchestrator.operations.findings import Report
-from store.connection import read_clock
+from store.connection import SKEW_WARNING_S, read_clock
 
 HOST_S = 90.0
 """For one host: a sandbox may have to be made, and a busy host has others to serve."""
@@ -119,7 +118,7 @@ def judge_clock(name: str, told: bytes, before: float, after: float, found: Repo
         found.note("clock", f"{name}: a sandbox does not tell the time", "see what its image has for `date`")
         return
     off_s = max(before - there, there - after, 0.0)
-    if not off_s < SKEW_TOLD_S:
+    if not off_s < SKEW_WARNING_S:
         where = "behind" if there < before else "ahead of"
         found.note(
             "clock",

@@ -7,11 +7,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from contract.clock import SKEW_TOLD_S, SharedClock
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.settings import BrokerSettings
 from orchestrator.operations.findings import Report
-from store.connection import RedisAccessDenied, RedisClient, check_redis, read_clock, read_server_info
+from store.connection import (
+    SKEW_WARNING_S,
+    RedisAccessDenied,
+    RedisClient,
+    SharedClock,
+    check_redis,
+    read_clock,
+    read_server_info,
+)
 from store.metrics import MetricsStore
 
 OLDEST_VERSION = (6, 2)
@@ -145,7 +152,7 @@ async def _examine_clock(client: RedisClient, report: Report) -> None:
     now = await read_clock(client)
     took_s = time.monotonic() - began
     behind_s = SharedClock().learn(now - took_s / 2)
-    if abs(behind_s) >= SKEW_TOLD_S:
+    if abs(behind_s) >= SKEW_WARNING_S:
         where = "behind" if behind_s > 0 else "ahead of"
         report.note(
             "clock",

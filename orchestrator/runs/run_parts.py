@@ -22,13 +22,12 @@ from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dispatch.call_events import OnOutput
-from orchestrator.dispatch.call_rules import is_offered, refuse_unasked, with_tenant_rules
 from orchestrator.dispatch.dispatcher import note_aliases
 from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session, SessionInfo
-from orchestrator.dispatch.tenant_catalog import Offer
+from orchestrator.dispatch.tenant_catalog import Offer, is_offered, refuse_unasked, with_tenant_rules
 from orchestrator.large_arguments import check_off_loop
 from orchestrator.loop.agent import Agent, RunCall
 from orchestrator.loop.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady, Warned

@@ -20,10 +20,9 @@ from contract.signing import SigningKeys
 from contract.specs import SkillSummary, ToolSpec
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover, review
 from orchestrator.dialects.model import Model
-from orchestrator.dispatch.call_rules import CallRules
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from orchestrator.dispatch.transport import InProcessTransport
 from orchestrator.functions.blocking_calls import BlockingCalls
 from orchestrator.functions.function_tools import LocalTool, as_tool

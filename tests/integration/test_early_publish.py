@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.names import slots_key
 from orchestrator.admission import SharedAdmission
-from store.connection import ScriptConnection
+from store.connection import ScriptConnection, SharedClock
 from store.publisher import CallMessage, NotSent, Publisher
 from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess

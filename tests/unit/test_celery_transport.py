@@ -15,7 +15,6 @@ import redis.asyncio
 from pydantic import SecretStr
 
 from contract.calls import ToolResult
-from contract.clock import SharedClock
 from contract.envelope import decode_result, encode_result
 from contract.errors import ErrorCode
 from contract.names import blob_key, call_key, result_key
@@ -25,6 +24,7 @@ from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.request import Attempt
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed
 from store.calls import CallState
+from store.connection import SharedClock
 from store.results import ResultHub
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess

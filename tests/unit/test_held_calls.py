@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.names import call_key
 from store.calls import CallClaim, CallState, WorkerCallStore, parse_record
+from store.connection import SharedClock
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
 from workers import executor

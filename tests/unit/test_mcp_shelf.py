@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from contract.errors import ErrorCode, ToolFailure
 from contract.registry import ToolRegistry
 from tests.mcp_peers import TOOL
-from workers.celery_edge.consumer import LiveTasks
+from workers.celery_edge.broker import LiveTasks
 from workers.mcp.imports import ImportedTool, import_tools
 from workers.mcp.settings import HttpEntry
 from workers.mcp.shelf import FIRST_AGAIN_S, ServerShelf, SharedLists, Told

@@ -14,11 +14,11 @@ import redis
 from structlog.testing import capture_logs
 
 from contract.calls import ToolCall
-from contract.clock import SharedClock
 from contract.envelope import encode_call
 from contract.names import POOL_WEB, call_key, control_queue, pool_worker
 from contract.signing import SigningKeys
 from store.calls import CallClaim, WorkerCallStore
+from store.connection import SharedClock
 from store.hosts import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess

@@ -12,7 +12,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.registry import Switch, ToolRegistry, check_call
 from contract.tenancy import CommandRule, TenantPolicy, tools_of
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dispatch.call_rules import is_offered, refuse_unasked, with_tenant_rules
+from orchestrator.dispatch.tenant_catalog import is_offered, refuse_unasked, with_tenant_rules
 from tests.builders import build_context, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.skill_ground import write_skill

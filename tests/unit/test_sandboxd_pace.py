@@ -13,8 +13,7 @@ from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from tests.sandboxd_calls import EXEC, SOON_S, call, frame
 from workers.sandboxd import sandbox as sandbox_module
-from workers.sandboxd.channels import WorkerLink
-from workers.sandboxd.frames import MAX_DOWN, FrameDecoder
+from workers.sandboxd.frames import MAX_DOWN, FrameDecoder, WorkerLink
 
 PIECE = bytes(64 * 1024)
 PIECES = 160

@@ -15,10 +15,9 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches
 from contract.settings import BrokerSettings
-from orchestrator.dispatch.call_rules import CallRules
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from store.connection import open_redis
 from store.switches import RedisSwitches, RegistrySwitches, WorkerSwitches, build_switch
 from tests.builders import KEY, build_call, build_context, build_spec

@@ -12,15 +12,14 @@ from redis.retry import Retry
 from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.clock import SharedClock
 from contract.errors import ConfigError, ErrorCode, RefusalReason, ToolFailure
 from contract.names import refusals_key, tenants_key
 from contract.registry import ToolRegistry
 from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy, seal_policy
-from orchestrator.dispatch.call_rules import CallRules
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
+from store.connection import SharedClock
 from store.metrics import RefusalCounter
 from store.tenants import WorkerTenants
 from tests.builders import KEY, build_call, build_context, build_spec

@@ -25,7 +25,7 @@ from contract.tenancy import (
     seal_policy,
 )
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dispatch.call_rules import check_policy, with_tenant_rules
+from orchestrator.dispatch.tenant_catalog import check_policy, with_tenant_rules
 from store.tenants import StoredPolicy
 from tests.builders import KEY, build_context, build_spec
 from workers.tools.builtin import build_registry

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from contract.settings import BrokerSettings
 from tests.conftest import RedisProcess
 from workers.celery_edge.app import build_app
-from workers.celery_edge.broker_transport import Transport
+from workers.celery_edge.broker import Transport
 
 QUEUE = "host.h1.b00t"
 

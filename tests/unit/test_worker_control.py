@@ -11,11 +11,11 @@ import redis
 from structlog.testing import capture_logs
 
 from contract.calls import ToolCall
-from contract.clock import SharedClock
 from contract.envelope import encode_call
 from contract.errors import SandboxUnavailable
 from contract.names import control_queue
 from contract.signing import SigningKeys
+from store.connection import SharedClock
 from store.hosts import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess

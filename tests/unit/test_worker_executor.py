@@ -11,11 +11,11 @@ from redis.retry import Retry
 from structlog.testing import capture_logs
 
 from contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext, ToolResult
-from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.registry import ToolRegistry
 from store.blobs import WorkerBlobs
 from store.calls import CallClaim, WorkerCallStore
+from store.connection import SharedClock
 from tests.builders import build_call, build_context, build_exec_done, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.executor import CallRepeated

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.names import call_key, place_key
 from store.calls import CALL_TTL_S, CallClaim, CallRecord, CallState, WorkerCallStore, parse_record
+from store.connection import SharedClock
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
 

@@ -10,10 +10,10 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from contract.clock import SKEW_TOLD_S, SharedClock
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.hosts import HOST_TTL_S, RESTART_GRACE_S
 from contract.names import POOL_WEB, host_key, hosts_key, slots_key, tombstone_key
+from store.connection import SKEW_WARNING_S, SharedClock
 from store.hosts import Departure, ReportResult, worker_slots_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
@@ -383,7 +383,7 @@ def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_lat
 
 
 def test_a_wrong_clock_is_told_once(ground: HostGround) -> None:
-    ground.clock = SharedClock(lambda: time.time() - SKEW_TOLD_S - 30)
+    ground.clock = SharedClock(lambda: time.time() - SKEW_WARNING_S - 30)
     beating = Beating(ground)
     with capture_logs() as logs:
         for _ in range(3):

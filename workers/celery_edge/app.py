@@ -21,8 +21,7 @@ from celery.worker.control import Panel
 
 from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
-from workers.celery_edge.broker_transport import INTAKE, Intake, register_transport
-from workers.celery_edge.consumer import LiveTasks
+from workers.celery_edge.broker import INTAKE, Intake, LiveTasks, register_transport
 from workers.celery_edge.result_backend import BACKENDS
 
 log = structlog.get_logger(__name__)
@@ -159,7 +158,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         accept_content=["json"],
         result_accept_content=["json"],
         worker_send_task_events=True,
-        worker_consumer="workers.celery_edge.consumer:BatchingConsumer",
+        worker_consumer="workers.celery_edge.broker:BatchingConsumer",
         task_send_sent_event=False,
         worker_max_memory_per_child=256 * 1024,
         worker_cancel_long_running_tasks_on_connection_loss=False,
@@ -174,7 +173,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         broker_transport_options={
             **found_by,
             INTAKE: Intake(on_refused),
-            # No list of unacknowledged messages is kept (workers/celery_edge/broker_transport.py): it need not be
+            # No list of unacknowledged messages is kept (workers/celery_edge/broker.py): it need not be
             # searched.
             "unacked_restore_interval": 3600,
             "priority_steps": [0],

@@ -18,7 +18,7 @@ from contract.names import POOL_QUEUES, call_key, task_name
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import ToolSpec
 from workers.celery_edge.app import CELERY_MARGIN_S
-from workers.celery_edge.consumer import LiveTasks
+from workers.celery_edge.broker import LiveTasks
 from workers.celery_edge.result_backend import Answer, CallNotServed, Ending
 from workers.executor import BlobStore, CallRepeated, Executor
 from workers.logs import bound_to_call

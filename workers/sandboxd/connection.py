@@ -12,9 +12,8 @@ import structlog
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from workers.logs import bound_to_session
-from workers.sandboxd.channels import WorkerLink
 from workers.sandboxd.factory import SandboxdEnding
-from workers.sandboxd.frames import Frame, FrameError
+from workers.sandboxd.frames import Frame, FrameError, WorkerLink
 from workers.sandboxd.requests import SANDBOXD_FIELDS, check_request, count_budget, parse_terms, parse_text
 from workers.sandboxd.sandbox import RunningCall, Sandbox
 from workers.sandboxd.sessions import Sessions

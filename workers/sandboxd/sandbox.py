@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.channels import GuestChannel
-from workers.sandboxd.frames import Frame
+from workers.sandboxd.frames import Frame, GuestChannel
 from workers.sandboxd.requests import (
     FRAME_COST_BYTES,
     build_done,
