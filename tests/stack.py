@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -308,12 +308,14 @@ class Stack:
 
 
 @contextlib.contextmanager
-def open_stack(api: APIClient, environment: Mapping[str, str] | None = None) -> Iterator[Stack]:
-    """A stack of one's own, taken down at the end by force if need be."""
+def open_stack(
+    api: APIClient, environment: Mapping[str, str] | None = None, options: Sequence[str] = ()
+) -> Iterator[Stack]:
+    """A stack of one's own, taken down at the end by force if need be. `options`: of `toolcrew up`."""
     require_redis_server()
     with open_footprint(api) as footprint, open(footprint.folder / "up.err", "wb") as errors:
         process = subprocess.Popen(
-            [TOOLCREW, "up", "--json"],
+            [TOOLCREW, "up", "--json", *options],
             env=footprint.environment(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

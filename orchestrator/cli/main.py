@@ -67,7 +67,7 @@ _STACK_END_LOST = (
 )
 _STACK_END_KEPT = (
     "stopping: running calls are stopped and the sessions of this stack are deleted; "
-    "tenants, API keys, runs and batches remain in the Redis that TOOLCREW_REDIS_URL names"
+    "tenants, API keys, runs and batches are kept"
 )
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
@@ -343,21 +343,30 @@ def call(
 
 
 @app.command(rich_help_panel=SET_UP)
-def up(as_json: Json = False) -> None:
+def up(
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="Keep tenants, API keys, runs, batches and checkpoints here."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=1, max=65535, help="The port of the API. Default: any free port.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Run Redis, sandboxd, workers, Flower and the API in the foreground, until Ctrl-C.
 
-    Its Redis is deleted when it ends, with tenants, API keys, sessions and batches; a Redis that TOOLCREW_REDIS_URL
-    names is kept.
+    Without --data everything is deleted when it ends: tenants, API keys, runs, batches. A Redis that TOOLCREW_REDIS_URL
+    names is kept. Open sessions always end.
     """
 
     async def work() -> int:
         settings = load_settings()
         refuse_key(settings)
-        is_kept = settings.redis_url is not None
+        is_kept = settings.redis_url is not None or data is not None
         if as_json:
-            return await keep(settings, print_json, until_eof=False)
+            return await keep(settings, print_json, until_eof=False, data=data, port=port)
         show, show_end = partial(_print_stack, is_kept=is_kept), partial(_print_stack_end, is_kept=is_kept)
-        return await keep(settings, show, until_eof=False, announce_end=show_end)
+        return await keep(settings, show, until_eof=False, announce_end=show_end, data=data, port=port)
 
     raise typer.Exit(run_work(work(), as_json))
 
@@ -491,10 +500,9 @@ def _print_stack(stack: StackInfo, *, is_kept: bool) -> None:
     typer.echo("the stack is up; Ctrl-C takes it down")
     if not is_kept:
         typer.echo(
-            "WARNING: Ctrl-C also deletes its tenants, API keys, sessions and batches. For work that must last, name a "
-            "Redis of your own"
+            "WARNING: Ctrl-C also deletes its tenants, API keys, runs and batches. To keep them, give a folder with "
+            "--data"
         )
-        typer.echo("in TOOLCREW_REDIS_URL, or use a deployment (docs/deployment.md)")
     if stack.flower_url is not None:
         typer.echo(f"  Flower    {stack.flower_url}")
     if stack.api_url is not None:

@@ -24,12 +24,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from contract.errors import BrokerUnavailable, OperatorError, SandboxUnavailable, ToolcrewError
+from contract.errors import BrokerUnavailable, ConfigError, OperatorError, SandboxUnavailable, ToolcrewError
 from contract.log_lines import find_last_words
 from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from orchestrator.operations.stack_data import StackData, open_stack_data
 from orchestrator.operations.supervision import ChildPlan, Supervisor
 from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, program
 from store.api_keys import ApiKeys
@@ -120,12 +121,14 @@ def read_stack(logs: str) -> StackInfo:
 
 
 class LocalStack:
-    """Starts and stops the children. Everything it writes lies in one folder of its own, mode 0700, that goes with
-    it.
+    """Starts and stops the children. Everything it writes is in one folder of its own, mode 0700, which is deleted at
+    its end, but for what `data` keeps. `port`: of the API; None: any free one.
     """
 
-    def __init__(self, settings: OrchestratorSettings) -> None:
+    def __init__(self, settings: OrchestratorSettings, data: StackData | None = None, port: int | None = None) -> None:
         self._settings = settings
+        self._data = data
+        self._port = port
         self._folder = Path(tempfile.mkdtemp(prefix="toolcrew-"))
         self._supervisor = Supervisor(self._folder, tell=self._tell, changed=self._write_info)
         self._info: StackInfo | None = None
@@ -153,7 +156,7 @@ class LocalStack:
         }
         await self._start_python("web", "workers", {**shared, **web})
         if self._settings.embedded_api:
-            self._api = await LocalApi.prepare(broker, _free_port())
+            self._api = await LocalApi.prepare(broker, self._port or _free_port())
             await self._supervisor.start(self._api.plan(shared))
         await self._until_workers_ready(broker)
         flower_url = await self._start_flower(redis_url) if self._settings.embedded_flower else None
@@ -171,13 +174,14 @@ class LocalStack:
         return self._info
 
     def _sandboxd_environment(self) -> dict[str, str]:
-        """A name and a place of its own. Its sessions are kept over its own end, not over the stack's: the folder
-        goes.
+        """Return its name and folder. Its sessions survive its own end, but not the end of the stack; their checkpoints
+        survive that where there is a data folder.
         """
+        data = self._data
         return {
             "TOOLCREW_DEPLOYMENT": self._settings.deployment,
-            "TOOLCREW_SANDBOXD_NAME": f"local-{secrets.token_hex(4)}",
-            "TOOLCREW_SANDBOXD_STATE": str(self._folder / "sandboxd"),
+            "TOOLCREW_SANDBOXD_NAME": data.sandboxd_name if data is not None else f"local-{secrets.token_hex(4)}",
+            "TOOLCREW_SANDBOXD_STATE": str(data.sandboxd if data is not None else self._folder / "sandboxd"),
             "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "true",
         }
 
@@ -231,8 +235,9 @@ class LocalStack:
             broker = self._settings.broker()
             await _ping(broker)
             return broker.redis_url.get_secret_value()
-        password, port = secrets.token_urlsafe(24), _free_port()
-        config = write_redis_config(self._folder, port, password)
+        data, port = self._data, _free_port()
+        password = data.redis_password if data is not None else secrets.token_urlsafe(24)
+        config = write_redis_config(self._folder, port, password, data.redis if data is not None else None)
         await self._supervisor.start(ChildPlan("redis", (find_redis_server(), str(config)), {}, signal.SIGKILL))
         url = f"redis://:{password}@127.0.0.1:{port}/0"
         await self._until_redis_ready(self._settings.broker(url))
@@ -370,12 +375,36 @@ async def keep(
     *,
     until_eof: bool,
     announce_end: Callable[[], None] | None = None,
+    data: Path | None = None,
+    port: int | None = None,
 ) -> int:
-    """Run a stack until a signal or, when `until_eof`, the end of stdin. Return the exit code.
+    """Run a stack until a signal or, when `until_eof`, the end of stdin. Return the exit code. `data`: the folder that
+    keeps its Redis and its checkpoints; `port`: of its API.
+
+    Raises ConfigError for a data folder or port that cannot be used.
 
     Calls `announce` when the stack serves, and `announce_end` before SIGINT or SIGTERM takes it down. After SIGHUP
     there is no terminal to write to.
     """
+    if data is not None and settings.redis_url is not None:
+        raise ConfigError(
+            "--data keeps the data of the stack's own Redis, and TOOLCREW_REDIS_URL names another one: leave one of "
+            "them out"
+        )
+    if port is not None and _is_taking(port):
+        raise ConfigError(f"another program listens at port {port}: give another one with --port")
+    with open_stack_data(data) if data is not None else contextlib.nullcontext() as stack_data:
+        stack = LocalStack(settings, stack_data, port)
+        return await _run_stack(stack, announce, until_eof=until_eof, announce_end=announce_end)
+
+
+async def _run_stack(
+    stack: LocalStack,
+    announce: Callable[[StackInfo], None],
+    *,
+    until_eof: bool,
+    announce_end: Callable[[], None] | None,
+) -> int:
     stop, received = asyncio.Event(), list[int]()
 
     def stop_by(number: int) -> None:
@@ -387,7 +416,6 @@ async def keep(
         loop.add_signal_handler(number, stop_by, number)
     if until_eof:
         await _watch_stdin(stop)
-    stack = LocalStack(settings)
     try:
         starting, stopped = asyncio.create_task(stack.start()), asyncio.create_task(stop.wait())
         await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)

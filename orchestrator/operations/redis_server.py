@@ -26,14 +26,16 @@ def find_redis_server() -> str:
     return found
 
 
-def write_redis_config(folder: Path, port: int, password: str) -> Path:
-    """A configuration file, mode 0600: the password is never on a command line."""
+def write_redis_config(folder: Path, port: int, password: str, data: Path | None = None) -> Path:
+    """Write a configuration file into `folder`, mode 0600: the password is never on a command line. `data`: the folder
+    of the append-only file; None: `folder`.
+    """
     config = folder / "redis.conf"
     lines = [
         "bind 127.0.0.1",
         f"port {port}",
         f"requirepass {password}",
-        f'dir "{folder}"',
+        f'dir "{data or folder}"',
         "save ''",
         "appendonly yes",
         "appendfsync everysec",

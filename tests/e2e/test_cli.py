@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from docker import APIClient
 
@@ -19,6 +20,7 @@ from tests.stack import (
     Stack,
     commands_in,
     end_process,
+    free_port,
     open_stack,
     read_line,
     run_toolcrew,
@@ -322,6 +324,27 @@ def test_up_tells_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine:
         stack.footprint.assert_nothing_left(within_s=1)
 
 
+def test_up_with_a_data_folder_keeps_tenants_and_keys_when_it_is_killed(engine: APIClient, tmp_path: Path) -> None:
+    environment = {"TOOLCREW_EMBEDDED_API": "true"}
+    port = free_port()
+    options = ["--data", str(tmp_path / "data"), "--port", str(port)]
+    with open_stack(engine, environment, options) as stack:
+        api = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}/v1", headers={"Authorization": f"Bearer {stack.info.api_key}"}
+        )
+        with api:
+            api.post("/tenants", json={"name": "acme"}).raise_for_status()
+            key = api.post("/tenants/acme/keys", json={}).raise_for_status().json()["key"]
+        stack.end(signal.SIGKILL)
+        wait_until(lambda: not stack.footprint.processes(), 40.0, "the processes of the killed stack end")
+
+    with open_stack(engine, environment, options) as stack:
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/tools", headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+        assert stack.end() == 0
+        stack.footprint.assert_nothing_left(within_s=1)
+
+
 @pytest.mark.parametrize(
     ("number", "end"), [(signal.SIGHUP, ""), (signal.SIGINT, "API keys, runs and batches are deleted\n")]
 )
@@ -344,7 +367,7 @@ def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Foo
     assert errors.count(b"\n") == end.count("\n")
     text = (first + rest).decode()
     assert "Ctrl-C takes it down" in text
-    assert "Ctrl-C also deletes its tenants, API keys, sessions and batches" in text
+    assert "Ctrl-C also deletes its tenants, API keys, runs and batches" in text
     assert "export TOOLCREW_REDIS_URL=" in text
     assert "toolcrew call bash_tool" in text
     # Both are switched off here.

@@ -3,13 +3,18 @@
 import asyncio
 import os
 import signal
+import socket
+import stat
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from contract.errors import ConfigError
 from orchestrator.cli import main as cli
 from orchestrator.operations import local_stack
 from orchestrator.operations.local_stack import StackInfo, keep
+from orchestrator.operations.stack_data import StackData, open_stack_data
 from orchestrator.settings import OrchestratorSettings
 
 INFO = StackInfo(deployment="default", redis_url="redis://h", sandboxd_socket="/s", flower_url=None, pids={}, logs="/l")
@@ -18,7 +23,7 @@ INFO = StackInfo(deployment="default", redis_url="redis://h", sandboxd_socket="/
 class FakeStack:
     """A stack without processes, which serves until it is stopped."""
 
-    def __init__(self, settings: OrchestratorSettings) -> None:
+    def __init__(self, settings: OrchestratorSettings, data: StackData | None, port: int | None) -> None:
         self.settings = settings
 
     async def start(self) -> StackInfo:
@@ -59,7 +64,7 @@ def test_the_end_is_announced_once_where_a_terminal_can_show_it(number: int, end
     ("is_kept", "words"),
     [
         (False, "the sessions and the embedded Redis with its tenants, API keys, runs and batches are deleted"),
-        (True, "tenants, API keys, runs and batches remain in the Redis that TOOLCREW_REDIS_URL names"),
+        (True, "tenants, API keys, runs and batches are kept"),
     ],
 )
 def test_the_sentence_says_what_is_deleted_and_what_remains(
@@ -77,3 +82,30 @@ def test_the_sentence_says_what_is_deleted_and_what_remains(
     assert len(lines) == 1
     assert lines[0].startswith("stopping: running calls are stopped")
     assert words in lines[0]
+
+
+def test_the_data_folder_has_one_user_at_a_time_and_the_same_password_at_every_start(tmp_path: Path) -> None:
+    again = open_stack_data(tmp_path / "data")
+    with open_stack_data(tmp_path / "data") as first, pytest.raises(ConfigError, match="another `toolcrew up` uses"):
+        again.__enter__()
+    with open_stack_data(tmp_path / "data") as second:
+        assert second == first
+    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "data" / "redis-password").stat().st_mode) == 0o600
+
+
+def test_a_data_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--data"), open_stack_data(tmp_path / "file" / "data"):
+        pass
+
+
+def test_a_data_folder_beside_a_redis_of_ones_own_and_a_port_in_use_are_refused(tmp_path: Path) -> None:
+    own = OrchestratorSettings.model_validate({"redis_url": "redis://h"})
+    with pytest.raises(ConfigError, match="TOOLCREW_REDIS_URL"):
+        asyncio.run(keep(own, send(signal.SIGINT), until_eof=False, data=tmp_path))
+    settings = OrchestratorSettings.model_validate({})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match="--port"):
+            asyncio.run(keep(settings, send(signal.SIGINT), until_eof=False, port=port))

@@ -1,0 +1,77 @@
+"""The folder of `toolcrew up --data`: what an embedded stack keeps when it ends."""
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from contract.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StackData:
+    """A folder that this process has locked. `redis_password`: the same at every start, because records are signed with
+    keys that are made from it.
+    """
+
+    folder: Path
+    redis_password: str
+
+    @property
+    def redis(self) -> Path:
+        """Return the folder of Redis's append-only file."""
+        return self.folder / "redis"
+
+    @property
+    def sandboxd(self) -> Path:
+        """Return the folder of sandboxd's state and of checkpoints."""
+        return self.folder / "sandboxd"
+
+    @property
+    def sandboxd_name(self) -> str:
+        """Return a name that is the same at every start, so that sandboxd removes what a killed stack has left."""
+        return f"local-{hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:8]}"
+
+
+@contextmanager
+def open_stack_data(path: Path) -> Iterator[StackData]:
+    """Create the folder, mode 0700, or lock the one that is there. Raises ConfigError when another stack uses it, or it
+    cannot be written.
+    """
+    folder = path.absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written ({error.strerror}): give another folder with --data") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another `toolcrew up` uses {folder}: stop it, or give another folder with --data"
+            ) from error
+        (folder / "redis").mkdir(mode=0o700, exist_ok=True)
+        yield StackData(folder.resolve(), _load_password(folder / "redis-password"))
+    finally:
+        os.close(lock)
+
+
+def _load_password(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        password = secrets.token_urlsafe(24)
+        # Written whole or not at all: records that another password has signed could not be read.
+        unfinished = path.with_suffix(".new")
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(password)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        return password
