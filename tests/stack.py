@@ -152,7 +152,8 @@ class Footprint:
         name, value = self._mark.split("=")
         # A warm pool, Flower and the API are for those tests that ask for them: most stacks serve a session or two.
         without = {"TOOLCREW_POOL_TARGET": "0", "TOOLCREW_EMBEDDED_FLOWER": "false", "TOOLCREW_EMBEDDED_API": "false"}
-        return {**plain, name: value, "TMPDIR": str(self.folder), "COLUMNS": "200", **without, **(overrides or {})}
+        own = {"TMPDIR": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state"), "COLUMNS": "200"}
+        return {**plain, name: value, **own, **without, **(overrides or {})}
 
     def processes(self) -> dict[int, str]:
         """Living processes, number to command line."""

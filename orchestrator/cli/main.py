@@ -210,13 +210,6 @@ def run(
             "-o", "--output", help="The run's trajectory as a file, as `toolcrew trace export RUN --to atif` gives it."
         ),
     ] = None,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace",
-            help="Write a trace, and say where. Else one is written with -o, or where TOOLCREW_TRACES is set.",
-        ),
-    ] = False,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
@@ -237,7 +230,7 @@ def run(
     async def work() -> RunResult:
         if checkpoint:
             check_store()
-        leavings.append(leaving := Leaving(output, trace))
+        leavings.append(leaving := Leaving(output))
         view.asks_elsewhere = asks_elsewhere()
         async with (
             open_client(tenant) as client,
@@ -253,7 +246,7 @@ def run(
                     options=options,
                     on_event=on_event,
                     shows_output=not as_json,
-                    has_trace=leaving.has_trace,
+                    has_trace=True,
                 )
             finally:
                 leaving.leave(session.tenant)
@@ -272,7 +265,7 @@ def run(
     if not as_json:
         for line in keeping.lines():
             typer.echo(escape_controls(line), err=True)
-    is_kept = keeping.failure is None and leavings[0].failure is None
+    is_kept = keeping.failure is None and (output is None or leavings[0].failure is None)
     raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)) if is_kept else EXIT_ERROR)
 
 

@@ -18,15 +18,11 @@ from orchestrator.traces.recorder import trace_path
 
 
 class Leaving:
-    """A trace, with `wants_trace` or where TOOLCREW_TRACES is set; `output`: made of it, the run's trajectory; or
-    neither.
-    """
+    """The trace of a run, and, with `output`, the trajectory that is made of it."""
 
-    def __init__(self, output: Path | None, wants_trace: bool) -> None:
+    def __init__(self, output: Path | None) -> None:
         """Raises ConfigError for a file that cannot be written, before anything is paid for."""
-        settings = load_settings()
-        self._folder, self._output = settings.traces, output
-        self.has_trace = wants_trace or output is not None or "traces" in settings.model_fields_set
+        self._folder, self._output = load_settings().traces, output
         self._run = ""
         self._tenant = DEFAULT_TENANT
         self._trace: Trace | None = None
@@ -41,7 +37,7 @@ class Leaving:
     def leave(self, tenant: str) -> None:
         """The run is over. What cannot be written is in `failure`."""
         self._tenant = tenant
-        if not self.has_trace or not self._run:
+        if not self._run:
             return
         try:
             path = trace_path(self._folder, tenant, self._run)
