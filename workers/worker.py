@@ -24,7 +24,7 @@ from workers.control import ControlListener, OrderHandler
 from workers.duties import Duty
 from workers.executor import CallMiddleware, CallPolicy, ClaimConfirmation, Executor, HeldCalls
 from workers.host import Host
-from workers.mcp.shelf import ServerShelf
+from workers.mcp.server_registry import ServerRegistry
 from workers.settings import WorkerSettings
 from workers.tools.base import WorkerRegistry, WorkerResources
 from workers.tracing import CallTracing, open_process_tracer
@@ -47,7 +47,7 @@ class WorkerParts:
     host: Host
     clock: SharedClock
     registry: WorkerRegistry
-    servers: ServerShelf | None
+    servers: ServerRegistry | None
     build_catalogs: Callable[[], dict[str, Catalog]]
     build_order_handler: Callable[[WorkerControlStore, WorkerCallStore], OrderHandler]
     open_resources: Callable[[], WorkerResources]

@@ -18,11 +18,11 @@ from tests.guest_exec import open_local_sandbox
 from tests.mcp_peers import TOOL, legacy, modern, open_raw_peer, open_sdk_peer, reach, reply_to
 from tests.stack import ROOT
 from tests.web_servers import answer, open_web_server, redirect, run_tool
-from workers.mcp.http_server import ANSWER_BYTES
 from workers.mcp.http_tools import build_http_sources
+from workers.mcp.http_transport import ANSWER_BYTES
 from workers.mcp.sandbox_server import SandboxServer
+from workers.mcp.server_registry import ServerRegistry
 from workers.mcp.settings import HttpEntry, StdioEntry
-from workers.mcp.shelf import ServerShelf
 from workers.settings import WebSettings
 from workers.tools.base import WorkerRegistry, WorkerTool
 from workers.web.limits import Deadline
@@ -40,7 +40,7 @@ def _load(url: str, **fields: Any) -> dict[str, WorkerTool]:
 
 def _found(entries: dict[str, HttpEntry]) -> dict[str, WorkerTool]:
     registry: WorkerRegistry = ToolRegistry()
-    ServerShelf(registry, build_http_sources(entries, WebSettings()), 600, 4).ask_due()
+    ServerRegistry(registry, build_http_sources(entries, WebSettings()), 600, 4).ask_due()
     return {spec.name: tool for spec in registry.specs() if (tool := registry.get(spec.name)) is not None}
 
 

@@ -9,7 +9,7 @@ import itertools
 import json
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -27,8 +27,11 @@ from orchestrator.dialects.decisions import find_tool_decision, parse_tool_decis
 from orchestrator.dialects.native_assembler import NativeCallAssembler, parse_arguments
 from tests.builders import build_spec
 from workers.foreign_schemas import bound_schema
-from workers.mcp.http_server import ReplyReader
+from workers.mcp.http_transport import find_reply
+from workers.mcp.messages import Reply
 from workers.tools.edit import EDIT_TOOL
+from workers.web.exchange import Head, Response
+from workers.web.limits import FetchLimits
 
 PROCESSOR_S = 2.0
 """Far above what the inputs take, and below what each of them took before it was bounded."""
@@ -243,16 +246,36 @@ def test_a_hostile_front_matter_is_refused_or_read_as_plain_lines(name: str) -> 
             return
 
 
-def test_a_stream_of_events_ends_at_its_limit() -> None:
-    reader = ReplyReader("weather", 7, is_stream=True)
+async def find_in(*pieces: bytes) -> Reply | None:
+    """The reply to request 7 in a stream of events that comes in these pieces."""
+
+    async def stream() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    return await find_reply("weather", 7, Response(Head(200, {}), stream(), FetchLimits()))
+
+
+async def test_a_stream_of_events_ends_at_its_limit() -> None:
     event = b'data: {"jsonrpc": "2.0", "method": "notifications/progress", "params": {}}\n\n'
     with bounded(64), pytest.raises(ToolFailure) as refused:
-        collections.deque(map(reader.take, [event] * 20_000), maxlen=0)
+        await find_in(*[event] * 20_000)
     assert refused.value.code is ErrorCode.HTTP_ERROR
 
 
-def test_an_endless_line_of_a_stream_takes_linear_time() -> None:
-    reader = ReplyReader("weather", 7, is_stream=True)
+async def test_an_endless_line_of_a_stream_takes_linear_time() -> None:
     with bounded(64):
-        for _ in range(4 * 1024):
-            assert not reader.take(b"x" * 1024)
+        assert await find_in(*[b"x" * 1024] * 4 * 1024) is None
+
+
+async def test_an_event_with_too_many_values_is_not_parsed() -> None:
+    with bounded(64), pytest.raises(ToolFailure, match="values"):
+        await find_in(b"data: [" + b"[]," * 1_000_000 + b"[]]\n\n")
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+async def test_the_reply_is_found_beside_other_events(end: bytes) -> None:
+    lines = [b": here", b"id: 1", b'data: {"jsonrpc": "2.0", "id": 8, "result": {}}', b"", b"event: message"]
+    lines += [b'data: {"jsonrpc": "2.0",', b'data: "id": 7, "result": {"a": 1}}', b"", b""]
+    stream = end.join(lines)
+    assert await find_in(*[stream[at : at + 5] for at in range(0, len(stream), 5)]) == Reply(result={"a": 1})

@@ -21,7 +21,7 @@ DISCOVERY_S = 15.0
 
 @dataclass
 class HttpSource:
-    """One server, as workers/mcp/shelf.py has it."""
+    """One server, as workers/mcp/server_registry.py has it."""
 
     server: HttpServer
 
@@ -59,8 +59,6 @@ def build_http_sources(
     servers: Mapping[str, HttpEntry], settings: WebSettings, resolver: Resolver | None = None
 ) -> tuple[HttpSource, ...]:
     """Nobody is asked yet."""
-    if not servers:
-        return ()
     addresses, tls = AddressRules(settings.webfetch_refuse_ranges, settings.webfetch_nat64_prefix), build_tls()
     return tuple(
         HttpSource(HttpServer(name, entry, addresses, resolver or SystemResolver(), tls))

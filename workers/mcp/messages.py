@@ -1,8 +1,7 @@
-"""Messages of the Model Context Protocol as JSON-RPC: ours are built, theirs are hostile and read within bounds."""
+"""Messages of the Model Context Protocol as JSON-RPC: hostile, and read within bounds."""
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -10,13 +9,6 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.json_limits import has_more_values_in_text, is_deeper
 from workers.web.fences import one_line
 
-REVISION = "2026-07-28"
-"""In force: every request stands alone."""
-HANDSHAKE = "2025-11-25"
-"""Offered to peers that know no other than those with a handshake."""
-HANDSHAKE_REVISIONS = frozenset({"2024-11-05", "2025-03-26", "2025-06-18", HANDSHAKE})
-CLIENT = {"name": "toolcrew", "version": "1"}
-UNSUPPORTED_REVISION = -32022
 MAX_DEPTH = 64
 MAX_VALUES = 200_000
 MAX_ERROR_CHARS = 500
@@ -30,23 +22,6 @@ class Reply:
     result: dict[str, Any] | None = None
     error: str = ""
     code: int = 0
-
-
-def build_request(number: int, method: str, params: Mapping[str, Any], *, stands_alone: bool) -> dict[str, Any]:
-    """`stands_alone`: in REVISION, which says with each request who asks."""
-    told = dict(params)
-    if stands_alone:
-        told["_meta"] = {
-            "io.modelcontextprotocol/protocolVersion": REVISION,
-            "io.modelcontextprotocol/clientInfo": CLIENT,
-            "io.modelcontextprotocol/clientCapabilities": {},
-        }
-    return {"jsonrpc": "2.0", "id": number, "method": method, "params": told}
-
-
-def build_hello() -> dict[str, Any]:
-    """Parameters of `initialize`."""
-    return {"protocolVersion": HANDSHAKE, "capabilities": {}, "clientInfo": CLIENT}
 
 
 def parse_json(data: bytes | str, server: str) -> Any:

@@ -1,6 +1,6 @@
 """A list of tools that comes in pages, gathered within bounds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from workers.mcp.messages import broken
@@ -10,23 +10,26 @@ MAX_LISTED = 2000
 MAX_CURSOR_CHARS = 4096
 
 
-def gather_pages(server: str, ask: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> list[Any]:
-    """What the server lists. `ask`: a tools/list with these parameters. Raises ToolFailure(HTTP_ERROR), and what `ask`
-    raises.
-    """
-    listed: list[Any] = []
-    params: dict[str, Any] = {}
-    for _ in range(MAX_PAGES):
-        page = ask(params)
+class ToolPages:
+    """`listed`: what the server lists. `cursor`: of the next page; empty before the first, None after the last."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._count = 0
+        self.listed: list[Any] = []
+        self.cursor: str | None = ""
+
+    def add(self, page: Mapping[str, Any]) -> None:
+        """Take the result of a tools/list. Raises ToolFailure(HTTP_ERROR)."""
+        self._count += 1
         tools, cursor = page.get("tools"), page.get("nextCursor")
         if not isinstance(tools, list):
-            raise broken(server, "its list of tools is none")
-        listed += tools
-        if len(listed) > MAX_LISTED:
-            raise broken(server, f"it lists more than {MAX_LISTED} tools")
-        if cursor is None:
-            return listed
-        if not isinstance(cursor, str) or len(cursor) > MAX_CURSOR_CHARS:
-            raise broken(server, "its list of tools cannot be read on")
-        params = {"cursor": cursor}
-    raise broken(server, f"its list of tools has more than {MAX_PAGES} pages")
+            raise broken(self._server, "its list of tools is none")
+        self.listed += tools
+        if len(self.listed) > MAX_LISTED:
+            raise broken(self._server, f"it lists more than {MAX_LISTED} tools")
+        if cursor is not None and (not isinstance(cursor, str) or not 0 < len(cursor) <= MAX_CURSOR_CHARS):
+            raise broken(self._server, "its list of tools cannot be read on")
+        if cursor is not None and self._count == MAX_PAGES:
+            raise broken(self._server, f"its list of tools has more than {MAX_PAGES} pages")
+        self.cursor = cursor

@@ -13,7 +13,7 @@ import structlog
 
 from contract.errors import ErrorCode, ToolFailure
 from workers.mcp.messages import Reply, broken, parse_json, parse_reply
-from workers.mcp.pages import MAX_PAGES, gather_pages
+from workers.mcp.pages import MAX_PAGES, ToolPages
 from workers.mcp.sandbox_programs import build_keep_script, name_keeper, read_driver, read_visit
 from workers.mcp.settings import StdioEntry
 from workers.sandbox_client import GuestResponse
@@ -54,10 +54,11 @@ class SandboxServer:
     def list_tools(self, run: Run, timeout_s: float) -> list[Any]:
         """What it lists, unchecked; it is then known how it is spoken to. Raises ToolFailure, SandboxUnavailable."""
         answer = self._use_once(run, "tools/list", {}, FOLDER, timeout_s)
-        alone, pages = answer.get("stands_alone"), iter(self._replies(answer, "tools/list"))
-        listed = gather_pages(self.name, lambda params: next(pages, {"tools": []}))
-        self.stands_alone = alone is True
-        return listed
+        pages = ToolPages(self.name)
+        for page in self._replies(answer, "tools/list"):
+            pages.add(page)
+        self.stands_alone = answer.get("stands_alone") is True
+        return pages.listed
 
     def call_tool(
         self, run: Run, tool: str, arguments: Mapping[str, Any], cwd: str, timeout_s: float

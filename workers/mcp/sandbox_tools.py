@@ -33,7 +33,7 @@ AT_ONCE = 4
 
 @dataclass
 class SandboxSource:
-    """One server, as workers/mcp/shelf.py has it: asked in a sandbox of its own, that is removed then."""
+    """One server, as workers/mcp/server_registry.py has it: asked in a sandbox of its own, that is removed then."""
 
     server: SandboxServer
     socket: Path

@@ -53,8 +53,6 @@ class Answer:
     is_whole: bool = True
 
 
-TakePiece = Callable[[Head, bytes], bool]
-"""Gets a body's pieces as they come, unpacked; True: that was enough, the rest is not waited for."""
 BodyBytes = Callable[[Head], int | None]
 """How much of a body to read: None all of it, where more than the caps is an error; a number: so many bytes are enough,
 and none will do.
@@ -71,20 +69,20 @@ class Route:
     tls: ssl.SSLContext
 
 
-def exchange(request: Request, route: Route, body_bytes: BodyBytes, take_piece: TakePiece | None = None) -> Answer:
+def exchange(request: Request, route: Route, body_bytes: BodyBytes) -> Answer:
     """Connect, send and read. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE, SECURITY_REFUSED."""
     # In a thread of its own: a call is interrupted by an exception in the main thread, which an event loop could lose.
     with start_blocking_portal(name="http") as portal:
-        return portal.call(_exchange, request, route, body_bytes, take_piece)
+        return portal.call(_exchange, request, route, body_bytes)
 
 
-async def _exchange(request: Request, route: Route, body_bytes: BodyBytes, take_piece: TakePiece | None) -> Answer:
+async def _exchange(request: Request, route: Route, body_bytes: BodyBytes) -> Answer:
     async with open_response(request, route) as response:
         wanted = body_bytes(response.head)
         if wanted == 0:
             return Answer(response.head, b"", is_whole=False)
         try:
-            return await _read_body(response, wanted, take_piece)
+            return await read_body(response, wanted)
         except (ToolFailure, httpcore2.RemoteProtocolError):
             if wanted is None:
                 raise
@@ -157,7 +155,8 @@ def _parse_head(response: httpcore2.Response, host: str, limits: FetchLimits) ->
     return Head(response.status, headers)
 
 
-async def _read_body(response: Response, wanted: int | None, take_piece: TakePiece | None) -> Answer:
+async def read_body(response: Response, wanted: int | None) -> Answer:
+    """As much of the body as is `wanted`, by the meaning of BodyBytes. Raises ToolFailure."""
     head, limits = response.head, response.limits
     told = head.headers.get("content-length", "")
     if wanted is None and told.isdecimal() and int(told[:20]) > limits.wire_bytes:
@@ -166,8 +165,6 @@ async def _read_body(response: Response, wanted: int | None, take_piece: TakePie
     async with aclosing(response.pieces()) as pieces:
         async for piece in pieces:
             body += piece
-            if take_piece is not None and take_piece(head, piece):
-                return Answer(head, bytes(body), is_whole=False)
             if wanted is not None and len(body) >= wanted:
                 return Answer(head, bytes(body[:wanted]), is_whole=False)
     return Answer(head, bytes(body))

@@ -16,8 +16,8 @@ from contract.registry import ToolRegistry
 from tests.mcp_peers import TOOL
 from workers.celery_edge.broker import LiveTasks
 from workers.mcp.imports import ImportedTool, import_tools
+from workers.mcp.server_registry import FIRST_AGAIN_S, ServerRegistry, SharedLists, Told
 from workers.mcp.settings import HttpEntry
-from workers.mcp.shelf import FIRST_AGAIN_S, ServerShelf, SharedLists, Told
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
 REFRESH_S = 600.0
@@ -47,21 +47,21 @@ class FakeSource:
 
 
 class Ground:
-    """A shelf whose time a test moves."""
+    """A registry of servers whose time a test moves."""
 
     def __init__(self, *sources: FakeSource) -> None:
         self.now = 0.0
         self.registry: WorkerRegistry = ToolRegistry()
         self.changes = 0
-        self.shelf = ServerShelf(self.registry, sources, REFRESH_S, 4, lambda: self.now)
-        self.shelf.on_change = self._note
+        self.servers = ServerRegistry(self.registry, sources, REFRESH_S, 4, lambda: self.now)
+        self.servers.on_change = self._note
 
     def _note(self) -> None:
         self.changes += 1
 
     def ask(self, after_s: float = 0.0) -> float:
         self.now += after_s
-        return self.shelf.ask_due()
+        return self.servers.ask_due()
 
     def names(self) -> list[str]:
         return [spec.name.removeprefix("mcp__") for spec in self.registry.specs()]
@@ -96,12 +96,12 @@ def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
         refreshed.set()
         return REFRESH_S
 
-    ground.shelf.ask_due = ask_due  # type: ignore[method-assign]
-    ground.shelf.again_s = 0.01
-    ground.shelf.start()
+    ground.servers.ask_due = ask_due  # type: ignore[method-assign]
+    ground.servers.again_s = 0.01
+    ground.servers.start()
     assert failed.wait(5)
     assert refreshed.wait(5)
-    ground.shelf.stop()
+    ground.servers.stop()
 
 
 @pytest.mark.parametrize("broken", ["list_tools", "import_tools", "build"])
@@ -195,7 +195,7 @@ def test_a_process_of_the_pool_has_what_came_after_it_was_forked() -> None:
     child = os.fork()
     if child == 0:
         os.read(go, 1)
-        ground.shelf.look()
+        ground.servers.look()
         os.write(tells, f"{ground.names()} {source.stands_alone}".encode())
         os._exit(0)
     source.listed = [_tool("later")]

@@ -121,7 +121,7 @@ class _Asked:
     tools: dict[str, ImportedTool] = field(default_factory=dict)
 
 
-class ServerShelf:
+class ServerRegistry:
     """Made and filled before the pool's processes are forked, worked by a thread of the process that made it. The
     others take over what it found (`look`).
 
@@ -173,8 +173,8 @@ class ServerShelf:
         self._stop.set()
 
     def look(self) -> None:
-        """In a process of the pool: have the registry as the shelf's own process has it now. Cheap while nothing
-        changed.
+        """In a process of the pool: have the tools as the process that asks the servers has them now. Cheap while
+        nothing changed.
         """
         if self._shared is None or os.getpid() == self._owner:
             return

@@ -1,0 +1,175 @@
+"""What the MCP SDK sends over HTTP, and what it gets: the SDK sees only answers that were read within bounds."""
+
+import json
+import ssl
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from http import HTTPStatus
+from re import compile as pattern
+from typing import Any, NoReturn
+
+import anyio
+import httpx2
+
+from contract.errors import ErrorCode, ToolFailure
+from workers.mcp.messages import Reply, broken, parse_json, parse_reply
+from workers.web.exchange import Head, Request, Response, Route, open_response, read_body
+from workers.web.limits import KIB, MIB, Deadline, FetchLimits
+from workers.web.urls import Address, Target
+
+ANSWER_BYTES = 4 * MIB
+MAX_EVENTS = 10_000
+"""Of one answer: progress and logs beside it."""
+END_S = 2.0
+"""For telling a server that a session is over."""
+_SESSION_ID = pattern(r"[\x21-\x7e]{1,512}")
+_OWN_HEADERS = frozenset({"accept-encoding", "connection", "content-length", "host", "user-agent"})
+
+
+class JudgedTransport(httpx2.AsyncBaseTransport):
+    """Sends every request of one conversation to `target`, at addresses that were judged.
+
+    `failure`: what ended the conversation; `end` is called then, and cancels it. `refusal`: the last status that was no
+    success, for a message.
+    """
+
+    def __init__(
+        self, server: str, target: Target, addresses: Sequence[Address], tls: ssl.SSLContext, deadline: Deadline
+    ) -> None:
+        self._server = server
+        self._target = target
+        self._route = Route(addresses, _limits(deadline.total_s), deadline, tls)
+        self._end_route = Route(addresses, _limits(END_S), Deadline(END_S), tls)
+        self.end: Callable[[], None] = lambda: None
+        self.failure: ToolFailure | None = None
+        self.refusal: ToolFailure | None = None
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """The answer. A failure is not raised, since the SDK takes some for a reason to try again."""
+        if request.method == "GET":
+            # Messages that no request asked for are not received.
+            return httpx2.Response(HTTPStatus.METHOD_NOT_ALLOWED)
+        try:
+            return await self._send(request)
+        except ToolFailure as failure:
+            if request.method != "DELETE":
+                await self._fail(failure)
+            # A server forgets a session by itself.
+            return httpx2.Response(HTTPStatus.NO_CONTENT)
+
+    async def _fail(self, failure: ToolFailure) -> NoReturn:
+        self.failure = self.failure or failure
+        self.end()
+        await anyio.sleep_forever()
+        raise failure
+
+    async def _send(self, request: httpx2.Request) -> httpx2.Response:
+        number = json.loads(request.content).get("id") if request.method == "POST" else None
+        headers = {name: value for name, value in request.headers.items() if name not in _OWN_HEADERS}
+        route = self._end_route if request.method == "DELETE" else self._route
+        sent = Request(self._target, request.method, headers, request.content)
+        async with open_response(sent, route) as response:
+            head = response.head
+            if not 200 <= head.status < 300:
+                return await self._refused(response, number)
+            if not isinstance(number, int):
+                return httpx2.Response(HTTPStatus.NO_CONTENT if request.method == "DELETE" else HTTPStatus.ACCEPTED)
+            if head.status != HTTPStatus.OK:
+                raise broken(self._server, f"it answered {head.phrase} without a body")
+            if _is_stream(head):
+                reply = await find_reply(self._server, number, response)
+            else:
+                message = parse_json((await read_body(response, None)).body, self._server)
+                reply = parse_reply(message, number)
+            if reply is None:
+                raise broken(self._server, "its answer is none to what was asked")
+            return self._rebuild(reply, number, head)
+
+    async def _refused(self, response: Response, number: Any) -> httpx2.Response:
+        """Raises ToolFailure for a status that says nothing of what the server speaks. Its body is not shown: it may
+        repeat a key.
+        """
+        head = response.head
+        if head.status < HTTPStatus.BAD_REQUEST:
+            why = "redirects, which is not followed: have the operator write the address that is meant"
+        elif head.status in (401, 403):
+            why = f"answered {head.phrase}: have the operator check its headers in TOOLCREW_MCP_SERVERS"
+        else:
+            why = f"answered {head.phrase}: try again later, or use another tool"
+            # An error of the protocol comes with an error's status as well.
+            reply = await self._told(response, number)
+            if reply is not None:
+                return self._rebuild(reply, number, head)
+        self.refusal = ToolFailure(ErrorCode.HTTP_ERROR, f"the MCP server {self._server} {why}", status=head.status)
+        if not 400 <= head.status < 500 or head.status in (401, 403, 407, 408, 429):
+            raise self.refusal
+        return httpx2.Response(head.status)
+
+    async def _told(self, response: Response, number: Any) -> Reply | None:
+        """The error that the body tells; a server that could not read the request has no id for it."""
+        try:
+            message = parse_json((await read_body(response, 64 * KIB)).body, self._server)
+        except ToolFailure:
+            return None
+        if isinstance(message, dict) and message.get("id") is None:
+            message = {**message, "id": number}
+        reply = parse_reply(message, number) if isinstance(number, int) else None
+        return reply if reply is not None and reply.result is None else None
+
+    def _rebuild(self, reply: Reply, number: int, head: Head) -> httpx2.Response:
+        """The reply as the SDK gets it, written anew: whatever else the server sent stays here."""
+        message: dict[str, Any] = {"jsonrpc": "2.0", "id": number}
+        if reply.result is not None:
+            message["result"] = reply.result
+        else:
+            message["error"] = {"code": reply.code, "message": reply.error}
+        headers = {"content-type": "application/json"}
+        if (session := head.headers.get("mcp-session-id")) is not None:
+            if not _SESSION_ID.fullmatch(session):
+                raise broken(self._server, "the id of its session is none")
+            headers["mcp-session-id"] = session
+        # Half of a surrogate pair, which JSON can write, cannot be encoded.
+        data = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
+        return httpx2.Response(HTTPStatus.OK, headers=headers, content=data)
+
+
+async def find_reply(server: str, number: int, response: Response) -> Reply | None:
+    """The reply to request `number` in a stream of events; the rest is not waited for. Raises ToolFailure."""
+    async with aclosing(response.pieces()) as pieces:
+        stream = _Pieces(pieces)
+        request = httpx2.Request("POST", "http://server")
+        headers = {"content-type": "text/event-stream"}
+        events = httpx2.EventSource(httpx2.Response(200, headers=headers, stream=stream, request=request), None)
+        count = 0
+        async for event in events:
+            count += 1
+            if count > MAX_EVENTS:
+                raise broken(server, f"more than {MAX_EVENTS} events came before its answer")
+            if event.data.strip():
+                reply = parse_reply(parse_json(event.data, server), number)
+                if reply is not None:
+                    return reply
+    return None
+
+
+class _Pieces(httpx2.AsyncByteStream):
+    def __init__(self, pieces: Any) -> None:
+        self._pieces = pieces
+
+    def __aiter__(self) -> Any:
+        return self._pieces
+
+
+def _limits(total_s: float) -> FetchLimits:
+    """A tool may be silent for all of its time: only the deadline ends that."""
+    return FetchLimits(
+        first_byte_s=total_s + 1,
+        rate_window_s=total_s + 1,
+        min_rate=0.0,
+        wire_bytes=ANSWER_BYTES,
+        decoded_bytes=ANSWER_BYTES,
+    )
+
+
+def _is_stream(head: Head) -> bool:
+    return head.headers.get("content-type", "").partition(";")[0].strip().lower() == "text/event-stream"
