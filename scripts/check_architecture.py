@@ -78,7 +78,7 @@ _TERMINAL = (
     "orchestrator/command.py",
     "orchestrator/cli/*.py",
     "orchestrator/terminal/*.py",
-    "orchestrator/batches/live_*.py",
+    "orchestrator/batches/live_progress.py",
 )
 _MCP = ("orchestrator/mcp/*.py", "workers/mcp/http_server.py")
 WALLS: dict[str, tuple[str, ...]] = {

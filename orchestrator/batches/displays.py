@@ -1,41 +1,38 @@
-"""What a display of a batch has to do, whatever it shows, and where: on a terminal, in a log, for a program."""
+"""The displays of a batch: what they have in common, lines of a log, and lines of JSON for programs."""
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import IO
 
+from contract.calls import Record
 from contract.tenancy import DEFAULT_TENANT
+from orchestrator.batches.figures import (
+    MAX_NOTE_CHARS,
+    format_cost,
+    format_count,
+    format_rate,
+    format_seconds,
+    format_time,
+    one_line,
+)
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.snapshot import Snapshot
-from orchestrator.batches.summary import Summary, build_summary
-from store.batches import BatchEvent
+from orchestrator.batches.summary import Summary, build_summary, build_summary_lines
+from store.batches import BatchEvent, BatchNotice, ItemDone, ItemRetried, ItemStarted
 
-
-class Display(Protocol):
-    """A context manager: leaving it, at any moment and for any reason, ends the display cleanly with a summary. Not for
-    several threads.
-    """
-
-    def __enter__(self) -> "Display": ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def show(self, batch_event: BatchEvent) -> None:
-        """Count one more, and show what is to be shown of it."""
-
-    def tick(self) -> None:
-        """Time has passed: to be called a few times a second, also when nothing happens."""
+STATUS_EVERY_S = 5.0
+MAX_FAILURES = 5
+"""Lines of failures between two lines of status."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """The batch that a display shows. `wall`: Unix seconds; `ticks`: seconds that never jump. `is_kept`: commands can
-    name the batch afterwards. `rows`: the files that its rows go to, of successes and of failures, if this process
-    writes any. `tenant`: whose it is."""
+    """The batch that a display shows. `wall`: Unix seconds. `ticks`: seconds that never jump. `is_kept`: commands can
+    name the batch afterwards. `rows`: the files of successes and of failures, if this process writes them.
+    """
 
     batch: str
     progress: Progress
@@ -45,10 +42,140 @@ class Watched:
     rows: tuple[str, ...] = ()
     tenant: str = DEFAULT_TENANT
 
-    def snapshot(self) -> Snapshot:
-        return self.progress.snapshot(self.wall())
-
     def summary(self) -> Summary:
-        return build_summary(
-            self.snapshot(), batch=self.batch, tenant=self.tenant, is_kept=self.is_kept, rows=self.rows
+        snapshot = self.progress.snapshot(self.wall())
+        return build_summary(snapshot, batch=self.batch, tenant=self.tenant, is_kept=self.is_kept, rows=self.rows)
+
+
+class Display:
+    """Counts the events of a batch and shows how it stands. A context manager: leaving it, also by an exception, ends
+    the display with a summary. Not for several threads.
+    """
+
+    def __init__(self, watched: Watched, every_s: float) -> None:
+        """`every_s`: the shortest time between two statuses."""
+        self._watched, self._every_s = watched, every_s
+        self._opened_at, self._next_at = watched.wall(), watched.ticks()
+        self._ended_before = 0
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, BrokenPipeError):
+            self._show_summary(self._watched.summary())
+
+    def show(self, batch_event: BatchEvent) -> None:
+        """Count an event and show it."""
+        is_new = self._watched.progress.add(batch_event)
+        if batch_event.at < self._opened_at:
+            # A resumed batch may have paused for days: earlier ends say nothing about the rate.
+            self._ended_before = self._watched.progress.ended
+        self._show_event(batch_event, is_new)
+        self.tick()
+
+    def tick(self) -> None:
+        """Show the status when that is due. Called a few times a second, also without events."""
+        now = self._watched.ticks()
+        if now >= self._next_at:
+            self._next_at = now + self._every_s
+            self._show_status(self._watched.progress.snapshot(self._watched.wall()))
+
+    def _show_event(self, batch_event: BatchEvent, is_new: bool) -> None: ...
+
+    def _show_status(self, s: Snapshot) -> None: ...
+
+    def _show_summary(self, summary: Summary) -> None: ...
+
+    def _counts(self, s: Snapshot) -> str:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in s.failures.items())
+        failed = f"{s.failed:,} failed" + (f" ({kinds})" if kinds else "")
+        return f"{s.done:,} of {s.total:,} done, {failed}, {s.running:,} running, {s.queued:,} queued"
+
+    def _figures(self, s: Snapshot) -> str:
+        """Return the rate since the display was opened, the time that the rest takes at that rate, and the cost."""
+        seconds = self._watched.wall() - self._opened_at
+        rate = max(0, s.ended - self._ended_before) / seconds if seconds > 0 else 0.0
+        eta = format_seconds((s.total - s.ended) / rate) if rate else "unknown"
+        tokens = f"{format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out"
+        return (
+            f"{format_rate(rate)} items/s; ETA {eta}; {s.calls:,} calls; tokens {tokens}; cost "
+            f"{format_cost(s.cost, s.cost_unknown)}"
         )
+
+
+class JsonLines(Display):
+    """Writes every event as one line of JSON, repeated ones too, then the summary."""
+
+    def __init__(self, watched: Watched, out: IO[str]) -> None:
+        super().__init__(watched, STATUS_EVERY_S)
+        self._out = out
+
+    def _show_event(self, batch_event: BatchEvent, is_new: bool) -> None:
+        self._write(batch_event)
+
+    def _show_summary(self, summary: Summary) -> None:
+        self._write(summary)
+
+    def _write(self, record: Record) -> None:
+        # ASCII: every encoding of stdout has it, and no terminal obeys it.
+        self._out.write(json.dumps(record.model_dump(mode="json"), separators=(",", ":")) + "\n")
+        self._out.flush()
+
+
+class LogLines(Display):
+    """Writes failures, retries and notices as they come, and the status every few seconds if it has changed.
+    `is_complete`: instead of the status every start and end of an item, for a batch that is looked back on.
+    """
+
+    def __init__(self, watched: Watched, out: IO[str], *, is_complete: bool = False) -> None:
+        super().__init__(watched, STATUS_EVERY_S)
+        self._out, self._is_complete = out, is_complete
+        self._failures, self._last_counts = 0, ""
+
+    def _show_event(self, batch_event: BatchEvent, is_new: bool) -> None:
+        line = _describe(batch_event, self._is_complete) if is_new else ""
+        if line and not self._is_complete and not isinstance(batch_event, BatchNotice):
+            self._failures += 1
+            if self._failures > MAX_FAILURES:
+                line = "more failures: the status counts them" if self._failures == MAX_FAILURES + 1 else ""
+        if line:
+            self._write(batch_event.at, line)
+
+    def _show_status(self, s: Snapshot) -> None:
+        self._failures = 0
+        counts = f"{self._counts(s)}; {s.steps:,} steps"
+        if not self._is_complete and counts != self._last_counts:
+            self._last_counts = counts
+            self._write(self._watched.wall(), f"{counts}; {self._figures(s)}")
+
+    def _show_summary(self, summary: Summary) -> None:
+        self._out.write("".join(f"{line}\n" for line in build_summary_lines(summary)))
+        self._out.flush()
+
+    def _write(self, at: float, line: str) -> None:
+        self._out.write(f"{format_time(at)}  {line}\n")
+        self._out.flush()
+
+
+def _describe(batch_event: BatchEvent, is_complete: bool) -> str:
+    """Return the line of an event, "" for one without."""
+    name = one_line(batch_event.item, 80)
+    match batch_event:
+        case BatchNotice():
+            return one_line(batch_event.message, MAX_NOTE_CHARS)
+        case ItemRetried():
+            return f"{name} queued again after a failure ({batch_event.failure} {one_line(batch_event.code, 64)})"
+        case ItemDone() if batch_event.failure is not None:
+            message = one_line(batch_event.message) or "no message"
+            return f"{name} failed ({batch_event.failure} {one_line(batch_event.code, 64)}): {message}"
+        case ItemDone() if is_complete:
+            # An end that is taken from a row has no time.
+            took = f" in {format_seconds(batch_event.seconds)}" if batch_event.seconds else ""
+            return f"{name} done{took}"
+        case ItemStarted() if is_complete:
+            again = f", attempt {batch_event.attempt}" if batch_event.attempt > 1 else ""
+            return f"{name} resumed" if batch_event.is_resumed else f"{name} started{again}"
+    return ""

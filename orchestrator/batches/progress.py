@@ -140,6 +140,11 @@ class Progress:
             return attempt == 1 and self._settled.get(name) is not None
         return (item.attempt, item.stage) >= (attempt, Stage.ENDED)
 
+    @property
+    def ended(self) -> int:
+        """Items whose last attempt has ended."""
+        return self._done + self._failed
+
     def failed_items(self) -> list[FailedItem]:
         """Those that stand as failed, by time, as far as `max_failed_rows` says."""
         return self._groups.rows()

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from contract.errors import ConfigError
 from orchestrator.batches.event_files import BatchEventFile
-from orchestrator.batches.live_display import open_display
+from orchestrator.batches.live_progress import open_display
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.cli.runner import EXIT_INTERRUPTED
 from orchestrator.runs.batch_runs import BatchRuns, RowPaths, Shift

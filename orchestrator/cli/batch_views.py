@@ -12,10 +12,9 @@ from rich.console import Console
 
 from contract.errors import ConfigError
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.displays import Display, Watched
+from orchestrator.batches.displays import Display, LogLines, Watched
 from orchestrator.batches.event_files import read_batch_events
-from orchestrator.batches.live_display import open_display
-from orchestrator.batches.log_lines import LogLines
+from orchestrator.batches.live_progress import open_display
 from orchestrator.batches.report import build_report
 from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.cli.access import open_deployment
@@ -123,7 +122,7 @@ def batch_logs(
     tenant: Tenant = None,
     as_json: JsonAsItGoes = False,
 ) -> None:
-    """What has happened in a batch of late, a line a thing; with -f how it stands, as `submit` shows it."""
+    """Show the latest events of a batch, one line each; with -f its progress, as `submit` shows it."""
 
     async def work() -> None:
         async with open_pool_client(tenant) as client:
@@ -166,7 +165,7 @@ def batch_report(
 def _open_log(watched: Watched, follow: bool, as_json: bool) -> Display:
     if follow or as_json:
         return open_display(watched, Console(), as_json=as_json)
-    return LogLines(watched, sys.stdout)
+    return LogLines(watched, sys.stdout, is_complete=True)
 
 
 def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[BatchEvent], total: int = 0) -> None:

@@ -1,0 +1,63 @@
+"""The display of a batch on a terminal: a progress bar with the counts below it."""
+
+import sys
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
+from rich.text import Text
+
+from orchestrator.batches.displays import Display, JsonLines, LogLines, Watched
+from orchestrator.batches.figures import MAX_NOTE_CHARS, format_seconds, one_line
+from orchestrator.batches.snapshot import Snapshot
+from orchestrator.batches.summary import Summary, build_summary_lines
+
+REFRESH_S = 0.25
+
+
+class LiveProgress(Display):
+    """Needs a terminal that can move its cursor. Only the summary stays on it."""
+
+    def __init__(self, watched: Watched, console: Console) -> None:
+        super().__init__(watched, REFRESH_S)
+        self._console = console
+        self._bar = Progress(
+            BarColumn(None, complete_style="green", finished_style="green"),
+            MofNCompleteColumn(),
+            console=console,
+            expand=True,
+        )
+        self._task = self._bar.add_task("")
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "LiveProgress":
+        self._live.start()
+        self.tick()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+        super().__exit__(kind, error, trace)
+
+    def _show_status(self, s: Snapshot) -> None:
+        self._bar.update(self._task, total=s.total, completed=s.ended)
+        title = Text(f"batch {one_line(self._watched.batch)}  {format_seconds(s.wall_s)}", style="bold")
+        notes = [Text(one_line(note.message, MAX_NOTE_CHARS), style="magenta") for note in s.notes[-1:]]
+        figures = Text(f"{self._counts(s)}\n{self._figures(s)}")
+        self._live.update(Group(title, self._bar, figures, *notes), refresh=True)
+
+    def _show_summary(self, summary: Summary) -> None:
+        for line in build_summary_lines(summary):
+            self._console.print(Text(line), soft_wrap=True)
+
+
+def open_display(watched: Watched, console: Console, *, as_json: bool = False) -> Display:
+    """Return the display that fits: JSON on stdout on request, else a progress bar on a terminal, else log lines."""
+    if as_json:
+        return JsonLines(watched, sys.stdout)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveProgress(watched, console)
+    return LogLines(watched, console.file)
