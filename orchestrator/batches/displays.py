@@ -18,14 +18,11 @@ from orchestrator.batches.figures import (
     format_time,
     one_line,
 )
-from orchestrator.batches.progress import Progress
-from orchestrator.batches.snapshot import Snapshot
+from orchestrator.batches.progress import Progress, Snapshot
 from orchestrator.batches.summary import Summary, build_summary, build_summary_lines
-from store.batches import BatchEvent, BatchNotice, ItemDone, ItemRetried, ItemStarted
+from store.batches import BatchEvent, BatchNotice, ItemDone, ItemRetried
 
 STATUS_EVERY_S = 5.0
-MAX_FAILURES = 5
-"""Lines of failures between two lines of status."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Display:
     def __init__(self, watched: Watched, every_s: float) -> None:
         """`every_s`: the shortest time between two statuses."""
         self._watched, self._every_s = watched, every_s
-        self._opened_at, self._next_at = watched.wall(), watched.ticks()
+        self._opened_at, self._next_at = watched.wall(), watched.ticks() + every_s
         self._ended_before = 0
 
     def __enter__(self) -> "Display":
@@ -126,28 +123,20 @@ class JsonLines(Display):
 
 
 class LogLines(Display):
-    """Writes failures, retries and notices as they come, and the status every few seconds if it has changed.
-    `is_complete`: instead of the status every start and end of an item, for a batch that is looked back on.
-    """
+    """Writes failures, retries and notices as they come, and the status every few seconds if it has changed."""
 
-    def __init__(self, watched: Watched, out: IO[str], *, is_complete: bool = False) -> None:
+    def __init__(self, watched: Watched, out: IO[str]) -> None:
         super().__init__(watched, STATUS_EVERY_S)
-        self._out, self._is_complete = out, is_complete
-        self._failures, self._last_counts = 0, ""
+        self._out = out
+        self._last_counts = ""
 
     def _show_event(self, batch_event: BatchEvent, is_new: bool) -> None:
-        line = _describe(batch_event, self._is_complete) if is_new else ""
-        if line and not self._is_complete and not isinstance(batch_event, BatchNotice):
-            self._failures += 1
-            if self._failures > MAX_FAILURES:
-                line = "more failures: the status counts them" if self._failures == MAX_FAILURES + 1 else ""
-        if line:
+        if is_new and (line := _describe(batch_event)):
             self._write(batch_event.at, line)
 
     def _show_status(self, s: Snapshot) -> None:
-        self._failures = 0
         counts = f"{self._counts(s)}; {s.steps:,} steps"
-        if not self._is_complete and counts != self._last_counts:
+        if counts != self._last_counts:
             self._last_counts = counts
             self._write(self._watched.wall(), f"{counts}; {self._figures(s)}")
 
@@ -160,22 +149,13 @@ class LogLines(Display):
         self._out.flush()
 
 
-def _describe(batch_event: BatchEvent, is_complete: bool) -> str:
-    """Return the line of an event, "" for one without."""
-    name = one_line(batch_event.item, 80)
-    match batch_event:
-        case BatchNotice():
-            return one_line(batch_event.message, MAX_NOTE_CHARS)
-        case ItemRetried():
-            return f"{name} queued again after a failure ({batch_event.failure} {one_line(batch_event.code, 64)})"
-        case ItemDone() if batch_event.failure is not None:
-            message = one_line(batch_event.message) or "no message"
-            return f"{name} failed ({batch_event.failure} {one_line(batch_event.code, 64)}): {message}"
-        case ItemDone() if is_complete:
-            # An end that is taken from a row has no time.
-            took = f" in {format_seconds(batch_event.seconds)}" if batch_event.seconds else ""
-            return f"{name} done{took}"
-        case ItemStarted() if is_complete:
-            again = f", attempt {batch_event.attempt}" if batch_event.attempt > 1 else ""
-            return f"{name} resumed" if batch_event.is_resumed else f"{name} started{again}"
-    return ""
+def _describe(batch_event: BatchEvent) -> str:
+    """Return the line of a failure, retry or notice, "" for another event."""
+    if isinstance(batch_event, BatchNotice):
+        return one_line(batch_event.message, MAX_NOTE_CHARS)
+    if not isinstance(batch_event, ItemDone | ItemRetried) or batch_event.failure is None:
+        return ""
+    cause = f"{one_line(batch_event.item, 80)} failed ({batch_event.failure} {one_line(batch_event.code, 64)})"
+    if isinstance(batch_event, ItemRetried):
+        return f"{cause} and is queued again"
+    return f"{cause}: {one_line(batch_event.message) or 'no message'}"

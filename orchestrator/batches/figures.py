@@ -39,10 +39,6 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-def format_eta(seconds: float | None) -> str:
-    return "unknown" if seconds is None else format_seconds(float(math.ceil(seconds)))
-
-
 def format_cost(cost: float | None, unknown: int = 0) -> str:
     """In the currency of the prices. `unknown`: so many that told none; then it is the least that it can be."""
     if cost is None:

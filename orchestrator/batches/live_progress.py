@@ -10,7 +10,7 @@ from rich.text import Text
 
 from orchestrator.batches.displays import Display, JsonLines, LogLines, Watched
 from orchestrator.batches.figures import MAX_NOTE_CHARS, format_seconds, one_line
-from orchestrator.batches.snapshot import Snapshot
+from orchestrator.batches.progress import Snapshot
 from orchestrator.batches.summary import Summary, build_summary_lines
 
 REFRESH_S = 0.25
@@ -33,7 +33,7 @@ class LiveProgress(Display):
 
     def __enter__(self) -> "LiveProgress":
         self._live.start()
-        self.tick()
+        self._show_status(self._watched.progress.snapshot(self._watched.wall()))
         return self
 
     def __exit__(

@@ -1,442 +1,264 @@
-"""Batch events folded into what is known of a batch. They may come twice and in any order: the same set gives the same
-totals.
+"""The progress of a batch, counted from its events. They may repeat and come in any order: the same set of events gives
+the same totals.
 """
 
-import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 
-from contract.calls import MAX_NAME_CHARS
-from orchestrator.batches.failure_groups import MAX_MESSAGE_CHARS, FailedItem, FailureGroups
-from orchestrator.batches.histogram import LogHistogram, bucket_of, middle_of
-from orchestrator.batches.progress_items import Heard, Item, Spent, Stage, Working
-from orchestrator.batches.settled_items import SettledItems
-from orchestrator.batches.snapshot import EndedItem, Note, RunningItem, Snapshot, Spread, ToolTimes
-from store.batches import (
-    MAX_ITEMS,
-    BatchEvent,
-    BatchNotice,
-    CallDone,
-    FailureKind,
-    ItemDone,
-    ItemReady,
-    ItemRetried,
-    ItemStarted,
-    StepDone,
-)
+from contract.calls import Record
+from store.batches import BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemRetried, ItemStarted, StepDone
 
-WINDOW_S = 600.0
-MAX_ENDS = 50
-ENOUGH_ENDS = 5
-QUIET_S = 30.0
-"""After so long without an end and with nothing running nobody works the batch."""
-MAX_TOOLS = 200
-"""A model can ask for tools that do not exist, by any name."""
-OTHER_TOOLS = "(other tools)"
-
-
-@dataclass
-class ToolRow:
-    calls: int = 0
-    errors: int = 0
-    seconds: LogHistogram = field(default_factory=LogHistogram)
-    queued: LogHistogram = field(default_factory=LogHistogram)
-
-
-class ToolTable:
-    """A row a tool; names beyond MAX_TOOLS share one."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, ToolRow] = {}
-
-    def add(self, call: CallDone) -> None:
-        """One more call."""
-        name = call.tool[:MAX_NAME_CHARS]
-        if name not in self.rows and len(self.rows) >= MAX_TOOLS:
-            name = OTHER_TOOLS
-        row = self.rows.setdefault(name, ToolRow())
-        row.calls += 1
-        row.errors += call.error_code is not None
-        row.seconds.add(call.seconds)
-        row.queued.add(call.clocks.queued_s)
-
-    def times(self) -> tuple[ToolTimes, ...]:
-        """The most used first."""
-        ordered = sorted(self.rows.items(), key=lambda pair: (-pair[1].calls, pair[0]))
-        return tuple(
-            ToolTimes(
-                tool=name,
-                calls=row.calls,
-                errors=row.errors,
-                seconds=Spread.of(row.seconds),
-                queued=Spread.of(row.queued),
-            )
-            for name, row in ordered
-        )
-
-
-MAX_SLOWEST = 20
 MAX_NOTES = 20
 MAX_WARNINGS = 5
-RATE_WINDOW_S = 10
-_MAX_SECONDS = 64
+MAX_GROUPS = 200
+MAX_MESSAGE_CHARS = 2000
+OTHER_CODES = "(other codes)"
 _NANO = 10**9
+_NOTHING = (0, 0, 0, 0)
 
-_OfItem = ItemStarted | ItemReady | StepDone | CallDone | ItemDone | ItemRetried
+
+class FailureGroup(Record):
+    """Items that failed with the same code. `item`, `run`, `message`: of one of them, "" if no example is left."""
+
+    kind: FailureKind
+    code: str
+    count: int
+    item: str = ""
+    run: str = ""
+    message: str = ""
 
 
-class Progress:
-    """Add what happens, ask how it stands. Reads no clock; keeps a few bytes of an item of which nothing more is to
-    come.
+class Note(Record):
+    """A notice about the whole batch."""
 
-    `total`: how many items there are, as far as a BatchNotice does not say more. `max_failed_rows`: so many failed
-    items can be listed.
+    at: float
+    message: str
+
+
+class Snapshot(Record):
+    """The progress at one moment. done + failed + running + queued = total.
+
+    `retried`: attempts beyond the first of each item; `resumed`: attempts that another process continued. Steps, calls
+    and tokens are of all attempts. `cost`: of attempts that have ended, None if none of them has one; `cost_unknown`:
+    attempts that have none. `wall_s`: from the first event to the last end, or to now; the rates are over this time.
     """
 
-    def __init__(self, total: int = 0, *, max_failed_rows: int = 0) -> None:
-        self._total = total
-        self._settled = SettledItems()
-        self._open: dict[str, Item] = {}
-        self._running: dict[str, Item] = {}
-        self._known = self._done = self._failed = self._retried = self._resumed = 0
-        self._groups = FailureGroups(max_failed_rows)
-        self._spent = (0, 0, 0, 0)
-        # Sums of floats depend on their order, those of integers do not.
-        self._nano_cost, self._costs_told, self._costs_unknown = 0, 0, 0
-        self._lengths, self.waits, self._setups, self._replies = (LogHistogram() for _ in range(4))
-        self.tools = ToolTable()
-        self._calls_at: Counter[int] = Counter()
-        self._ends: list[float] = []
-        self._slowest: list[tuple[float, str, int, str, str]] = []
-        self._notes: list[tuple[float, str]] = []
-        self._warnings: set[str] = set()
-        self._first_at: float | None = None
-        self.last_at = 0.0
-        """When the last thing happened."""
-
-    def add(self, batch_event: BatchEvent) -> bool:
-        """Count it; False: it has been counted before, or says nothing new."""
-        self.last_at = batch_event.at if self._first_at is None else max(batch_event.at, self.last_at)
-        self._first_at = batch_event.at if self._first_at is None else min(batch_event.at, self._first_at)
-        if isinstance(batch_event, BatchNotice):
-            return self._add_note(batch_event)
-        item = self._open.get(batch_event.item) or self._find(batch_event.item)
-        if item.is_settled and batch_event.attempt == 1 and not isinstance(batch_event, ItemStarted | ItemReady):
-            return False
-        is_new = self._count(item, batch_event)
-        state = item.settled_state()
-        if state is None:
-            self._open[batch_event.item] = item
-        else:
-            self._settled.put(batch_event.item, state)
-            self._open.pop(batch_event.item, None)
-        return is_new
-
-    def has_end(self, name: str, attempt: int) -> bool:
-        """Whether the end of that attempt at an item has been counted, or a later attempt heard of."""
-        item = self._open.get(name)
-        if item is None:
-            return attempt == 1 and self._settled.get(name) is not None
-        return (item.attempt, item.stage) >= (attempt, Stage.ENDED)
+    at: float
+    total: int
+    done: int
+    failed: int
+    running: int
+    queued: int
+    failures: dict[FailureKind, int]
+    groups: tuple[FailureGroup, ...]
+    retried: int
+    resumed: int
+    steps: int
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+    cost: float | None
+    cost_unknown: int
+    wall_s: float
+    items_per_s: float
+    calls_per_s: float
+    notes: tuple[Note, ...]
+    warnings: tuple[str, ...]
+    has_ended: bool
 
     @property
     def ended(self) -> int:
-        """Items whose last attempt has ended."""
-        return self._done + self._failed
+        return self.done + self.failed
 
-    def failed_items(self) -> list[FailedItem]:
-        """Those that stand as failed, by time, as far as `max_failed_rows` says."""
-        return self._groups.rows()
 
-    def running_items(self, now: float, most: int = MAX_ITEMS) -> tuple[RunningItem, ...]:
-        """Those that run, the longest first."""
-        aged = (
-            (item.working.age(now), name, item.attempt, item.working)
-            for name, item in self._running.items()
-            if item.working
-        )
-        slowest = heapq.nsmallest(most, aged, key=lambda row: (-row[0], row[1]))
-        return tuple(
-            RunningItem(item=name, run=working.run, attempt=attempt, age_s=age, does=working.does())
-            for age, name, attempt, working in slowest
-        )
+class Stage(IntEnum):
+    """Of one attempt at an item."""
+
+    QUEUED = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+@dataclass(slots=True)
+class _Item:
+    """The latest attempt. `failure`: the kind and code of its end, None if it has not failed."""
+
+    attempt: int = 1
+    stage: Stage = Stage.QUEUED
+    failure: tuple[FailureKind, str] | None = None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """The marks of the events that have been counted; the steps, calls, prompt tokens and completion tokens as these
+    events add up, and as the end of the attempt reports them.
+    """
+
+    marks: set[Hashable] = field(default_factory=set)
+    counted: tuple[int, ...] = _NOTHING
+    reported: tuple[int, ...] | None = None
+
+    def spent(self) -> tuple[int, ...]:
+        """Return the larger figures: some events may be lost, and the end may be missing."""
+        return tuple(map(max, self.counted, self.reported or _NOTHING))
+
+
+class Progress:
+    """Counts events. Reads no clock. `total`: the number of items, unless a notice reports more."""
+
+    def __init__(self, total: int = 0) -> None:
+        self._total = total
+        self._items: dict[str, _Item] = {}
+        self._attempts: dict[tuple[str, int], _Attempt | None] = {}
+        """None: every event of the attempt has been counted, so its marks are not needed."""
+        self._resumed: set[tuple[str, int]] = set()
+        self._retried = 0
+        self._stages = Counter[Stage]()
+        """Of running and ended items; all others are queued."""
+        self._failures = Counter[tuple[FailureKind, str]]()
+        self._examples: dict[tuple[FailureKind, str], ItemDone] = {}
+        self._spent: tuple[int, ...] = _NOTHING
+        # A sum of floats depends on their order, a sum of integers does not.
+        self._nano_cost = self._costs = self._costs_unknown = 0
+        self._notes: list[tuple[float, str]] = []
+        self._warnings: list[str] = []
+        self._first_at: float | None = None
+        self.last_at = 0.0
+        """The time of the last event."""
+
+    def add(self, batch_event: BatchEvent) -> bool:
+        """Count an event. Returns False if it has been counted before."""
+        self.last_at = batch_event.at if self._first_at is None else max(batch_event.at, self.last_at)
+        self._first_at = batch_event.at if self._first_at is None else min(batch_event.at, self._first_at)
+        if isinstance(batch_event, BatchNotice):
+            return self._add_notice(batch_event)
+        key = batch_event.item, batch_event.attempt
+        self._move(batch_event)
+        if isinstance(batch_event, ItemStarted) and batch_event.is_resumed:
+            is_new = key not in self._resumed
+            self._resumed.add(key)
+            return is_new
+        attempt = self._attempts.setdefault(key, _Attempt())
+        mark: Hashable = type(batch_event)
+        if isinstance(batch_event, StepDone | CallDone):
+            mark = batch_event.step if isinstance(batch_event, StepDone) else batch_event.call
+        if attempt is None or mark in attempt.marks:
+            return False
+        attempt.marks.add(mark)
+        self._spend(attempt, batch_event)
+        if attempt.reported and attempt.counted[:2] == attempt.reported[:2]:
+            self._attempts[key] = None
+        return True
+
+    @property
+    def ended(self) -> int:
+        """Items whose latest attempt has ended."""
+        return self._stages[Stage.ENDED]
+
+    def latest(self, name: str) -> tuple[int, Stage]:
+        """Return the latest attempt at an item, 0 if there is none, and its stage."""
+        item = self._items.get(name)
+        return (0, Stage.QUEUED) if item is None else (item.attempt, item.stage)
+
+    def has_end(self, name: str, attempt: int) -> bool:
+        """Whether the attempt at the item has ended, or a later one is known."""
+        return self.latest(name) >= (attempt, Stage.ENDED)
 
     def snapshot(self, now: float) -> Snapshot:
-        """How it stands. `now`: Unix seconds."""
-        total = max(self._total, self._known)
-        running = len(self._running)
-        queued = total - self._done - self._failed - running
-        has_ended = self._total > 0 and running + queued == 0
-        began = now if self._first_at is None else self._first_at
-        wall = max(0.0, (self.last_at if has_ended else now) - began)
-        steps, calls, prompt, completion = self._spent
-        ages = [item.working.age(now) for item in self._running.values() if item.working]
+        """`now`: Unix seconds."""
+        total, failed, running = max(self._total, len(self._items)), self._failures.total(), self._stages[Stage.RUNNING]
+        has_ended = self._total > 0 and self.ended == total
+        wall = max(0.0, (self.last_at if has_ended else now) - (now if self._first_at is None else self._first_at))
+        steps, calls, prompt_tokens, completion_tokens = self._spent
+        groups = [self._group(*key, count) for key, count in self._failures.items() if count]
+        failures = {kind: sum(group.count for group in groups if group.kind == kind) for kind in FailureKind}
         return Snapshot(
             at=now,
             total=total,
-            done=self._done,
-            failed=self._failed,
+            done=self.ended - failed,
+            failed=failed,
             running=running,
-            queued=queued,
-            failures=self._groups.by_kind(),
-            groups=self._groups.groups(),
+            queued=total - self.ended - running,
+            failures={kind: count for kind, count in failures.items() if count},
+            groups=tuple(sorted(groups, key=lambda group: (-group.count, group.kind, group.code))),
             retried=self._retried,
-            resumed=self._resumed,
+            resumed=len(self._resumed),
             steps=steps,
             calls=calls,
-            calls_per_s=sum(count for second, count in self._calls_at.items() if now - RATE_WINDOW_S < second <= now)
-            / RATE_WINDOW_S,
-            calls_per_s_overall=calls / wall if wall > 0 else 0.0,
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            cost=self._nano_cost / _NANO if self._costs_told else None,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            cost=self._nano_cost / _NANO if self._costs else None,
             cost_unknown=self._costs_unknown,
             wall_s=wall,
-            eta_s=estimate_arrival(now, self._total, queued, ages, self._lengths, self._ends) if self._total else None,
-            slowest_running=self.running_items(now, MAX_SLOWEST),
-            slowest=tuple(
-                EndedItem(
-                    item=item,
-                    run=run,
-                    attempt=attempt,
-                    seconds=seconds,
-                    failure=FailureKind(failure) if failure else None,
-                )
-                for seconds, item, attempt, run, failure in sorted(self._slowest, reverse=True)
-            ),
-            tools=self.tools.times(),
-            waits=Spread.of(self.waits),
-            setups=Spread.of(self._setups),
-            replies=Spread.of(self._replies),
-            notes=tuple(Note(at=at, message=message) for at, message in sorted(self._notes)),
-            warnings=tuple(sorted(self._warnings)),
+            items_per_s=self.ended / wall if wall else 0.0,
+            calls_per_s=calls / wall if wall else 0.0,
+            notes=tuple(Note(at=at, message=message) for at, message in self._notes),
+            warnings=tuple(self._warnings),
             has_ended=has_ended,
         )
 
-    def _find(self, name: str) -> Item:
-        state = self._settled.get(name)
-        if state is not None:
-            return Item.reopened(state)
-        self._known += 1
-        return Item()
+    def _group(self, kind: FailureKind, code: str, count: int) -> FailureGroup:
+        example = self._examples.get((kind, code))
+        if example is None:
+            return FailureGroup(kind=kind, code=code, count=count)
+        message = example.message[:MAX_MESSAGE_CHARS]
+        return FailureGroup(kind=kind, code=code, count=count, item=example.item, run=example.run, message=message)
 
-    def _add_note(self, note: BatchNotice) -> bool:
-        self._total = max(self._total, note.total or 0)
-        if note.is_warning:
-            return self._add_warning(note.message[:MAX_MESSAGE_CHARS])
-        kept = note.at, note.message[:MAX_MESSAGE_CHARS]
-        if kept in self._notes:
-            return False
-        _keep_largest(self._notes, kept, MAX_NOTES)
-        return kept in self._notes
-
-    def _add_warning(self, message: str) -> bool:
-        """Every process that works the batch may give the same warning. The smallest are kept, so that their order does
-        not matter.
-        """
-        kept = set(sorted({*self._warnings, message})[:MAX_WARNINGS])
-        is_new, self._warnings = kept != self._warnings, kept
-        return is_new
-
-    def _count(self, item: Item, batch_event: _OfItem) -> bool:
-        attempt = batch_event.attempt
-        if not isinstance(batch_event, ItemDone | ItemRetried):
-            self._advance(item, batch_event, Stage.RUNNING)
-            if item.working is not None and attempt == item.attempt:
-                _watch(item.working, batch_event)
-        match batch_event:
-            case ItemStarted():
-                return self._count_start(item, batch_event)
-            case ItemReady():
-                is_new = item.hears_first(Heard.READY) if attempt == 1 else item.is_first(("ready", attempt))
-                if is_new:
-                    self._setups.add(batch_event.setup_s)
-                return is_new
-            case StepDone():
-                return item.is_first(("step", attempt, batch_event.step)) and self._count_step(
-                    item.of_attempt(attempt), batch_event
-                )
-            case CallDone():
-                return item.is_first(("call", attempt, batch_event.call)) and self._count_call(
-                    item.of_attempt(attempt), batch_event
-                )
-            case ItemRetried():
-                self._advance(item, batch_event, Stage.QUEUED)
-                return item.is_first(("retried", attempt))
-            case ItemDone():
-                is_new = self._count_end(item.of_attempt(attempt), batch_event)
-                if is_new:
-                    self._advance(item, batch_event, Stage.ENDED)
-                return is_new
-
-    def _count_start(self, item: Item, start: ItemStarted) -> bool:
-        if start.is_resumed:
-            is_new = item.hears_first(Heard.RESUMED)
-            self._resumed += is_new
-            return is_new
-        is_new = item.hears_first(Heard.STARTED) if start.attempt == 1 else item.is_first(("started", start.attempt))
-        if is_new:
-            self.waits.add(start.waited_s)
-        return is_new
-
-    def _count_step(self, spent: Spent, step: StepDone) -> bool:
-        self._replies.add(step.model_s)
-        self._spend(spent, (1, 0, step.prompt_tokens, step.completion_tokens))
-        return True
-
-    def _count_call(self, spent: Spent, call: CallDone) -> bool:
-        self.tools.add(call)
-        self._spend(spent, (0, 1, 0, 0))
-        self._calls_at[int(call.at)] += 1
-        if len(self._calls_at) > _MAX_SECONDS:
-            for second in sorted(self._calls_at)[: _MAX_SECONDS // 2]:
-                del self._calls_at[second]
-        return True
-
-    def _count_end(self, spent: Spent, end: ItemDone) -> bool:
-        if spent.said is not None:
-            return False
-        self._spend(spent, None, (end.steps, end.calls, end.prompt_tokens, end.completion_tokens))
-        if end.cost is None:
-            self._costs_unknown += 1
+    def _add_notice(self, notice: BatchNotice) -> bool:
+        """Keep the newest notices, and some warnings: every process may give the same ones."""
+        self._total = max(self._total, notice.total or 0)
+        before, message = (self._notes, self._warnings), notice.message[:MAX_MESSAGE_CHARS]
+        if notice.is_warning:
+            self._warnings = sorted({*self._warnings, message})[:MAX_WARNINGS]
         else:
-            self._costs_told += 1
-            self._nano_cost += round(end.cost * _NANO)
-        if end.seconds <= 0:
-            # It ended before anybody told of it here, and how long it took is not known.
-            return True
-        _keep_largest(self._slowest, (end.seconds, end.item, end.attempt, end.run, end.failure or ""), MAX_SLOWEST)
-        if end.failure != FailureKind.CANCELLED:
-            self._lengths.add(end.seconds)
-            _keep_largest(self._ends, end.at, MAX_ENDS)
-        return True
+            self._notes = sorted({*self._notes, (notice.at, message)})[-MAX_NOTES:]
+        return before != (self._notes, self._warnings)
 
-    def _spend(
-        self, spent: Spent, more: tuple[int, int, int, int] | None, said: tuple[int, int, int, int] | None = None
-    ) -> None:
-        before = spent.counted()
-        if more is not None:
-            a, b, c, d = spent.seen
-            spent.seen = a + more[0], b + more[1], c + more[2], d + more[3]
-        spent.said = said or spent.said
-        after = spent.counted()
-        a, b, c, d = self._spent
-        self._spent = (
-            a + after[0] - before[0],
-            b + after[1] - before[1],
-            c + after[2] - before[2],
-            d + after[3] - before[3],
-        )
+    def _spend(self, attempt: _Attempt, batch_event: BatchEvent) -> None:
+        before = attempt.spent()
+        match batch_event:
+            case StepDone(prompt_tokens=prompt, completion_tokens=completion):
+                attempt.counted = _add(attempt.counted, (1, 0, prompt, completion))
+            case CallDone():
+                attempt.counted = _add(attempt.counted, (0, 1, 0, 0))
+            case ItemDone(prompt_tokens=prompt, completion_tokens=completion):
+                attempt.reported = batch_event.steps, batch_event.calls, prompt, completion
+                self._costs += batch_event.cost is not None
+                self._costs_unknown += batch_event.cost is None
+                self._nano_cost += round((batch_event.cost or 0) * _NANO)
+        self._spent = _add(self._spent, (after - old for after, old in zip(attempt.spent(), before, strict=True)))
 
-    def _advance(self, item: Item, batch_event: _OfItem, stage: Stage) -> None:
-        """Items go upwards only: what an earlier attempt or stage tells late moves nothing."""
+    def _move(self, batch_event: BatchEvent) -> None:
+        """Move an item to the stage of its event. It only moves up: an event of an earlier attempt or stage comes
+        late.
+        """
+        name, stage = batch_event.item, Stage.RUNNING
+        if isinstance(batch_event, ItemDone | ItemRetried):
+            stage = Stage.ENDED if isinstance(batch_event, ItemDone) else Stage.QUEUED
+        item = self._items.setdefault(name, _Item())
         if (batch_event.attempt, stage) <= (item.attempt, item.stage):
             return
-        name = batch_event.item
-        if item.stage == Stage.RUNNING:
-            del self._running[name]
-            item.working = None
-        elif item.stage == Stage.ENDED:
-            self._done -= not item.reason
-            self._failed -= item.reason > 0
-            if item.reason:
-                self._groups.leave(item.reason, name)
+        self._stages[item.stage] -= 1
+        self._stages[stage] += 1
+        if item.failure is not None:
+            self._failures[item.failure] -= 1
+            if (example := self._examples.get(item.failure)) is not None and example.item == name:
+                del self._examples[item.failure]
         self._retried += batch_event.attempt - item.attempt
-        item.attempt, item.stage, item.reason = batch_event.attempt, stage, 0
-        if stage == Stage.RUNNING:
-            item.working = Working(batch_event.at, batch_event.run)
-            self._running[name] = item
-        elif isinstance(batch_event, ItemDone):
-            self._end(item, batch_event)
+        item.attempt, item.stage, item.failure = batch_event.attempt, stage, None
+        if isinstance(batch_event, ItemDone) and batch_event.failure is not None:
+            item.failure = self._add_failure(batch_event, batch_event.failure)
 
-    def _end(self, item: Item, end: ItemDone) -> None:
-        if end.failure is None:
-            self._done += 1
-            return
-        self._failed += 1
-        item.reason = self._groups.number(end.failure, end.code)
-        message = end.message[:MAX_MESSAGE_CHARS]
-        failed = FailedItem(end.at, end.item, end.run, end.attempt, end.failure, end.code, message)
-        self._groups.enter(item.reason, failed)
+    def _add_failure(self, end: ItemDone, kind: FailureKind) -> tuple[FailureKind, str]:
+        # Tools and models choose the codes: beyond MAX_GROUPS they share a group of their kind.
+        is_known = (kind, end.code) in self._failures or len(self._failures) < MAX_GROUPS
+        key = kind, end.code if is_known else OTHER_CODES
+        self._failures[key] += 1
+        self._examples.setdefault(key, end)
+        return key
 
 
-def _watch(working: Working, batch_event: _OfItem) -> None:
-    working.first_at = min(working.first_at, batch_event.at)
-    working.run = working.run or batch_event.run
-    match batch_event:
-        case ItemStarted():
-            working.begun_at = batch_event.at if working.begun_at is None else max(working.begun_at, batch_event.at)
-        case ItemReady():
-            working.is_ready = True
-        case StepDone():
-            working.step = max(working.step, batch_event.step)
-        case CallDone():
-            working.last_call = max(working.last_call, (batch_event.at, batch_event.tool))
-
-
-def _keep_largest(heap: list, value: object, most: int) -> None:  # type: ignore[type-arg]
-    if len(heap) < most:
-        heapq.heappush(heap, value)
-    else:
-        heapq.heappushpop(heap, value)
-
-
-def estimate_arrival(
-    now: float, total: int, queued: int, ages: Sequence[float], lengths: LogHistogram, ends: Iterable[float]
-) -> float | None:
-    """Seconds until all have ended, never negative; None: not enough is known.
-
-    `ages`: seconds that each running item has run. `lengths`: of those that have ended. `ends`: when the last MAX_ENDS
-    of them did. The longer one of two estimates counts: by the rate of the last ends, in which silence counts, and by
-    lengths.
-    """
-    if queued + len(ages) == 0:
-        return 0.0
-    if lengths.count < min(ENOUGH_ENDS, max(1, total // 2)):
-        return None
-    recent = sorted(end for end in ends if now - WINDOW_S < end <= now)
-    estimates = []
-    if len(recent) >= ENOUGH_ENDS and (ages or now - recent[-1] < QUIET_S):
-        estimates.append((queued + len(ages)) * (now - recent[0]) / (len(recent) - 1))
-    if ages:
-        estimates.append(_by_lengths(queued, ages, lengths))
-    return max(estimates, default=None)
-
-
-def _by_lengths(queued: int, ages: Sequence[float], lengths: LogHistogram) -> float:
-    """All that is left, shared among as many as run now; and no sooner than the one of them that will take longest."""
-    counted = Counter(bucket_of(max(0.0, age)) for age in ages)
-    table = LifeTable(lengths, counted)
-    rests = {bucket: table.rest(middle_of(bucket)) for bucket in counted}
-    left = queued * table.rest(0.0) + sum(rests[bucket] * count for bucket, count in counted.items())
-    return max(left / len(ages), *rests.values())
-
-
-class LifeTable:
-    """How long items take when some have not ended yet: those have taken at least their age. Without them the quick
-    ones, which end first, would make all look quick. `ages`: how many of a bucket's age are running."""
-
-    def __init__(self, ended: LogHistogram, ages: Counter[int]) -> None:
-        at_risk, survival = ended.count + ages.total(), 1.0
-        self._steps: list[tuple[float, float]] = []
-        """(time, share that takes longer), by time."""
-        for bucket in sorted({*ended.buckets, *ages}):
-            deaths, censored = ended.buckets.get(bucket, 0), ages[bucket]
-            if deaths:
-                survival *= 1 - deaths / (at_risk - censored / 2)
-            at_risk -= deaths + censored
-            self._steps.append((middle_of(bucket), max(0.0, survival)))
-
-    def rest(self, age: float) -> float:
-        """What one of this age is expected to take yet. Older than all that ended: as long again as it has run."""
-        share, area, since = 1.0, 0.0, age
-        alive = next((survival for time, survival in reversed(self._steps) if time <= age), 1.0)
-        if alive <= 1e-9 or not self._steps:
-            return age
-        share = alive
-        for time, survival in self._steps:
-            if time > age:
-                area += share * (time - since)
-                share, since = survival, time
-        return (area + share * since) / alive
+def _add(sums: tuple[int, ...], more: Iterable[int]) -> tuple[int, ...]:
+    return tuple(one + other for one, other in zip(sums, more, strict=True))

@@ -11,17 +11,15 @@ from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.figures import (
     format_cost,
     format_count,
-    format_eta,
     format_rate,
     format_seconds,
     format_time,
     one_line,
 )
 from orchestrator.batches.markup import Markup, element, join, text
-from orchestrator.batches.progress import Progress
+from orchestrator.batches.progress import Progress, Snapshot, Stage
 from orchestrator.batches.report_page import build_page, figure, paragraph, table
 from orchestrator.batches.report_plots import Line, add_up, limit_time, plot_lines
-from orchestrator.batches.snapshot import Snapshot
 from orchestrator.batches.summary import Summary, build_summary
 from store.batches import BatchEvent, CallDone, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
 
@@ -61,14 +59,15 @@ class _Report:
     """The figures of a batch that its progress does not keep: some 20 MB for the largest batch."""
 
     def __init__(self, total: int) -> None:
-        self._progress = Progress(total, max_failed_rows=MAX_FAILED_ROWS)
+        self._progress = Progress(total)
         self._amounts: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self._times: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self._calls: dict[str, array[float]] = {}
         self._queued: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self._errors: dict[str, int] = defaultdict(int)
         self._ended: list[tuple[float, str, int, str, str]] = []
-        self._started: dict[tuple[str, int], float] = {}
+        self._failed: dict[str, ItemDone] = {}
+        self._started: dict[tuple[str, int], tuple[float, str]] = {}
         """Attempts without an end."""
         self._low = math.inf
 
@@ -76,9 +75,11 @@ class _Report:
         self._low = min(limit_time(batch_event.at), self._low)
         if not self._progress.add(batch_event):
             return
+        if (failed := self._failed.get(batch_event.item)) is not None and batch_event.attempt > failed.attempt:
+            del self._failed[batch_event.item]
         match batch_event:
             case ItemStarted() if not batch_event.is_resumed:
-                self._started[batch_event.item, batch_event.attempt] = limit_time(batch_event.at)
+                self._started[batch_event.item, batch_event.attempt] = limit_time(batch_event.at), batch_event.run
                 self._times["items in the queue"].append(max(0.0, batch_event.waited_s))
             case ItemReady():
                 self._times["sandboxes and workspaces"].append(max(0.0, batch_event.setup_s))
@@ -89,7 +90,7 @@ class _Report:
             case ItemRetried():
                 started = self._started.pop((batch_event.item, batch_event.attempt - 1), None)
                 if started is not None:
-                    self._add_run(started, limit_time(batch_event.at))
+                    self._add_run(started[0], limit_time(batch_event.at))
             case ItemDone():
                 self._add_end(batch_event)
 
@@ -103,11 +104,13 @@ class _Report:
 
     def _add_end(self, end: ItemDone) -> None:
         at = limit_time(end.at)
-        started = self._started.pop((end.item, end.attempt), limit_time(end.at - end.seconds))
+        started, _ = self._started.pop((end.item, end.attempt), (limit_time(end.at - end.seconds), ""))
         self._low = min(started, self._low)
         if started < at:
             self._add_run(started, at)
         self._amounts["succeeded" if end.failure is None else "failed"].append((at, 1))
+        if end.failure is not None and len(self._failed) < MAX_FAILED_ROWS:
+            self._failed[end.item] = end
         self._amounts["tokens in"].append((at, end.prompt_tokens))
         self._amounts["tokens out"].append((at, end.completion_tokens))
         if end.cost is not None:
@@ -122,8 +125,11 @@ class _Report:
     def sections(self, batch: str, tenant: str) -> list[tuple[str, str, Markup]]:
         high = limit_time(self._progress.last_at)
         low = min(self._low, high)
-        running = {(item.item, item.attempt): item.run for item in self._progress.running_items(high)}
-        still = sorted((started, *key, running[key]) for key, started in self._started.items() if key in running)
+        still = sorted(
+            (started, item, attempt, run)
+            for (item, attempt), (started, run) in self._started.items()
+            if self._progress.latest(item) == (attempt, Stage.RUNNING)
+        )
         self._amounts["running"] += [(started, 1) for started, *_ in still]
         snapshot = self._progress.snapshot(high)
         return [
@@ -139,11 +145,15 @@ class _Report:
     def _failures(self, snapshot: Snapshot) -> Markup:
         if not snapshot.failed:
             return paragraph("No item has failed.")
-        shown = self._progress.failed_items()[:MAX_FAILED_ROWS]
+        latest = self._progress.latest
+        shown = sorted(
+            (one for one in self._failed.values() if latest(one.item) == (one.attempt, Stage.ENDED)),
+            key=lambda one: (one.at, one.item),
+        )
         rows = [
             (
                 one_line(item.item, MAX_NAME_CHARS),
-                item.kind.value,
+                item.failure or "",
                 one_line(item.code, MAX_CODE_CHARS),
                 str(item.attempt),
                 format_time(item.at),
@@ -241,9 +251,9 @@ def _summary(s: Summary, low: float) -> Markup:
         ("resumed", f"{s.resumed:,}"),
         ("started", format_time(low)),
         ("time" if s.has_ended else "time so far", format_seconds(s.wall_s)),
-        *([] if s.has_ended else [("ETA", format_eta(s.eta_s))]),
+        ("items a second", format_rate(s.items_per_s)),
         ("steps", f"{s.steps:,}"),
-        ("calls", f"{s.calls:,} ({format_rate(s.calls_per_s_overall)} a second)"),
+        ("calls", f"{s.calls:,} ({format_rate(s.calls_per_s)} a second)"),
         ("tokens", f"{format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out"),
         ("cost", format_cost(s.cost, s.cost_unknown)),
     ]

@@ -1,4 +1,4 @@
-"""What is said of a batch at the end: totals, failures with an example each, the slowest items, and what to do next."""
+"""The summary at the end of a batch: totals, failures with an example each, and what to do next."""
 
 from collections.abc import Sequence
 from shlex import quote
@@ -13,12 +13,11 @@ from orchestrator.batches.figures import (
     format_seconds,
     one_line,
 )
-from orchestrator.batches.snapshot import FailureGroup, Snapshot
+from orchestrator.batches.progress import FailureGroup, Snapshot
 from orchestrator.terminal.commands import build_command, build_resubmission
 from store.batches import FailureKind
 
 MAX_SHOWN_GROUPS = 10
-MAX_SHOWN_SLOWEST = 5
 
 
 class Summary(Snapshot):
@@ -32,83 +31,70 @@ class Summary(Snapshot):
 def build_summary(
     snapshot: Snapshot, *, batch: str, tenant: str = DEFAULT_TENANT, is_kept: bool = True, rows: Sequence[str] = ()
 ) -> Summary:
-    """`batch`: its id and `tenant`: whose it is, for the commands that it names; without `is_kept` nothing but its
-    files is left of it afterwards. `rows`: the files with its rows, of successes and of failures."""
+    """`batch`, `tenant`: for the commands that the summary names. `is_kept`: commands can name the batch, because its
+    Redis remains. `rows`: the files with its rows, of successes and of failures.
+    """
     fields = {name: getattr(snapshot, name) for name in Snapshot.model_fields}
     return Summary(**fields, batch=batch, next=tuple(_next(snapshot, one_line(batch), tenant, is_kept, rows)))
 
 
 def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequence[str]) -> list[str]:
-    told, counts = [], snapshot.failures
+    sentences, counts = [], snapshot.failures
     resume = retry = (
         f"by submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output"
     )
     if is_kept:
         resume = f"with `{build_command('batch', 'resume', batch, tenant=tenant)}`"
         retry = f"with `{build_command('batch', 'retry', batch, '--errors', tenant=tenant)}`"
-    unfinished = snapshot.running + snapshot.queued
-    if unfinished:
-        told.append(f"{unfinished:,} {_items(unfinished)} without a result yet: go on {resume}")
-    if cancelled := counts.get(FailureKind.CANCELLED, 0):
-        told.append(f"{cancelled:,} cancelled: begin them after all {resume}")
-    if infrastructure := counts.get(FailureKind.INFRASTRUCTURE, 0):
-        told.append(f"{infrastructure:,} failed for the infrastructure: try them again {retry}")
-    if wrong := counts.get(FailureKind.INPUT, 0):
-        told.append(
-            f"{wrong:,} failed for what their lines name: mend these lines and submit them as a batch of their own"
+    if unfinished := snapshot.running + snapshot.queued:
+        sentences.append(
+            f"{unfinished:,} {'item has' if unfinished == 1 else 'items have'} no result yet: resume {resume}"
         )
+    if cancelled := counts.get(FailureKind.CANCELLED, 0):
+        sentences.append(f"{cancelled:,} cancelled: resume them {resume}")
+    if infrastructure := counts.get(FailureKind.INFRASTRUCTURE, 0):
+        sentences.append(f"{infrastructure:,} failed because of the infrastructure: retry them {retry}")
+    if wrong := counts.get(FailureKind.INPUT, 0):
+        sentences.append(f"{wrong:,} failed because of their lines: fix these lines and submit them as another batch")
     if count := counts.get(FailureKind.MODEL, 0):
         run = next((group.run for group in snapshot.groups if group.kind == FailureKind.MODEL and group.run), "RUN")
-        look = f"`{build_command('trace', 'show', one_line(run), tenant=tenant)}`"
-        told.append(
-            f"{count:,} failed for the model, as they would again: see what happened, of one of them with {look}"
-        )
+        show = f"`{build_command('trace', 'show', one_line(run), tenant=tenant)}`"
+        sentences.append(f"{count:,} failed because of the model, and would fail again: see one of them with {show}")
     if count := counts.get(FailureKind.TOOL, 0):
-        told.append(f"{count:,} failed for a tool, as they would again: their rows say why")
+        sentences.append(f"{count:,} failed because of a tool, and would fail again: their rows say why")
     if snapshot.ended and rows:
         shown = [row for row, count in zip(rows, (snapshot.done, snapshot.failed), strict=True) if count]
-        told.append(f"read the rows in {' and '.join(one_line(quote(row)) for row in shown)}")
+        sentences.append(f"read the rows in {' and '.join(one_line(quote(row)) for row in shown)}")
     elif snapshot.ended and is_kept:
-        told.append(f"read what there is with `{build_command('batch', 'results', batch, tenant=tenant)}`")
-    return told
+        sentences.append(f"read the rows with `{build_command('batch', 'results', batch, tenant=tenant)}`")
+    return sentences
 
 
 def build_summary_lines(summary: Summary) -> list[str]:
-    """The same for people. Safe on a terminal; lines may be longer than one is wide."""
+    """Return the summary for people. Safe on a terminal; a line may be wider than it."""
     s = summary
-    head = "done" if s.has_ended else "not finished"
     counts = [f"{s.done:,} of {s.total:,} succeeded", f"{s.failed:,} failed"]
     counts += [f"{count:,} {word}" for count, word in ((s.running, "running"), (s.queued, "queued")) if count]
-    lines = [f"batch {one_line(s.batch)}: {head}, {', '.join(counts)}"]
-    extra = [f"{count:,} {word}" for count, word in ((s.retried, "tried again"), (s.resumed, "resumed")) if count]
-    lines.append(
-        f"  {format_seconds(s.wall_s)}, {s.steps:,} steps, {s.calls:,} calls ({format_rate(s.calls_per_s_overall)} a "
-        "second)"
-    )
-    lines[-1] += "".join(f", {part}" for part in extra)
-    lines.append(
-        f"  tokens {format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out; cost "
-        f"{format_cost(s.cost, s.cost_unknown)}"
-    )
-    lines += [f"  warning: {one_line(warning, MAX_NOTE_CHARS)}" for warning in s.warnings]
-    lines += [_group_line(group) for group in s.groups[:MAX_SHOWN_GROUPS]]
-    if rest := s.groups[MAX_SHOWN_GROUPS:]:
-        lines.append(f"  and {sum(group.count for group in rest):,} more failed with {len(rest)} other codes")
-    if s.slowest:
-        slowest = (
-            f"{one_line(item.item, 60)} {format_seconds(item.seconds)}" for item in s.slowest[:MAX_SHOWN_SLOWEST]
-        )
-        lines.append(f"  slowest: {', '.join(slowest)}")
-    return [*lines, *(f"  next: {sentence}" for sentence in s.next)]
+    again = "".join(f", {count:,} {word}" for count, word in ((s.retried, "retried"), (s.resumed, "resumed")) if count)
+    rates = f"{format_rate(s.items_per_s)} items/s, {s.steps:,} steps, {s.calls:,} calls"
+    tokens = f"{format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out"
+    return [
+        f"batch {one_line(s.batch)}: {'done' if s.has_ended else 'not finished'}, {', '.join(counts)}",
+        f"  {format_seconds(s.wall_s)}, {rates}{again}",
+        f"  tokens {tokens}; cost {format_cost(s.cost, s.cost_unknown)}",
+        *(f"  warning: {one_line(warning, MAX_NOTE_CHARS)}" for warning in s.warnings),
+        *(_group_line(group) for group in s.groups[:MAX_SHOWN_GROUPS]),
+        *_rest_line(s.groups[MAX_SHOWN_GROUPS:]),
+        *(f"  next: {sentence}" for sentence in s.next),
+    ]
 
 
 def _group_line(group: FailureGroup) -> str:
-    line = f"  failed {group.count:,}: {group.kind} {one_line(group.code, 64)}"
-    if not group.item:
-        return line
     message = f": {one_line(group.message)}" if group.message else ""
-    return f"{line}, as {one_line(group.item, 60)}{message}"
+    example = f", as {one_line(group.item, 60)}{message}" if group.item else ""
+    return f"  failed {group.count:,}: {group.kind} {one_line(group.code, 64)}{example}"
 
 
-def _items(count: int) -> str:
-    return "item" if count == 1 else "items"
+def _rest_line(groups: Sequence[FailureGroup]) -> list[str]:
+    count = sum(group.count for group in groups)
+    return [f"  and {count:,} more failed with {len(groups)} other codes"] if groups else []

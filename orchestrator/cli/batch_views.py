@@ -122,7 +122,7 @@ def batch_logs(
     tenant: Tenant = None,
     as_json: JsonAsItGoes = False,
 ) -> None:
-    """Show the latest events of a batch, one line each; with -f its progress, as `submit` shows it."""
+    """Show the latest failures, retries and notices; with -f the progress of the batch, as `submit` shows it."""
 
     async def work() -> None:
         async with open_pool_client(tenant) as client:
@@ -165,7 +165,7 @@ def batch_report(
 def _open_log(watched: Watched, follow: bool, as_json: bool) -> Display:
     if follow or as_json:
         return open_display(watched, Console(), as_json=as_json)
-    return LogLines(watched, sys.stdout, is_complete=True)
+    return LogLines(watched, sys.stdout)
 
 
 def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[BatchEvent], total: int = 0) -> None:
