@@ -4,6 +4,7 @@ on.
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -11,11 +12,18 @@ from typing import Any
 from contract.errors import ConfigError
 from contract.masking import Masker
 from contract.traceparent import SpanRef
-from telemetry.outflow import THREAD, Outflow
 from telemetry.settings import TracingSettings
 from telemetry.spans import Span, Tracer
 
+MAX_WAITING = 2048
+MAX_BATCH = 512
+PAUSE_S = 1.0
+"""How long an ended span waits for others to be sent with it: what a process that is killed loses."""
+CLOSE_S = 2.0
+"""How long the end of a process waits for its last spans."""
+WARN_EVERY_S = 60.0
 _EXPORTER_LOG = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+_sending = threading.local()
 
 
 def open_tracer(
@@ -29,7 +37,7 @@ def open_tracer(
     if not settings.is_on:
         return None
     try:
-        otel = _Otel(service)
+        otel = _Otel(service, warn)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"TOOLCREW_TRACING is otlp, and the package '{error.name}' is not installed: pip install "
@@ -37,20 +45,52 @@ def open_tracer(
         ) from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"tracing cannot be set up: {error}; look at the OTEL_ variables") from error
-    outflow = Outflow(otel.send, warn, stop=otel.stop)
     content = settings.tracing_content
-    return Tracer(outflow.put, otel.samples, otel.ambient, content, masker() if content else Masker(), outflow.close)
+    return Tracer(otel.put, otel.samples, otel.ambient, content, masker() if content else Masker(), otel.close)
+
+
+class LossReport:
+    """An exporter that counts what the collector does not take, and warns of it once a minute instead of each time."""
+
+    def __init__(
+        self, exporter: Any, success: object, warn: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._exporter, self._success, self._warn, self._clock = exporter, success, warn, clock
+        self._lost = 0
+        self._warned_at: float | None = None
+        self._is_shut = False
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        """Send the spans and report those that are lost."""
+        _sending.is_ours = True
+        result = self._exporter.export(spans)
+        if result is not self._success:
+            self._lost += len(spans)
+        now = self._clock()
+        if self._lost and (self._warned_at is None or now - self._warned_at >= WARN_EVERY_S):
+            self._warn(
+                f"{self._lost} spans did not reach the collector: check that it runs, and that "
+                "OTEL_EXPORTER_OTLP_ENDPOINT names it"
+            )
+            self._lost, self._warned_at = 0, now
+        return result
+
+    def shutdown(self) -> None:
+        """End an export that waits to be repeated. Both the processor and the end of its time call this."""
+        if not self._is_shut:
+            self._is_shut = True
+            self._exporter.shutdown()
 
 
 class _Otel:
-    """OpenTelemetry's exporter, sampler and resource, as its own variables set them up."""
+    """OpenTelemetry's exporter, batches, sampler and resource, as its own variables set them up."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, warn: Callable[[str], None]) -> None:
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-        from opentelemetry.sdk.trace.export import SpanExportResult
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         self._api: Any = trace
@@ -63,9 +103,13 @@ class _Otel:
         self._kinds = {kind.name.lower(): kind for kind in trace.SpanKind}
         # The sampler that a provider would choose; nothing else of the provider is used.
         self._sampler: Any = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
-        self._success = SpanExportResult.SUCCESS
-        self._exporter: Any = OTLPSpanExporter()
-        # What it says of each batch is said once a minute, by us.
+        self._exporter = LossReport(OTLPSpanExporter(), SpanExportResult.SUCCESS, warn)
+        self._processor: Any = BatchSpanProcessor(
+            self._exporter,  # type: ignore[arg-type]
+            max_queue_size=MAX_WAITING,
+            schedule_delay_millis=PAUSE_S * 1000,
+            max_export_batch_size=MAX_BATCH,
+        )
         logging.getLogger(_EXPORTER_LOG).addFilter(_is_not_ours)
 
     def samples(self, trace_id: str) -> bool:
@@ -79,11 +123,15 @@ class _Otel:
             return None
         return SpanRef(f"{context.trace_id:032x}", f"{context.span_id:016x}", bool(context.trace_flags.sampled))
 
-    def send(self, spans: Sequence[Span]) -> bool:
-        """Whether the collector has taken them."""
-        return bool(self._exporter.export([self._converted(span) for span in spans]) is self._success)
+    def put(self, span: Span) -> None:
+        """Queue an ended span. Never waits."""
+        self._processor.on_end(self._converted(span))
 
-    def stop(self) -> None:
+    def close(self) -> None:
+        """Send the last spans, for CLOSE_S at most: by itself the processor would wait 30 s for a slow collector."""
+        thread = threading.Thread(target=self._processor.shutdown, daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
         self._exporter.shutdown()
 
     def _converted(self, span: Span) -> Any:
@@ -110,8 +158,8 @@ class _Otel:
 
 
 def _is_not_ours(_: logging.LogRecord) -> bool:
-    """Whether a line of the exporter's is about somebody else's spans."""
-    return threading.current_thread().name != THREAD
+    """Whether a line of the exporter is about the spans of another library."""
+    return not getattr(_sending, "is_ours", False)
 
 
 def _release() -> str:

@@ -15,16 +15,15 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from contract.errors import ConfigError
 from contract.masking import Masker
-from telemetry import names, outflow
-from telemetry.otlp import _Otel, open_tracer
-from telemetry.outflow import CLOSE_S, MAX_WAITING, Outflow
+from telemetry import names, otlp
+from telemetry.otlp import CLOSE_S, MAX_WAITING, LossReport, _Otel, open_tracer
 from telemetry.settings import TracingSettings, load_tracing_settings
 from telemetry.spans import MAX_CONTENT_CHARS, Span, Tracer, clean
 from tests.otlp_collector import open_collector
 from tests.stack import free_port
 
 PATIENCE_S = 20.0
-OTEL = _Otel("test")
+OTEL = _Otel("test", print)
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, url: str, warned: list[str], **more: str) -> Tracer:
@@ -77,45 +76,21 @@ def test_a_collector_in_trouble_delays_neither_a_span_nor_the_end_by_more_than_i
 
 
 def test_what_is_lost_is_said_once_a_minute_with_its_number() -> None:
-    now, warned, sent = [0.0], list[str](), threading.Event()
+    now, warned = [0.0], list[str]()
 
-    def send(batch: object) -> bool:
-        sent.set()
-        return False
+    class Broken:
+        def export(self, spans: object) -> str:
+            return "failure"
 
-    flow = Outflow(send, warned.append, clock=lambda: now[0])
-    for _ in range(3):
-        sent.clear()
-        flow.put(ended_span())
-        assert sent.wait(PATIENCE_S)
-    now[0] = 61.0
-    flow.put(ended_span())
-    flow.close()
+    report = LossReport(Broken(), "success", warned.append, clock=lambda: now[0])
+    for now[0] in (0.0, 1.0, 2.0, 61.0):
+        report.export(["span"])
     assert [line.split(" spans")[0] for line in warned] == ["1", "3"]
     assert "OTEL_EXPORTER_OTLP_ENDPOINT" in warned[0]
 
 
-def test_the_queue_is_bounded_while_the_collector_takes_its_time() -> None:
-    taken, held, sizes, warned = threading.Event(), threading.Event(), list[int](), list[str]()
-
-    def send(batch: list[Span]) -> bool:
-        sizes.append(len(batch))
-        taken.set()
-        return held.wait(PATIENCE_S)
-
-    flow = Outflow(send, warned.append)
-    flow.put(ended_span())
-    assert taken.wait(PATIENCE_S)
-    for _ in range(MAX_WAITING + 7):
-        flow.put(ended_span())
-    held.set()
-    flow.close()
-    assert sum(sizes) == 1 + MAX_WAITING
-    assert warned[0].startswith("7 spans")
-
-
 def test_a_forked_process_sends_its_own_spans_and_not_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outflow, "PAUSE_S", PATIENCE_S)
+    monkeypatch.setattr(otlp, "PAUSE_S", PATIENCE_S)
     with open_collector() as collector:
         tracer = opened(monkeypatch, collector.url, [])
         tracer.start("before", {}).end()
@@ -131,8 +106,8 @@ def test_a_forked_process_sends_its_own_spans_and_not_its_parents(monkeypatch: p
 
 
 def test_a_process_that_never_had_a_span_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracer = opened(monkeypatch, f"http://127.0.0.1:{free_port()}", [])
     before = threading.active_count()
+    tracer = opened(monkeypatch, f"http://127.0.0.1:{free_port()}", [])
     tracer.close()
     assert threading.active_count() == before
 
@@ -214,9 +189,3 @@ def test_a_span_ends_once_and_never_before_it_began() -> None:
     span.end(at=50.0, error="first")
     span.end(error="second")
     assert [(one.end_at, one.error) for one in ended] == [(100.0, "first")]
-
-
-def ended_span() -> Span:
-    found: list[Span] = []
-    Tracer(found.append, lambda _: True).start("work", {}).end()
-    return found[0]
