@@ -80,7 +80,7 @@ _TERMINAL = (
     "orchestrator/terminal/*.py",
     "orchestrator/batches/live_progress.py",
 )
-_MCP = ("orchestrator/mcp/*.py", "workers/mcp/http_server.py")
+_MCP = ("orchestrator/mcp/*.py", "workers/mcp/http_server.py", "workers/mcp/s*.py")
 WALLS: dict[str, tuple[str, ...]] = {
     "celery": _CELERY,
     "kombu": _CELERY,

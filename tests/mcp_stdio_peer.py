@@ -120,6 +120,8 @@ def call(request):
 
 def serve(request):
     method = request["method"]
+    if method == "server/discover" and HOW == "mute":
+        return
     if method == "server/discover" and HOW != "old":
         answer(request, {"supportedVersions": ["2026-07-28"], "capabilities": {}})
     elif method == "initialize":

@@ -9,7 +9,6 @@ from store.tool_state import StateStore
 from workers.call_events import open_call_events
 from workers.control import SandboxOrders
 from workers.host import SandboxHost
-from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
 from workers.mcp.server_registry import ServerRegistry
 from workers.mcp.settings import StdioEntry, load_servers
 from workers.sandbox_client import SandboxClient
@@ -32,9 +31,13 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
         installed = InstalledSkillCache(connect(broker), deployment, broker.signing_keys())
         registry.register(build_skill_tool(skills, installed, SessionSkills(SkillExaminer())))
         register_skill_tools(registry, skills)
-    sources = build_sandbox_sources(load_servers(settings.mcp_servers, StdioEntry), settings.sandboxd_socket)
+    entries = load_servers(settings.mcp_servers, StdioEntry)
     servers = None
-    if sources:
+    if entries:
+        # The SDK takes 30 MiB and half a second of the start.
+        from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
+
+        sources = build_sandbox_sources(entries, settings.sandboxd_socket)
         servers = ServerRegistry(registry, sources, settings.mcp_refresh_s, AT_ONCE)
         await_sandboxd(settings.sandboxd_socket)
         servers.ask_due()

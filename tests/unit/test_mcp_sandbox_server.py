@@ -16,11 +16,17 @@ from pydantic import SecretStr
 from contract.errors import ErrorCode, ToolFailure
 from tests.guest_exec import build_printed, run_here
 from tests.stack import ROOT
+from workers.mcp import sandbox_server
 from workers.mcp.answers import build_outcome
 from workers.mcp.sandbox_server import SandboxServer
 from workers.mcp.settings import StdioEntry
 from workers.sandbox_client import GuestResponse
 
+REFUSING = """
+import json, sys
+for line in sys.stdin:
+    print(json.dumps({"jsonrpc": "2.0", "id": json.loads(line)["id"], "error": {"code": 1, "message": "not today"}}), flush=True)
+"""
 PEER = str(ROOT / "tests" / "mcp_stdio_peer.py")
 
 
@@ -50,6 +56,22 @@ def test_a_server_of_either_revision_is_asked_and_called(how: str, alone: bool) 
     assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where", "count"]
     assert server.stands_alone is alone
     assert _call(server, text="h\u00e9 \U0001f600") == "h\u00e9 \U0001f600"
+
+
+def test_a_server_that_does_not_answer_what_it_does_not_know_is_greeted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_server, "PROBE_S", 1.0)
+    server = _server("mute")
+    server.stands_alone = None
+    assert len(server.list_tools(run_here, 30)) == 3
+    assert server.stands_alone is False
+
+
+def test_a_server_that_refuses_the_greeting_is_told_of() -> None:
+    server = _server("old", args=("-c", REFUSING))
+    server.stands_alone = False
+    with pytest.raises(ToolFailure, match=r"refused to begin \(.*not today") as caught:
+        _call(server, text="x")
+    assert caught.value.code is ErrorCode.HTTP_ERROR
 
 
 def test_it_has_the_environment_and_the_folder_that_the_file_says() -> None:

@@ -1,218 +1,306 @@
-"""A program of its own, run by Python inside a sandbox: has an MCP server asked over its stdio, and tells what it
-answered.
+"""A program of its own, run by Python inside a sandbox: passes requests to an MCP server over its stdio, and returns
+its replies.
 
 Without arguments it does one job, from standard input, and ends. With the name of an abstract socket and a number of
 seconds it keeps the server: each connection (sandbox_visit.py) brings a job, and all ends when none has come for so
-long, or when the server has ended and nobody asks for it. Nothing but the standard library, and what Python 3.9 has:
+long, or when the server has ended and no connection is open. Nothing but the standard library, and what Python 3.9 has:
 whichever Python an image brings. What it says is read by the worker as all that comes out of a sandbox.
 
-A job: `mark`, `command`, `args`, `env`, `cwd`, `network`, `stands_alone` (None: it is to be asked), `method`, `params`,
-`max_pages`, `max_bytes`, `timeout_s`. Its answer: `mark`, a space and an object as JSON, on a line of their own.
+A job: `mark`, `command`, `args`, `env`, `cwd`, `network`, `hello` (for a server that is started: a request whose result
+is waited for, and a notification; or nothing), `message` (the request), `max_bytes`, `timeout_s`. Its answer: `mark`, a
+space and an object as JSON, on a line of their own: `reply`, or `trouble` and what is `told` of it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import json
 import os
-import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
-from typing import Callable
-
-from workers.mcp.sandbox_peer import END_S, PIECE, Job, Message, Server, Trouble
+from typing import Any
 
 START_S = 30.0
 """For the first connection to come."""
 HEARING_S = 30.0
 """For a job to come, and for an answer to be taken."""
+END_S = 0.5
 HEAD_BYTES = 64
 ENVIRONMENT_BYTES = 1048576
 JOB_BYTES = 67108864
+OUTBOX_BYTES = 67108864
+STDERR_BYTES = 2000
+PIECE = 65536
 MAX_LINES = 32
 """Connections at a time; further ones wait to be let in."""
 PR_SET_CHILD_SUBREAPER = 36
+NO_METHOD = -32601
+Message = dict[str, Any]
+_BROKEN = (
+    ValueError,
+    KeyError,
+    TypeError,
+    RecursionError,
+    OSError,
+    EOFError,
+    asyncio.TimeoutError,
+    asyncio.LimitOverrunError,
+)
 
 
-class Line:
-    """A connection: `+` to whoever has come, then its environment and job, each as long as the first line says, then
-    the answer.
-    """
+class Trouble(Exception):
+    """`kind` is one of those that the worker knows."""
 
-    def __init__(self, keeper: Keeper, connection: socket.socket) -> None:
-        self.keeper = keeper
-        self.connection = connection
-        self.until = time.monotonic() + HEARING_S
-        self.sizes: tuple[int, int] | None = None
-        self.held = bytearray()
-        self.job: Job | None = None
-        connection.setblocking(False)
-        keeper.events.register(connection, selectors.EVENT_READ, self.read)
+    def __init__(self, kind: str, told: str = "") -> None:
+        super().__init__(kind)
+        self.kind = kind
+        self.told = told
 
-    def let_in(self) -> None:
+
+class Server:
+    """The process, and the requests that it has yet to answer. What it does wrong ends it: `trouble` says why."""
+
+    def __init__(self, job: Message, environment: Message) -> None:
+        self.most = int(job["max_bytes"])
+        self.waiting: dict[int, asyncio.Future[Message]] = {}
+        self.count = 0
+        self.seen = 0
+        self.errors = b""
+        self.trouble: Trouble | None = None
+        folder = os.path.join(environment["PWD"], job["cwd"] or ".")
         try:
-            self.connection.send(b"+")
-        except OSError:
-            self.keeper.leave(self)
+            self.process = subprocess.Popen(
+                [job["command"], *job["args"]],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,
+                env={**environment, "PWD": os.path.normpath(folder), **job["env"]},
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise Trouble("not_started", str(error)) from error
+        self.ready = asyncio.ensure_future(self.begin(job["hello"]))
 
-    def read(self) -> None:
+    async def begin(self, hello: list[Message]) -> None:
+        """Raises nothing: whoever waits for it looks at `trouble`."""
+        loop = asyncio.get_running_loop()
+        self.stdin, _ = await loop.connect_write_pipe(asyncio.Protocol, self.process.stdin)
+        stdout = await open_reader(self.process.stdout)
+        self.reading_errors = asyncio.ensure_future(self.read_errors(await open_reader(self.process.stderr)))
+        self.reading = asyncio.ensure_future(self.read(stdout))
+        if hello:
+            with contextlib.suppress(Trouble):
+                reply = await self.ask(hello[0])[1]
+                if not isinstance(reply.get("result"), dict):
+                    self.fail(Trouble("refused", json.dumps(reply.get("error"))[:500]))
+                self.send(hello[1])
+
+    async def answer(self, job: Message, gone: asyncio.Future[Any]) -> Message:
+        """The reply. `gone`: done when nobody wants it any more. Raises Trouble."""
+        until = time.monotonic() + job["timeout_s"]
+        await asyncio.wait({self.ready, gone}, timeout=job["timeout_s"], return_when=asyncio.FIRST_COMPLETED)
+        if not self.ready.done() and not gone.done():
+            self.give_up()
+        if not self.ready.done():
+            raise Trouble("gone" if gone.done() else "hangs")
+        if self.trouble is not None:
+            raise self.trouble
+        number, reply = self.ask(job["message"])
+        limit_s = max(0.0, until - time.monotonic())
+        await asyncio.wait({reply, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        why = ""
+        if not reply.done():
+            # The server may end it by itself, and live on.
+            why = "gone" if gone.done() else "hangs"
+            told = {"requestId": number, "reason": why}
+            self.send({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": told})
+            await asyncio.wait({reply}, timeout=END_S)
+        if not reply.done():
+            del self.waiting[number]
+            self.give_up()
+            raise Trouble(why)
+        message = {**reply.result(), "id": job["message"]["id"]}
+        if why and not isinstance(message.get("result"), dict):
+            raise Trouble(why)
+        return message
+
+    def give_up(self) -> None:
+        self.fail(Trouble("died", "another call of it did not end, so it was ended"))
+
+    def ask(self, request: Message) -> tuple[int, asyncio.Future[Message]]:
+        if not self.waiting:
+            self.seen = 0
+        self.count += 1
+        reply = self.waiting[self.count] = asyncio.get_running_loop().create_future()
+        self.send({**request, "id": self.count})
+        return self.count, reply
+
+    def send(self, message: Message) -> None:
+        self.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def read(self, stdout: asyncio.StreamReader) -> None:
+        held = bytearray()
+        while self.trouble is None:
+            data = await stdout.read(PIECE)
+            self.seen += len(data)
+            if not data:
+                words = await self.last_words()
+                self.fail(Trouble("died", words))
+            elif self.seen > self.most:
+                self.fail(Trouble("flood"))
+            elif b"\n" not in data:
+                held += data
+            else:
+                *lines, rest = (bytes(held) + data).split(b"\n")
+                held = bytearray(rest)
+                for line in lines:
+                    self.hear(line)
+
+    def hear(self, line: bytes) -> None:
         try:
-            data = self.connection.recv(PIECE)
-        except BlockingIOError:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            # Servers print all kinds of things.
             return
-        except OSError:
-            data = b""
-        if not data or self.job is not None:
-            self.keeper.leave(self)
+        if not isinstance(message, dict):
             return
-        self.held += data
-        try:
-            self.hear()
-        except (ValueError, KeyError, TypeError, RecursionError):
-            self.keeper.leave(self)
+        number = message.get("id")
+        if "method" in message:
+            if number is not None:
+                self.refuse(number, message["method"])
+        elif type(number) is int and number in self.waiting:
+            self.seen = 0
+            self.waiting.pop(number).set_result(message)
 
-    def hear(self) -> None:
-        """Raises what reading a job that is none may raise."""
-        if self.sizes is None:
-            head, found, _ = self.held[:HEAD_BYTES].partition(b"\n")
-            if not found and len(self.held) < HEAD_BYTES:
+    def refuse(self, number: Any, method: Any) -> None:
+        """A server that asks us something is told at once that there is nothing, or it would wait."""
+        answer: Message = {"error": {"code": NO_METHOD, "message": "not offered"}}
+        if method == "ping":
+            answer = {"result": {}}
+        self.send({"jsonrpc": "2.0", "id": number, **answer})
+        if self.stdin.get_write_buffer_size() > OUTBOX_BYTES:
+            self.fail(Trouble("flood"))
+
+    async def read_errors(self, stderr: asyncio.StreamReader) -> None:
+        while True:
+            data = await stderr.read(PIECE)
+            if not data:
                 return
-            environment, job = (int(part) for part in head.split())
-            if not (0 <= environment <= ENVIRONMENT_BYTES and 0 < job <= JOB_BYTES):
-                raise ValueError
-            self.sizes = (environment, job)
-            del self.held[: len(head) + 1]
-        size = self.sizes[0]
-        if len(self.held) >= sum(self.sizes):
-            pairs = (os.fsdecode(pair).partition("=") for pair in bytes(self.held[:size]).split(b"\0") if pair)
-            told = json.loads(self.held[size:])
-            self.held.clear()
-            self.job = Job(told, {name: value for name, _, value in pairs})
-            self.keeper.take(self.job)
+            self.errors = (self.errors + data)[-STDERR_BYTES:]
 
-    def tell(self) -> None:
-        """Once there is an answer, which is then on its way."""
-        if self.job is not None and self.job.answer is not None and not self.held:
-            self.held += build_answer(self.job)
-            self.until = time.monotonic() + HEARING_S
-            self.keeper.events.modify(self.connection, selectors.EVENT_WRITE, self.write)
+    async def last_words(self) -> str:
+        await asyncio.wait({self.reading_errors}, timeout=END_S)
+        self.wait()
+        code = self.process.returncode
+        return "exit code {}: {}".format(
+            "none" if code is None else code, self.errors.decode("utf-8", "replace").strip()
+        )
 
-    def write(self) -> None:
-        try:
-            del self.held[: self.connection.send(self.held[:PIECE])]
-        except BlockingIOError:
+    def fail(self, trouble: Trouble) -> None:
+        """It has done wrong: it is ended, and whoever waits for it is told."""
+        if self.trouble is not None:
             return
+        self.trouble = trouble
+        for reply in self.waiting.values():
+            if not reply.done():
+                reply.set_exception(trouble)
+        self.kill()
+
+    async def end(self) -> None:
+        """By the end of its input first, as the protocol has it. Then by force."""
+        if self.trouble is None:
+            self.trouble = Trouble("died")
+            self.stdin.abort()
+            # The pipe is closed by the loop.
+            await asyncio.sleep(0)
+            self.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        """End it with all that it started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
         except OSError:
-            self.held.clear()
-        if not self.held:
-            self.keeper.leave(self)
+            # Nobody of it is left.
+            self.process.poll()
+        self.wait()
+        sweep()
+
+    def wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
 
 
 class Keeper:
     """One server, while there is one, and whoever asks it."""
 
     def __init__(self) -> None:
-        self.events = selectors.DefaultSelector()
         self.server: Server | None = None
-        self.lines: list[Line] = []
+        self.present = 0
+        self.has_served = False
+        self.changed = asyncio.Event()
+        self.room = asyncio.Semaphore(MAX_LINES)
 
-    def take(self, job: Job) -> None:
-        if job.told["network"] == "none" and any(job.environment.get(name) for name in ("http_proxy", "https_proxy")):
-            job.fail("network")
-            return
+    async def work(self, job: Message, environment: Message, gone: asyncio.Future[Any]) -> Message:
+        """The answer to a job."""
+        if job["network"] == "none" and any(environment.get(name) for name in ("http_proxy", "https_proxy")):
+            return {"trouble": "network"}
         try:
-            if self.server is None:
-                self.server = Server(job, self.events)
-                self.server.take(job)
-                self.server.begin()
-            else:
-                self.server.take(job)
+            if self.server is None or self.server.trouble is not None:
+                self.server = None
+                self.server = Server(job, environment)
+            return {"reply": await self.server.answer(job, gone)}
         except Trouble as trouble:
-            job.fail(trouble.kind, trouble.told)
-            self.lose(trouble)
+            return {"trouble": trouble.kind, "told": trouble.told}
 
-    def lose(self, trouble: Trouble) -> None:
-        """The server has done wrong: it is ended, and whoever waits for it is told."""
-        server, self.server = self.server, None
-        if server is None:
-            return
-        for job in server.jobs:
-            if job.answer is None:
-                job.fail(trouble.kind, trouble.told)
-        server.end(gently=False)
-        sweep()
-
-    def turn(self, until: float) -> None:
-        """Wait for what happens next, at most until then, and do what it asks for."""
-        due = [
-            until,
-            *(line.until for line in self.lines if line.job is None or line.held),
-            *(self.server.due() if self.server else ()),
-        ]
-        for key, _ in self.events.select(max(0.0, min(due) - time.monotonic())):
-            now = self.events.get_map().get(key.fd)
-            # What came before it in this round may have closed it.
-            if now is not None and now.data == key.data:
-                self.guard(key.data)
-        if self.server is not None:
-            self.guard(self.server.look)
-        for line in list(self.lines):
-            line.tell()
-            if (line.job is None or line.held) and time.monotonic() >= line.until:
-                self.leave(line)
-
-    def guard(self, work: Callable[[], None]) -> None:
+    async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection: `+` to whoever has come, then its environment and job, each as long as the first line says,
+        then the answer.
+        """
+        self.present += 1
+        # An answer is waited for until all of it is taken.
+        writer.transport.set_write_buffer_limits(0)
         try:
-            work()
-        except Trouble as trouble:
-            self.lose(trouble)
-
-    def leave(self, line: Line) -> None:
-        """A connection is over; what was asked on it is not wanted any more."""
-        if line not in self.lines:
-            return
-        self.lines.remove(line)
-        self.events.unregister(line.connection)
-        line.connection.close()
-        job = line.job
-        if job is not None and job.answer is None and self.server is not None and job in self.server.jobs:
-            self.server.drop(job, "gone")
-
-    def accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return
-        line = Line(self, connection)
-        self.lines.append(line)
-        line.let_in()
-
-    def serve(self, listener: socket.socket, idle_s: float) -> None:
-        """Until nobody has come for so long, or the server has ended and nobody is there."""
-
-        def accept() -> None:
-            self.accept(listener)
-
-        until, has_served = time.monotonic() + min(idle_s, START_S), False
-        while self.lines or (time.monotonic() < until and not (has_served and self.server is None)):
-            is_open = listener.fileno() in self.events.get_map()
-            if is_open and len(self.lines) >= MAX_LINES:
-                self.events.unregister(listener)
-            elif not is_open and len(self.lines) < MAX_LINES:
-                self.events.register(listener, selectors.EVENT_READ, accept)
-            self.turn(until if not self.lines else time.monotonic() + START_S)
-            if self.lines:
-                until, has_served = time.monotonic() + idle_s, True
-
-    def reap(self, told: int) -> None:
-        """Collect who has died of what servers left; of the server itself its process is told."""
-        try:
-            while os.read(told, PIECE):
-                pass
-        except BlockingIOError:
+            async with self.room:
+                writer.write(b"+")
+                job, environment = await asyncio.wait_for(read_job(reader), HEARING_S)
+                gone = asyncio.ensure_future(reader.read(1))
+                writer.write(build_answer(job, await self.work(job, environment, gone)))
+                gone.cancel()
+                await asyncio.wait_for(writer.drain(), HEARING_S)
+        except _BROKEN:
+            # It brought no job, or does not take the answer.
             pass
+        finally:
+            writer.transport.abort()
+            self.present -= 1
+            self.has_served = True
+            self.changed.set()
+
+    async def keep(self, listener: socket.socket, idle_s: float) -> None:
+        """Until nobody has come for so long, or the server has ended and nobody is there."""
+        adopt(self)
+        until = time.monotonic() + min(idle_s, START_S)
+        async with await asyncio.start_unix_server(self.meet, sock=listener, limit=PIECE):
+            while self.present or (time.monotonic() < until and not (self.has_served and self.is_ended())):
+                self.changed.clear()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.changed.wait(), max(0.01, until - time.monotonic()))
+                if self.present or self.changed.is_set():
+                    until = time.monotonic() + idle_s
+        await self.close()
+
+    def is_ended(self) -> bool:
+        return self.server is None or self.server.trouble is not None
+
+    def reap(self) -> None:
+        """Collect who has died of what servers left; of the server itself its process is told."""
         while True:
             try:
                 seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -220,30 +308,51 @@ class Keeper:
                     return
                 if self.server is not None and seen.si_pid == self.server.process.pid:
                     self.server.process.poll()
+                    self.changed.set()
                 else:
                     os.waitpid(seen.si_pid, os.WNOHANG)
             except ChildProcessError:
                 return
 
-    def adopt(self) -> None:
-        """Be the parent of whatever the server leaves, so that all of it ends with the server. Without prctl it is the
-        guest's.
-        """
-        try:
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        except (OSError, AttributeError):
-            return
-        told, tells = os.pipe()
-        os.set_blocking(told, False)
-        os.set_blocking(tells, False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
-        self.events.register(told, selectors.EVENT_READ, lambda: self.reap(told))
-
-    def close(self) -> None:
+    async def close(self) -> None:
         if self.server is not None:
-            self.server.end(gently=True)
-            sweep()
+            await self.server.end()
+
+
+def adopt(keeper: Keeper) -> None:
+    """Be the parent of whatever the server leaves, so that all of it ends with the server. Without prctl it is the
+    guest's.
+    """
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    except (OSError, AttributeError):
+        return
+    asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, keeper.reap)
+
+
+async def open_reader(pipe: Any) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(PIECE)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return reader
+
+
+async def read_job(reader: asyncio.StreamReader) -> tuple[Message, Message]:
+    """A job and the environment of who brought it. Raises what reading one that is none may raise."""
+    head = await reader.readuntil(b"\n")
+    size, job_size = (int(part) for part in head[:HEAD_BYTES].split())
+    if not (0 <= size <= ENVIRONMENT_BYTES and 0 < job_size <= JOB_BYTES):
+        raise ValueError
+    pairs = (os.fsdecode(pair).partition("=") for pair in (await reader.readexactly(size)).split(b"\0") if pair)
+    environment = {name: value for name, _, value in pairs}
+    return json.loads(await reader.readexactly(job_size)), environment
+
+
+def build_answer(job: Message, answer: Message) -> bytes:
+    try:
+        text = json.dumps(answer)
+    except (ValueError, RecursionError):
+        text = json.dumps({"trouble": "died", "told": "its answer cannot be written"})
+    return "\n{} {}\n".format(job["mark"], text).encode("utf-8", "replace")
 
 
 def sweep() -> None:
@@ -256,10 +365,8 @@ def sweep() -> None:
         except ChildProcessError:
             return
         for child in children():
-            try:
+            with contextlib.suppress(OSError):
                 os.kill(child, signal.SIGKILL)
-            except OSError:
-                continue
         time.sleep(0.002)
 
 
@@ -277,43 +384,24 @@ def children() -> list[int]:
     return found
 
 
-def build_answer(job: Job) -> bytes:
-    answer: Message = job.answer or {}
-    try:
-        text = json.dumps(answer)
-    except (ValueError, RecursionError):
-        text = json.dumps({"trouble": "died", "told": "its answer cannot be written"})
-    return "\n{} {}\n".format(job.told["mark"], text).encode("utf-8", "replace")
-
-
-def serve_one() -> None:
-    job = Job(json.loads(sys.stdin.buffer.read()), {**os.environ, "PWD": os.getcwd()})
+async def serve_one() -> None:
+    job = json.loads(sys.stdin.buffer.read())
     keeper = Keeper()
-    keeper.take(job)
-    while job.answer is None:
-        keeper.turn(job.until)
-    keeper.close()
-    sys.stdout.buffer.write(build_answer(job))
+    answer = await keeper.work(job, {**os.environ, "PWD": os.getcwd()}, asyncio.get_running_loop().create_future())
+    await keeper.close()
+    sys.stdout.buffer.write(build_answer(job, answer))
     sys.stdout.flush()
 
 
-def keep(name: str, idle_s: float) -> None:
+async def keep(name: str, idle_s: float) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         try:
             listener.bind("\0" + name)
         except OSError:
             # Another keeps it already.
             return
-        listener.listen(MAX_LINES)
-        listener.setblocking(False)
-        keeper = Keeper()
-        keeper.adopt()
-        keeper.serve(listener, idle_s)
-    keeper.close()
+        await Keeper().keep(listener, idle_s)
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        keep(sys.argv[1], float(sys.argv[2]))
-    else:
-        serve_one()
+    asyncio.run(keep(sys.argv[1], float(sys.argv[2])) if len(sys.argv) > 1 else serve_one())

@@ -7,20 +7,10 @@ from pathlib import Path
 
 from workers.mcp.settings import StdioEntry
 
-_PARTS = ("sandbox_peer", "sandbox_driver")
-_LOADER = """
-import sys, types
-for name, source in {parts!r}:
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(source, name, "exec"), module.__dict__)
-module.main()
-"""
-
 
 @functools.cache
 def read_driver() -> str:
-    """The driver and what it imports of ours, as one program."""
-    return _LOADER.format(parts=[(f"workers.mcp.{name}", _read(name)) for name in _PARTS])
+    return _read("sandbox_driver") + "\nmain()\n"
 
 
 @functools.cache

@@ -5,16 +5,21 @@ as hostile.
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
+import mcp_types as types
 import structlog
+from mcp.shared.dispatcher import CallOptions
+from mcp.shared.exceptions import MCPError
+from mcp_types.version import LATEST_HANDSHAKE_VERSION
 
 from contract.errors import ErrorCode, ToolFailure
 from workers.mcp.messages import Reply, broken, parse_json, parse_reply
-from workers.mcp.pages import MAX_PAGES, ToolPages
 from workers.mcp.sandbox_programs import build_keep_script, name_keeper, read_driver, read_visit
+from workers.mcp.session import CLIENT, REFUSED, STANDS_ALONE, RawSession
 from workers.mcp.settings import StdioEntry
 from workers.sandbox_client import GuestResponse
 from workers.tools.text import encode
@@ -27,8 +32,8 @@ ANSWER_BYTES = 4 * MIB
 PYTHON = "/usr/bin/python3"
 """In every sandbox: the guest runs on it."""
 FOLDER = "/workspace"
-FIRST_NUMBER = 3
-"""Of the driver's requests, the first that is ours."""
+PROBE_S = 5.0
+"""For a server to say which revisions it speaks."""
 MAX_TOLD_CHARS = 500
 _SPARE_S = 1.0
 """Before the call's limit the driver gives up by itself, and can say on what."""
@@ -38,6 +43,23 @@ _NOT_KEPT = "not_kept"
 _KEEPER_S = 10.0
 """At most, for a keeper to listen that was just started."""
 
+_NUMBER = 1
+"""Of every request: the driver numbers those of a kept server."""
+_HELLO = [
+    {
+        "jsonrpc": "2.0",
+        "method": "initialize",
+        "params": types.InitializeRequestParams(
+            protocol_version=LATEST_HANDSHAKE_VERSION, capabilities=types.ClientCapabilities(), client_info=CLIENT
+        ).model_dump(by_alias=True, mode="json", exclude_none=True),
+    },
+    {"jsonrpc": "2.0", "method": "notifications/initialized"},
+]
+_GREETED = types.InitializeResult(
+    protocol_version=LATEST_HANDSHAKE_VERSION, capabilities=types.ServerCapabilities(), server_info=CLIENT
+)
+T = TypeVar("T")
+_Message = dict[str, Any]
 Run = Callable[[Mapping[str, Any], bytes], GuestResponse]
 """An exec of docs/guest-protocol.md in the sandbox that is meant."""
 
@@ -53,47 +75,73 @@ class SandboxServer:
 
     def list_tools(self, run: Run, timeout_s: float) -> list[Any]:
         """What it lists, unchecked; it is then known how it is spoken to. Raises ToolFailure, SandboxUnavailable."""
-        answer = self._use_once(run, "tools/list", {}, FOLDER, timeout_s)
-        pages = ToolPages(self.name)
-        for page in self._replies(answer, "tools/list"):
-            pages.add(page)
-        self.stands_alone = answer.get("stands_alone") is True
-        return pages.listed
+        until = time.monotonic() + timeout_s
+
+        def send(message: _Message) -> Reply:
+            left_s = max(until - time.monotonic(), _LEAST_S)
+            probe = message["method"] == "server/discover"
+            return self._use_once(run, message, FOLDER, min(left_s, PROBE_S) if probe else left_s)
+
+        return self._talk(RawSession.gather_tools, send)
 
     def call_tool(
         self, run: Run, tool: str, arguments: Mapping[str, Any], cwd: str, timeout_s: float
     ) -> dict[str, Any]:
         """The result, unchecked but for being an object. `cwd`: where the session is. Raises as `list_tools`."""
-        params = {"name": tool, "arguments": dict(arguments)}
         use = self._use_kept if self.entry.idle_s > 0 else self._use_once
-        return self._replies(use(run, "tools/call", params, cwd, timeout_s), "tools/call")[0]
+        return self._talk(
+            lambda session: session.use_tool(tool, arguments), lambda message: use(run, message, cwd, timeout_s)
+        )
 
-    def _use_kept(self, run: Run, method: str, params: Mapping[str, Any], cwd: str, timeout_s: float) -> dict[str, Any]:
+    def _talk(self, work: Callable[[RawSession], Awaitable[T]], send: Callable[[_Message], Reply]) -> T:
+        async def converse() -> T:
+            # Not entered: that is for what comes unasked.
+            session = RawSession(self.name, _Dispatcher(send))
+            try:
+                await self._greet(session)
+                return await work(session)
+            except REFUSED as error:
+                raise session.explain(error) from None
+
+        return anyio.run(converse)
+
+    async def _greet(self, session: RawSession) -> None:
+        if self.stands_alone is None:
+            try:
+                await session.discover()
+                self.stands_alone = True
+                return
+            except REFUSED:
+                self.stands_alone = False
+            except ToolFailure as failure:
+                # One that does not answer what it does not know is greeted as before.
+                if failure.code is not ErrorCode.TIMEOUT:
+                    raise
+                self.stands_alone = False
+        # The driver greets each process that it starts.
+        session.adopt(STANDS_ALONE if self.stands_alone else _GREETED)
+
+    def _use_kept(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> Reply:
         """By the server that the session has, else by one that is started now and stays."""
         until = time.monotonic() + timeout_s
-        answer = self._visit(run, method, params, cwd, timeout_s, 0.0)
-        if (
-            answer.get("trouble") == _NOT_KEPT
-            and (left_s := until - time.monotonic()) > 0
-            and self._start_keeper(run, left_s)
-        ):
+        reply = self._visit(run, message, cwd, timeout_s, 0.0)
+        if reply is None and (left_s := until - time.monotonic()) > 0 and self._start_keeper(run, left_s):
             left_s = max(until - time.monotonic(), _LEAST_S)
-            answer = self._visit(run, method, params, cwd, left_s, min(_KEEPER_S, left_s / 2))
-        if answer.get("trouble") == _NOT_KEPT:
-            return self._use_once(run, method, params, cwd, max(until - time.monotonic(), _LEAST_S))
-        return answer
+            reply = self._visit(run, message, cwd, left_s, min(_KEEPER_S, left_s / 2))
+        if reply is None:
+            return self._use_once(run, message, cwd, max(until - time.monotonic(), _LEAST_S))
+        return reply
 
-    def _visit(
-        self, run: Run, method: str, params: Mapping[str, Any], cwd: str, timeout_s: float, wait_s: float
-    ) -> dict[str, Any]:
-        job = self._build_job(method, params, timeout_s)
+    def _visit(self, run: Run, message: _Message, cwd: str, timeout_s: float, wait_s: float) -> Reply | None:
+        """None: no server is kept."""
+        job = self._build_job(message, timeout_s)
         argv = [PYTHON, "-I", "-S", "-c", read_visit(), name_keeper(self.entry), job["mark"], str(wait_s)]
-        return self._run(run, argv, job, cwd, timeout_s)
+        answer = self._run(run, argv, job, cwd, timeout_s)
+        return None if answer.get("trouble") == _NOT_KEPT else self._find_reply(answer)
 
-    def _use_once(self, run: Run, method: str, params: Mapping[str, Any], cwd: str, timeout_s: float) -> dict[str, Any]:
-        return self._run(
-            run, [PYTHON, "-I", "-c", read_driver()], self._build_job(method, params, timeout_s), cwd, timeout_s
-        )
+    def _use_once(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> Reply:
+        job = self._build_job(message, timeout_s)
+        return self._find_reply(self._run(run, [PYTHON, "-I", "-c", read_driver()], job, cwd, timeout_s))
 
     def _start_keeper(self, run: Run, timeout_s: float) -> bool:
         """As a background job, which no end of a call meets. False where there can be none: without bash, or beside too
@@ -129,7 +177,7 @@ class SandboxServer:
             if (job["label"], job["state"]) == (label, "running") and job["age_s"] > _KEEPER_S:
                 run({"op": "job_kill", "job": job["job"], "max_bytes": 0, "timeout_s": timeout_s}, b"")
 
-    def _build_job(self, method: str, params: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _build_job(self, message: _Message, timeout_s: float) -> dict[str, Any]:
         return {
             "mark": secrets.token_hex(16),
             "command": self.entry.command,
@@ -137,10 +185,8 @@ class SandboxServer:
             "env": {name: value.get_secret_value() for name, value in self.entry.env.items()},
             "cwd": self.entry.cwd,
             "network": self.entry.network,
-            "stands_alone": self.stands_alone,
-            "method": method,
-            "params": params,
-            "max_pages": MAX_PAGES,
+            "hello": _HELLO if self.stands_alone is False else [],
+            "message": message,
             "max_bytes": ANSWER_BYTES,
             "timeout_s": max(timeout_s - _SPARE_S, timeout_s / 2),
         }
@@ -214,18 +260,36 @@ class SandboxServer:
             f"the MCP server {self.name} sent more than {ANSWER_BYTES} bytes and was ended: ask it for less at a time",
         )
 
-    def _replies(self, answer: Mapping[str, Any], method: str) -> list[dict[str, Any]]:
-        """The results of what was asked, at least one. Raises ToolFailure."""
-        messages = answer.get("replies")
-        if not isinstance(messages, list) or not 0 < len(messages) <= MAX_PAGES:
-            raise broken(self.name, "its driver's answer is none")
-        return [self._result(method, parse_reply(message, FIRST_NUMBER + at)) for at, message in enumerate(messages)]
-
-    def _result(self, method: str, reply: Reply | None) -> dict[str, Any]:
+    def _find_reply(self, answer: Mapping[str, Any]) -> Reply:
+        reply = parse_reply(answer.get("reply"), _NUMBER)
         if reply is None:
             raise broken(self.name, "its answer is none to what was asked")
+        return reply
+
+
+class _Dispatcher:
+    """The SDK's way to a server: every request is an exec in its sandbox, and nothing comes unasked."""
+
+    method = ""
+    result: dict[str, Any]
+
+    def __init__(self, send: Callable[[_Message], Reply]) -> None:
+        self._send = send
+
+    async def send_raw_request(
+        self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None
+    ) -> dict[str, Any]:
+        self.method = method
+        reply = self._send({"jsonrpc": "2.0", "id": _NUMBER, "method": method, "params": dict(params or {})})
         if reply.result is None:
-            raise ToolFailure(
-                ErrorCode.HTTP_ERROR, f"the MCP server {self.name} refused {method}: {reply.error}", mcp_code=reply.code
-            )
+            raise MCPError(reply.code, reply.error)
+        self.result = reply.result
         return reply.result
+
+    async def notify(self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None) -> None:
+        raise NotImplementedError("the driver sends the only notifications")
+
+    async def run(
+        self, on_request: Any, on_notify: Any, on_notify_intercept: Any = None, *, task_status: Any = None
+    ) -> None:
+        raise NotImplementedError("nothing comes unasked")
