@@ -87,6 +87,11 @@ def call_key(deployment: str, tenant: str, call_id: str) -> str:
     return tenant_key(deployment, tenant, f"call.{call_id}")
 
 
+def tenant_calls_key(deployment: str, tenant: str) -> str:
+    """The sorted set of the tenant's newest calls by the time at which they were published."""
+    return tenant_key(deployment, tenant, "calls")
+
+
 def place_key(deployment: str, tenant: str, session: str) -> str:
     """The hash of where a session lives (contract/session_locations.py)."""
     return tenant_key(deployment, tenant, f"session.{session}:place")

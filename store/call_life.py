@@ -225,15 +225,19 @@ class CallLives:
             raise unknown_call(text, None)
         return owners[0], text
 
+    async def tenants(self) -> list[str]:
+        """Return the tenants that are registered or have opened a session."""
+        registered: Any = await _ask(self._client.hkeys(tenants_key(self._deployment)))
+        seen: Any = await _ask(self._client.zrange(seen_tenants_key(self._deployment), 0, -1))
+        return sorted({DEFAULT_TENANT, *(name.decode() for name in (*registered, *seen))} - {VERSION_FIELD})
+
     async def owners(self, call_id: str) -> list[str]:
         """Return the tenants that have a call of that id, among those that are registered, have opened a session, or
         wait for a slot with it.
         """
         if not _NAME.fullmatch(call_id):
             return []
-        registered: Any = await _ask(self._client.hkeys(tenants_key(self._deployment)))
-        seen: Any = await _ask(self._client.zrange(seen_tenants_key(self._deployment), 0, -1))
-        names = sorted({DEFAULT_TENANT, *(name.decode() for name in (*registered, *seen))} - {VERSION_FIELD})
+        names = await self.tenants()
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             pipe.exists(call_key(self._deployment, name, call_id))

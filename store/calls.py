@@ -66,6 +66,8 @@ CALL_TTL_S = 24 * 3600
 """How long a call id is remembered, and so cannot be used again."""
 RESULT_TTL_S = 3600
 """How long a result waits in Redis for whoever awaits it."""
+CALLS_LISTED = 1000
+"""How many calls of a tenant are listed after they have ended."""
 MAX_ATTEMPTS = 3
 """How often a call that is lost is sent: again only when nothing can have acted, or its tool is idempotent."""
 
@@ -180,10 +182,11 @@ MAX_REASON_CHARS = 500
 
 # --- Scripts of orchestrators -----------------------------------------------------------------------------------------
 
-# KEYS: call, queue; for a session's call also its location, the queue's host, and the tenant's sessions. ARGV: attempt,
-# nonce, tool, message, task, ticket; for a session's call also session and fence. Returns what became of it, and
-# Redis's time, in one line.
-PUBLISH = """
+# KEYS: call, queue, held slots, the tenant's calls; for a session's call also its location, the queue's host, and the
+# tenant's sessions. ARGV: attempt, nonce, tool, message, task, ticket, slot, call id; for a session's call also session
+# and fence. Returns what became of it, and Redis's time, in one line.
+PUBLISH = (
+    """
 local time = redis.call('TIME')
 local function answer(word) return {ok = word .. ' ' .. time[1] .. ' ' .. time[2]} end
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'nonce')
@@ -191,11 +194,11 @@ local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'nonce')
 if record[3] == ARGV[2] then return answer('sent') end
 if ARGV[7] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[7]) == 0 then return answer('no_slot') end
 local place
-if KEYS[4] then
-  place = redis.call('HMGET', KEYS[4], 'state', 'queue', 'fence', 'ttl_s')
+if KEYS[5] then
+  place = redis.call('HMGET', KEYS[5], 'state', 'queue', 'fence', 'ttl_s')
   local is_there = place[1] == 'open' or place[1] == 'moving'
-  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[9] then return answer('moved') end
-  if redis.call('EXISTS', KEYS[5]) == 0 then return answer('host_lost') end
+  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[10] then return answer('moved') end
+  if redis.call('EXISTS', KEYS[6]) == 0 then return answer('host_lost') end
 end
 local first = ARGV[1] == '1'
 if first and record[1] then return answer('duplicate') end
@@ -205,17 +208,25 @@ if not first then
 end
 redis.call('LPUSH', KEYS[2], ARGV[4])
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[8] or '',
+redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[9] or '',
   'queue', KEYS[2], 'queued_at', time[1] .. '.' .. string.format('%06d', time[2]),
   'nonce', ARGV[2], 'task', ARGV[5], 'ticket', ARGV[6])
 redis.call('EXPIRE', KEYS[1], CALL_TTL_S)
+if first and string.sub(ARGV[3], 1, 8) ~= 'session.' then
+  redis.call('ZADD', KEYS[4], time[1] .. '.' .. string.format('%06d', time[2]), ARGV[8])
+  redis.call('ZREMRANGEBYRANK', KEYS[4], 0, -1 - CALLS_LISTED)
+  redis.call('EXPIRE', KEYS[4], CALL_TTL_S)
+end
 if place then
   local life = math.ceil(tonumber(place[4]) or 0) + LOCATION_MARGIN_S
-  redis.call('EXPIRE', KEYS[4], life)
-  if redis.call('TTL', KEYS[6]) < life then redis.call('EXPIRE', KEYS[6], life) end
+  redis.call('EXPIRE', KEYS[5], life)
+  if redis.call('TTL', KEYS[7]) < life then redis.call('EXPIRE', KEYS[7], life) end
 end
 return answer('sent')
-""".replace("CALL_TTL_S", str(CALL_TTL_S)).replace("LOCATION_MARGIN_S", str(LOCATION_MARGIN_S))
+""".replace("CALL_TTL_S", str(CALL_TTL_S))
+    .replace("LOCATION_MARGIN_S", str(LOCATION_MARGIN_S))
+    .replace("CALLS_LISTED", str(CALLS_LISTED))
+)
 
 # KEYS: call. ARGV: attempt, seconds that a call is remembered. Returns the state that the call was in; `superseded`
 # when another attempt decides. An earlier attempt that was given up is there when Redis has lost what renewed it: as

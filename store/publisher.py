@@ -11,7 +11,7 @@ from typing import Literal
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
-from contract.names import call_key, host_key, place_key, tenant_sessions_key
+from contract.names import call_key, host_key, place_key, tenant_calls_key, tenant_sessions_key
 from store.calls import PUBLISH
 from store.connection import CLOSED, Script, ScriptConnection, SharedClock, Unanswered
 from store.slots import held_slots_key
@@ -115,10 +115,17 @@ class Publisher:
 
     def _invocation(self, call: CallMessage) -> tuple[list[str], list[str | int]]:
         """Return the keys and arguments of the script."""
-        keys = [call_key(self._deployment, call.tenant, call.call_id), call.queue, held_slots_key(self._deployment)]
+        keys = [
+            call_key(self._deployment, call.tenant, call.call_id),
+            call.queue,
+            held_slots_key(self._deployment),
+            tenant_calls_key(self._deployment, call.tenant),
+        ]
         # The nonce must differ each time; that it cannot be guessed is not needed.
         nonce = f"{call.attempt}:{random.getrandbits(64):x}"
-        arguments: list[str | int] = [call.attempt, nonce, call.tool, call.text, call.task_id, call.ticket, call.slot]
+        arguments: list[str | int] = [
+            *(call.attempt, nonce, call.tool, call.text, call.task_id, call.ticket, call.slot, call.call_id),
+        ]
         if call.session is not None and call.fence is not None:
             keys += [place_key(self._deployment, call.tenant, call.session), host_key(self._deployment, call.queue)]
             keys.append(tenant_sessions_key(self._deployment, call.tenant))

@@ -12,7 +12,7 @@ from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, 
 
 from contract.approvals import digest_call
 from contract.calls import Clocks, KillReport, ToolCall, ToolResult
-from contract.names import call_key, catalog_key, host_key, hosts_key
+from contract.names import call_key, catalog_key, host_key, hosts_key, tenant_calls_key
 from contract.specs import Catalog, seal_catalog
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.asking import build_record
@@ -141,12 +141,12 @@ class World:
             tenant, session, "host.h1.b00t", start="{}", ttl_s=1800, limit=100
         )
 
-    async def note_call(self, call: str, tenant: str = "acme") -> str:
-        """The record of a call that has ended; gives its Celery task's id."""
+    async def note_call(self, call: str, tenant: str = "acme", state: str = "done") -> str:
+        """The record of a call; gives its Celery task's id."""
         task = f"0123456789ab-{call}.1.{tenant}"
         now = time.time()
         told = {
-            "state": "done",
+            "state": state,
             "tool": "bash_tool",
             "session": "s1",
             "queue": "host.h1.b00t",
@@ -162,6 +162,7 @@ class World:
             "code": "TIMEOUT",
         }
         await self.redis.hset(call_key(DEPLOYMENT, tenant, call), mapping={**told, **times})
+        await self.redis.zadd(tenant_calls_key(DEPLOYMENT, tenant), {call: now})
         return task
 
     async def submit_batch(

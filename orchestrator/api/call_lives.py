@@ -7,10 +7,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
+from orchestrator.api.paging import Limit
 from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.sdk.call_control import GLANCE_S, CallControl
 from store.call_life import CallLife, CallLives
+from store.call_list import CallList
 
 router = APIRouter(prefix="/v1/calls", tags=["calls"], responses=responses())
 
@@ -32,6 +34,40 @@ class Killed(BaseModel):
     state: str
     error_code: str | None
     was_over: bool
+
+
+class ListedCallView(BaseModel):
+    """A call of a list. `state`: waiting (for a slot), queued, running, or how it ended; `reason`: why it waits for a
+    slot (paused, in_flight, rate, slots). `since`: of the state, ISO 8601.
+    """
+
+    call: str
+    tenant: str
+    tool: str | None
+    state: str
+    reason: str | None
+    session: str | None
+    host: str | None
+    error_code: str | None
+    since: str | None
+
+
+class CallListView(BaseModel):
+    """`has_more`: there are calls that are not in the list."""
+
+    data: list[ListedCallView]
+    has_more: bool
+
+
+@router.get("")
+async def list_calls(caller: AnyCaller, limit: Limit = 50) -> CallListView:
+    """List the tenant's calls: those that wait first, with the reason, then those that run, then those that ended
+    lately.
+    """
+    app_state = caller.app_state
+    async with app_state.looks.turn(caller.identity.key_id):
+        page = await CallList(app_state.parts.pool.redis, app_state.settings.deployment).read([caller.tenant], limit)
+    return CallListView.model_validate({"data": [one.to_json() for one in page.calls], "has_more": page.has_more})
 
 
 @router.get("/{call_id}", responses=responses(404))

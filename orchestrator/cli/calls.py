@@ -12,8 +12,9 @@ from orchestrator.cli.runner import Json, Tenant, open_client, run_work
 from orchestrator.sdk.call_control import KilledCall
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
-from orchestrator.terminal.output import escape_controls
+from orchestrator.terminal.output import escape_controls, table_rows
 from store.call_life import CallLife
+from store.call_list import CallPage
 
 calls_app = typer.Typer(no_args_is_help=True, help="What is known of calls.")
 CallName = Annotated[
@@ -38,6 +39,32 @@ async def open_running(what: str, tenant: str | None, *, needs_workers: bool = F
         )
     async with open_client(tenant, needs_workers=needs_workers) as client:
         yield client
+
+
+@calls_app.command("list")
+def calls_list(
+    most: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many at most.")] = 50,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """List calls: those that wait, with the reason, then those that run, then those that ended lately."""
+
+    async def work() -> CallPage:
+        async with open_running("calls", tenant) as client:
+            return await client.list_calls(tenant, most)
+
+    page = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps({"calls": [one.to_json() for one in page.calls], "has_more": page.has_more}))
+        return
+    if not page.calls:
+        typer.echo("no call waits or runs, and none ended within a day")
+        return
+    columns = ("call", "tool", "tenant", "state", "reason", "since", "host", "error_code")
+    for line in table_rows([one.to_json() for one in page.calls], columns):
+        typer.echo(escape_controls(line))
+    if page.has_more:
+        typer.echo("there are more: see --limit", err=True)
 
 
 @calls_app.command("show")

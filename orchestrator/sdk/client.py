@@ -39,6 +39,7 @@ from store.api_keys import ApiKeys, Credential
 from store.approvals import ApprovalQueue
 from store.audit import Actor, Audit, local_actor
 from store.call_life import CallLife, CallLives
+from store.call_list import CallList, CallPage
 from store.catalog import find_skill
 from store.sessions import SessionList, SessionPage
 from store.switches import build_switch
@@ -211,6 +212,14 @@ class ToolClient:
         Raises ToolFailure(INVALID_ARGUMENTS) when nothing is, or when several tenants have one of that id.
         """
         return await self._lives().find(call, await self._scope(tenant))
+
+    async def list_calls(self, tenant: str | None = None, most: int = 100) -> CallPage:
+        """Return the calls that wait, run, or ended lately: of the tenant, else of all tenants, or with a tenant's key
+        of its own. Raises BrokerUnavailable.
+        """
+        owner = await self._scope(tenant)
+        tenants = [owner] if owner is not None else await self._lives().tenants()
+        return await CallList(self._pool.redis, self._settings.deployment).read(tenants, most)
 
     async def kill_call(self, call: str, *, tenant: str | None = None, reason: str = "") -> KilledCall:
         """End a call that waits or runs, wherever; returns when it has ended. Its caller gets CANCELLED with who did it

@@ -178,6 +178,10 @@ async def test_a_call_with_a_stream_that_is_sent_twice_runs_once_and_its_end_is_
     assert results[1]["error_code"] == "OUTCOME_UNKNOWN"
     known = await client.get(f"/v1/calls/{results[1]['call_id']}")
     assert known.json()["state"] == "done"
+    listed = (await client.get("/v1/calls?limit=200")).json()["data"]
+    assert {"call": results[1]["call_id"], "tool": "bash_tool", "state": "done"}.items() <= next(
+        one for one in listed if one["call"] == results[1]["call_id"]
+    ).items()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -238,6 +239,34 @@ def test_ctrl_c_in_a_call_ends_the_command_and_leaves_nothing(
     assert not any("sleep 60" in commands_in(container).values() for container in watched.containers())
     footprint.assert_nothing_left(within_s=1)
     assert watched.containers() == []
+
+
+def test_a_call_that_runs_is_listed_with_its_host_and_can_be_found_by_its_session(shell: Shell) -> None:
+    opened = shell.toolcrew("call", "bash_tool", "command=true")
+    assert opened.returncode == 0
+    process = subprocess.Popen(
+        [TOOLCREW, "call", "bash_tool", "command=sleep 62"],
+        env=shell.footprint.environment(shell.environment),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def listed() -> list[dict[str, Any]]:
+        done = shell.toolcrew("calls", "list", "--json")
+        assert done.returncode == 0, done.stderr
+        calls: list[dict[str, Any]] = json.loads(done.stdout)["calls"]
+        return calls
+
+    try:
+        running = wait_until(lambda: [one for one in listed() if one["state"] == "running"], 60, "the call runs")
+        assert (running[0]["tool"], running[0]["tenant"]) == ("bash_tool", "default")
+        assert running[0]["host"]
+        assert running[0]["session"]
+        assert "done" in {one["state"] for one in listed()}
+        assert running[0]["call"] in shell.toolcrew("calls", "list").stdout
+    finally:
+        end_process(process)
 
 
 def test_a_call_that_is_terminated_closes_its_session_on_a_running_stack(stack: Stack, footprint: Footprint) -> None:

@@ -13,6 +13,7 @@ PATHS = (
     "/runs",
     "/runs/RUN?of=acme",
     "/runs/RUN/transcript?of=acme",
+    "/calls",
     "/approvals",
     "/batches",
     "/batches/acme-batch?of=acme",
@@ -129,7 +130,7 @@ async def test_people_of_a_tenant_see_their_own_pages_and_not_those_of_operators
             assert "rival" not in await response.text()
         await visit.page.goto("/")
         names = await visit.page.get_by_role("navigation", name="Pages").get_by_role("link").all_inner_texts()
-        assert names == ["Overview", "Runs", "Approvals", "Batches", "Sessions", "Tools", "Tenants"]
+        assert names == ["Overview", "Runs", "Calls", "Approvals", "Batches", "Sessions", "Tools", "Tenants"]
 
 
 async def test_the_checks_of_pages_find_what_they_look_for(world: World, visitors: Visitors) -> None:

@@ -261,6 +261,21 @@ async def test_the_life_of_a_call_is_found_by_its_id_and_by_that_of_its_celery_t
         assert len({await page.text() for page in pages}) == 1
 
 
+async def test_calls_are_listed_and_a_call_that_runs_is_killed_from_the_list(world: World, visitors: Visitors) -> None:
+    await world.note_call("ended-call")
+    await world.note_call("lost-queue", state="queued")
+    await world.note_call("rivals-call", tenant="rival")
+    async with visitors.visit("acme") as visit:
+        await visit.page.goto("/calls")
+        await expect(visit.page.get_by_role("row", name="ended-call")).to_contain_text("TIMEOUT")
+        await expect(visit.page.get_by_text("rivals-call")).to_have_count(0)
+        await expect(visit.page.get_by_role("button", name="Kill call ended-call")).to_have_count(0)
+        await take_picture(visit.page, "calls")
+        await visit.page.get_by_role("button", name="Kill call lost-queue").click()
+        await expect(visit.page.get_by_role("heading", level=1)).to_contain_text("forbidden")
+        await expect(visit.page.get_by_text("CANCELLED")).to_be_visible()
+
+
 async def test_all_of_it_can_be_done_with_the_keyboard(world: World, visitors: Visitors) -> None:
     question = await world.ask("make", number=5)
     async with visitors.visit() as visit:

@@ -1,27 +1,57 @@
-"""The page of one call: its life through every process. Flower's tasks link here, and it links to Flower's."""
+"""The pages of calls: a list of them, and one with its life through every process. Flower's tasks link to the second,
+and it links to Flower's.
+"""
 
 from dataclasses import replace
+from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import RedirectResponse
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.api.pages.people import Looking, not_here
+from orchestrator.api.pages.operating import DONE, back
+from orchestrator.api.pages.people import Looking, Sending, not_here
 from orchestrator.api.pages.rendering import address, render
-from orchestrator.api.pages.route import PageRoute
+from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
+from orchestrator.sdk.call_control import GLANCE_S, CallControl
 from store.call_life import CallLives
+from store.call_list import CallList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
+MOST = 200
+CallId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
 
 @router.get("/calls")
-async def find_call(person: Looking, id: str = "") -> Response:
-    """To the page of the call of that id."""
-    return RedirectResponse(
-        address("calls", id.strip(), tenant=person.tenant if person.is_operator else None) if id.strip() else "/",
-        status_code=303,
-    )
+async def calls(request: Request, person: Looking, id: str = "", done: str = "") -> Response:
+    """Calls that wait, run, or ended lately; with an id, to the page of that call."""
+    if id.strip():
+        return RedirectResponse(
+            address("calls", id.strip(), tenant=person.tenant if person.is_operator else None), status_code=303
+        )
+    viewer, parts = await person.viewer(), person.app_state.parts
+    tenants = [viewer.tenant] if viewer.tenant else list(viewer.tenants)
+    async with person.app_state.looks.turn(person.login.identity.key_id):
+        page = await CallList(parts.pool.redis, person.app_state.settings.deployment).read(tenants, MOST)
+    template = "calls.part.html" if is_fragment(request) else "calls.html"
+    return render(template, viewer, title="Calls", page="calls", calls=page, done=DONE.get(done))
+
+
+@router.post("/calls/{call}/kill")
+async def kill_call(call: CallId, person: Sending) -> Response:
+    """End a call that waits or runs."""
+    app_state = person.app_state
+    try:
+        await CallControl(app_state.parts.pool, app_state.settings.deployment).kill(
+            person.owner, call, person.actor, heard_s=GLANCE_S
+        )
+    except ToolFailure as failure:
+        if failure.code is not ErrorCode.INVALID_ARGUMENTS:
+            raise
+        raise not_here("call") from failure
+    return back("calls", call, of=person.owner, tenant=person.tenant)
 
 
 @router.get("/calls/{call}")

@@ -1,0 +1,193 @@
+"""The calls that wait, run, or ended lately. This module only reads; store/calls.py has the scripts that move a call.
+
+Calls that wait for a slot, and calls that hold one, are listed by admission (store/slots.py). Calls that have ended are
+found by the index that the publish script writes: the newest CALLS_LISTED of each tenant.
+"""
+
+import json
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from contract.clock import format_instant
+from contract.hosts import parse_holder
+from contract.names import admission_prefix, call_key, host_of, tenant_calls_key
+from store.calls import CallRecord, CallState, parse_record
+from store.connection import RedisClient, broker_errors
+from store.slots import WaitReason
+
+MAX_SCANNED = 20_000
+"""Entries of admission that are looked at for one list."""
+_SCAN_COUNT = 1000
+SESSION_COMMANDS = "session."
+_ORDER = ("waiting", CallState.QUEUED.value, CallState.RUNNING.value)
+
+
+@dataclass(frozen=True)
+class ListedCall:
+    """One call of a list. `state`: `waiting` (for a slot), or that of its record; `reason`: why it waits; `since`: of
+    that state, in Unix seconds, 0 when unknown.
+    """
+
+    call: str
+    tenant: str
+    tool: str
+    state: str
+    since: float
+    reason: WaitReason | None = None
+    session: str = ""
+    host: str = ""
+    code: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for people and programs: None for unknown values."""
+        return {
+            "call": self.call,
+            "tenant": self.tenant,
+            "tool": self.tool or None,
+            "state": self.state,
+            "reason": self.reason.value if self.reason is not None else None,
+            "session": self.session or None,
+            "host": self.host or None,
+            "error_code": self.code or None,
+            "since": format_instant(self.since) if self.since else None,
+        }
+
+
+@dataclass(frozen=True)
+class CallPage:
+    """Calls that wait first, then those in a queue, those that run, and those that have ended, the latest first.
+    `has_more`: there are others that are not listed.
+    """
+
+    calls: tuple[ListedCall, ...]
+    has_more: bool
+
+
+class CallList:
+    """Lists the calls of one deployment."""
+
+    def __init__(self, client: RedisClient, deployment: str) -> None:
+        self._client = client
+        self._deployment = deployment
+
+    async def read(self, tenants: Sequence[str], most: int = 100) -> CallPage:
+        """Return at most `most` calls of these tenants. Raises BrokerUnavailable."""
+        waiting, is_cut = await self._scan("waiting", tenants)
+        held, is_also_cut = await self._scan("held", tenants)
+        limits = await self._limits(tenants)
+        listed = [_build_waiting(entry, limits[entry["tenant"]]) for entry in waiting]
+        names = {(str(entry["tenant"]), str(entry["call"])) for entry in held}
+        names |= await self._recent(tenants, most + 1)
+        listed += await self._read_records(sorted(names), {(one.tenant, one.call) for one in listed})
+        listed.sort(key=_rank)
+        return CallPage(tuple(listed[:most]), is_cut or is_also_cut or len(listed) > most)
+
+    async def _scan(self, name: str, tenants: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
+        """Return the entries of admission's hash that are calls of these tenants, and whether some were not looked
+        at.
+        """
+        key, wanted = admission_prefix(self._deployment) + name, set(tenants)
+        found: list[dict[str, Any]] = []
+        cursor, scanned = 0, 0
+        while scanned < MAX_SCANNED:
+            cursor, rows = await _ask(self._client.hscan(key, cursor, count=_SCAN_COUNT))
+            entries = [json.loads(text) for text in rows.values()]
+            # Commands to sessions take slots, and are no calls of a user.
+            found += [
+                entry
+                for entry in entries
+                if entry["tenant"] in wanted and not str(entry["tool"]).startswith(SESSION_COMMANDS)
+            ]
+            scanned += len(rows)
+            if not cursor:
+                return found, False
+        return found, True
+
+    async def _limits(self, tenants: Sequence[str]) -> dict[str, Mapping[bytes, bytes]]:
+        """Return what admission has of each tenant: its limits, and what it uses of them."""
+        pipe = self._client.pipeline(transaction=False)
+        for tenant in tenants:
+            pipe.hgetall(f"{admission_prefix(self._deployment)}tenant:{tenant}")
+        return dict(zip(tenants, await _ask(pipe.execute()), strict=True))
+
+    async def _recent(self, tenants: Sequence[str], most: int) -> set[tuple[str, str]]:
+        pipe = self._client.pipeline(transaction=False)
+        for tenant in tenants:
+            pipe.zrevrange(tenant_calls_key(self._deployment, tenant), 0, most - 1)
+        pages: list[list[bytes]] = await _ask(pipe.execute())
+        return {
+            (tenant, call.decode(errors="replace"))
+            for tenant, calls in zip(tenants, pages, strict=True)
+            for call in calls
+        }
+
+    async def _read_records(self, names: Sequence[tuple[str, str]], waiting: set[tuple[str, str]]) -> list[ListedCall]:
+        pipe = self._client.pipeline(transaction=False)
+        for tenant, call in names:
+            pipe.hgetall(call_key(self._deployment, tenant, call))
+        listed = []
+        for (tenant, call), fields in zip(names, await _ask(pipe.execute()), strict=True):
+            if (tenant, call) in waiting:
+                continue
+            try:
+                record = parse_record(fields)
+            except ValidationError:
+                continue  # written by a later release
+            if record is not None:
+                listed.append(_build_listed(tenant, call, record))
+        return listed
+
+
+def _build_waiting(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> ListedCall:
+    return ListedCall(
+        call=str(entry["call"]),
+        tenant=str(entry["tenant"]),
+        tool=str(entry.get("tool", "")),
+        state="waiting",
+        since=float(entry.get("since", 0.0)),
+        reason=_find_reason(entry, limits),
+        host=host_of(str(entry["queue"])),
+    )
+
+
+def _find_reason(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> WaitReason:
+    """Return what `waiting_reason` in slots_operations.lua says of the call."""
+
+    def number(name: bytes) -> float:
+        return float(limits.get(name, b"0"))
+
+    if entry.get("lane") == "paused":
+        return WaitReason.PAUSED
+    if number(b"held") >= number(b"in_flight"):
+        return WaitReason.IN_FLIGHT
+    return WaitReason.RATE if number(b"blocked") else WaitReason.SLOTS
+
+
+def _build_listed(tenant: str, call: str, record: CallRecord) -> ListedCall:
+    since = {CallState.QUEUED: record.queued_at, CallState.RUNNING: record.started_at}.get(record.state)
+    queue, _ = parse_holder(record.holder)
+    return ListedCall(
+        call=call,
+        tenant=tenant,
+        tool=record.tool,
+        state=record.state.value,
+        since=record.ended_at if since is None else since,
+        session=record.session,
+        host=host_of(queue or record.queue) if queue or record.queue else "",
+        code=record.code,
+    )
+
+
+def _rank(call: ListedCall) -> tuple[int, float]:
+    """Calls that have not ended come first, the oldest of them first; then the latest that ended."""
+    if call.state in _ORDER:
+        return _ORDER.index(call.state), call.since
+    return len(_ORDER), -call.since
+
+
+async def _ask(command: Awaitable[Any]) -> Any:
+    with broker_errors("the calls were not listed"):
+        return await command

@@ -1,0 +1,140 @@
+"""The list of calls: those that wait and why, those that run, those that ended, and whose they are. Over a real Redis."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from contract.names import call_key, slots_key
+from contract.tenancy import TenantPolicy
+from orchestrator.dispatch.celery_transport import build_call_message
+from store import call_list
+from store.call_list import CallList
+from store.connection import ScriptConnection, SharedClock
+from store.publisher import Publisher
+from store.slots import SlotRequest, WaitReason, enqueue, load_script, script_arguments
+from tests.builders import build_attempt
+from tests.conftest import RedisProcess
+
+QUEUE = "pool.web"
+
+
+class Calls:
+    """The calls of one deployment."""
+
+    def __init__(self, client: "redis.asyncio.Redis", publisher: Publisher) -> None:
+        self.client, self.publisher = client, publisher
+        self.list = CallList(client, "d")
+
+    async def ask_for_slot(
+        self, call: str, policy: TenantPolicy, tenant: str = "acme", tool: str = "bash_tool"
+    ) -> None:
+        request = SlotRequest(tenant, policy, QUEUE, call, tool, "interactive", 60.0, 30.0)
+        await self.client.eval(
+            load_script(), 0, *script_arguments("d", "o1", [enqueue(f"o1.{tenant}-{call}", request)])
+        )
+
+    async def publish(self, call: str, tool: str = "bash_tool", **record: Any) -> None:
+        """Publish a call, and give its record these fields afterwards."""
+        attempt = build_attempt(tool, call_id=call, queue=QUEUE, envelope="{}")
+        await self.publisher.publish(build_call_message(attempt, f"task-{call}", "d"))
+        if record:
+            await self.client.hset(call_key("d", "acme", call), mapping=record)
+
+    async def read(self, *tenants: str, most: int = 100) -> list[tuple[str, str]]:
+        page = await self.list.read(tenants or ["acme"], most)
+        return [(one.call, one.state) for one in page.calls]
+
+
+@pytest.fixture
+async def calls(redis_server: RedisProcess) -> AsyncIterator[Calls]:
+    client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    scripts = ScriptConnection(client)
+    yield Calls(client, Publisher(scripts, "d", SharedClock()))
+    await scripts.aclose()
+    await client.aclose()
+
+
+async def test_calls_that_wait_come_first_then_those_that_run_then_the_latest_that_ended(calls: Calls) -> None:
+    await calls.publish("old", state="done", ended_at="100.0")
+    await calls.publish("late", state="done", ended_at="200.0", code="TIMEOUT")
+    await calls.publish("works", state="running", started_at="300.0", holder="host.h1.b1/w1")
+    await calls.publish("lies")
+    await calls.client.set(slots_key("d", QUEUE), 1)
+    for number in range(5):
+        await calls.ask_for_slot(f"w{number}", TenantPolicy(in_flight=1))
+
+    listed = await calls.read()
+
+    assert listed == [
+        *((f"w{number}", "waiting") for number in range(1, 5)),
+        *(("lies", "queued"), ("works", "running"), ("late", "done"), ("old", "done")),
+    ]
+    page = await calls.list.read(["acme"], 100)
+    by_name = {one.call: one for one in page.calls}
+    assert not page.has_more
+    assert by_name["w1"].reason is WaitReason.IN_FLIGHT
+    assert (by_name["works"].since, by_name["works"].host) == (300.0, "h1")
+    assert by_name["late"].to_json()["error_code"] == "TIMEOUT"
+
+
+async def test_every_reason_to_wait_is_that_of_admission(calls: Calls) -> None:
+    await calls.client.set(slots_key("d", QUEUE), 10)
+    policies = {
+        "few": TenantPolicy(in_flight=1),
+        "slow": TenantPolicy(rate_per_s=0.01, burst=1),
+        "debtor": TenantPolicy(is_paused=True),
+        "many": TenantPolicy(),
+    }
+    for tenant, policy in policies.items():
+        for number in range(30):
+            await calls.ask_for_slot(f"c{number}", policy, tenant)
+
+    page = await calls.list.read(list(policies), 200)
+
+    reasons = {one.tenant: one.reason for one in page.calls if one.state == "waiting"}
+    assert reasons == {
+        "few": WaitReason.IN_FLIGHT,
+        "slow": WaitReason.RATE,
+        "many": WaitReason.SLOTS,
+        "debtor": WaitReason.PAUSED,
+    }
+
+
+async def test_a_tenant_sees_its_own_calls_and_no_commands_to_sessions(calls: Calls) -> None:
+    await calls.publish("mine")
+    await calls.publish("opening", tool="session.open")
+    for number in range(12):
+        await calls.ask_for_slot(f"o{number}", TenantPolicy(), "other")
+        await calls.ask_for_slot(f"s{number}", TenantPolicy(), "acme", "session.close")
+
+    assert await calls.read() == [("mine", "queued")]
+    assert {state for _, state in await calls.read("other")} == {"waiting"}
+
+
+async def test_a_list_is_bounded_and_says_that_there_is_more(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_list, "MAX_SCANNED", 1)
+    monkeypatch.setattr(call_list, "_SCAN_COUNT", 1)
+    for number in range(4):
+        await calls.publish(f"c{number}", state="done", ended_at=f"{number}.0")
+
+    page = await calls.list.read(["acme"], 3)
+
+    assert [one.call for one in page.calls] == ["c3", "c2", "c1"]
+    assert page.has_more
+
+
+async def test_the_newest_thousand_are_remembered_and_a_record_of_a_later_release_is_left_out(calls: Calls) -> None:
+    attempt = build_attempt("bash_tool", queue=QUEUE, envelope="{}")
+    for number in range(1005):
+        message = replace(build_call_message(attempt, f"task-{number}", "d"), call_id=f"c{number}")
+        await calls.publisher.publish(message)
+    await calls.client.hset(call_key("d", "acme", "c1004"), mapping={"state": "frozen"})
+
+    page = await calls.list.read(["acme"], 2000)
+
+    assert len(page.calls) == 999
+    assert "c1004" not in {one.call for one in page.calls}
+    assert "c4" not in {one.call for one in page.calls}
