@@ -1,25 +1,28 @@
-"""Samples as text: the Prometheus format 0.0.4, or OpenMetrics 1.0."""
+"""The figures of one scrape, as a collector that prometheus_client renders."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+
+from prometheus_client import exposition
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
 
 from contract.metrics import BUCKET, COUNT, METRICS, SUM, Metric
 
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
-OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+TEXT = exposition.CONTENT_TYPE_PLAIN_0_0_4
+OPEN_METRICS = openmetrics.CONTENT_TYPE_LATEST
 
-SERIES_KEPT = 32_768
 MAX_VALUE = 1e18
-"""What a worker's report says may be any whole number."""
+"""A worker may report any whole number."""
 Labels = tuple[str, ...]
-_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 @dataclass
-class Samples:
-    """What is to be told, by metric and label values. Of a histogram: its parts."""
+class Samples(Collector):
+    """Values by metric and label values. A histogram has its parts."""
 
     numbers: dict[str, dict[Labels, float]] = field(default_factory=lambda: defaultdict(dict))
     histograms: dict[str, dict[Labels, dict[str, float]]] = field(
@@ -30,88 +33,58 @@ class Samples:
         self.numbers[metric.name][labels] = min(value, MAX_VALUE)
 
     def add(self, metric: Metric, value: float, *labels: str) -> None:
-        """To what is there."""
+        """Add to the value that is there."""
         known = self.numbers[metric.name]
         known[labels] = known.get(labels, 0.0) + min(value, MAX_VALUE)
 
     def add_part(self, metric: Metric, part: str, labels: Labels, value: float) -> None:
-        """A field of the sums. Other releases may have spelled the labels so that two of them are one."""
+        """Add a field of the sums. Other releases may have spelled the labels so that two of them are one."""
         if metric.kind == "histogram":
             parts = self.histograms[metric.name][labels]
             parts[part] = parts.get(part, 0.0) + value
         else:
             self.add(metric, value, *labels)
 
+    def collect(self) -> Iterator[Family]:
+        """Yield all metrics in their order, also those without a value."""
+        for metric in METRICS.values():
+            if metric.kind == "histogram":
+                yield self._histogram(metric)
+                continue
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = kind(metric.name, metric.help, labels=metric.labels)
+            values: dict[Labels, float] = {(value,): 0.0 for value in metric.values}
+            if not metric.labels and metric.kind == "counter":
+                values[()] = 0.0
+            for labels, value in sorted((values | self.numbers.get(metric.name, {})).items()):
+                family.add_metric(labels, value)
+            yield family
+
+    def _histogram(self, metric: Metric) -> Family:
+        family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for labels, parts in sorted(self.histograms.get(metric.name, {}).items()):
+            family.add_metric(labels, _buckets(metric, parts), parts.get(SUM, 0.0))
+        return family
+
 
 def render(samples: Samples, *, is_open: bool = False) -> bytes:
-    """All metrics in their order, also those of which there is nothing to tell. `is_open`: as OpenMetrics."""
-    lines: list[str] = []
-    for metric in METRICS.values():
-        lines += _family(metric, samples, is_open=is_open)
+    """Return the page in the Prometheus format 0.0.4. `is_open`: in OpenMetrics 1.0."""
     if is_open:
-        lines.append("# EOF")
-    return ("\n".join(lines) + "\n").encode()
+        return bytes(openmetrics.generate_latest(samples))  # type: ignore[no-untyped-call]
+    return exposition.generate_latest(samples)
 
 
 def choose_format(accept: str) -> bool:
-    """Whether a reader with this Accept header is given OpenMetrics."""
+    """Return whether a reader with this Accept header gets OpenMetrics. The library's own choice fails at a version
+    that is no number.
+    """
     return "application/openmetrics-text" in accept
 
 
-def _family(metric: Metric, samples: Samples, *, is_open: bool) -> Iterable[str]:
-    family = metric.name.removesuffix("_total") if is_open and metric.kind == "counter" else metric.name
-    yield f"# HELP {family} {metric.help}"
-    yield f"# TYPE {family} {metric.kind}"
-    if metric.kind == "histogram":
-        for labels, parts in sorted(samples.histograms.get(metric.name, {}).items()):
-            yield from _histogram(metric, labels, parts)
-        return
-    known: dict[Labels, float] = {(value,): 0.0 for value in metric.values}
-    if not metric.labels and metric.kind == "counter":
-        known[()] = 0.0
-    known |= samples.numbers.get(metric.name, {})
-    name = metric.name
-    yield from [_series(name, labels) + _number(known[labels]) for labels in sorted(known)]
-
-
-def _histogram(metric: Metric, labels: Labels, parts: Mapping[str, float]) -> Iterable[str]:
-    series, so_far = _histogram_series(metric.name, labels), 0.0
-    numbers = list[float]()
-    for part in _bucket_parts(metric.name):
-        so_far += parts.get(part, 0.0)
-        numbers.append(so_far)
-    count = max(so_far, parts.get(COUNT, 0.0))
-    numbers += count, parts.get(SUM, 0.0), count
-    yield from [told + _number(value) for told, value in zip(series, numbers, strict=True)]
-
-
-@lru_cache(maxsize=SERIES_KEPT)
-def _series(name: str, labels: Labels) -> str:
-    """A line of a counter or a gauge without its number: most are the same on each page, and putting them together is
-    most of its work.
-    """
-    return _build_series(name, METRICS[name].labels, labels)
-
-
-@lru_cache(maxsize=SERIES_KEPT // 16)
-def _histogram_series(name: str, labels: Labels) -> Sequence[str]:
-    """The same of a histogram: its buckets, sum and count."""
-    metric = METRICS[name]
-    bounds = [*map(repr, metric.buckets), "+Inf"]
-    buckets = [_build_series(f"{name}_bucket", (*metric.labels, "le"), (*labels, bound)) for bound in bounds]
-    return [*buckets, *(_build_series(f"{name}_{part}", metric.labels, labels) for part in ("sum", "count"))]
-
-
-def _build_series(name: str, names: Labels, labels: Labels) -> str:
-    told = ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in zip(names, labels, strict=True))
-    return f"{name}{{{told}}} " if told else f"{name} "
-
-
-@cache
-def _bucket_parts(name: str) -> Sequence[str]:
-    return [f"{BUCKET}{bound:g}" for bound in METRICS[name].buckets]
-
-
-def _number(value: float) -> str:
-    whole = int(value)
-    return str(whole) if value == whole else repr(value)
+def _buckets(metric: Metric, parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return how many values are at most each bound."""
+    buckets, so_far = list[tuple[str, float]](), 0.0
+    for bound in metric.buckets:
+        so_far += parts.get(f"{BUCKET}{bound:g}", 0.0)
+        buckets.append((repr(bound), so_far))
+    return [*buckets, ("+Inf", max(so_far, parts.get(COUNT, 0.0)))]
