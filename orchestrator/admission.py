@@ -36,21 +36,46 @@ from store.slots import (
 from store.tasks import begin_shared, cancel_all
 from telemetry.logs import get_logger
 
+log = get_logger(__name__)
+
 NOT_ADMITTED = RunFailure.ADMISSION.metadata
-"""In the metadata of what admission refuses."""
+"""The metadata of a result that says that admission refused the call."""
+NOTICE_S = 0.5
+"""A call that has its slot sooner is not reported: on a busy pool most calls wait for some milliseconds."""
+PAUSE_POLL_S = 0.5
+"""How often a paused tenant's policy is read. A cached policy is at most one second old, so calls continue within two
+seconds.
+"""
+LEAST_WAIT_S = 1.0
+"""How long a call whose tenant was resumed waits for a slot at least."""
+PAUSED_RETRY_S = 5.0
+QUEUE_MARGIN_S = 0.4
+"""A paused call waits in `inner` this much longer than its own limit."""
+TICK_S = 1.0
+"""How often a queue with waiting calls is checked for new slots."""
+RENEWALS_A_LEASE = 4
+RENEW_AT_ONCE = 500
+SOONEST_WAKE_S = 0.01
+SETTLE_S = 2.0
+MAX_RETRY_S = 60.0
+LONGEST_PAUSE_S = 5.0
+"""The longest pause between two attempts of `until_admitted`."""
 
 
 def was_not_admitted(result: ToolResult) -> bool:
-    """Whether the call has not been sent, so that it may be made again under its own id; one whose tool says that it is
-    asked too often has been.
+    """Return True when admission refused the call. Such a call was not sent, and may be sent again under its own id.
+
+    A tool can also answer RATE_LIMITED; its call was sent.
     """
     return result.error_code is ErrorCode.RATE_LIMITED and result.run_failure is RunFailure.ADMISSION
 
 
 class Slot:
-    """A slot of one call. `used_s`: what the tenant is charged when it is given back: seconds of a worker, as the
-    result's clocks tell; None: as long as it was held. `pending`: the id of the request in Redis while it is not known
-    whether the call has the slot; "" once it has."""
+    """The slot of one call.
+
+    `used_s`: seconds of a worker that the tenant is charged when the slot is released, as the result's clocks say;
+    None: as long as it was held. `pending`: the id of the request in Redis until Redis has answered it; then "".
+    """
 
     def __init__(self, pending: str = "") -> None:
         self.used_s: float | None = None
@@ -61,39 +86,34 @@ class Slot:
 
 
 class Admission(Protocol):
-    """Slots in fair shares."""
+    """Gives slots in fair shares."""
 
     def slot(self, request: SlotRequest, *, is_early: bool = False) -> AbstractAsyncContextManager[Slot]:
-        """Waits for a slot and holds it until the block ends. A request with the policy of a paused tenant waits and
-        never gets one.
+        """Wait for a slot and hold it until the block ends. A request of a paused tenant never gets one.
 
-        `is_early`: the block may begin when the request is on its way to Redis. A call that is published in the block's
-        first turn is then in the same pipeline, on condition that it has the slot `Slot.pending`; when it has not,
-        `Slot.wait` waits.
+        `is_early`: the block may begin when the request is on its way to Redis. A call that is published in the first
+        turn of the block goes into the same pipeline, and is published only if it has the slot `Slot.pending`. If it
+        has not, `Slot.wait` waits for the slot.
 
-        Raises ToolFailure(RATE_LIMITED) with `retry_after_s` in its metadata when the tenant has too many calls
-        waiting, or none became free within `wait_s`; BrokerUnavailable.
+        Raises ToolFailure(RATE_LIMITED) with `retry_after_s` in its metadata when too many calls of the tenant wait, or
+        no slot became free within `wait_s`; BrokerUnavailable.
         """
         ...
 
     async def aclose(self) -> None:
-        """Give everything back."""
+        """Release all slots and requests."""
         ...
 
 
 class Unlimited:
-    """For programs without a pool: everybody has a slot at once."""
+    """Admission for programs without a pool: every call has a slot at once."""
 
     @asynccontextmanager
     async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
         yield Slot()
 
     async def aclose(self) -> None:
-        """Nothing is held."""
-
-
-NOTICE_S = 0.5
-"""A call that has its slot sooner is not reported: on a busy pool most calls wait for some milliseconds."""
+        """Do nothing: no slot is held."""
 
 
 @dataclass(frozen=True)
@@ -158,27 +178,17 @@ def build_notice(request: SlotRequest, reason: WaitReason) -> WaitNotice:
     return WaitNotice(request.call_id, tenant, request.tool, reason, message)
 
 
-log = get_logger(__name__)
-
-LOOK_S = 0.5
-"""How often it is looked whether a tenant goes on: with what is known of policies being a second old, all go on within
-two.
-"""
-LEAST_WAIT_S = 1.0
-RETRY_AFTER_S = 5.0
-PLACE_MARGIN_S = 0.4
-"""By how much the place of a paused call in `inner` outlasts the wait of the call."""
-
-
 class PolicySource(Protocol):
-    """Who knows what a tenant may have now."""
+    """Gives the present policy of a tenant."""
 
     async def policy(self, tenant: str) -> TenantPolicy: ...
 
 
 class PausableAdmission:
-    """Adds pauses to `inner`, which gives the slots and counts paused calls as waiting. A call whose tenant is paused
-    before it is sent gives its slot back and waits."""
+    """Adds pauses to `inner`, which gives the slots and counts paused calls as waiting.
+
+    A call whose tenant is paused before the call is sent releases its slot and waits.
+    """
 
     def __init__(self, inner: Admission, tenants: PolicySource) -> None:
         self._inner = inner
@@ -188,8 +198,9 @@ class PausableAdmission:
 
     @asynccontextmanager
     async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
-        """As promised by Admission; what only ends things passes. RATE_LIMITED, too, says that the tenant is still
-        paused when `wait_s` is over.
+        """Wait for a slot as Admission.slot does. Urgent calls are not paused: they only end things.
+
+        Also raises ToolFailure(RATE_LIMITED) when the tenant is still paused after `wait_s`.
         """
         if request.is_urgent:
             async with self._inner.slot(request, is_early=is_early) as slot:
@@ -211,7 +222,7 @@ class PausableAdmission:
                 slot.used_s = 0.0
 
     async def aclose(self) -> None:
-        """Give everything back; who waits for a tenant goes on waiting in `inner`, which fails it."""
+        """Close `inner`, which fails the calls of paused tenants that wait in it."""
         watches = list(self._watches.values())
         for watch in watches:
             watch.cancel()
@@ -225,7 +236,7 @@ class PausableAdmission:
         tenant, left_s = request.tenant, max(0.0, until - asyncio.get_running_loop().time())
         # `inner` counts the call as waiting. Our own limit is reached first: its message says that the tenant is
         # paused.
-        place = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + PLACE_MARGIN_S)))
+        place = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + QUEUE_MARGIN_S)))
         self._waiting[tenant] += 1
         try:
             watch = self._watches.get(tenant)
@@ -250,11 +261,11 @@ class PausableAdmission:
             raise AssertionError(f"tenant {request.tenant} is paused and got a slot")
 
     async def _watch(self, tenant: str) -> None:
-        """One for all calls of a tenant, as long as there are any."""
+        """Return when the tenant is resumed, or none of its calls waits. One task per tenant."""
         try:
-            # Told by Redis alone: there is nothing here that could be waited for.
+            # The policy is in Redis, which sends no event when it changes.
             while self._waiting[tenant] and await self._is_paused(tenant):  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(PAUSE_POLL_S)
         finally:
             del self._watches[tenant]
 
@@ -265,32 +276,24 @@ class PausableAdmission:
             log.warning("pause_not_known", tenant=tenant, error=str(error))
             return True
         except (ToolFailure, OperatorError):
-            # It is none any more, or its policy cannot be read: each of its calls is told so when it asks for itself.
+            # The tenant was removed, or its policy cannot be read: each of its calls fails with that when it goes on.
             return False
 
 
 def _still_paused(request: SlotRequest, policy: TenantPolicy) -> ToolFailure:
     why = f" ({policy.pause_reason})" if policy.pause_reason else ""
     sentence = (
-        f"{request.tool} was not run: tenant {request.tenant} is paused{why}; its calls go on when an operator resumes "
-        f"it (toolcrew resume {request.tenant})"
+        f"{request.tool} was not run: tenant {request.tenant} is paused{why}; its calls continue when an operator "
+        f"resumes it ({build_command('resume', request.tenant)})"
     )
-    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=RETRY_AFTER_S, is_paused=True, **NOT_ADMITTED)
-
-
-TICK_S = 1.0
-"""How soon a queue whose slots have become more is looked at."""
-RENEWALS_A_LEASE = 4
-RENEW_AT_ONCE = 500
-SOONEST_WAKE_S = 0.01
-SETTLE_S = 2.0
-MAX_RETRY_S = 60.0
+    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=PAUSED_RETRY_S, is_paused=True, **NOT_ADMITTED)
 
 
 @dataclass
 class _Ticket:
-    """One call that waits for a slot or holds it. `is_known`: Redis has it; `reason`: why Redis has queued it;
-    `held_at`: on this process's clock, None while it waits."""
+    """A call that waits for a slot or holds one. `is_known`: Redis has it; `reason`: why it waits; `held_at`: seconds
+    of the event loop's clock since it holds the slot, None while it waits.
+    """
 
     call: str
     request: SlotRequest
@@ -301,10 +304,13 @@ class _Ticket:
 
 
 class SharedAdmission:
-    """Weighted fair shares of each queue's slots (docs/admission.md).
+    """Gives weighted fair shares of each queue's slots (docs/admission.md).
 
-    A call costs one round trip before it begins, and half a one that no caller waits for when it ends; what comes
-    together goes together. `clock`: Unix seconds instead of Redis's own, for programs that play time.
+    A call costs one round trip before it begins. Its release is sent without waiting for the answer. Requests of one
+    turn of the event loop share a pipeline. `clock`: Unix seconds instead of Redis's clock, for simulations.
+
+    Invariant: every ticket is in `_tickets` until it is dropped, and dropping sends exactly one release. A grant for a
+    ticket that was dropped meanwhile is therefore released at once (`_grant`).
     """
 
     def __init__(
@@ -341,7 +347,7 @@ class SharedAdmission:
 
     @asynccontextmanager
     async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
-        """As promised by Admission. `wait_s` holds for Redis's answer, too."""
+        """Wait for a slot as Admission.slot does. `wait_s` includes the time until Redis answers."""
         ticket, is_sent = self._request(request, is_early=is_early)
         slot = _SharedSlot(self, ticket, is_sent)
         try:
@@ -357,7 +363,7 @@ class SharedAdmission:
             self._drop(ticket, held_s if slot.used_s is None else max(0.0, min(slot.used_s, held_s)))
 
     async def aclose(self) -> None:
-        """Give everything back, and fail who still waits."""
+        """Release all slots, and fail the calls that wait."""
         self._is_closed = True
         for ticket in list(self._tickets.values()):
             if ticket.held_at is None and not ticket.granted.done():
@@ -378,9 +384,9 @@ class SharedAdmission:
             raise _unavailable("the client is closed")
         self._open()
         ticket = _Ticket(f"{self.id}.{next(self._numbers)}", request, asyncio.get_running_loop().create_future())
-        # A call that was published early learns of a failure by its publish.
+        # The publish reports a failure of a call that was published early; nothing awaits this future then.
         ticket.granted.add_done_callback(_retrieve)
-        # Behind other calls of its tenant it waits as well: to publish it early would be in vain.
+        # A call behind other calls of its tenant has to wait: publishing it early would be useless.
         is_in_line = self._lines[request.tenant, request.queue] > 0
         self._tickets[ticket.call] = self._waiting[ticket.call] = ticket
         self._lines[request.tenant, request.queue] += 1
@@ -407,7 +413,7 @@ class SharedAdmission:
             listener(build_notice(ticket.request, ticket.reason))
 
     def _open(self) -> None:
-        """The tasks, with the first call: there is a loop then."""
+        """Start the tasks with the first call: only then is there an event loop."""
         if not self._tasks:
             works = {"grants": self._listener.run(), "leases": self._keep()}
             self._tasks = [begin_shared(work, f"admission-{name}") for name, work in works.items()]
@@ -428,7 +434,7 @@ class SharedAdmission:
         for call in calls:
             ticket = self._tickets.get(call)
             if ticket is None:
-                # Given just as the waiting ended.
+                # Redis granted it after its caller had stopped waiting.
                 self._steps.give_back(call, 0.0)
             elif ticket.held_at is None:
                 ticket.is_known, ticket.held_at = True, _instant()
@@ -462,7 +468,7 @@ class SharedAdmission:
             ticket.granted.set_exception(error)
 
     def _repair(self, unknown: Iterable[str]) -> None:
-        """Redis has forgotten these: its last second, or all of it."""
+        """Ask again for what Redis has lost: its last second, or all of its data."""
         for call in unknown:
             ticket = self._tickets.get(call)
             if ticket is not None and ticket.held_at is not None:
@@ -472,7 +478,7 @@ class SharedAdmission:
                 self._steps.ask(call, ticket.request)
 
     def _reconcile(self) -> None:
-        """Compare with what Redis knows, which renews the leases."""
+        """Renew all leases; Redis answers with the ids that it does not know."""
         held = [call for call, ticket in self._tickets.items() if ticket.held_at is not None]
         waiting = [call for call, ticket in self._waiting.items() if ticket.is_known]
         for at in range(0, len(held), RENEW_AT_ONCE):
@@ -481,7 +487,7 @@ class SharedAdmission:
             self._steps.add(renew((), waiting[at : at + RENEW_AT_ONCE]))
 
     async def _keep(self) -> None:
-        """Renew what is held and waits; look at the queues in which something waits."""
+        """Renew the leases, and check the queues in which calls wait."""
         renewed_at = _instant()
         renew_s = self._lease_s / RENEWALS_A_LEASE
         while True:
@@ -520,7 +526,7 @@ def _retrieve(granted: "asyncio.Future[None]") -> None:
 
 
 def _instant() -> float:
-    """Seconds of the event loop's clock, by which everything here waits."""
+    """Return seconds of the event loop's clock, which every time-out here uses."""
     return asyncio.get_running_loop().time()
 
 
@@ -531,7 +537,7 @@ def _unavailable(what: str) -> BrokerUnavailable:
 def _too_many(request: SlotRequest, retry_after_s: float) -> ToolFailure:
     sentence = (
         f"{request.tool} was not run: {request.policy.queued} calls of tenant {request.tenant} wait already, which is "
-        f"all that may; try again in {retry_after_s:.1f} s, or with fewer calls at a time"
+        f"the limit; try again in {retry_after_s:.1f} s, or with fewer calls at a time"
     )
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=round(retry_after_s, 3), **NOT_ADMITTED)
 
@@ -545,14 +551,11 @@ def _none_free(request: SlotRequest) -> ToolFailure:
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=retry_after_s, **NOT_ADMITTED)
 
 
-MAX_PAUSE_S = 5.0
-
-
 async def until_admitted(send: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-    """The result of a call, once it has been let through."""
+    """Send a call again until admission does not refuse it, and return its result."""
     while True:
         result = await send()
         retry_after_s = result.metadata.get("retry_after_s")
         if not was_not_admitted(result) or not isinstance(retry_after_s, int | float):
             return result
-        await asyncio.sleep(min(MAX_PAUSE_S, max(0.0, retry_after_s)) * random.uniform(1.0, 1.5))
+        await asyncio.sleep(min(LONGEST_PAUSE_S, max(0.0, retry_after_s)) * random.uniform(1.0, 1.5))

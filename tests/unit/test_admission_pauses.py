@@ -83,7 +83,7 @@ async def take(admission: PausableAdmission, request: SlotRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "LOOK_S", 0.01)
+    monkeypatch.setattr(admission, "PAUSE_POLL_S", 0.01)
 
 
 async def test_a_call_of_a_tenant_that_is_served_has_its_slot_at_once() -> None:
