@@ -53,8 +53,7 @@ from orchestrator.loop.events import CallFinished, RunEvent
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.operations.local_stack import StackInfo, keep, print_json
 from orchestrator.settings import child_environment, load_settings, program
-from orchestrator.terminal.live import LiveOutput
-from orchestrator.terminal.output import RunView, escape_controls, format_times
+from orchestrator.terminal.output import LiveOutput, RunView, escape_controls, format_times
 
 HELP = (
     "Runs the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names; without it run, call, tools and "

@@ -1,1 +1,1 @@
-"""Text for terminals: tables, live lines, and commands that can be pasted."""
+"""Text for terminals: runs, calls, tables, and commands that can be pasted."""

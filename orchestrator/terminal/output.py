@@ -1,9 +1,11 @@
-"""A run on a terminal: text as it comes, calls with their results and clocks. Hostile output is shown escaped."""
+"""Runs and calls on a terminal, while they run and when they have ended. Untrusted text is shown escaped."""
 
 import json
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text as RichText
 
 from contract.calls import Clocks, ToolResult
@@ -23,15 +25,77 @@ from orchestrator.loop.events import (
     TextWithdrawn,
     Warned,
 )
-from orchestrator.terminal.live import LiveLines
 from orchestrator.terminal.text import escape_controls
 
-__all__ = ["RunView", "escape_controls", "format_clocks", "format_times", "table_rows"]
+__all__ = ["LiveOutput", "RunView", "escape_controls", "format_clocks", "format_times", "table_rows"]
 
 MAX_SHOWN_LINES = 20
 MAX_LIVE_LINES = 5
 """Of one piece of a running call's output."""
 MAX_LIVE_LINES_OF_CALL = 40
+MAX_LINE_CHARS = 200
+TAIL_LINES = 8
+REFRESH_PER_S = 8
+
+
+class LiveLines:
+    """Joins pieces of a running call's output into lines."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, str] = {}
+
+    def feed(self, stream: str, text: str) -> list[str]:
+        """Return the lines that end in this piece."""
+        *lines, rest = (self._open.get(stream, "") + text).split("\n")
+        # A line may never end: no more of it is kept than is shown.
+        self._open[stream] = _last_overwrite(rest)[: MAX_LINE_CHARS + 1] + ("\r" if rest.endswith("\r") else "")
+        return [_fit(line) for line in lines]
+
+    def rest(self) -> list[str]:
+        """Return the lines that have not ended."""
+        return [_fit(line) for line in self._open.values() if line]
+
+
+class LiveOutput:
+    """Shows the output of one call while it runs: its last lines on a terminal, until the call ends and its result is
+    shown; elsewhere every line.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lines = LiveLines()
+        self._tail: list[str] = []
+        self._live = (
+            Live(console=console, transient=True, refresh_per_second=REFRESH_PER_S) if console.is_terminal else None
+        )
+
+    def __enter__(self) -> "LiveOutput":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.update(RichText(""))
+            self._live.stop()
+        else:
+            self._print(self._lines.rest())
+
+    def show(self, stream: str, text: str) -> None:
+        """Show one more piece."""
+        lines = self._lines.feed(stream, text)
+        if self._live is None:
+            self._print(lines)
+            return
+        self._tail = [*self._tail, *lines][-TAIL_LINES:]
+        shown = [*self._tail, *self._lines.rest()][-TAIL_LINES:]
+        self._live.update(RichText("\n".join(shown), style="dim", no_wrap=True, overflow="ellipsis"))
+
+    def _print(self, lines: list[str]) -> None:
+        for line in lines:
+            self._console.print(RichText(line, style="dim"), soft_wrap=True)
 
 
 class RunView:
@@ -135,6 +199,17 @@ def format_times(result: ToolResult) -> str:
     if result.error_code in (ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN):
         return f"lost, noticed after {result.clocks.total_s:.1f} s"
     return format_clocks(result.clocks)
+
+
+def _last_overwrite(line: str) -> str:
+    """Return what a line shows after its last carriage return: programs overwrite a line to show their progress."""
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
+def _fit(line: str) -> str:
+    line = _last_overwrite(line)
+    cut = line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]}..."
+    return escape_controls(cut).replace("\t", "    ")
 
 
 def _shorten(text: str, limit: int = 400) -> str:

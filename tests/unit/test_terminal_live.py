@@ -9,8 +9,14 @@ from rich.console import Console
 
 from contract.calls import ToolCall, ToolResult
 from orchestrator.loop.events import CallFinished, CallStarted, OutputArrived, RunEvent, TextArrived
-from orchestrator.terminal.live import MAX_LINE_CHARS, LiveLines, LiveOutput
-from orchestrator.terminal.output import MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL, RunView
+from orchestrator.terminal.output import (
+    MAX_LINE_CHARS,
+    MAX_LIVE_LINES,
+    MAX_LIVE_LINES_OF_CALL,
+    LiveLines,
+    LiveOutput,
+    RunView,
+)
 
 
 def run_view(*events: RunEvent, is_terminal: bool = False) -> str:
