@@ -1,4 +1,4 @@
-"""What happened in a batch, kept in a file beside its rows: one batch_event a line, read again for a report."""
+"""The file of the events of a batch, next to its rows: one event a line. The report reads it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +15,7 @@ log = get_logger(__name__)
 
 
 class BatchEventFile:
-    """Appends to a file, which only tells: what the disk does not take ends nothing, and is counted. A context
-    manager.
-    """
+    """Appends events to a file. An event that the disk does not take is counted and ends nothing. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +42,7 @@ class BatchEventFile:
                 log.warning("batch_events_not_kept", path=str(self.path), lost=self.lost, error=str(failure))
 
     def add(self, batch_event: BatchEvent) -> None:
-        """One more line."""
+        """Append an event."""
         assert self._file is not None
         try:
             self._file.write(batch_event.model_dump_json() + "\n")
@@ -56,7 +54,7 @@ class BatchEventFile:
 
 
 def read_batch_events(path: Path) -> Iterator[BatchEvent]:
-    """Those of a file, in its order; what a crash left of a line is passed over. Raises ConfigError for a file that
+    """Read the events of a file. Lines that a crash has left incomplete are skipped. Raises ConfigError for a file that
     cannot be read.
     """
     try:

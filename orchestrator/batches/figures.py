@@ -1,4 +1,4 @@
-"""Figures and strangers' text of a batch as people read them: in one short line, and harmless."""
+"""Figures and untrusted text of a batch as people read them: short, on one line, and harmless to a terminal."""
 
 import math
 from datetime import UTC, datetime
@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from orchestrator.terminal.text import escape_controls
 
 MAX_NOTE_CHARS = 600
-"""Of what is said of a batch as a whole: our own sentences, which name what to do at their end."""
+"""Of a notice about the whole batch: its end says what to do."""
 _STEPS = (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
 _LINE_ENDS = str.maketrans({"\n": "\\n", "\t": "\\t", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 def format_count(count: int) -> str:
-    """Whole up to 99,999, then three digits and a letter."""
+    """Return the whole number up to 99,999, then three digits and a letter."""
     if count < 100_000:
         return f"{count:,}"
     size, letter = next((size, letter) for size, letter in _STEPS if count >= size)
@@ -24,7 +24,7 @@ def format_count(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """The two units that matter: 12 ms, 4.2 s, 3 min 05 s, 2 h 10 min, 5 d 3 h."""
+    """Return the two largest units: 12 ms, 4.2 s, 3 min 05 s, 2 h 10 min, 5 d 3 h."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 or seconds == 0 else f"{seconds * 1000:.1f} ms"
     if seconds < 60:
@@ -40,14 +40,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_cost(cost: float | None, unknown: int = 0) -> str:
-    """In the currency of the prices. `unknown`: so many that told none; then it is the least that it can be."""
+    """`cost`: in the currency of the prices. `unknown`: the number of costs that it lacks."""
     if cost is None:
         return "unknown"
-    return (
-        f"{'at least ' if unknown else ''}{cost:.2f}"
-        if cost >= 1 or cost == 0
-        else f"{'at least ' if unknown else ''}{cost:.4f}"
-    )
+    return f"{'at least ' if unknown else ''}{cost:.{2 if cost >= 1 or cost == 0 else 4}f}"
 
 
 def format_rate(rate: float) -> str:
@@ -55,7 +51,7 @@ def format_rate(rate: float) -> str:
 
 
 def format_time(at: float) -> str:
-    """ISO 8601, UTC, whole seconds."""
+    """Return the time in ISO 8601, UTC, whole seconds."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (ValueError, OverflowError, OSError):
@@ -63,6 +59,6 @@ def format_time(at: float) -> str:
 
 
 def one_line(text: str, most: int = 200) -> str:
-    """Without what would drive a terminal, turn its direction or end the line; what is cut is told."""
+    """Escape control and direction characters and the ends of lines. A text that is cut says its length."""
     cut = text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
     return escape_controls(cut.translate(_LINE_ENDS))

@@ -1,4 +1,4 @@
-"""HTML and SVG that strangers' text cannot break out of: text becomes Markup only here, escaped."""
+"""HTML and SVG for untrusted text: text becomes Markup in this module only, escaped."""
 
 import html
 import re
@@ -7,24 +7,22 @@ from typing import NewType
 from orchestrator.batches.figures import one_line
 
 Markup = NewType("Markup", str)
-"""Text that is HTML already. The type checker keeps other text out."""
+"""Text that is HTML. The type checker keeps other text out."""
 
 NOTHING = Markup("")
 _NAME = re.compile(r"[a-z][a-zA-Z0-9-]*")
 _VOID = frozenset({"meta", "br"})
 _MOST_CHARS = 1000
-"""Of an attribute's value; what is longer is cut, and that is told. A line's points are ours, and cut they would be no
-line.
-"""
+"""Of the value of an attribute; a longer one is cut and says its length. Points of a line are never cut."""
 
 
 def text(value: str, most: int = 200) -> Markup:
-    """Of a stranger or of ours: control and direction characters visible, markup without effect, what is cut told."""
+    """Escape text: control and direction characters become visible, and markup has no effect."""
     return Markup(html.escape(one_line(value, most), quote=True))
 
 
 def element(name: str, *children: Markup, **attributes: str | float) -> Markup:
-    """One element. An underscore in an attribute's name is a hyphen, one at its end is left out; values are escaped."""
+    """Build an element. An underscore in the name of an attribute is a hyphen, one at its end is left out."""
     shown = "".join(
         f' {_attribute(key)}="{_value(value, 10**6 if key == "points" else _MOST_CHARS)}"'
         for key, value in attributes.items()
@@ -37,7 +35,7 @@ def element(name: str, *children: Markup, **attributes: str | float) -> Markup:
 
 
 def join(parts: list[Markup], between: str = "") -> Markup:
-    """One after the other; `between` is text."""
+    """`between`: text."""
     return Markup(html.escape(between).join(parts))
 
 

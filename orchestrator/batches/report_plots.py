@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.batches.figures import format_count, format_rate, format_seconds
+from orchestrator.batches.figures import format_count, format_seconds
 from orchestrator.batches.markup import Markup, element, text
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 200, 70, 24, 10, 28
@@ -109,4 +109,4 @@ def _duration(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    return format_count(round(value)) if value >= 100 or value == int(value) else format_rate(value)
+    return format_count(round(value)) if value >= 100 or value == int(value) else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Works a batch in the foreground: what is shown, where rows go, what signals mean, and the exit code."""
+"""Work on a batch in the foreground: its display, the files of its rows, signals, and the exit code."""
 
 import asyncio
 import os
@@ -23,27 +23,26 @@ _DRAIN, _STOP, _BREAK_OFF = 1, 2, 3
 
 
 class Interrupts:
-    """Signals to a command that works a batch. Each one asks for more: nothing is begun any more and what runs is
-    ended; what runs is given back; the command ends at once. SIGTERM and SIGHUP begin with the second. `again`: a
-    sentence's end, how to go on with the batch."""
+    """Signals to a command that works on a batch. The first lets running items end and starts no other; the second
+    returns running items to the queue; the third ends the command at once. SIGTERM and SIGHUP begin with the second.
+    `again`: the end of a sentence, how to continue the batch.
+    """
 
     def __init__(self, again: str, say: Callable[[str], None], leave: Callable[[int], object] = os._exit) -> None:
-        """`leave`: ends the process with that exit code, whatever still goes on in it. Rows, logs and leases are made
-        for that.
-        """
+        """`leave`: ends the process with an exit code, whatever it still does. Rows, logs and leases allow that."""
         self.exit_code = EXIT_INTERRUPTED
         self._again, self._say, self._leave = again, say, leave
         self._shift: Shift | None = None
         self._level = 0
 
     def listen(self) -> None:
-        """From now on, also while the command closes what it has open."""
+        """Handle signals from now on, also while the command closes."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._hear, number)
 
     def begin(self, shift: Shift) -> None:
-        """The work begins; what was asked for until then is done now."""
+        """Start the work, and do what earlier signals asked for."""
         self._shift = shift
         self._act()
 
@@ -78,8 +77,8 @@ class Interrupts:
 
 
 def find_rows(batch: str, place: RowPlace | None, output: Path | None, errors: Path | None) -> RowPaths:
-    """Where the rows of a batch go that is gone on with: as the command says, else where they went. Raises ConfigError
-    when that cannot be.
+    """Return the files for the rows of a resumed batch: those of the command, else those that were used before. Raises
+    ConfigError if there are none.
     """
     if output is not None:
         return RowPaths(output, errors)
@@ -103,7 +102,7 @@ def find_rows(batch: str, place: RowPlace | None, output: Path | None, errors: P
 
 
 def place_of(paths: RowPaths) -> RowPlace:
-    """As it is kept with the batch."""
+    """Return the record of the files that is stored with the batch."""
     return RowPlace(host=platform.node(), output=str(paths.output.absolute()), errors=str(paths.failures.absolute()))
 
 
@@ -118,7 +117,7 @@ async def work_batch(
     is_kept: bool,
     as_json: bool,
 ) -> int:
-    """Work a batch to its end, or until interrupted; gives the exit code. `is_kept`: its Redis outlives the command."""
+    """Work on a batch until it ends or is interrupted; return the exit code. `is_kept`: its Redis remains."""
     with BatchEventFile(paths.batch_events) as kept:
         record, summary = await runs.work(
             batch,

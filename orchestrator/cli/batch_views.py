@@ -1,4 +1,4 @@
-"""`toolcrew batch ls|status|results|logs|report`: what is known of batches, and what they came to."""
+"""`toolcrew batch ls|status|results|logs|report`: the state and the results of batches."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ async def _listed_tenants(client: ToolClient, tenant: str | None) -> list[str]:
 
 
 def batch_status(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None:
-    """How a batch stands."""
+    """Show the counts and the state of a batch."""
 
     async def work() -> dict[str, Any]:
         async with open_pool_client(tenant) as client:
@@ -97,7 +97,7 @@ def batch_results(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """The rows of what has ended so far, successes and failures."""
+    """Print or write the rows of the items that have ended so far."""
     if errors is not None and output is None:
         raise typer.BadParameter("--errors goes with --output: without it all rows are printed")
 
@@ -124,10 +124,14 @@ def batch_logs(
 ) -> None:
     """Show the latest failures, retries and notices; with -f the progress of the batch, as `submit` shows it."""
 
+    def open_log(watched: Watched) -> Display:
+        is_live = follow or as_json
+        return open_display(watched, Console(), as_json=as_json) if is_live else LogLines(watched, sys.stdout)
+
     async def work() -> None:
         async with open_pool_client(tenant) as client:
             runs = client.batch_runs()
-            await runs.tell(batch, lambda watched: _open_log(watched, follow, as_json), follow=follow)
+            await runs.tell(batch, open_log, follow=follow)
 
     run_work(work(), as_json)
 
@@ -147,7 +151,7 @@ def batch_report(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """A page of what happened, with plots, in one file that needs nothing else."""
+    """Write the report of a batch: one HTML page with plots that opens offline."""
 
     async def work() -> None:
         if events is not None:
@@ -160,12 +164,6 @@ def batch_report(
 
     run_work(work(), as_json)
     typer.echo(json.dumps({"batch": batch, "page": str(page)}) if as_json else str(page))
-
-
-def _open_log(watched: Watched, follow: bool, as_json: bool) -> Display:
-    if follow or as_json:
-        return open_display(watched, Console(), as_json=as_json)
-    return LogLines(watched, sys.stdout)
 
 
 def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[BatchEvent], total: int = 0) -> None:
