@@ -60,16 +60,12 @@ async def run_traced(
     **options: Any,
 ) -> tuple[Path, RunResult, TraceRecorder]:
     """A run of one agent, traced."""
-    with open_trace(folder, "acme", run, masker=Masker(secrets), session="s1") as trace:
+    with open_trace(folder, "acme", run, masker=Masker(secrets), on_event=also) as trace:
 
         async def run_call(call: ToolCall) -> ToolResult:
             if is_sent:
                 trace.on_event(CallSent(run=run, call=call))
             return answer(call)
-
-        def on_event(event: Any) -> None:
-            trace.on_event(event)
-            also(event)
 
         agent = Agent(
             model or ScriptedModel([call_echo("a"), "It is a."]),
@@ -78,7 +74,7 @@ async def run_traced(
             run_call,
             instruction="Be brief.",
             options=ReActOptions(**options),
-            on_event=on_event,
+            on_event=trace.on_event,
             run_id=run,
         )
         result = await agent.run("do it", history=history or [])

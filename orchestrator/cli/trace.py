@@ -114,7 +114,7 @@ def trace_export(
 def _load(name: str, tenant: str | None, as_json: bool) -> Trace:
     async def work() -> Trace:
         trace = load_trace(_find(name, tenant))
-        if not trace.records:
+        if not trace.events:
             raise ConfigError(f"{trace.path} has no line of a trace: give the file of a run")
         return trace
 

@@ -157,6 +157,7 @@ class _Run:
         self._answer = ""
         self._shortened = 0
         self._current: _Reply | None = None
+        self._last_request = ModelRequest([])
         self._begun: dict[str, ToolResult | None] = {}
 
     async def work(self) -> RunResult:
@@ -313,7 +314,8 @@ class _Run:
             self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing
         )
         reply = self._current = _Reply(request, reader)
-        self._tell(ModelAsked(run=self._id, step=self._spending.steps, request=request))
+        self._tell(ModelAsked.build(self._id, self._spending.steps, request, self._last_request))
+        self._last_request = request
         is_broken = False
         async with ReadAhead(self._agent.model.stream(request)) as chunks:
             try:

@@ -1,12 +1,17 @@
-"""One event type per thing worth telling of a run. Feeds the terminal, the log, `--json`, and whoever passes
-`on_event`.
+"""The events of a run: one vocabulary for `on_event`, the terminal, `--json`, the event stream of the HTTP API and
+traces.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
 
 from contract.calls import Clocks, ToolCall, ToolResult
 from orchestrator.dialects.model import Message, ModelRequest, Usage
@@ -14,22 +19,40 @@ from orchestrator.dialects.model import Message, ModelRequest, Usage
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Base: which run, and when (Unix seconds)."""
+    """Base of all events. `at`: Unix seconds."""
+
+    # Pydantic reads it when it parses an event.
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
 
     run: str
     at: float = field(default_factory=time.time)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, with the event's name as `type`."""
+        """Return plain data, with the name of the class as `type`."""
         data = {name: _plain(getattr(self, name)) for name in (f.name for f in dataclasses.fields(self))}
         return {"type": type(self).__name__, **data}
+
+    def to_trace(self) -> dict[str, Any]:
+        """Return what a trace stores: the fields of `to_json`, and those that are too large for a stream."""
+        return self.to_json()
+
+
+@cache
+def _find_release() -> str:
+    try:
+        return version("toolcrew")
+    except PackageNotFoundError:
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(RunEvent):
+    """Begins each attempt of a run."""
+
     instruction: str
     model: str
     dialect: str
+    release: str = field(default_factory=_find_release)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +62,50 @@ class StepStarted(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAsked(RunEvent):
-    """A request is on its way to the model; one that fails is followed by another. `request` is the loop's own: not to
-    be changed.
+    """A request of so many `messages` and `tools` is sent to the model. If it fails, another one follows.
+
+    Its messages are the first `kept` ones of the request before it in the run, then `new_messages`. `new_tools`: the
+    tool definitions; None if they are those of the request before it. The lists belong to the loop: do not change them.
     """
 
     step: int
-    request: ModelRequest
+    messages: int
+    tools: int
+    kept: int = 0
+    new_messages: list[Message] = field(default_factory=list)
+    new_tools: list[dict[str, Any]] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, run: str, step: int, request: ModelRequest, before: ModelRequest) -> "ModelAsked":
+        """Return the event of a request as its difference to the one before."""
+        pairs = zip(before.messages, request.messages, strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return cls(
+            run=run,
+            step=step,
+            messages=len(request.messages),
+            tools=len(request.tools),
+            kept=kept,
+            new_messages=request.messages[kept:],
+            new_tools=request.tools if request.tools != before.tools else None,
+            extra=request.extra,
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """How much was sent, not all of it: each request holds the ones before it (a trace has them,
-        docs/traces.md).
-        """
-        counts = {"messages": len(self.request.messages), "tools": len(self.request.tools)}
-        return {"type": type(self).__name__, "run": self.run, "at": self.at, "step": self.step, **counts}
+        return {name: value for name, value in self.to_trace().items() if name not in _TRACE_ONLY}
+
+    def to_trace(self) -> dict[str, Any]:
+        return super().to_json()
+
+
+_TRACE_ONLY = ("kept", "new_messages", "new_tools", "extra")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAnswered(RunEvent):
-    """A reply has been read to its end, or was given up in the middle. `model_s`: since it was asked for, without the
-    calls that ran meanwhile.
+    """A reply was read to its end, or was interrupted. `model_s`: seconds since the request, without the calls that ran
+    during the reply.
     """
 
     step: int
@@ -112,7 +160,9 @@ class ApprovalDecided(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CallSent(RunEvent):
-    """A call goes to the pool: its arguments are those that are run, completed, and changed where an approver did."""
+    """A call is sent to the pool. Its arguments are those that run: completed, and changed if an approver changed
+    them.
+    """
 
     call: ToolCall
 
@@ -182,6 +232,23 @@ class RunAborted(RunEvent):
 
 
 OnEvent = Callable[[RunEvent], None]
+_TYPES = {kind.__name__: kind for kind in RunEvent.__subclasses__()}
+
+
+def parse_event(data: Mapping[str, Any]) -> RunEvent | None:
+    """Return the event that `to_json` or `to_trace` wrote; None if this release does not know its type.
+
+    Unknown fields are ignored. Raises ValueError for data that is not an event.
+    """
+    name = data.get("type")
+    if not isinstance(name, str):
+        raise ValueError("the data is not an event: it has no type")
+    return _adapter(name).validate_python(data, extra="ignore") if name in _TYPES else None
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[RunEvent]:
+    return TypeAdapter(_TYPES[name])
 
 
 def _plain(value: Any) -> Any:

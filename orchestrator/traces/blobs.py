@@ -57,10 +57,9 @@ class BlobFolder:
         return data if hashlib.sha256(data).hexdigest() == digest else None
 
 
-def build_reference(data: bytes, kind: Kind, *, is_lost: bool = False) -> dict[str, Any]:
-    """What stands in a line for a blob."""
-    told = {REFERENCE: hashlib.sha256(data).hexdigest(), "bytes": len(data), "kind": kind}
-    return {**told, "is_lost": True} if is_lost else told
+def build_reference(data: bytes, kind: Kind) -> dict[str, Any]:
+    """Return the object that replaces a blob in a line."""
+    return {REFERENCE: hashlib.sha256(data).hexdigest(), "bytes": len(data), "kind": kind}
 
 
 def resolve(value: Any, blobs: BlobFolder | None, missing: list[str], *, is_inner: bool = False) -> Any:

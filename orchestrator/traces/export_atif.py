@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from contract.calls import ToolResult
+from contract.traceparent import trace_id_of
 from orchestrator.dialects.thinking import THINK, THINK_END, strip_thinking
-from orchestrator.traces import records
+from orchestrator.loop.events import Warned
 from orchestrator.traces.atif_schema import (
     AtifAgent,
     AtifFinalMetrics,
@@ -15,25 +17,26 @@ from orchestrator.traces.atif_schema import (
     AtifToolCall,
     AtifTrajectory,
 )
-from orchestrator.traces.reading import Trace, TraceCall, TraceStep
+from orchestrator.traces.reading import Trace, TraceCall, TraceStep, format_instant
 
 _SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
 
 
 def build_atif(trace: Trace) -> dict[str, Any]:
     """The document, checked against the whole schema. What ATIF has no field for lies in `extra`."""
-    start, end = trace.start, trace.end
+    start = trace.start
     steps = [*_opening(trace), *(_agent_step(trace, step) for step in trace.steps)]
     for number, step in enumerate(steps, 1):
         step["step_id"] = number
     run: dict[str, Any] = {"run": trace.run, "faults": trace.faults(), "attempts": trace.attempts}
-    if trace.records:
-        run |= {"tenant": trace.records[0].tenant, "trace_id": trace.records[0].trace_id}
-    run["warnings"] = [record.message for record in trace.attempt if isinstance(record, records.RunWarning)]
-    if end is not None:
-        run |= {"stop_reason": end.stop_reason, "error": end.error, "answer": end.answer}
+    run |= {"tenant": trace.tenant, "trace_id": trace_id_of(trace.tenant, trace.run)}
+    run["warnings"] = [event.message for event in trace.attempt if isinstance(event, Warned)]
+    if trace.finished is not None:
+        run |= {"stop_reason": trace.finished.stop_reason, "answer": trace.finished.answer}
+    if trace.error is not None:
+        run |= {"error": trace.error}
     trajectory = AtifTrajectory(
-        session_id=next((record.session for record in reversed(trace.attempt) if record.session), None) or trace.run,
+        session_id=trace.session or trace.run,
         trajectory_id=trace.run,
         agent=AtifAgent(
             name="toolcrew",
@@ -63,9 +66,8 @@ def split_thinking(message: dict[str, Any]) -> tuple[str, str | None]:
 def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
     """The messages of the first request: they are there before the agent does anything."""
     first = trace.steps[0] if trace.steps else None
-    timestamp = (
-        first.request.ts if first is not None and first.request is not None else trace.start.ts if trace.start else None
-    )
+    begin = first.asked if first is not None and first.asked is not None else trace.start
+    timestamp = format_instant(begin.at) if begin is not None else None
     messages = first.messages if first is not None else []
     if not messages and trace.start is not None:
         messages = [{"role": "user", "content": trace.start.instruction}]
@@ -80,47 +82,48 @@ def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
-    response = step.response
-    message, thought = split_thinking(response.message if response else {})
-    told: dict[str, Any] = {"source": "agent", "message": message, "extra": {"step": step.number}}
-    if response is not None:
+    reply = step.answered
+    message, thought = split_thinking(reply.message if reply else {})
+    fields: dict[str, Any] = {"source": "agent", "message": message, "extra": {"step": step.number}}
+    if reply is not None:
         metrics = AtifMetrics(
-            prompt_tokens=response.prompt_tokens,
-            completion_tokens=response.completion_tokens,
-            extra={"model_s": response.model_s},
+            prompt_tokens=reply.usage.prompt_tokens,
+            completion_tokens=reply.usage.completion_tokens,
+            extra={"model_s": reply.model_s},
         )
-        told |= {"timestamp": response.ts, "reasoning_content": thought, "metrics": metrics, "llm_call_count": 1}
-        told["extra"]["finish_reason"] = response.finish_reason
-    elif step.request is not None:
-        told |= {"timestamp": step.request.ts}
-        told["extra"]["has_no_reply"] = True
+        fields |= {"reasoning_content": thought, "metrics": metrics, "llm_call_count": 1}
+        fields |= {"timestamp": format_instant(reply.at)}
+        fields["extra"]["finish_reason"] = reply.finish_reason
+    elif step.asked is not None:
+        fields |= {"timestamp": format_instant(step.asked.at)}
+        fields["extra"]["has_no_reply"] = True
     if trace.start is not None:
-        told["model_name"] = trace.start.model
+        fields["model_name"] = trace.start.model
     if step.calls:
-        told["tool_calls"] = [_call(call, trace.why_unrun(call)) for call in step.calls]
-        told["observation"] = AtifObservation(
+        fields["tool_calls"] = [_call(call, trace.why_unrun(call)) for call in step.calls]
+        fields["observation"] = AtifObservation(
             results=[_result(call, call.result) for call in step.calls if call.result is not None]
         )
-    return told
+    return fields
 
 
 def _call(call: TraceCall, unrun: str) -> AtifToolCall:
     extra: dict[str, Any] = {"unrun": unrun} if unrun else {}
-    if call.called is not None and call.arguments != call.called.arguments:
-        extra["asked_arguments"] = call.called.arguments
+    if call.started is not None and call.arguments != call.started.call.arguments:
+        extra["asked_arguments"] = call.started.call.arguments
     return AtifToolCall(
         tool_call_id=call.call_id, function_name=call.tool, arguments=call.arguments, extra=extra or None
     )
 
 
-def _result(call: TraceCall, result: records.ToolResulted) -> AtifObservationResult:
+def _result(call: TraceCall, result: ToolResult) -> AtifObservationResult:
     extra = {
         "success": result.success,
         "error_code": result.error_code,
         "error": result.error,
         "output": result.output,
         "metadata": result.metadata,
-        "seconds": result.seconds,
+        "seconds": call.seconds,
         "clocks": result.clocks.model_dump(),
         "truncated": result.truncated,
         "was_refused": call.was_refused,
@@ -136,13 +139,13 @@ def _result(call: TraceCall, result: records.ToolResulted) -> AtifObservationRes
 
 
 def _final_metrics(trace: Trace, steps: int) -> AtifFinalMetrics:
-    replies = [step.response for step in trace.steps if step.response is not None]
-    prompt = trace.end.prompt_tokens if trace.end else sum(reply.prompt_tokens for reply in replies)
-    completion = trace.end.completion_tokens if trace.end else sum(reply.completion_tokens for reply in replies)
     # A run's cost is in the currency of its prices, which need not be dollars.
-    extra = {"cost": trace.end.cost} if trace.end and trace.end.cost is not None else None
+    extra = {"cost": trace.finished.cost} if trace.finished and trace.finished.cost is not None else None
     return AtifFinalMetrics(
-        total_prompt_tokens=prompt, total_completion_tokens=completion, total_steps=steps, extra=extra
+        total_prompt_tokens=trace.usage.prompt_tokens,
+        total_completion_tokens=trace.usage.completion_tokens,
+        total_steps=steps,
+        extra=extra,
     )
 
 

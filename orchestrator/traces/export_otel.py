@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.traces import records
-from orchestrator.traces.reading import Trace, TraceCall, seconds_of
+from contract.traceparent import call_span_id, derive_id, run_span_id, trace_id_of
+from orchestrator.loop.events import ModelAnswered, ModelAsked
+from orchestrator.traces.reading import Trace, TraceCall
 from telemetry import names
 
 INTERNAL, CLIENT = 1, 3
@@ -19,10 +20,10 @@ def build_otel(trace: Trace, *, with_content: bool = False) -> dict[str, Any]:
     """An ExportTraceServiceRequest. `with_content`: instruction, answer, arguments and results, too; without it no text
     of the run is in it.
     """
-    spans = _spans(trace, with_content) if trace.records else []
+    spans = _spans(trace, with_content) if trace.events else []
     resource = {"service.name": "toolcrew", "service.version": trace.start.release if trace.start else ""}
-    if trace.records:
-        resource[names.TENANT] = trace.records[0].tenant
+    if trace.events:
+        resource[names.TENANT] = trace.tenant
     scope = {"name": "toolcrew", "version": resource["service.version"]}
     return {
         "resourceSpans": [
@@ -32,57 +33,62 @@ def build_otel(trace: Trace, *, with_content: bool = False) -> dict[str, Any]:
 
 
 def _spans(trace: Trace, with_content: bool) -> list[dict[str, Any]]:
-    first = trace.attempt[0]
-    # Each attempt has spans of its own: two with one id would be one to whoever reads them.
+    # Each attempt has its own spans: a reader would take two with one id for one.
     salt = str(trace.attempts) if trace.attempts > 1 else ""
-    root = _span_id(trace.start.span_id if trace.start else first.parent or first.span_id, salt)
-    end = trace.end
-    told: dict[str, Any] = {
+    root = _span_id(run_span_id(trace.tenant, trace.run), salt)
+    finished = trace.finished
+    attributes: dict[str, Any] = {
         names.OPERATION: "invoke_agent",
         names.PROVIDER: names.PROVIDER_NAME,
         names.AGENT: names.AGENT_NAME,
         names.CONVERSATION: trace.run,
         names.REQUEST_MODEL: trace.start.model if trace.start else None,
-        names.STOP_REASON: end.stop_reason if end else None,
-        names.INPUT_TOKENS: end.prompt_tokens if end else None,
-        names.OUTPUT_TOKENS: end.completion_tokens if end else None,
-        names.ERROR: _run_error(end),
+        names.STOP_REASON: finished.stop_reason if finished else None,
+        names.INPUT_TOKENS: trace.usage.prompt_tokens if trace.end else None,
+        names.OUTPUT_TOKENS: trace.usage.completion_tokens if trace.end else None,
+        names.ERROR: _run_error(trace),
     }
     if with_content:
-        told |= {names.INPUT_MESSAGES: _message("user", trace.start.instruction) if trace.start else None}
-        told |= {names.OUTPUT_MESSAGES: _message("assistant", end.answer) if end else None}
-    times = (first.ts, trace.attempt[-1].ts)
-    ids = {"traceId": first.trace_id, "spanId": root}
-    spans = [_span(ids, f"invoke_agent {names.AGENT_NAME}", INTERNAL, times, told, (end.error if end else None) or "")]
+        attributes |= {names.INPUT_MESSAGES: _message("user", trace.start.instruction) if trace.start else None}
+        attributes |= {names.OUTPUT_MESSAGES: _message("assistant", finished.answer) if finished else None}
+    times = (trace.attempt[0].at, trace.attempt[-1].at)
+    trace_id = trace_id_of(trace.tenant, trace.run)
+    ids = {"traceId": trace_id, "spanId": root}
+    spans = [_span(ids, f"invoke_agent {names.AGENT_NAME}", INTERNAL, times, attributes, trace.error or "")]
     for child in (*_chats(trace, salt), *_tools(trace, salt, with_content)):
-        child |= {"traceId": first.trace_id, "parentSpanId": root}
+        child |= {"traceId": trace_id, "parentSpanId": root}
         spans.append(child)
     return spans
 
 
 def _chats(trace: Trace, salt: str) -> list[dict[str, Any]]:
-    """One span for each request, those that brought no reply among them."""
+    """Return one span for each request, also for those without a reply."""
     model = trace.start.model if trace.start else ""
+    exchanges: list[tuple[ModelAsked, ModelAnswered | None]] = []
+    for event in trace.attempt:
+        match event:
+            case ModelAsked():
+                exchanges.append((event, None))
+            case ModelAnswered() if exchanges:
+                exchanges[-1] = exchanges[-1][0], event
     spans = []
-    answers = {record.span_id: record for record in trace.attempt if isinstance(record, records.LlmResponse)}
-    for record in trace.attempt:
-        if not isinstance(record, records.LlmRequest):
-            continue
-        answer = answers.get(record.span_id)
-        told: dict[str, Any] = {
+    for number, (asked, reply) in enumerate(exchanges):
+        attributes: dict[str, Any] = {
             names.OPERATION: "chat",
             names.PROVIDER: names.PROVIDER_NAME,
             names.REQUEST_MODEL: model,
             names.CONVERSATION: trace.run,
-            names.STEP: record.step,
+            names.STEP: asked.step,
         }
-        if answer is None:
-            told[names.ERROR] = "no_reply"
+        if reply is None:
+            attributes[names.ERROR] = "no_reply"
         else:
-            told |= {names.INPUT_TOKENS: answer.prompt_tokens, names.OUTPUT_TOKENS: answer.completion_tokens}
-            told[names.FINISH_REASONS] = [answer.finish_reason] if answer.finish_reason else None
-        times = (record.ts, answer.ts if answer else record.ts)
-        spans.append(_span({"spanId": _span_id(record.span_id, salt)}, f"chat {model}".strip(), CLIENT, times, told))
+            attributes[names.INPUT_TOKENS] = reply.usage.prompt_tokens
+            attributes[names.OUTPUT_TOKENS] = reply.usage.completion_tokens
+            attributes[names.FINISH_REASONS] = [reply.finish_reason] if reply.finish_reason else None
+        span = derive_id("request", run_span_id(trace.tenant, trace.run), str(number))[:16]
+        times = (asked.at, (reply or asked).at)
+        spans.append(_span({"spanId": _span_id(span, salt)}, f"chat {model}".strip(), CLIENT, times, attributes))
     return spans
 
 
@@ -92,10 +98,10 @@ def _tools(trace: Trace, salt: str, with_content: bool) -> list[dict[str, Any]]:
     }
     spans = []
     for call in trace.calls:
-        begun = call.called or call.result
-        if begun is None:
+        begin = call.started or call.finished
+        if begin is None:
             continue
-        told: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             names.OPERATION: "execute_tool",
             names.TOOL: call.tool,
             names.TOOL_TYPE: "function",
@@ -104,29 +110,28 @@ def _tools(trace: Trace, salt: str, with_content: bool) -> list[dict[str, Any]]:
             names.CONVERSATION: trace.run,
         }
         if call.result is not None:
-            told |= {
+            attributes |= {
                 names.ERROR: call.result.error_code,
                 names.SANDBOX: call.result.sandbox.id if call.result.sandbox else None,
             }
-            told |= {names.CLOCKS.format(name): seconds for name, seconds in call.result.clocks.model_dump().items()}
+            attributes |= {names.CLOCKS.format(name): seconds for name, seconds in call.result.clocks}
         if with_content:
-            told |= _content(call)
-        times = (begun.ts, call.result.ts if call.result else begun.ts)
-        spans.append(
-            _span({"spanId": _span_id(begun.span_id, salt)}, f"execute_tool {call.tool}", INTERNAL, times, told)
-        )
+            attributes |= _content(call)
+        ids = {"spanId": _span_id(call_span_id(call.call_id), salt)}
+        times = (begin.at, (call.finished or begin).at)
+        spans.append(_span(ids, f"execute_tool {call.tool}", INTERNAL, times, attributes))
     return spans
 
 
 def _content(call: TraceCall) -> dict[str, Any]:
-    told: dict[str, Any] = {names.TOOL_ARGUMENTS: json.dumps(call.arguments, ensure_ascii=False)}
-    return {**told, names.TOOL_RESULT: call.result.text()} if call.result is not None else told
+    content: dict[str, Any] = {names.TOOL_ARGUMENTS: json.dumps(call.arguments, ensure_ascii=False)}
+    return {**content, names.TOOL_RESULT: call.result.text()} if call.result is not None else content
 
 
-def _run_error(end: records.RunEnd | None) -> str | None:
-    if end is None:
-        return "unfinished"
-    return None if end.stop_reason == "answered" else end.stop_reason or "aborted"
+def _run_error(trace: Trace) -> str | None:
+    if trace.finished is None:
+        return "aborted" if trace.end else "unfinished"
+    return None if trace.finished.stop_reason == "answered" else trace.finished.stop_reason
 
 
 def _message(role: str, text: str) -> str:
@@ -134,18 +139,19 @@ def _message(role: str, text: str) -> str:
 
 
 def _span(
-    ids: dict[str, str], name: str, kind: int, times: tuple[str, str], attributes: Mapping[str, Any], message: str = ""
+    ids: dict[str, str],
+    name: str,
+    kind: int,
+    times: tuple[float, float],
+    attributes: Mapping[str, Any],
+    message: str = "",
 ) -> dict[str, Any]:
-    start, end = (_nanos(ts) for ts in times)
+    start, end = (round(at * 1_000_000) * 1000 for at in times)
     span: dict[str, Any] = {**ids, "name": name, "kind": kind, "attributes": _attributes(attributes)}
     span |= {"startTimeUnixNano": str(start), "endTimeUnixNano": str(max(start, end))}
     if attributes.get(names.ERROR):
         span["status"] = {"code": STATUS_ERROR} | ({"message": message} if message else {})
     return span
-
-
-def _nanos(ts: str) -> int:
-    return round(seconds_of(ts) * 1_000_000) * 1000
 
 
 def _span_id(span: str, salt: str) -> str:

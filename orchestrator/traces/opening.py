@@ -1,51 +1,27 @@
-"""The traces of one program's runs: where they lie, and what is masked in them."""
+"""The traces of one program's runs: their folder, and what is masked in them."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from orchestrator.loop.events import OnEvent, RunEvent
+from orchestrator.loop.events import OnEvent
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.masking import Masker, build_masker, passwords_of
 from orchestrator.traces.recorder import TraceRecorder, open_trace
 
 
 class Traces:
-    """`secrets`: what is masked beside what settings and environment hold (kind -> value). `masker`: masks as they
-    do.
-    """
+    """`secrets`: masked in addition to those of settings and environment (kind -> value)."""
 
     def __init__(self, settings: OrchestratorSettings, secrets: Mapping[str, str]) -> None:
         self.folder: Path = settings.traces
         self.masker: Masker = build_masker(settings, secrets)
 
-    @contextmanager
     def open(
-        self, tenant: str, run: str, tell: OnEvent, on_warning: Callable[[str], None] = lambda _: None
-    ) -> Iterator["Traced"]:
-        """The trace of one run. Raises ConfigError for a tenant or run whose name is none; what cannot be written is
-        warned of, and ends no run.
-        """
-        with open_trace(self.folder, tenant, run, masker=self.masker, on_warning=on_warning) as recorder:
-            yield Traced(recorder, tell)
-
-
-class Traced:
-    """What a run tells its events to: its trace, and whoever listens beside."""
-
-    def __init__(self, recorder: TraceRecorder, tell: OnEvent) -> None:
-        self._recorder = recorder
-        self._tell = tell
-
-    @property
-    def path(self) -> Path:
-        """The trace's file."""
-        return self._recorder.path
-
-    def on_event(self, event: RunEvent) -> None:
-        """The trace first: whoever listens may raise."""
-        self._recorder.on_event(event)
-        self._tell(event)
+        self, tenant: str, run: str, on_event: OnEvent, on_warning: Callable[[str], None] = lambda _: None
+    ) -> AbstractContextManager[TraceRecorder]:
+        """Open the trace of one run, as `open_trace` does. Its `on_event` passes each event on to `on_event`."""
+        return open_trace(self.folder, tenant, run, masker=self.masker, on_warning=on_warning, on_event=on_event)
 
 
 def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: str | None = None) -> dict[str, str]:

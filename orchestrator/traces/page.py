@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from orchestrator.loop.events import RunEvent, SandboxReady
 from orchestrator.terminal.output import format_clocks
 from orchestrator.terminal.text import escape_controls
-from orchestrator.traces import records
 from orchestrator.traces.export_atif import split_thinking
-from orchestrator.traces.reading import Trace, TraceCall, TraceStep, seconds_of
+from orchestrator.traces.reading import Trace, TraceCall, TraceStep, format_instant
 
 OPEN_CHARS = 4000
 """A longer text is folded."""
@@ -49,22 +49,24 @@ def build_page(trace: Trace) -> str:
 
 
 def _head(trace: Trace) -> Iterator[str]:
-    start, end = trace.start, trace.end
+    start, finished = trace.start, trace.finished
     yield f"<h1>Run {_text(trace.run)}</h1>"
     rows: list[tuple[str, Any]] = []
     if start is not None:
-        rows += [("began", start.ts), ("model", start.model), ("dialect", start.dialect)]
-    if end is not None:
-        took = max(0.0, seconds_of(end.ts) - seconds_of(trace.attempt[0].ts))
+        rows += [("began", format_instant(start.at)), ("model", start.model), ("dialect", start.dialect)]
+    rows += [
+        ("sandbox", f"{event.sandbox} {event.host} {event.image}")
+        for event in trace.attempt
+        if isinstance(event, SandboxReady)
+    ]
+    if trace.end is not None:
         rows += [
-            ("ended", end.stop_reason or f"aborted: {end.error}"),
-            ("took", f"{took:.2f} s, {end.steps} steps, {len(trace.calls)} calls"),
+            ("ended", finished.stop_reason if finished is not None else f"aborted: {trace.error}"),
+            ("took", f"{trace.seconds:.2f} s, {len(trace.steps)} steps, {len(trace.calls)} calls"),
+            ("tokens", f"{trace.usage.prompt_tokens} in, {trace.usage.completion_tokens} out"),
+            ("tools", format_clocks(trace.clocks)),
         ]
-        rows += [
-            ("tokens", f"{end.prompt_tokens} in, {end.completion_tokens} out"),
-            ("tools", format_clocks(end.clocks)),
-        ]
-        rows += [("cost", f"{end.cost:.4f}")] if end.cost is not None else []
+        rows += [("cost", f"{finished.cost:.4f}")] if finished is not None and finished.cost is not None else []
     if trace.attempts > 1:
         rows.append(("attempts", f"{trace.attempts}; this is the last one"))
     yield (
@@ -80,25 +82,25 @@ def _head(trace: Trace) -> Iterator[str]:
 
 def _step(trace: Trace, step: TraceStep) -> Iterator[str]:
     yield f"<section><h2>Step {step.number}</h2>"
-    if step.request is not None:
-        yield _bar(trace, step.request.ts, step.response.ts if step.response else step.request.ts)
-        told = json.dumps(step.request.messages, ensure_ascii=False, indent=1)
+    asked, reply = step.asked, step.answered
+    if asked is not None:
+        yield _bar(trace, asked, reply)
+        messages = json.dumps(asked.new_messages, ensure_ascii=False, indent=1)
         yield (
-            f"<details><summary>{len(step.request.messages)} new of {step.request.total} messages "
-            f"sent</summary>{_plain(told)}</details>"
+            f"<details><summary>{len(asked.new_messages)} new of {asked.messages} messages "
+            f"sent</summary>{_plain(messages)}</details>"
         )
-    if step.response is None:
+    if reply is None:
         yield '<p class="mark">No reply came.</p>'
     else:
-        text, thought = split_thinking(step.response.message)
+        text, thought = split_thinking(reply.message)
         if thought:
             yield f"<details><summary>thinking</summary>{_plain(thought)}</details>"
         if text:
             yield _pre(text)
-        reply = step.response
         yield (
-            f'<p class="dim">model {reply.model_s:.2f} s, {reply.prompt_tokens} + {reply.completion_tokens} tokens, '
-            f"{_text(str(reply.finish_reason))}</p>"
+            f'<p class="dim">model {reply.model_s:.2f} s, {reply.usage.prompt_tokens} + '
+            f"{reply.usage.completion_tokens} tokens, {_text(str(reply.finish_reason))}</p>"
         )
     for call in step.calls:
         yield from _call(trace, call)
@@ -109,8 +111,8 @@ def _call(trace: Trace, call: TraceCall) -> Iterator[str]:
     result = call.result
     failed = " failed" if result is None or not result.success else ""
     yield f'<div class="call{failed}"><b>{_text(call.tool)}</b> <span class="dim">{_text(call.call_id)}</span>'
-    if call.called is not None:
-        yield _bar(trace, call.called.ts, result.ts if result else call.called.ts)
+    if call.started is not None:
+        yield _bar(trace, call.started, call.finished)
     command = call.arguments.get("command")
     is_command = isinstance(command, str) and len(call.arguments) == 1
     yield _pre(str(command) if is_command else json.dumps(call.arguments, ensure_ascii=False, indent=1))
@@ -123,34 +125,25 @@ def _call(trace: Trace, call: TraceCall) -> Iterator[str]:
         yield '<p class="bad">No result.</p></div>'
         return
     yield _pre(result.text())
-    seconds = f"{result.seconds:.3f} s, " if result.seconds is not None else ""
+    seconds = f"{call.seconds:.3f} s, " if call.seconds is not None else ""
     code = result.metadata.get("exit_code")
     ended = "" if code is None else f", exit code {_text(str(code))}"
     yield f'<p class="dim">{seconds}{format_clocks(result.clocks)}{ended}</p></div>'
 
 
 def _tail(trace: Trace) -> Iterator[str]:
-    if trace.end is not None and trace.end.answer:
-        yield "<h2>Answer</h2>" + _pre(trace.end.answer)
-    notes = []
-    for record in trace.attempt:
-        match record:
-            case records.RunWarning():
-                notes.append(f"warning: {record.message}")
-            case records.SandboxStart():
-                notes.append(f"sandbox {record.why}: {record.sandbox} {record.host} {record.image}")
-            case records.SandboxStop():
-                notes.append(f"sandbox {record.why}: {record.sandbox} is gone")
-    if notes:
+    if trace.finished is not None and trace.finished.answer:
+        yield "<h2>Answer</h2>" + _pre(trace.finished.answer)
+    if notes := trace.notes():
         yield "<h2>Notes</h2>" + "".join(f"<p>{_text(note)}</p>" for note in notes)
 
 
-def _bar(trace: Trace, begun: str, ended: str) -> str:
-    """When it was, of the time of the whole run."""
-    first, last = seconds_of(trace.attempt[0].ts), seconds_of(trace.attempt[-1].ts)
-    whole = max(1e-6, last - first)
-    left = min(100.0, max(0.0, (seconds_of(begun) - first) / whole * 100))
-    width = min(100.0 - left, max(0.0, (seconds_of(ended) - seconds_of(begun)) / whole * 100))
+def _bar(trace: Trace, begin: RunEvent, end: RunEvent | None) -> str:
+    """Show the time between two events on a line as long as the run."""
+    first = trace.attempt[0].at
+    whole = max(1e-6, trace.attempt[-1].at - first)
+    left = min(100.0, max(0.0, (begin.at - first) / whole * 100))
+    width = min(100.0 - left, max(0.0, ((end or begin).at - begin.at) / whole * 100))
     return f'<div class="time"><i style="left:{left:.2f}%;width:{width:.2f}%"></i></div>'
 
 

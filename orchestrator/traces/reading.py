@@ -1,91 +1,117 @@
-"""Traces read back: all records of a file, and the run that they tell, step by step."""
+"""Reads traces: the events of a file, and the steps of the run."""
 
 import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
+from contract.calls import Clocks, ToolResult
 from contract.errors import ConfigError, ErrorCode
-from orchestrator.traces import records
+from orchestrator.dialects.model import Message, Usage
+from orchestrator.loop.events import (
+    ApprovalAsked,
+    ApprovalDecided,
+    CallFinished,
+    CallSent,
+    CallStarted,
+    ModelAnswered,
+    ModelAsked,
+    RunAborted,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    SandboxClosed,
+    SandboxReady,
+    StepStarted,
+    Warned,
+    parse_event,
+)
 from orchestrator.traces.blobs import BlobFolder, resolve
-from orchestrator.traces.recorder import trace_path
-from orchestrator.traces.records import TraceRecord, is_later, parse_record
+from orchestrator.traces.recorder import VERSION, trace_path
 
 _HALF_PAIR = b"\\ud"
 
 
 @dataclass
 class TraceCall:
-    """One call of a step. `called` None: its request was malformed, so it has only a result; `result` None: it had none
-    when the trace ended.
-    """
+    """One call of a step. A malformed request has only `finished`; a call that was interrupted does not have it."""
 
     call_id: str
-    called: records.ToolCalled | None = None
-    asked: records.ApprovalRequested | None = None
-    decided: records.ApprovalDecision | None = None
-    started: records.ToolStart | None = None
-    result: records.ToolResulted | None = None
+    started: CallStarted | None = None
+    asked: ApprovalAsked | None = None
+    decided: ApprovalDecided | None = None
+    sent: CallSent | None = None
+    finished: CallFinished | None = None
+
+    @property
+    def result(self) -> ToolResult | None:
+        return self.finished.result if self.finished else None
 
     @property
     def tool(self) -> str:
-        """Its name, as the model wrote it."""
-        return self.called.tool if self.called else self.result.tool if self.result else "unknown"
+        """Return the name of the tool, as the model wrote it."""
+        return self.started.call.name if self.started else self.result.name if self.result else "unknown"
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those it was run with; of one that was not run, those it was asked for with."""
-        if self.started is not None and self.started.arguments is not None:
-            return self.started.arguments
-        return self.called.arguments if self.called else {}
+        """Return the arguments that ran. If the call did not run: those of the model."""
+        event = self.sent or self.started
+        return event.call.arguments if event else {}
+
+    @property
+    def seconds(self) -> float | None:
+        """Return how long the call took; None if it did not start or end."""
+        if self.started is None or self.finished is None:
+            return None
+        # The known result of a run that was resumed comes at once: its own clocks say how long it took.
+        return max(self.finished.result.clocks.total_s, self.finished.at - self.started.at)
 
     @property
     def has_run(self) -> bool:
-        """Whether its result shows that it ran, though the line that says so may be lost."""
-        return self.result is not None and (
-            self.result.sandbox is not None or any(self.result.clocks.model_dump().values())
-        )
+        """Return True if the result shows that the call ran, even if the line of `sent` is lost."""
+        return self.result is not None and (self.result.sandbox is not None or self.result.clocks.total_s > 0)
 
     @property
     def was_refused(self) -> bool:
-        """Whether a policy or a person refused it."""
+        """Return True if a policy or a person refused the call."""
         return self.result is not None and bool(self.result.metadata.get("was_refused"))
+
+    def add(self, event: ApprovalAsked | ApprovalDecided | CallSent) -> None:
+        """Take an event, unless there is one of its type."""
+        match event:
+            case ApprovalAsked():
+                self.asked = self.asked or event
+            case ApprovalDecided():
+                self.decided = self.decided or event
+            case CallSent():
+                self.sent = self.sent or event
 
 
 @dataclass
 class TraceStep:
-    """One request with its reply and calls. `messages`: all that was sent. `response` None: there was no reply to
-    it.
+    """One request with its reply and calls. `messages`: all messages of the request. `answered`: None without a
+    reply.
     """
 
     number: int
-    request: records.LlmRequest | None = None
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    response: records.LlmResponse | None = None
+    asked: ModelAsked | None = None
+    messages: list[Message] = field(default_factory=list)
+    answered: ModelAnswered | None = None
     calls: list[TraceCall] = field(default_factory=list)
-
-    def call(self, call_id: str) -> TraceCall:
-        """The call of that id, new when there is none."""
-        for call in self.calls:
-            if call.call_id == call_id:
-                return call
-        self.calls.append(TraceCall(call_id))
-        return self.calls[-1]
 
 
 @dataclass
 class Trace:
-    """A file as it was read. `torn`: lines that broke off, and were dropped; `damaged`: lines that are none of ours;
-    `later`: lines of a version or type that this release does not know; `gaps`: numbers of lines that are not there;
-    `missing_blobs`: hashes."""
+    """A file that was read. `torn`: interrupted lines; `damaged`: lines that are no events; `later`: lines of a later
+    release; `gaps`: missing lines; `missing_blobs`: hashes.
+    """
 
     path: Path
-    records: list[TraceRecord]
+    tenant: str
+    events: list[RunEvent]
     torn: int = 0
     damaged: int = 0
     later: int = 0
@@ -93,82 +119,137 @@ class Trace:
     missing_blobs: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        starts = [at for at, record in enumerate(self.records) if isinstance(record, records.RunStart)]
+        starts = [at for at, event in enumerate(self.events) if isinstance(event, RunStarted)]
         self.attempts = max(1, len(starts))
-        self.attempt = self.records[starts[-1] :] if starts else self.records
-        """The records of the last attempt, which tells the whole run."""
-        self.start = next((record for record in self.attempt if isinstance(record, records.RunStart)), None)
-        self.end = next((record for record in reversed(self.attempt) if isinstance(record, records.RunEnd)), None)
-        self.steps = _steps(self.attempt)
-        if starts:
-            _adopt(self.steps, self.records[: starts[-1]])
-        self.tools = _tools(self.attempt)
-        # Calls of functions of the program itself are not sent anywhere.
-        self._sends = any(isinstance(record, records.ToolStart) for record in self.records)
+        self.attempt = self.events[starts[-1] :] if starts else self.events
+        """The events of the last attempt, which has the whole run."""
+        self.start = next((event for event in self.attempt if isinstance(event, RunStarted)), None)
+        ends = [event for event in self.attempt if isinstance(event, RunFinished | RunAborted)]
+        self.end = ends[-1] if ends else None
+        self.finished = self.end if isinstance(self.end, RunFinished) else None
+        self.error = self.end.reason if isinstance(self.end, RunAborted) else None
+        self.session = next((event.session for event in self.attempt if isinstance(event, SandboxReady)), None)
+        self.steps = _build_steps(self.attempt)
+        calls = {call.call_id: call for call in self.calls}
+        # A resumed run takes approvals and calls of earlier attempts from its log, and does not repeat them.
+        for event in self.events[: starts[-1]] if starts else ():
+            if isinstance(event, ApprovalAsked | ApprovalDecided | CallSent) and _call_id(event) in calls:
+                calls[_call_id(event)].add(event)
+        asked = [event for event in self.attempt if isinstance(event, ModelAsked) and event.new_tools is not None]
+        self.tools = asked[-1].new_tools or [] if asked else []
+        # Calls of the program's own functions are never sent.
+        self._sends = any(isinstance(event, CallSent) for event in self.events)
 
     @property
     def run(self) -> str:
-        """The run's id."""
-        return self.records[0].run if self.records else self.path.stem
+        return self.events[0].run if self.events else self.path.stem
 
     @property
     def calls(self) -> list[TraceCall]:
-        """Those of all steps, in order."""
+        """Return the calls of all steps, in order."""
         return [call for step in self.steps for call in step.calls]
 
+    @property
+    def usage(self) -> Usage:
+        """Return the tokens of the run; if it did not finish, those of its replies."""
+        if self.finished is not None:
+            return self.finished.usage
+        return sum((event.usage for event in self.attempt if isinstance(event, ModelAnswered)), Usage())
+
+    @property
+    def clocks(self) -> Clocks:
+        """Return the sum of the calls' clocks."""
+        return sum((call.result.clocks for call in self.calls if call.result), Clocks())
+
+    @property
+    def seconds(self) -> float:
+        """Return the time from the first event of the attempt to its end, or to its last event."""
+        return max(0.0, (self.end or self.attempt[-1]).at - self.attempt[0].at)
+
     def why_unrun(self, call: TraceCall) -> str:
-        """Why a call was never run, "" for one that was."""
-        if call.called is None:
+        """Return why a call did not run; "" if it ran."""
+        if call.started is None:
             is_malformed = call.result is not None and call.result.error_code == ErrorCode.INVALID_ARGUMENTS
             return "its request was malformed" if is_malformed else "the run ended before it"
         if call.was_refused:
             return "it was refused"
-        return "it was not sent" if self._sends and call.started is None and not call.has_run else ""
+        return "it was not sent" if self._sends and call.sent is None and not call.has_run else ""
+
+    def notes(self) -> list[str]:
+        """Return the warnings, and the sandboxes that followed the first one, as sentences."""
+        lines, sandbox = [], ""
+        for event in self.attempt:
+            match event:
+                case Warned():
+                    lines.append(f"warning: {event.message}")
+                case SandboxReady():
+                    sandbox = event.sandbox
+                case SandboxClosed():
+                    lines.append(f"sandbox {sandbox} is closed")
+                case CallFinished() if (info := event.result.sandbox) is not None and info.id != sandbox:
+                    lines += [f"sandbox {info.id} replaces {sandbox}"] if sandbox else []
+                    sandbox = info.id
+        return lines
 
     def faults(self) -> list[str]:
-        """What is not whole, in sentences; none of a trace of a run that ended in order."""
-        told = [
-            (self.torn, "lines broke off when whoever wrote them died, and are left out"),
+        """Return what is missing, as sentences; nothing for a run that ended normally."""
+        counts = [
+            (self.torn, "lines broke off when the process that wrote them died, and are left out"),
             (self.damaged, "lines are no lines of a trace, and are left out"),
-            (self.later, "lines are of a later release, and are passed over: read them with that release"),
+            (self.later, "lines are of a later release, and are left out: read them with that release"),
             (self.gaps, "lines are missing: they could not be written"),
             (
                 len(self.missing_blobs),
-                "large parts are missing or damaged in the folder blobs beside the trace: copy it along with the trace",
+                "large parts are missing or damaged in the folder blobs next to the trace: they could not be written, "
+                "or were not copied along with the trace",
             ),
         ]
-        lines = [f"{count} {sentence}" for count, sentence in told if count]
+        lines = [f"{count} {sentence}" for count, sentence in counts if count]
         if self.end is None:
-            lines.append("the trace has no end: the run still goes on, or whoever ran it died")
-        elif self.end.lost_blobs:
-            lines.append(f"{self.end.lost_blobs} large parts could not be written")
+            lines.append("the trace has no end: the run still goes on, or its process died")
         return lines
 
 
 def load_trace(path: Path, *, with_blobs: bool = True) -> Trace:
-    """Read a trace. `with_blobs` off: large parts are left out, and a note stands for each. Raises ConfigError when the
-    file cannot be read.
+    """Read a trace. Without `with_blobs`, a note replaces each large part. Raises ConfigError if the file cannot be
+    read.
     """
     blobs = BlobFolder(path.parent / "blobs") if with_blobs else None
-    found: list[TraceRecord] = []
+    events: list[RunEvent] = []
     missing: list[str] = []
+    numbers: set[int] = set()
+    tenant = ""
     torn = damaged = later = 0
+    is_old = False
     try:
         for text, is_whole in _lines(path):
             line = _parse(text)
-            if line is None:
-                torn, damaged = torn + (not is_whole), damaged + is_whole
-            elif is_later(line):
-                later += 1
-            elif (record := _record(line, blobs, missing)) is None:
+            if line is None or type(line.get("v")) is not int or line["v"] < VERSION:
+                is_old |= line is not None and type(line.get("v")) is int
+                torn, damaged = torn + (line is None and not is_whole), damaged + (line is not None or is_whole)
+                continue
+            try:
+                event = _read_event(line, blobs, missing) if line["v"] == VERSION else None
+                numbers.add(int(line.get("seq", 0)))
+            except (ValueError, TypeError, OverflowError, OSError, RecursionError):
                 damaged += 1
+                continue
+            tenant = tenant or str(line.get("tenant", ""))
+            if event is None:
+                later += 1
             else:
-                found.append(record)
+                events.append(event)
     except OSError as error:
         raise ConfigError(
             f"the trace {path} cannot be read ({error.strerror}): give the path of one, or a run's id"
         ) from error
-    return Trace(path, found, torn, damaged, later, _gaps(found) if not (later or damaged) else 0, sorted(set(missing)))
+    if is_old and not events:
+        raise ConfigError(
+            f"the trace {path} has a format of an earlier release, and this release reads version {VERSION} only: "
+            "read it with that release, or remove it"
+        )
+    gaps = max(numbers) + 1 - len(numbers) if numbers and not damaged else 0
+    return Trace(path, tenant, events, torn, damaged, later, gaps, sorted(set(missing)))
 
 
 def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:
@@ -204,14 +285,14 @@ def list_traces(folder: Path, tenant: str | None = None) -> list[Path]:
     return sorted(folder.glob("*/*.jsonl"))
 
 
-def seconds_of(ts: str) -> float:
-    """Unix seconds of a line's `ts`. Raises ValueError."""
-    return datetime.fromisoformat(ts).timestamp()
+def format_instant(at: float) -> str:
+    """Return a time as ISO 8601, in UTC. Raises ValueError, OverflowError or OSError if there is no such date."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Lines, and whether each can be expected to be whole: not the last one without an end, nor one behind which
-    somebody began anew.
+    """Yield lines, each with False if its writer may have died while it wrote it: the line has no end, or no last
+    bracket.
     """
     with path.open("rb") as file:
         for line in file:
@@ -223,100 +304,60 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(text, parse_constant=str)
         if _HALF_PAIR in text.lower():
-            # Half surrogate pairs, which a foreign writer may have escaped, fit into no text.
+            # Another writer may have escaped unpaired surrogates, which no text can hold.
             line = json.loads(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
 
 
-def _record(line: dict[str, Any], blobs: BlobFolder | None, missing: list[str]) -> TraceRecord | None:
-    try:
-        record = parse_record(resolve(line, blobs, missing))
-        seconds_of(record.ts)
-    except (ValidationError, ValueError, RecursionError):
-        return None
-    return record
+def _read_event(line: dict[str, Any], blobs: BlobFolder | None, missing: list[str]) -> RunEvent | None:
+    event = parse_event({name: resolve(value, blobs, missing) for name, value in line.items()})
+    if event is not None:
+        format_instant(event.at)
+    return event
 
 
-def _gaps(found: Sequence[TraceRecord]) -> int:
-    numbers = {record.seq for record in found}
-    return max(numbers) + 1 - len(numbers) if numbers else 0
+def _call_id(event: CallStarted | ApprovalAsked | ApprovalDecided | CallSent) -> str:
+    return event.call_id if isinstance(event, ApprovalDecided) else event.call.id
 
 
-def _tools(attempt: Sequence[TraceRecord]) -> list[dict[str, Any]]:
-    """The tool definitions of the last request that carried any."""
-    known: dict[str, list[dict[str, Any]]] = {}
-    last: str | None = None
-    for record in attempt:
-        if isinstance(record, records.LlmRequest) and record.tools is not None:
-            last = record.tools
-            if record.tool_definitions is not None:
-                known[last] = record.tool_definitions
-    return known.get(last, []) if last is not None else []
-
-
-def _steps(attempt: Sequence[TraceRecord]) -> list[TraceStep]:
-    """Requests that were sent again belong to one step: its messages are those of the last."""
+def _build_steps(attempt: Sequence[RunEvent]) -> list[TraceStep]:
+    """Return the steps. Requests that were sent again belong to one step, with the messages of the last one."""
     steps: list[TraceStep] = []
-    sent: list[dict[str, Any]] = []
+    messages: list[Message] = []
+    calls: dict[str, TraceCall] = {}
+    number = 0
 
     def step_of(number: int) -> TraceStep:
         if not steps or steps[-1].number != number:
             steps.append(TraceStep(number))
         return steps[-1]
 
-    places: dict[str, TraceStep] = {}
-    for record in attempt:
-        match record:
-            case records.LlmRequest():
-                sent = [*sent[: record.kept], *record.messages]
-                step = step_of(record.step)
-                step.request, step.messages = record, sent
-            case records.LlmResponse():
-                step_of(record.step).response = record
-            case records.ToolCalled():
-                places[record.call_id] = step_of(record.step)
-                places[record.call_id].call(record.call_id).called = record
-            case records.ToolResulted():
-                step = places.get(record.call_id) or step_of(record.step)
-                step.call(record.call_id).result = record
-            case records.ApprovalRequested() | records.ApprovalDecision() | records.ToolStart() if (
-                record.call_id in places
-            ):
-                _note(places[record.call_id].call(record.call_id), record)
+    def add_call(call_id: str) -> TraceCall:
+        if call_id not in calls:
+            calls[call_id] = TraceCall(call_id)
+            step_of(number).calls.append(calls[call_id])
+        return calls[call_id]
+
+    for event in attempt:
+        match event:
+            case StepStarted():
+                number = event.step
+            case ModelAsked():
+                number = event.step
+                messages = [*messages[: event.kept], *event.new_messages]
+                step = step_of(number)
+                step.asked, step.messages = event, messages
+            case ModelAnswered():
+                step_of(event.step).answered = event
+            case CallStarted():
+                add_call(event.call.id).started = event
+            case CallFinished():
+                add_call(event.result.call_id).finished = event
+            case ApprovalAsked() | ApprovalDecided() | CallSent() if (call := calls.get(_call_id(event))) is not None:
+                call.add(event)
     return steps
-
-
-def _adopt(steps: Sequence[TraceStep], before: Sequence[TraceRecord]) -> None:
-    """What was asked and sent in earlier attempts: a run that is taken up again is answered out of its log, and does
-    neither twice.
-    """
-    calls = {call.call_id: call for step in steps for call in step.calls}
-    for record in before:
-        if (
-            isinstance(record, records.ApprovalRequested | records.ApprovalDecision | records.ToolStart)
-            and record.call_id in calls
-        ):
-            call = calls[record.call_id]
-            # What this attempt says itself stands.
-            match record:
-                case records.ApprovalRequested():
-                    call.asked = call.asked or record
-                case records.ApprovalDecision():
-                    call.decided = call.decided or record
-                case records.ToolStart():
-                    call.started = call.started or record
-
-
-def _note(call: TraceCall, record: records.ApprovalRequested | records.ApprovalDecision | records.ToolStart) -> None:
-    match record:
-        case records.ApprovalRequested():
-            call.asked = record
-        case records.ApprovalDecision():
-            call.decided = record
-        case records.ToolStart():
-            call.started = record
 
 
 # --- Attempts of an item ----------------------------------------------------------------------------------------------

@@ -51,21 +51,16 @@ class TraceStats:
         self.unfinished += end is None
         self.faulty += bool(trace.torn or trace.damaged or trace.later or trace.gaps)
         if end is not None:
-            self.stop_reasons[end.stop_reason or "aborted"] += 1
-        # What an unfinished or aborted run has used is known from its replies alone.
-        replies = [step.response for step in trace.steps if step.response is not None]
-        counted = end if end is not None and end.stop_reason is not None else None
-        self.prompt_tokens += counted.prompt_tokens if counted else sum(reply.prompt_tokens for reply in replies)
-        self.completion_tokens += (
-            counted.completion_tokens if counted else sum(reply.completion_tokens for reply in replies)
-        )
-        if end is not None and end.cost is not None:
-            self.cost = (self.cost or 0.0) + end.cost
+            self.stop_reasons[trace.finished.stop_reason if trace.finished else "aborted"] += 1
+        self.prompt_tokens += trace.usage.prompt_tokens
+        self.completion_tokens += trace.usage.completion_tokens
+        if trace.finished is not None and trace.finished.cost is not None:
+            self.cost = (self.cost or 0.0) + trace.finished.cost
         for call in trace.calls:
             tool = self.tools.setdefault(call.tool, ToolStats())
             tool.count += 1
-            if call.result is not None and call.result.seconds is not None:
-                tool.seconds.append(call.result.seconds)
+            if call.seconds is not None:
+                tool.seconds.append(call.seconds)
             if call.result is not None and not call.result.success:
                 tool.errors[call.result.error_code or "unknown"] += 1
 

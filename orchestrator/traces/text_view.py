@@ -4,10 +4,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from orchestrator.dialects.model import Usage
+from orchestrator.loop.events import SandboxReady
 from orchestrator.terminal.output import escape_controls, format_clocks
-from orchestrator.traces import records
 from orchestrator.traces.export_atif import split_thinking
-from orchestrator.traces.reading import Trace, TraceCall, TraceStep, seconds_of
+from orchestrator.traces.reading import Trace, TraceCall, TraceStep, format_instant
 
 MAX_LINES, MAX_CHARS = 20, 2000
 """Of one text, unless all is asked for."""
@@ -18,56 +19,55 @@ def build_lines(trace: Trace, *, is_full: bool = False) -> list[str]:
     lines = [*_head(trace)]
     for step in trace.steps:
         lines += _step(step, is_full)
-    lines += _events(trace)
+    lines += trace.notes()
     lines += _tail(trace, is_full)
     return [escape_controls(line) for line in lines]
 
 
 def build_json(trace: Trace) -> dict[str, Any]:
-    """The same as one object, whole: the records of the last attempt, and what of the file is not."""
+    """Return the events of the last attempt, and the faults of the file."""
     return {
         "run": trace.run,
         "path": str(trace.path),
         "attempts": trace.attempts,
         "faults": trace.faults(),
-        "records": [record.model_dump(mode="json") for record in trace.attempt],
+        "events": [event.to_trace() for event in trace.attempt],
     }
 
 
 def _head(trace: Trace) -> Iterator[str]:
     start = trace.start
-    session = next((record.session for record in trace.attempt if record.session), None)
     yield (
         f"run {trace.run}"
-        + (f"  session {session}" if session else "")
+        + (f"  session {trace.session}" if trace.session else "")
         + (f"  attempt {trace.attempts}" if trace.attempts > 1 else "")
     )
-    for record in trace.attempt:
-        if isinstance(record, records.SandboxStart) and record.why == "opened":
-            yield f"   sandbox {_where(record)}"
+    for event in trace.attempt:
+        if isinstance(event, SandboxReady):
+            yield f"   sandbox {event.sandbox or event.session} on {event.host} {event.image}"
     if start is not None:
-        yield f"   {start.ts}  model {start.model}  dialect {start.dialect}"
+        yield f"   {format_instant(start.at)}  model {start.model}  dialect {start.dialect}"
         yield from _block("", start.instruction, is_full=False)
 
 
 def _step(step: TraceStep, is_full: bool) -> Iterator[str]:
     yield f"step {step.number}"
-    if is_full and step.request is not None:
-        for message in step.request.messages:
+    if is_full and step.asked is not None:
+        for message in step.asked.new_messages:
             yield from _block(f"{message.get('role')}: ", _message_text(message), is_full)
-    if step.response is None:
+    reply = step.answered
+    if reply is None:
         yield "   no reply came"
     else:
-        text, thought = split_thinking(step.response.message)
+        text, thought = split_thinking(reply.message)
         if thought:
             yield from _block("thinks: ", thought, is_full)
         if text:
             yield from _block("", text, is_full)
-        reply = step.response
         reason = (
             f", finish reason {reply.finish_reason}" if reply.finish_reason not in ("stop", "tool_calls", None) else ""
         )
-        yield f"   model {reply.model_s:.2f} s, {reply.prompt_tokens} + {reply.completion_tokens} tokens{reason}"
+        yield f"   model {reply.model_s:.2f} s, {_tokens(reply.usage)}{reason}"
     for call in step.calls:
         yield from _call(call, is_full)
 
@@ -79,9 +79,9 @@ def _call(call: TraceCall, is_full: bool) -> Iterator[str]:
         warning = f" (dangerous: {call.asked.warning})" if call.asked.warning else ""
         yield f"   asked: {call.asked.reason}{warning}"
     if call.decided is not None:
-        told = "allowed" if call.decided.is_allowed else "refused"
+        decision = "allowed" if call.decided.is_allowed else "refused"
         changed = ", with other arguments" if call.decided.is_changed else ""
-        yield f"   {told}{changed}{': ' + call.decided.reason if call.decided.reason else ''}"
+        yield f"   {decision}{changed}{': ' + call.decided.reason if call.decided.reason else ''}"
     result = call.result
     if result is None:
         yield "   no result"
@@ -90,38 +90,25 @@ def _call(call: TraceCall, is_full: bool) -> Iterator[str]:
     if result.spill is not None:
         yield f"   the whole output was at {result.spill.path} ({result.spill.bytes} bytes)"
     code = result.metadata.get("exit_code")
-    seconds = f"{result.seconds:.3f} s   " if result.seconds is not None else ""
+    seconds = f"{call.seconds:.3f} s   " if call.seconds is not None else ""
     yield f"   {seconds}{format_clocks(result.clocks)}" + (f"   exit code {code}" if code not in (None, 0) else "")
 
 
-def _events(trace: Trace) -> Iterator[str]:
-    """What is of the run, not of a step."""
-    for record in trace.attempt:
-        match record:
-            case records.RunWarning():
-                yield f"warning: {record.message}"
-            case records.SandboxStart() if record.why != "opened":
-                yield f"sandbox {record.why}: {_where(record)}"
-            case records.SandboxStop():
-                yield f"sandbox {record.why}: {record.sandbox} is gone"
-
-
-def _where(record: records.SandboxStart) -> str:
-    return " ".join(part for part in (record.sandbox, f"on {record.host}" if record.host else "", record.image) if part)
-
-
 def _tail(trace: Trace, is_full: bool) -> Iterator[str]:
-    end = trace.end
-    if end is not None:
-        yield from _block("answer: ", end.answer, is_full) if end.answer else ()
-        reason = f"stopped: {end.stop_reason}" if end.error is None else f"aborted: {end.error}"
-        cost = f", cost {end.cost:.4f}" if end.cost is not None else ""
-        took = max(0.0, seconds_of(end.ts) - seconds_of(trace.attempt[0].ts))
-        tokens = f"{end.prompt_tokens} + {end.completion_tokens} tokens"
-        yield f"{reason}   {end.steps} steps in {took:.2f} s, {tokens}{cost}"
-        yield f"   tools: {format_clocks(end.clocks)}"
+    if trace.end is not None:
+        finished = trace.finished
+        if finished is not None and finished.answer:
+            yield from _block("answer: ", finished.answer, is_full)
+        reason = f"stopped: {finished.stop_reason}" if finished is not None else f"aborted: {trace.error}"
+        cost = f", cost {finished.cost:.4f}" if finished is not None and finished.cost is not None else ""
+        yield f"{reason}   {len(trace.steps)} steps in {trace.seconds:.2f} s, {_tokens(trace.usage)}{cost}"
+        yield f"   tools: {format_clocks(trace.clocks)}"
     for fault in trace.faults():
         yield f"note: {fault}"
+
+
+def _tokens(usage: Usage) -> str:
+    return f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"
 
 
 def _message_text(message: dict[str, Any]) -> str:

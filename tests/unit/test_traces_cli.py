@@ -27,7 +27,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 def test_show_prints_a_run_by_its_id_or_its_path(trace: Path) -> None:
     assert "answer: It is a." in run("show", "run1")[1]
     assert run("show", str(trace))[1] == run("show", "run1", "--tenant", "acme")[1]
-    assert len(json.loads(run("show", "run1", "--json")[1])["records"]) == 9
+    assert len(json.loads(run("show", "run1", "--json")[1])["events"]) == 13
 
 
 def test_a_run_that_is_not_there_is_one_sentence_and_an_object_with_json(trace: Path) -> None:

@@ -28,7 +28,7 @@ async def export(folder: Path, build: Any, *turns: Any, **options: Any) -> dict[
 
 async def test_a_trajectory_has_prompt_instruction_and_a_step_for_each_reply(tmp_path: Path) -> None:
     told = await export(tmp_path, build_atif)
-    assert (told["schema_version"], told["session_id"], told["trajectory_id"]) == ("ATIF-v1.7", "s1", "run1")
+    assert (told["schema_version"], told["session_id"], told["trajectory_id"]) == ("ATIF-v1.7", "run1", "run1")
     assert [(step["step_id"], step["source"]) for step in told["steps"]] == [
         (1, "system"),
         (2, "user"),

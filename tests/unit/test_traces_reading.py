@@ -29,10 +29,10 @@ def append(path: Path, *lines: bytes) -> None:
 
 async def test_a_line_that_broke_off_is_dropped_and_told(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
-    append(path, b'{"v":1,"seq":9,"ty')
+    append(path, b'{"v":2,"seq":13,"ty')
     trace = load_trace(path)
-    assert (trace.torn, trace.damaged, len(trace.records)) == (1, 0, 9)
-    assert trace.faults() == ["1 lines broke off when whoever wrote them died, and are left out"]
+    assert (trace.torn, trace.damaged, len(trace.events)) == (1, 0, 13)
+    assert trace.faults() == ["1 lines broke off when the process that wrote them died, and are left out"]
 
 
 async def test_lines_of_a_later_release_are_passed_over_and_counted(tmp_path: Path) -> None:
@@ -40,10 +40,24 @@ async def test_lines_of_a_later_release_are_passed_over_and_counted(tmp_path: Pa
     line = json.loads(path.read_text().splitlines()[0])
     append(
         path,
-        *(json.dumps(line | change).encode() + b"\n" for change in ({"type": "run.dream"}, {"v": 2}, {"new_field": 1})),
+        *(json.dumps(line | change).encode() + b"\n" for change in ({"type": "RunDreamt"}, {"v": 3}, {"new_field": 1})),
     )
     trace = load_trace(path)
-    assert (trace.later, trace.damaged, len(trace.records)) == (2, 0, 10)
+    assert (trace.later, trace.damaged, len(trace.events)) == (2, 0, 14)
+
+
+async def test_later_fields_of_a_record_in_an_event_are_ignored(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    path.write_text(path.read_text().replace('"success":true', '"success":true,"mood":"good"'))
+    trace = load_trace(path)
+    assert (trace.faults(), [call.result.output for call in trace.calls if call.result]) == ([], ["a"])
+
+
+def test_a_trace_of_an_earlier_release_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    path.write_text('{"v":1,"ts":"2026-11-22T15:36:29.145556Z","seq":0,"type":"run.start","run":"r"}\n')
+    with pytest.raises(ConfigError, match="a format of an earlier release"):
+        load_trace(path)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +66,10 @@ async def test_lines_of_a_later_release_are_passed_over_and_counted(tmp_path: Pa
         b"not json\n",
         b"[1]\n",
         b"{}\n",
+        b'{"v":2,"type":"RunStarted"}\n',
+        b'{"v":2,"run":"run1","at":1,"seq":13}\n',
+        b'{"v":2,"type":"StepStarted","run":"run1","at":1e300,"step":1}\n',
+        b'{"v":2,"type":"StepStarted","run":"run1","at":Infinity,"step":1}\n',
         b'{"v":1,"type":"run.start"}\n',
         b"\xff\xfe}\n",
         b"[" * 100_000 + b"\n",
@@ -62,20 +80,20 @@ async def test_lines_that_are_none_are_left_out_and_counted(tmp_path: Path, line
     path, _, _ = await run_traced(tmp_path)
     append(path, line)
     trace = load_trace(path)
-    assert (trace.torn + trace.damaged, len(trace.records), len(trace.faults())) == (1, 9, 1)
+    assert (trace.torn + trace.damaged, len(trace.events), len(trace.faults())) == (1, 13, 1)
 
 
 async def test_a_line_that_could_not_be_written_is_missed(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:2] + lines[3:]))
+    path.write_bytes(b"".join(lines[:3] + lines[4:]))
     trace = load_trace(path)
-    assert (trace.gaps, trace.steps[0].response, len(trace.steps)) == (1, None, 2)
+    assert (trace.gaps, trace.steps[0].answered, len(trace.steps)) == (1, None, 2)
 
 
 async def test_a_trace_without_an_end_says_so(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
     trace = load_trace(path)
     assert "the trace has no end" in trace.faults()[-1]
     assert "   no result" in build_lines(trace)
@@ -116,7 +134,7 @@ async def test_no_damage_raises(
     path.write_bytes(content[: int(kept * len(content))])
     trace = load_trace(path)
     build_lines(trace)
-    if trace.records:
+    if trace.events:
         build_page(trace)
     gather_stats([path])
 
@@ -129,7 +147,7 @@ async def test_blobs_of_blobs_do_not_grow_without_end(tmp_path: Path) -> None:
         data = json.dumps([inner, inner]).encode()
         inner = build_reference(data, "list")
         blobs.put(data, inner["$blob"])
-    line = next(line for line in map(json.loads, path.read_text().splitlines()) if line["type"] == "llm.response")
+    line = next(line for line in map(json.loads, path.read_text().splitlines()) if line["type"] == "ModelAnswered")
     append(path, json.dumps(line | {"message": {"content": inner}}).encode() + b"\n")
     assert len(load_trace(path).missing_blobs) == 1
 
@@ -138,7 +156,7 @@ async def test_half_a_surrogate_pair_of_a_foreign_writer_can_be_shown_and_export
     path, _, _ = await run_traced(tmp_path)
     path.write_text(path.read_text().replace("It is a.", "It \\ud83d is"))
     trace = load_trace(path)
-    assert (trace.damaged, trace.end and trace.end.answer) == (0, "It ? is")
+    assert (trace.damaged, trace.finished and trace.finished.answer) == (0, "It ? is")
     assert json.loads(json.dumps(build_atif(trace)))["steps"][-1]["message"] == "It ? is"
 
 
@@ -200,20 +218,19 @@ async def test_a_run_is_shown_step_by_step(tmp_path: Path) -> None:
 
 async def test_the_sandbox_that_a_run_begins_in_is_told_before_its_steps(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    opened = {**records[0], "type": "sandbox.start", "sandbox": "box1", "host": "a", "image": "base"}
-    path.write_text(
-        "".join(
-            json.dumps(one) + "\n"
-            for one in [records[0], opened, {**opened, "sandbox": "box2", "why": "replaced"}, *records[1:]]
-        )
-    )
-    lines = build_lines(load_trace(path))
-    assert (
-        lines.index("   sandbox box1 on a base")
-        < lines.index("step 1")
-        < lines.index("sandbox replaced: box2 on a base")
-    )
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    ready = {
+        "type": "SandboxReady",
+        "session": "s1",
+        "sandbox": "box0",
+        "host": "a",
+        "image": "base",
+        "network": "none",
+    }
+    path.write_text("".join(json.dumps(line) + "\n" for line in [lines[0], {**lines[0], **ready}, *lines[1:]]))
+    text = build_lines(load_trace(path))
+    assert text[0] == "run run1  session s1"
+    assert text.index("   sandbox box0 on a base") < text.index("step 1") < text.index("sandbox box1 replaces box0")
 
 
 async def test_a_long_text_is_shortened_and_told_unless_all_is_wanted(tmp_path: Path) -> None:
@@ -239,10 +256,10 @@ async def test_hostile_text_drives_no_terminal(tmp_path: Path) -> None:
     assert not {"\x1b", "\u202e"} & set("".join(build_lines(load_trace(path), is_full=True)))
 
 
-async def test_the_object_of_a_run_has_every_record(tmp_path: Path) -> None:
+async def test_the_object_of_a_run_has_every_event(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     told = json.loads(json.dumps(build_json(load_trace(path))))
-    assert (len(told["records"]), told["faults"], told["run"]) == (9, [], "run1")
+    assert (len(told["events"]), told["faults"], told["run"]) == (13, [], "run1")
 
 
 class Tags(HTMLParser):

@@ -15,22 +15,30 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from contract.calls import SandboxInfo, ToolCall, ToolResult
+from contract.calls import MAX_NAME_CHARS, MAX_OUTPUT_CHARS, SandboxInfo, ToolCall, ToolResult
 from contract.errors import ConfigError, ModelUnavailable
 from orchestrator.approvals import ApprovalPolicy, CallbackApprover, Decision, review
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect, build_tag_call
 from orchestrator.loop.agent import Agent
-from orchestrator.loop.events import CallFinished, OutputArrived, RunStarted, SandboxClosed, SandboxReady, TextArrived
+from orchestrator.loop.events import (
+    CallFinished,
+    OutputArrived,
+    RunEvent,
+    RunStarted,
+    SandboxClosed,
+    SandboxReady,
+    TextArrived,
+    parse_event,
+)
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.traces.blobs import MAX_INLINE_BYTES
 from orchestrator.traces.masking import Masker
 from orchestrator.traces.reading import load_trace
-from orchestrator.traces.recorder import open_trace, trace_path
-from orchestrator.traces.records import IDENTIFIERS, parse_record
+from orchestrator.traces.recorder import IDENTIFIERS, RECORDS, open_trace, trace_path
 from tests.builders import build_call, build_spec
-from tests.trace_ground import RUN, call_echo, echo, lines_of, of_type, run_traced, scripts
+from tests.trace_ground import RUN, call_echo, echo, fail, lines_of, of_type, run_traced, scripts
 
 CANARY = "canary-7f3a/9b+!"
 
@@ -38,15 +46,19 @@ CANARY = "canary-7f3a/9b+!"
 async def test_a_run_is_told_in_order(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     assert [line["type"] for line in lines_of(path)] == [
-        "run.start",
-        "llm.request",
-        "llm.response",
-        "tool.call",
-        "tool.start",
-        "tool.result",
-        "llm.request",
-        "llm.response",
-        "run.end",
+        "RunStarted",
+        "StepStarted",
+        "ModelAsked",
+        "ModelAnswered",
+        "CallStarted",
+        "CallSent",
+        "CallFinished",
+        "StepFinished",
+        "StepStarted",
+        "ModelAsked",
+        "ModelAnswered",
+        "StepFinished",
+        "RunFinished",
     ]
     assert path == tmp_path / "acme" / "run1.jsonl"
 
@@ -54,23 +66,29 @@ async def test_a_run_is_told_in_order(tmp_path: Path) -> None:
 async def test_every_line_says_whose_it_is_and_can_be_read(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     lines = lines_of(path)
-    assert {(line["v"], line["tenant"], line["session"], line["run"]) for line in lines} == {(1, "acme", "s1", RUN)}
-    assert ([line["seq"] for line in lines], len({line["trace_id"] for line in lines})) == (list(range(len(lines))), 1)
-    assert [parse_record(line).type for line in lines] == [line["type"] for line in lines]
+    assert {(line["v"], line["tenant"], line["run"]) for line in lines} == {(2, "acme", RUN)}
+    assert [line["seq"] for line in lines] == list(range(len(lines)))
+    assert [type(parse_event(line)).__name__ for line in lines] == [line["type"] for line in lines]
+
+
+async def test_the_events_of_a_trace_are_those_of_the_run(tmp_path: Path) -> None:
+    seen: list[RunEvent] = []
+    path, _, _ = await run_traced(tmp_path, ScriptedModel([call_echo("a"), "done"], chunk_chars=2), also=seen.append)
+    assert load_trace(path).events == [event for event in seen if not isinstance(event, TextArrived)]
 
 
 async def test_a_request_holds_what_is_new_since_the_last_one_and_its_tools_once(tmp_path: Path) -> None:
     model = ScriptedModel([call_echo("a"), call_echo("b"), "done"])
     path, _, _ = await run_traced(tmp_path, model)
-    requests = of_type(path, "llm.request")
-    assert [(line["kept"], len(line["messages"]), line["total"]) for line in requests] == [
+    requests = of_type(path, "ModelAsked")
+    assert [(line["kept"], len(line["new_messages"]), line["messages"]) for line in requests] == [
         (0, 2, 2),
         (2, 2, 4),
         (4, 2, 6),
     ]
-    assert (["tool_definitions" in line for line in requests], len({line["tools"] for line in requests})) == (
+    assert (["new_tools" in line for line in requests], [line["tools"] for line in requests]) == (
         [True, False, False],
-        1,
+        [1, 1, 1],
     )
     assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
 
@@ -88,19 +106,20 @@ async def test_calls_by_tag_are_told_before_the_reply_has_ended(tmp_path: Path) 
         tmp_path, ScriptedModel([build_tag_call("echo", {"text": "a"}) + " more", "done"]), dialect=TagsDialect()
     )
     kinds = [line["type"] for line in lines_of(path)]
-    assert kinds.index("tool.result") < kinds.index("llm.response")
+    assert kinds.index("CallFinished") < kinds.index("ModelAnswered")
 
 
 async def test_an_aborted_run_says_why(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable):
         await run_traced(tmp_path, ScriptedModel([]))
-    [end] = of_type(tmp_path / "acme" / "run1.jsonl", "run.end")
-    assert (end.get("stop_reason"), "the script has 0 turns" in end["error"]) == (None, True)
+    [end] = of_type(tmp_path / "acme" / "run1.jsonl", "RunAborted")
+    assert "the script has 0 turns" in end["reason"]
 
 
 async def test_a_malformed_call_has_a_result_and_was_not_called(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path, ScriptedModel([Calls([("echo", "{broken")]), "done"]))
-    assert (of_type(path, "tool.call"), [line["error_code"] for line in of_type(path, "tool.result")]) == (
+    results = [line["result"] for line in of_type(path, "CallFinished")]
+    assert (of_type(path, "CallStarted"), [result["error_code"] for result in results]) == (
         [],
         ["INVALID_ARGUMENTS"],
     )
@@ -125,11 +144,13 @@ async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(
         result = await agent.run("do it")
     assert result.stop_reason is StopReason.MAX_WALL
     told = load_trace(trace.path)
-    assert ([call.result.error_code for call in told.calls if call.result], told.end and told.end.stop_reason) == (
+    assert ([call.result.error_code for call in told.calls if call.result], told.finished) == (
         ["CANCELLED"],
-        "max_wall",
+        told.end,
     )
-    assert told.steps[0].response is not None
+    assert told.finished is not None
+    assert told.finished.stop_reason == "max_wall"
+    assert told.steps[0].answered is not None
 
 
 # Sandboxes, approvals, pieces
@@ -146,13 +167,9 @@ async def test_a_sandbox_that_took_over_is_told(tmp_path: Path) -> None:
         for text in ("a", "b"):
             trace(CallFinished(run=RUN, result=answer(build_call(text=text, call_id=text))))
         trace(SandboxClosed(run=RUN, session="s9"))
-    told = [(line["type"], line.get("sandbox"), line.get("why"), line["session"]) for line in lines_of(trace.path)]
-    assert told[:2] == [("run.start", None, None, "s9"), ("sandbox.start", "box-a", None, "s9")]
-    assert [line[:3] for line in told if line[0].startswith("sandbox")][1:] == [
-        ("sandbox.stop", "box-a", "replaced"),
-        ("sandbox.start", "box-b", "replaced"),
-        ("sandbox.stop", "box-b", None),
-    ]
+    read = load_trace(trace.path)
+    assert [type(event) for event in read.events[:2]] == [RunStarted, SandboxReady]
+    assert (read.session, read.notes()) == ("s9", ["sandbox box-b replaces box-a", "sandbox box-b is closed"])
 
 
 async def test_questions_and_answers_of_approvals_are_told(tmp_path: Path) -> None:
@@ -162,8 +179,14 @@ async def test_questions_and_answers_of_approvals_are_told(tmp_path: Path) -> No
         trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
         reviewed = await review(call, spec, approver, policy=ApprovalPolicy(), on_event=trace, run=RUN)
     assert isinstance(reviewed, ToolCall)
-    [asked], [decided] = of_type(trace.path, "approval.request"), of_type(trace.path, "approval.decision")
-    assert (asked["call_id"], asked["tool"], decided["is_allowed"], decided["is_changed"], decided["reason"]) == (
+    [asked], [decided] = of_type(trace.path, "ApprovalAsked"), of_type(trace.path, "ApprovalDecided")
+    assert (
+        asked["call"]["id"],
+        asked["call"]["name"],
+        decided["is_allowed"],
+        decided["is_changed"],
+        decided["reason"],
+    ) == (
         "c1",
         "echo",
         True,
@@ -181,14 +204,14 @@ async def test_nobody_is_asked_and_nothing_told_of_a_call_that_needs_no_approval
     assert seen == []
 
 
-async def test_of_pieces_only_sizes_are_told(tmp_path: Path) -> None:
-    with open_trace(tmp_path, "acme", RUN, masker=Masker(), has_pieces=True) as trace:
+async def test_pieces_of_texts_are_not_in_a_trace(tmp_path: Path) -> None:
+    with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
         trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
         trace(TextArrived(run=RUN, text=CANARY[:8]))
         trace(OutputArrived(run=RUN, call_id="c1", stream="stdout", text=CANARY[8:]))
     text = trace.path.read_text()
     assert (CANARY[:8] in text, CANARY[8:] in text) == (False, False)
-    assert [line["chars"] for line in lines_of(trace.path)[1:]] == [8, len(CANARY) - 8]
+    assert [line["type"] for line in lines_of(trace.path)] == ["RunStarted"]
 
 
 async def test_events_of_other_runs_are_passed_over(tmp_path: Path) -> None:
@@ -230,11 +253,28 @@ async def test_a_secret_is_nowhere_in_the_folder_in_any_form(tmp_path: Path) -> 
 
 async def test_no_field_with_content_is_left_unmasked() -> None:
     # Whoever adds a field must say whether it is ours: only these may hold what a model or a tool wrote.
-    assert (
-        IDENTIFIERS
-        & {"instruction", "messages", "message", "arguments", "tool", "output", "error", "metadata", "reason", "answer"}
-        == set()
+    content = {"instruction", "new_messages", "message", "arguments", "name", "output", "error", "metadata", "reason"}
+    assert (IDENTIFIERS | RECORDS) & (content | {"answer", "warning", "new_tools", "extra"}) == set()
+
+
+async def test_secrets_that_look_like_names_of_fields_damage_no_line(tmp_path: Path) -> None:
+    names = ["arguments", "output", "result", "success", "call_id", "CallFinished", "TIMEOUT", "metadata", "clocks"]
+    path, _, _ = await run_traced(tmp_path, secrets={name: name for name in names}, answer=fail)
+    assert (load_trace(path).faults(), load_trace(path).events != []) == ([], True)
+
+
+async def test_a_masked_text_that_is_longer_than_its_field_may_be_is_cut(tmp_path: Path) -> None:
+    answer = "secret" * (MAX_OUTPUT_CHARS // 6)
+    path, _, _ = await run_traced(
+        tmp_path,
+        ScriptedModel([Calls([("secret" * 20, {}), ("echo", {"text": "a"})]), "done"]),
+        secrets={"the secret": "secret"},
+        answer=lambda call: echo(call).model_copy(update={"output": answer}),
     )
+    trace = load_trace(path)
+    [unknown, known] = trace.calls
+    assert trace.faults() == []
+    assert (len(unknown.tool), known.result and len(known.result.output or "")) == (MAX_NAME_CHARS, MAX_OUTPUT_CHARS)
 
 
 async def test_files_and_folders_are_the_owners_alone(tmp_path: Path) -> None:
@@ -267,7 +307,7 @@ async def test_a_large_part_is_written_once_for_all_traces(tmp_path: Path) -> No
 async def test_a_field_of_many_small_parts_is_kept_apart_as_well(tmp_path: Path) -> None:
     metadata: dict[str, Any] = {"rows": [{"n": n} for n in range(5000)]}
     path, _, _ = await run_traced(tmp_path, answer=lambda call: echo(call).model_copy(update={"metadata": metadata}))
-    assert of_type(path, "tool.result")[0]["metadata"]["kind"] == "object"
+    assert of_type(path, "CallFinished")[0]["result"]["metadata"]["kind"] == "object"
     assert [call.result.metadata for call in load_trace(path).calls if call.result] == [metadata]
 
 
@@ -278,7 +318,7 @@ async def test_arguments_that_look_like_a_large_part_bring_no_file_into_the_trac
         [Calls([("echo", {"text": forged}), ("echo", forged), ("echo", {"$literal": {"$blob": "x"}})]), "done"]
     )
     path, _, _ = await run_traced(tmp_path, model, answer=lambda call: echo(call).model_copy(update={"output": ""}))
-    told = [call.called.arguments for call in load_trace(path).calls if call.called]
+    told = [call.arguments for call in load_trace(path).calls]
     assert told == [{"text": forged}, forged, {"$literal": {"$blob": "x"}}]
 
 
@@ -286,14 +326,15 @@ async def test_text_that_no_utf8_carries_and_numbers_that_no_json_has_are_writte
     history = [{"role": "user", "content": "half \ud800 a pair", "n": float("nan")}]
     path, _, trace = await run_traced(tmp_path, history=history)
     assert (trace.lost_lines, load_trace(path).damaged) == (0, 0)
-    assert of_type(path, "llm.request")[0]["messages"][1]["content"] == "half ? a pair"
+    assert of_type(path, "ModelAsked")[0]["new_messages"][1]["content"] == "half ? a pair"
 
 
 async def test_what_nests_too_deep_is_left_out_and_the_rest_is_there(tmp_path: Path) -> None:
     deep: Any = "x"
     for _ in range(400):
         deep = [deep]
-    path, _, trace = await run_traced(tmp_path, history=[{"role": "user", "content": deep}])
+    model = ScriptedModel([Calls([("echo", {"text": deep})]), "done"])
+    path, _, trace = await run_traced(tmp_path, model, history=[{"role": "user", "content": deep}])
     assert (trace.lost_lines, "it nests too deep" in path.read_text(), load_trace(path).faults()) == (0, True, [])
 
 
@@ -308,7 +349,7 @@ async def test_whatever_a_run_says_all_of_it_can_be_read_back(
         tmp_path_factory.mktemp("t"), model, also=seen.append, max_malformed_replies=9
     )
     trace = load_trace(path)
-    assert (trace.faults(), recorder.lost_lines, trace.end is not None and trace.end.stop_reason) == (
+    assert (trace.faults(), recorder.lost_lines, trace.finished is not None and trace.finished.stop_reason) == (
         [],
         0,
         result.stop_reason.value,
@@ -332,21 +373,18 @@ async def test_lines_are_written_within_a_second_though_nothing_more_happens(tmp
 async def test_another_process_that_takes_the_run_over_continues_the_trace(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     with path.open("ab") as file:
-        file.write(b'{"v":1,"seq":9,"type":"warn')
+        file.write(b'{"v":2,"seq":13,"type":"Warn')
     await run_traced(tmp_path, ScriptedModel(["Better."]))
     trace = load_trace(path)
-    assert (trace.attempts, trace.torn, trace.damaged, trace.end and trace.end.answer, len(trace.steps)) == (
+    assert (trace.attempts, trace.torn, trace.damaged, trace.finished and trace.finished.answer, len(trace.steps)) == (
         2,
         1,
         0,
         "Better.",
         1,
     )
-    assert [line["is_continued"] for line in map(json.loads, re.findall(r'.*"run.start".*', path.read_text()))] == [
-        False,
-        True,
-    ]
-    assert len({record.trace_id for record in trace.records}) == 1
+    numbers = [json.loads(line)["seq"] for line in re.findall(r'.*"RunStarted".*', path.read_text())]
+    assert (numbers, trace.gaps) == ([0, 13], 0)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +423,7 @@ async def test_a_folder_that_cannot_be_written_ends_no_run_and_is_told_once(tmp_
 async def test_a_disk_that_is_full_in_the_middle_costs_lines_and_the_end_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, room = os.write, [700]
+    real, room = os.write, [500]
 
     def write(descriptor: int, data: bytes) -> int:
         if room[0] <= 0:
@@ -404,7 +442,7 @@ async def test_a_disk_that_is_full_in_the_middle_costs_lines_and_the_end_says_ho
         trace(RunStarted(run=RUN, instruction="again", model="m", dialect="native"))
         trace.close()
     told = load_trace(trace.path)
-    assert (lost > 0, trace.lost_lines, told.torn + told.damaged, told.gaps, len(told.records)) == (
+    assert (lost > 0, trace.lost_lines, told.torn + told.damaged, told.gaps, len(told.events)) == (
         True,
         lost,
         1,
