@@ -393,11 +393,10 @@ class RunQueue:
         rows = await _ask(self._client.zrangebyscore(key, f"({after}", "+inf", start=0, num=most, withscores=True))
         return [(int(number), run.decode()) for run, number in rows]
 
-    async def items(self, tenant: str, batch: str) -> list[str]:
-        """Return the ids of all runs, in the order in which they were added."""
-        return [
-            run.decode() for run in await _ask(self._client.lrange(self._batch_key(tenant, batch) + ":items", 0, -1))
-        ]
+    async def items(self, tenant: str, batch: str, first: int = 0, last: int = -1) -> list[str]:
+        """Return the ids of the runs at these positions, both included, in the order in which they were added."""
+        key = self._batch_key(tenant, batch) + ":items"
+        return [run.decode() for run in await _ask(self._client.lrange(key, first, last))]
 
     async def count_items(self, tenant: str, batch: str) -> int:
         """Return how many runs have been added."""
@@ -636,10 +635,12 @@ class RunQueue:
         packed: Any = await _ask(self._client.getrange(key, 0, MAX_TRANSCRIPT_BYTES))
         return unpack_transcript(run, packed) if packed else None
 
-    async def hosted_log(self, tenant: str, run: str) -> tuple[RunRecord, list[Entry]]:
-        """Return the record and the log of a hosted run. Raises ToolFailure(FILE_NOT_FOUND), ConfigError."""
+    async def read_log(self, tenant: str, run: str, batch: str = HOSTED_BATCH) -> tuple[RunRecord, list[Entry]]:
+        """Return the record and the log of a run of that batch; HOSTED_BATCH: of a hosted run. The log of a batch's run
+        is removed an hour after its end. Raises ToolFailure(FILE_NOT_FOUND), ConfigError.
+        """
         (fields,) = await self._fields([(tenant, run)])
-        if fields.get(b"batch") != HOSTED_BATCH.encode():
+        if fields.get(b"batch") != batch.encode():
             raise not_found(run)
         record = parse_run(self.keys, tenant, run, fields)
         return record, (

@@ -168,7 +168,7 @@ class HostedRuns:
         """Return its messages in the OpenAI wire shape: all when it has ended; until then, and for a run that broke
         off, those so far, without the system prompt."""
         messages = await self._queue.transcript(tenant, _checked(run))
-        return messages if messages is not None else build_transcript(run, *await self._queue.hosted_log(tenant, run))
+        return messages if messages is not None else build_transcript(run, *await self._queue.read_log(tenant, run))
 
     async def stored_events(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
         """Yield the events that exist now, as `follow`."""

@@ -17,6 +17,7 @@ PATHS = (
     "/approvals",
     "/batches",
     "/batches/acme-batch?of=acme",
+    "/batches/acme-batch/items?of=acme",
     "/sessions",
     "/tools",
     "/tenants",

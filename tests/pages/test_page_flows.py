@@ -11,7 +11,8 @@ from playwright.async_api import Page, expect
 from contract.names import control_queue
 from store.approvals import AlreadyAnswered, ApprovalQuestion
 from store.audit import LOCAL, Actor, Audit
-from store.batches import BatchState, RunBody
+from store.batches import BatchState, Failure, FailureKind, Outcome, RunBody
+from store.run_log import Replied, RunLog
 from tests.batch_story import Attempt
 from tests.page_ground import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
 
@@ -274,6 +275,35 @@ async def test_calls_are_listed_and_a_call_that_runs_is_killed_from_the_list(wor
         await visit.page.get_by_role("button", name="Kill call lost-queue").click()
         await expect(visit.page.get_by_role("heading", level=1)).to_contain_text("forbidden")
         await expect(visit.page.get_by_text("CANCELLED")).to_be_visible()
+
+
+async def test_a_batch_is_read_item_by_item_and_step_by_step(world: World, visitors: Visitors) -> None:
+    await world.submit_batch("acme", "read-batch", stories=[(name, Attempt()) for name in ("good", "bad", "open")])
+    claims = {claim.record.item.custom_id: claim for claim in await world.runs.claim(100) if "read-batch" in claim.run}
+    for name, failure in (("good", None), ("bad", Failure(kind=FailureKind.MODEL, code="empty", message="no words"))):
+        claim = claims[name]
+        log = await RunLog.load(world.redis, DEPLOYMENT, world.runs.keys, claim.attempt)
+        text = {"choices": [{"index": 0, "delta": {"content": f"step of {name}"}, "finish_reason": "stop"}]}
+        await log.append(Replied(at=1.0, chunks=(text,)))
+        outcome = Outcome(custom_id=name, run=claim.run, status_code=200, body={"answer": "42"}, failure=failure)
+        assert await world.runs.finish(claim, outcome)
+    async with visitors.visit("acme") as visit:
+        page = visit.page
+        await page.goto("/batches/read-batch")
+        await page.get_by_role("link", name="All items, one by one").click()
+        await expect(page.get_by_role("row", name="good")).to_contain_text("42")
+        await expect(page.get_by_role("row", name="open")).to_contain_text("running")
+        await take_picture(page, "batch-items")
+        await page.get_by_role("link", name="failed", exact=True).click()
+        await expect(page.get_by_role("row", name="good")).to_have_count(0)
+        await page.get_by_role("link", name="bad", exact=True).click()
+        await expect(page.get_by_text("step of bad")).to_be_visible()
+        await expect(page.get_by_text("no words")).to_be_visible()
+        await take_picture(page, "batch-item")
+    async with visitors.visit("rival") as visit:
+        visit.expected = (404,)
+        answer = await visit.page.request.get(f"/batches/read-batch/items/{claims['good'].run}")
+        assert answer.status == 404
 
 
 async def test_all_of_it_can_be_done_with_the_keyboard(world: World, visitors: Visitors) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from markupsafe import Markup
 
 from contract.errors import ToolFailure
@@ -13,9 +13,11 @@ from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.batches.report import build_sections
 from orchestrator.runs.batch_runs import BatchRuns
+from orchestrator.runs.hosted import build_transcript
 from store.audit import Audit, build_entry
 from store.batches import BatchRecord, BatchState
 from store.overview import OverviewReader
+from store.runs import RunRecord
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -24,6 +26,10 @@ _ONE_REPORT = asyncio.Lock()
 MOST = 200
 MOST_TENANTS = 50
 """Whose batches are shown together: of more one has to be chosen."""
+
+ITEMS_PAGE = 50
+MOST_LOOKED_AT = 2000
+"""Items that one request for failed items looks at."""
 
 BatchId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
@@ -85,6 +91,54 @@ async def one_batch(request: Request, batch: BatchId, person: Looking, done: str
     )
 
 
+@router.get("/batches/{batch}/items")
+async def batch_items(
+    batch: BatchId, person: Looking, first: Annotated[int, Query(ge=0, le=10_000_000)] = 0, only: str = ""
+) -> Response:
+    """The items of a batch in the order of its file, or only those that failed."""
+    runs = _runs(person)
+    record = await _known(person, runs, batch)
+    only_failed = only == "failed"
+    found: list[tuple[str, RunRecord | None]] = []
+    following = first
+    # Few of many items may have failed: a request looks at a bounded number of them.
+    while following < min(record.total, first + MOST_LOOKED_AT) and len(found) < ITEMS_PAGE:
+        last = following + ITEMS_PAGE - len(found) - 1
+        names = await runs.queue.items(person.owner, batch, following, last)
+        records = await runs.queue.runs([(person.owner, name) for name in names])
+        found += [one for one in zip(names, records, strict=True) if not only_failed or _has_failed(one[1])]
+        following = last + 1
+    values: dict[str, Any] = {
+        "batch": batch,
+        "of": person.owner,
+        "items": found,
+        "only": "failed" if only_failed else "",
+        "first": first,
+        "following": following if following < record.total else None,
+    }
+    return await person.render("batch_items.html", title=f"Items of batch {batch}", page="batches", **values)
+
+
+@router.get("/batches/{batch}/items/{run}")
+async def batch_item(batch: BatchId, run: BatchId, person: Looking) -> Response:
+    """One item: its outcome, and step by step what was said and done."""
+    runs = _runs(person)
+    await _known(person, runs, batch)
+    try:
+        record, entries = await runs.queue.read_log(person.owner, run, batch)
+    except ToolFailure as error:
+        raise not_here("item") from error
+    values: dict[str, Any] = {
+        "batch": batch,
+        "of": person.owner,
+        "run": run,
+        "record": record,
+        "messages": build_transcript(run, record, entries),
+        "has_log": bool(entries),
+    }
+    return await person.render("batch_item.html", title=f"Item {record.item.custom_id}", page="batches", **values)
+
+
 @router.post("/batches/{batch}/cancel")
 async def cancel_batch(batch: BatchId, person: Sending) -> Response:
     """Begin nothing of a batch any more, and end what runs."""
@@ -104,6 +158,10 @@ async def known_tenants(person: Person) -> list[str]:
     overview = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
     named = [look.tenant for look in overview.tenants]
     return list(dict.fromkeys([*(look.tenant for look in overview.batches), *named, person.owner]))
+
+
+def _has_failed(record: RunRecord | None) -> bool:
+    return record is not None and record.outcome is not None and record.outcome.failure is not None
 
 
 def _runs(person: Person) -> BatchRuns:
