@@ -85,7 +85,7 @@ def misbehave(request):
         for name in os.listdir(folder):
             try:
                 with open(f"{folder}/{name}", "wb") as out:
-                    out.write(b"\n" + b"0" * 32 + b' {"replies": [{}]}\n')
+                    out.write(b"\n" + b"0" * 32 + b' {"reply": {}}\n')
             except OSError:
                 continue
         os.kill(os.getppid(), 9)
@@ -123,7 +123,7 @@ def serve(request):
     if method == "server/discover" and HOW == "mute":
         return
     if method == "server/discover" and HOW != "old":
-        answer(request, {"supportedVersions": ["2026-07-28"], "capabilities": {}})
+        answer(request, {"supportedVersions": ["2026-07-28"]})
     elif method == "initialize":
         answer(
             request, {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": {"name": "p", "version": "1"}}

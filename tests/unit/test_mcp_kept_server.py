@@ -287,7 +287,7 @@ def test_those_who_only_connect_do_not_keep_calls_out(box: LocalSandbox, tmp_pat
     [
         (b"-", None),
         (b"+", ErrorCode.HTTP_ERROR),
-        (b'+\n0 {"replies": [{}]}\n', ErrorCode.HTTP_ERROR),
+        (b'+\n0 {"reply": {}}\n', ErrorCode.HTTP_ERROR),
         (b"+" + b"x" * 9_000_000, ErrorCode.FILE_TOO_LARGE),
     ],
 )

@@ -139,8 +139,8 @@ def test_where_the_session_has_network_only_those_run_that_may(network: str, is_
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"{", b"[]", b"7", b"{}", b'{"replies": []}', b'{"replies": [7]}', b'{"replies": [{"jsonrpc": "2.0", "id": 4, "result": {}}]}',
-     b'{"replies": {"a": 1}}', b'{"trouble": 7}', b'{"trouble": {"a": []}, "told": [1]}', b"[" * 100_000],
+    [b"", b"{", b"[]", b"7", b"{}", b'{"reply": []}', b'{"reply": 7}', b'{"reply": {"jsonrpc": "2.0", "id": 4, "result": {}}}',
+     b'{"reply": {"a": 1}}', b'{"failure": 7}', b'{"failure": {"a": []}, "detail": [1]}', b"[" * 100_000],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_a_failure_of_the_server(answer: bytes) -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
@@ -159,7 +159,7 @@ def _framed(body: bytes, answer: bytes) -> bytes:
 
 def test_more_output_than_was_kept_is_never_read_as_an_answer() -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        response = build_printed(_framed(body, b'{"replies": []}'))
+        response = build_printed(_framed(body, b'{"reply": {}}'))
         return GuestResponse({**response.done, "streams": {"stdout": {"total": 10**9}}}, response.streams)
 
     with pytest.raises(ToolFailure) as caught:

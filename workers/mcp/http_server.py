@@ -121,15 +121,11 @@ class HttpServer:
 
     async def _greet(self, session: RawSession) -> None:
         """Raises what the SDK raises."""
-        # Whoever answers first may not be the server, as a proxy before one that is just being started: until its
-        # greeting succeeds, nothing is known of it.
+        # The first answer may be that of a proxy before a server that is just being started: nothing is known of the
+        # server until its greeting succeeds.
         alone, self.stands_alone = self.stands_alone, None
         if alone is None:
-            try:
-                await session.discover()
-                alone = True
-            except REFUSED:
-                alone = False
+            alone = await session.adopt_alone()
         elif alone:
             session.adopt(STANDS_ALONE)
         if not alone:

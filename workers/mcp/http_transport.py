@@ -19,9 +19,9 @@ from workers.web.urls import Address, Target
 
 ANSWER_BYTES = 4 * MIB
 MAX_EVENTS = 10_000
-"""Of one answer: progress and logs beside it."""
+"""In one answer, progress and logs included."""
 END_S = 2.0
-"""For telling a server that a session is over."""
+"""For the request that ends a session."""
 _SESSION_ID = pattern(r"[\x21-\x7e]{1,512}")
 _OWN_HEADERS = frozenset({"accept-encoding", "connection", "content-length", "host", "user-agent"})
 
@@ -97,7 +97,7 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
         else:
             why = f"answered {head.phrase}: try again later, or use another tool"
             # An error of the protocol comes with an error's status as well.
-            reply = await self._told(response, number)
+            reply = await self._find_error(response, number)
             if reply is not None:
                 return self._rebuild(reply, number, head)
         self.refusal = ToolFailure(ErrorCode.HTTP_ERROR, f"the MCP server {self._server} {why}", status=head.status)
@@ -105,8 +105,8 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
             raise self.refusal
         return httpx2.Response(head.status)
 
-    async def _told(self, response: Response, number: Any) -> Reply | None:
-        """The error that the body tells; a server that could not read the request has no id for it."""
+    async def _find_error(self, response: Response, number: Any) -> Reply | None:
+        """The error in the body. A server that could not read the request has no id for it."""
         try:
             message = parse_json((await read_body(response, 64 * KIB)).body, self._server)
         except ToolFailure:

@@ -46,8 +46,8 @@ def parse_reply(message: Any, number: int) -> Reply | None:
     """
     if not isinstance(message, dict) or message.get("jsonrpc") != "2.0" or "method" in message:
         return None
-    told = message.get("id")
-    if isinstance(told, bool) or told != number:
+    reply_id = message.get("id")
+    if isinstance(reply_id, bool) or reply_id != number:
         return None
     if isinstance(result := message.get("result"), dict) and "error" not in message:
         return Reply(result=result)

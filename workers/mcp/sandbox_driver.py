@@ -8,7 +8,7 @@ whichever Python an image brings. What it says is read by the worker as all that
 
 A job: `mark`, `command`, `args`, `env`, `cwd`, `network`, `hello` (for a server that is started: a request whose result
 is waited for, and a notification; or nothing), `message` (the request), `max_bytes`, `timeout_s`. Its answer: `mark`, a
-space and an object as JSON, on a line of their own: `reply`, or `trouble` and what is `told` of it.
+space and an object as JSON, on a line of their own: `reply`, or `failure` and its `detail`.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _BROKEN = (
 )
 
 
-class Trouble(Exception):
-    """`kind` is one of those that the worker knows."""
+class Failed(Exception):
+    """A failure of the server, of a `kind` that the worker knows."""
 
-    def __init__(self, kind: str, told: str = "") -> None:
+    def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
         self.kind = kind
-        self.told = told
+        self.detail = detail
 
 
 class Server:
-    """The process, and the requests that it has yet to answer. What it does wrong ends it: `trouble` says why."""
+    """The process, and the requests that it has yet to answer. `failure`: why it was ended."""
 
     def __init__(self, job: Message, environment: Message) -> None:
         self.most = int(job["max_bytes"])
@@ -71,7 +71,7 @@ class Server:
         self.count = 0
         self.seen = 0
         self.errors = b""
-        self.trouble: Trouble | None = None
+        self.failure: Failed | None = None
         folder = os.path.join(environment["PWD"], job["cwd"] or ".")
         try:
             self.process = subprocess.Popen(
@@ -84,33 +84,33 @@ class Server:
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            raise Trouble("not_started", str(error)) from error
+            raise Failed("not_started", str(error)) from error
         self.ready = asyncio.ensure_future(self.begin(job["hello"]))
 
     async def begin(self, hello: list[Message]) -> None:
-        """Raises nothing: whoever waits for it looks at `trouble`."""
+        """Raises nothing: a failure is in `failure`."""
         loop = asyncio.get_running_loop()
         self.stdin, _ = await loop.connect_write_pipe(asyncio.Protocol, self.process.stdin)
         stdout = await open_reader(self.process.stdout)
         self.reading_errors = asyncio.ensure_future(self.read_errors(await open_reader(self.process.stderr)))
         self.reading = asyncio.ensure_future(self.read(stdout))
         if hello:
-            with contextlib.suppress(Trouble):
+            with contextlib.suppress(Failed):
                 reply = await self.ask(hello[0])[1]
                 if not isinstance(reply.get("result"), dict):
-                    self.fail(Trouble("refused", json.dumps(reply.get("error"))[:500]))
+                    self.fail(Failed("refused", json.dumps(reply.get("error"))[:500]))
                 self.send(hello[1])
 
     async def answer(self, job: Message, gone: asyncio.Future[Any]) -> Message:
-        """The reply. `gone`: done when nobody wants it any more. Raises Trouble."""
+        """The reply. `gone`: done when the caller has left. Raises Failed."""
         until = time.monotonic() + job["timeout_s"]
         await asyncio.wait({self.ready, gone}, timeout=job["timeout_s"], return_when=asyncio.FIRST_COMPLETED)
         if not self.ready.done() and not gone.done():
             self.give_up()
         if not self.ready.done():
-            raise Trouble("gone" if gone.done() else "hangs")
-        if self.trouble is not None:
-            raise self.trouble
+            raise Failed("gone" if gone.done() else "hangs")
+        if self.failure is not None:
+            raise self.failure
         number, reply = self.ask(job["message"])
         limit_s = max(0.0, until - time.monotonic())
         await asyncio.wait({reply, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -118,20 +118,20 @@ class Server:
         if not reply.done():
             # The server may end it by itself, and live on.
             why = "gone" if gone.done() else "hangs"
-            told = {"requestId": number, "reason": why}
-            self.send({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": told})
+            cancelled = {"requestId": number, "reason": why}
+            self.send({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": cancelled})
             await asyncio.wait({reply}, timeout=END_S)
         if not reply.done():
             del self.waiting[number]
             self.give_up()
-            raise Trouble(why)
+            raise Failed(why)
         message = {**reply.result(), "id": job["message"]["id"]}
         if why and not isinstance(message.get("result"), dict):
-            raise Trouble(why)
+            raise Failed(why)
         return message
 
     def give_up(self) -> None:
-        self.fail(Trouble("died", "another call of it did not end, so it was ended"))
+        self.fail(Failed("died", "another call of it did not end, so it was ended"))
 
     def ask(self, request: Message) -> tuple[int, asyncio.Future[Message]]:
         if not self.waiting:
@@ -146,23 +146,23 @@ class Server:
 
     async def read(self, stdout: asyncio.StreamReader) -> None:
         held = bytearray()
-        while self.trouble is None:
+        while self.failure is None:
             data = await stdout.read(PIECE)
             self.seen += len(data)
             if not data:
                 words = await self.last_words()
-                self.fail(Trouble("died", words))
+                self.fail(Failed("died", words))
             elif self.seen > self.most:
-                self.fail(Trouble("flood"))
+                self.fail(Failed("flood"))
             elif b"\n" not in data:
                 held += data
             else:
                 *lines, rest = (bytes(held) + data).split(b"\n")
                 held = bytearray(rest)
                 for line in lines:
-                    self.hear(line)
+                    self.take(line)
 
-    def hear(self, line: bytes) -> None:
+    def take(self, line: bytes) -> None:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
@@ -179,13 +179,13 @@ class Server:
             self.waiting.pop(number).set_result(message)
 
     def refuse(self, number: Any, method: Any) -> None:
-        """A server that asks us something is told at once that there is nothing, or it would wait."""
+        """Answer a request of the server at once, or it would wait."""
         answer: Message = {"error": {"code": NO_METHOD, "message": "not offered"}}
         if method == "ping":
             answer = {"result": {}}
         self.send({"jsonrpc": "2.0", "id": number, **answer})
         if self.stdin.get_write_buffer_size() > OUTBOX_BYTES:
-            self.fail(Trouble("flood"))
+            self.fail(Failed("flood"))
 
     async def read_errors(self, stderr: asyncio.StreamReader) -> None:
         while True:
@@ -202,20 +202,20 @@ class Server:
             "none" if code is None else code, self.errors.decode("utf-8", "replace").strip()
         )
 
-    def fail(self, trouble: Trouble) -> None:
-        """It has done wrong: it is ended, and whoever waits for it is told."""
-        if self.trouble is not None:
+    def fail(self, failure: Failed) -> None:
+        """End the server. Every request that waits for it fails."""
+        if self.failure is not None:
             return
-        self.trouble = trouble
+        self.failure = failure
         for reply in self.waiting.values():
             if not reply.done():
-                reply.set_exception(trouble)
+                reply.set_exception(failure)
         self.kill()
 
     async def end(self) -> None:
         """By the end of its input first, as the protocol has it. Then by force."""
-        if self.trouble is None:
-            self.trouble = Trouble("died")
+        if self.failure is None:
+            self.failure = Failed("died")
             self.stdin.abort()
             # The pipe is closed by the loop.
             await asyncio.sleep(0)
@@ -238,30 +238,30 @@ class Server:
 
 
 class Keeper:
-    """One server, while there is one, and whoever asks it."""
+    """At most one server, and the connections that ask it."""
 
     def __init__(self) -> None:
         self.server: Server | None = None
         self.present = 0
-        self.has_served = False
+        self.was_used = False
         self.changed = asyncio.Event()
         self.room = asyncio.Semaphore(MAX_LINES)
 
     async def work(self, job: Message, environment: Message, gone: asyncio.Future[Any]) -> Message:
         """The answer to a job."""
         if job["network"] == "none" and any(environment.get(name) for name in ("http_proxy", "https_proxy")):
-            return {"trouble": "network"}
+            return {"failure": "network"}
         try:
-            if self.server is None or self.server.trouble is not None:
+            if self.server is None or self.server.failure is not None:
                 self.server = None
                 self.server = Server(job, environment)
             return {"reply": await self.server.answer(job, gone)}
-        except Trouble as trouble:
-            return {"trouble": trouble.kind, "told": trouble.told}
+        except Failed as failure:
+            return {"failure": failure.kind, "detail": failure.detail}
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection: `+` to whoever has come, then its environment and job, each as long as the first line says,
-        then the answer.
+        """Serve a connection: send `+`, read its environment and job, each as long as the first line says, and send
+        the answer.
         """
         self.present += 1
         # An answer is waited for until all of it is taken.
@@ -280,15 +280,15 @@ class Keeper:
         finally:
             writer.transport.abort()
             self.present -= 1
-            self.has_served = True
+            self.was_used = True
             self.changed.set()
 
     async def keep(self, listener: socket.socket, idle_s: float) -> None:
-        """Until nobody has come for so long, or the server has ended and nobody is there."""
+        """Serve until no connection has come for `idle_s`, or the server has ended and no connection is open."""
         adopt(self)
         until = time.monotonic() + min(idle_s, START_S)
         async with await asyncio.start_unix_server(self.meet, sock=listener, limit=PIECE):
-            while self.present or (time.monotonic() < until and not (self.has_served and self.is_ended())):
+            while self.present or (time.monotonic() < until and not (self.was_used and self.is_ended())):
                 self.changed.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.changed.wait(), max(0.01, until - time.monotonic()))
@@ -297,10 +297,10 @@ class Keeper:
         await self.close()
 
     def is_ended(self) -> bool:
-        return self.server is None or self.server.trouble is not None
+        return self.server is None or self.server.failure is not None
 
     def reap(self) -> None:
-        """Collect who has died of what servers left; of the server itself its process is told."""
+        """Collect the dead processes that servers left. The server itself is collected by its Popen."""
         while True:
             try:
                 seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -337,7 +337,7 @@ async def open_reader(pipe: Any) -> asyncio.StreamReader:
 
 
 async def read_job(reader: asyncio.StreamReader) -> tuple[Message, Message]:
-    """A job and the environment of who brought it. Raises what reading one that is none may raise."""
+    """Read a job and the environment of its sender. Raises one of _BROKEN."""
     head = await reader.readuntil(b"\n")
     size, job_size = (int(part) for part in head[:HEAD_BYTES].split())
     if not (0 <= size <= ENVIRONMENT_BYTES and 0 < job_size <= JOB_BYTES):
@@ -351,7 +351,7 @@ def build_answer(job: Message, answer: Message) -> bytes:
     try:
         text = json.dumps(answer)
     except (ValueError, RecursionError):
-        text = json.dumps({"trouble": "died", "told": "its answer cannot be written"})
+        text = json.dumps({"failure": "died", "detail": "its answer cannot be encoded"})
     return "\n{} {}\n".format(job["mark"], text).encode("utf-8", "replace")
 
 

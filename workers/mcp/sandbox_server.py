@@ -34,12 +34,12 @@ PYTHON = "/usr/bin/python3"
 FOLDER = "/workspace"
 PROBE_S = 5.0
 """For a server to say which revisions it speaks."""
-MAX_TOLD_CHARS = 500
+MAX_DETAIL_CHARS = 500
 _SPARE_S = 1.0
 """Before the call's limit the driver gives up by itself, and can say on what."""
 _LEAST_S = 0.1
 _NOT_KEPT = "not_kept"
-"""The trouble of one who found no keeper: nothing was asked yet."""
+"""The failure where no server is kept: nothing was asked yet."""
 _KEEPER_S = 10.0
 """At most, for a keeper to listen that was just started."""
 
@@ -108,11 +108,7 @@ class SandboxServer:
     async def _greet(self, session: RawSession) -> None:
         if self.stands_alone is None:
             try:
-                await session.discover()
-                self.stands_alone = True
-                return
-            except REFUSED:
-                self.stands_alone = False
+                self.stands_alone = await session.adopt_alone()
             except ToolFailure as failure:
                 # One that does not answer what it does not know is greeted as before.
                 if failure.code is not ErrorCode.TIMEOUT:
@@ -137,7 +133,7 @@ class SandboxServer:
         job = self._build_job(message, timeout_s)
         argv = [PYTHON, "-I", "-S", "-c", read_visit(), name_keeper(self.entry), job["mark"], str(wait_s)]
         answer = self._run(run, argv, job, cwd, timeout_s)
-        return None if answer.get("trouble") == _NOT_KEPT else self._find_reply(answer)
+        return None if answer.get("failure") == _NOT_KEPT else self._find_reply(answer)
 
     def _use_once(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> Reply:
         job = self._build_job(message, timeout_s)
@@ -215,36 +211,37 @@ class SandboxServer:
             raise self._floods()
         _, found, line = data.rpartition(f"\n{mark} ".encode())
         if not found:
-            words = one_line(response.streams.get("stderr", b"").decode("utf-8", "replace"), MAX_TOLD_CHARS)
+            words = one_line(response.streams.get("stderr", b"").decode("utf-8", "replace"), MAX_DETAIL_CHARS)
             raise broken(self.name, f"it was ended, or ended its driver ({words or 'no reason given'})")
         answer = parse_json(line, self.name)
         if not isinstance(answer, dict):
             raise broken(self.name, "its driver's answer is none")
-        if "trouble" in answer and answer["trouble"] != _NOT_KEPT:
+        if "failure" in answer and answer["failure"] != _NOT_KEPT:
             raise self._explain(
-                str(answer["trouble"]), one_line(str(answer.get("told", "")), MAX_TOLD_CHARS), timeout_s
+                str(answer["failure"]), one_line(str(answer.get("detail", "")), MAX_DETAIL_CHARS), timeout_s
             )
         return answer
 
-    def _explain(self, trouble: str, told: str, timeout_s: float) -> ToolFailure:
-        if trouble == "network":
+    def _explain(self, failure: str, detail: str, timeout_s: float) -> ToolFailure:
+        if failure == "network":
             return ToolFailure(
                 ErrorCode.SECURITY_REFUSED,
                 f"the MCP server {self.name} is not run in a session with network: call its tools in one without, or "
                 "use another tool",
             )
-        if trouble == "not_started":
+        if failure == "not_started":
             return ToolFailure(
                 ErrorCode.CONFIG_MISSING,
-                f"the MCP server {self.name} cannot be started in this sandbox ({told}): use another tool, or have the "
-                "operator put it into the image",
+                f"the MCP server {self.name} cannot be started in this sandbox ({detail}): use another tool, or have "
+                "the operator put it into the image",
             )
-        if trouble == "hangs":
+        if failure == "hangs":
             return self._hangs(timeout_s)
-        if trouble == "flood":
+        if failure == "flood":
             return self._floods()
         return broken(
-            self.name, f"it ended before it answered ({told})" if trouble == "died" else f"it refused to begin ({told})"
+            self.name,
+            f"it ended before it answered ({detail})" if failure == "died" else f"it refused to begin ({detail})",
         )
 
     def _hangs(self, timeout_s: float) -> ToolFailure:

@@ -54,7 +54,7 @@ def main() -> None:
     name, mark, wait_s = sys.argv[1:]
     line = reach(name, time.monotonic() + float(wait_s))
     if line is None:
-        write(("\n" + mark + ' {"trouble": "not_kept"}\n').encode())
+        write(("\n" + mark + ' {"failure": "not_kept"}\n').encode())
         return
     environment = b"\0".join(key + b"=" + value for key, value in {**posix.environ, b"PWD": posix.getcwdb()}.items())
     job = read_all()

@@ -10,7 +10,7 @@ from mcp.client.session import ClientSession
 from mcp.shared.dispatcher import Dispatcher
 from mcp.shared.exceptions import MCPError
 from mcp.shared.transport_context import TransportContext
-from mcp_types.version import MODERN_PROTOCOL_VERSIONS
+from mcp_types.version import LATEST_MODERN_VERSION
 from pydantic import TypeAdapter, ValidationError
 
 from contract.errors import ErrorCode, ToolFailure
@@ -18,9 +18,7 @@ from workers.mcp.messages import broken
 from workers.mcp.pages import ToolPages
 
 CLIENT = types.Implementation(name="toolcrew", version="1")
-STANDS_ALONE = types.DiscoverResult(
-    supported_versions=list(MODERN_PROTOCOL_VERSIONS), capabilities=types.ServerCapabilities()
-)
+STANDS_ALONE = types.DiscoverResult(supported_versions=[LATEST_MODERN_VERSION], capabilities=types.ServerCapabilities())
 """To adopt where it is known that a server speaks a revision in which every request stands alone."""
 REFUSED = (MCPError, ValidationError, RuntimeError)
 """What the SDK raises for an answer that is an error, or none."""
@@ -41,6 +39,19 @@ class RawSession(ClientSession):
         super().__init__(dispatcher=dispatcher, client_info=CLIENT)
         self._server = server
         self._recording = dispatcher
+
+    async def adopt_alone(self) -> bool:
+        """Ask whether the server speaks a revision in which every request stands alone, and speak it then."""
+        try:
+            answer = await self.send_discover(LATEST_MODERN_VERSION)
+        except MCPError:
+            return False
+        versions = answer.get("supportedVersions")
+        # No more of the answer is needed, so no more of it has to be right.
+        alone = isinstance(versions, list) and LATEST_MODERN_VERSION in versions
+        if alone:
+            self.adopt(STANDS_ALONE)
+        return alone
 
     async def gather_tools(self) -> list[Any]:
         """What the server lists, unchecked. Raises ToolFailure, MCPError."""

@@ -20,7 +20,7 @@ USER_AGENT = "toolcrew (a tool of a language model)"
 
 @dataclass(frozen=True)
 class Request:
-    """`headers`: beside those that every request has; a key may be among them, so they are not shown."""
+    """`headers`: added to those that every request has. One may be a key, so they are not shown."""
 
     target: Target
     method: str = "GET"
@@ -86,7 +86,7 @@ async def _exchange(request: Request, route: Route, body_bytes: BodyBytes) -> An
         except (ToolFailure, httpcore2.RemoteProtocolError):
             if wanted is None:
                 raise
-            # The status is the answer; what is wrong with the words beside it would only hide it.
+            # The status is the answer. A failure of its body would only hide it.
             return Answer(response.head, b"", is_whole=False)
 
 
@@ -158,9 +158,9 @@ def _parse_head(response: httpcore2.Response, host: str, limits: FetchLimits) ->
 async def read_body(response: Response, wanted: int | None) -> Answer:
     """As much of the body as is `wanted`, by the meaning of BodyBytes. Raises ToolFailure."""
     head, limits = response.head, response.limits
-    told = head.headers.get("content-length", "")
-    if wanted is None and told.isdecimal() and int(told[:20]) > limits.wire_bytes:
-        raise too_large(f"{told[:20]} bytes, more than {limits.wire_bytes}")
+    length = head.headers.get("content-length", "")
+    if wanted is None and length.isdecimal() and int(length[:20]) > limits.wire_bytes:
+        raise too_large(f"{length[:20]} bytes, more than {limits.wire_bytes}")
     body = bytearray()
     async with aclosing(response.pieces()) as pieces:
         async for piece in pieces:
