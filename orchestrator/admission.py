@@ -168,7 +168,8 @@ def build_notice(request: SlotRequest, reason: WaitReason) -> WaitNotice:
     pause = f" ({policy.pause_reason})" if policy.pause_reason else ""
     causes = {
         WaitReason.PAUSED: (
-            f"tenant {tenant} is paused{pause}; an operator can resume it ({build_command('resume', tenant)})"
+            f"tenant {tenant} is paused{pause}; an operator can resume it "
+            f"({build_command('tenants', 'resume', tenant)})"
         ),
         WaitReason.IN_FLIGHT: f"tenant {tenant} has {policy.in_flight} calls in flight, which is its limit",
         WaitReason.RATE: f"tenant {tenant} may begin at most {policy.rate_per_s or 0:g} calls per second",
@@ -284,7 +285,7 @@ def _still_paused(request: SlotRequest, policy: TenantPolicy) -> ToolFailure:
     why = f" ({policy.pause_reason})" if policy.pause_reason else ""
     sentence = (
         f"{request.tool} was not run: tenant {request.tenant} is paused{why}; its calls continue when an operator "
-        f"resumes it ({build_command('resume', request.tenant)})"
+        f"resumes it ({build_command('tenants', 'resume', request.tenant)})"
     )
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=PAUSED_RETRY_S, is_paused=True, **NOT_ADMITTED)
 

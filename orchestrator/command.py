@@ -4,30 +4,26 @@ Nothing else imports both the CLI and a service.
 """
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import typer
 
 from contract.extras import explain_missing
-from orchestrator.cli.main import SET_UP, app, main
-from orchestrator.cli.runner import Tenant, open_client, run_work
+from orchestrator.cli.main import OPERATE, app, main
+from orchestrator.cli.runner import Tenant, open_client, refuse_key, run_work
 from orchestrator.logs import configure_logging
-from orchestrator.settings import load_settings
+from orchestrator.settings import child_environment, load_settings, program
 
 CONCURRENCY = 64
 
 __all__ = ["app", "main"]
 
-serve_app = typer.Typer(no_args_is_help=True, help="Run as a service.")
-app.add_typer(serve_app, name="serve", rich_help_panel=SET_UP)
-
-
-@serve_app.callback()
-def serve() -> None:
-    """Run as a service."""
+serve_app = typer.Typer(no_args_is_help=True, help="Run a service: the API, an MCP server, a worker.")
+app.add_typer(serve_app, name="serve", rich_help_panel=OPERATE)
 
 
 @serve_app.command("api")
@@ -46,9 +42,9 @@ def serve_api(
         bool, typer.Option("--traces/--no-traces", help="Write each run down in TOOLCREW_TRACES.")
     ] = True,
 ) -> None:
-    """The HTTP API and its pages, and an orchestrator that works what is started there, until SIGTERM or Ctrl-C.
+    """Serve the HTTP API and its pages, and run what is started there, until SIGTERM or Ctrl-C.
 
-    Keys for it: `toolcrew tenants keys add TENANT`. Any number of them may serve one deployment.
+    Keys for it: `toolcrew keys create TENANT`. Any number of them may serve one deployment.
     """
     # Imported here because loading the server takes longer than most other commands run.
     from orchestrator.api.service import ApiService
@@ -82,10 +78,11 @@ def serve_mcp(
     ] = None,
     tenant: Tenant = None,
 ) -> None:
-    """The pool's tools for clients of the Model Context Protocol: one over stdin and stdout, or any number over HTTP,
-    until the end of stdin or SIGTERM.
+    """Serve the pool's tools over the Model Context Protocol: to one client over stdin and stdout, or over HTTP.
 
-    Over HTTP an API key says whose tools they are (`toolcrew tenants keys add TENANT`); over stdio --tenant or
+    Ends with stdin or on SIGTERM.
+
+    Over HTTP an API key says whose tools they are (`toolcrew keys create TENANT`); over stdio --tenant or
     TOOLCREW_API_KEY.
     """
     if http is None:
@@ -94,6 +91,27 @@ def serve_mcp(
     else:
         _refuse_with("stdio (leave --http out)", {"--tenant": tenant is not None, "--session": session is not None})
         run_work(_over_http(host, http, origin or []), as_json=False)
+
+
+@serve_app.command("worker")
+def serve_worker(
+    kind: Annotated[
+        Literal["sandbox", "web"] | None, typer.Option("--kind", help="sandbox, or web. Default: TOOLCREW_WORKER_KIND.")
+    ] = None,
+) -> None:
+    """Run a Celery worker of TOOLCREW_REDIS_URL.
+
+    One of the kind sandbox runs next to this host's sandboxd (TOOLCREW_SANDBOXD_SOCKET); one of the kind web has the
+    network and no sandboxes.
+    """
+
+    async def check() -> None:
+        refuse_key(load_settings())
+
+    run_work(check(), as_json=False)
+    environment = {"TOOLCREW_WORKER_KIND": kind} if kind is not None else {}
+    command = program("workers")
+    os.execve(command[0], command, child_environment(environment))
 
 
 async def _over_stdio(tenant: str | None, session: str | None) -> None:

@@ -40,8 +40,8 @@ answer, even if the answer is an error.
 """
 MODEL = "the next move is the model's; nothing is wrong with the deployment"
 DO = {
-    ErrorCode.TOOL_NOT_FOUND: "check the name: `toolcrew tools ls`",
-    ErrorCode.TOOL_DISABLED: "`toolcrew tools ls` says who turned it off, and why; `toolcrew tools enable NAME`",
+    ErrorCode.TOOL_NOT_FOUND: "check the name: `toolcrew tools list`",
+    ErrorCode.TOOL_DISABLED: "`toolcrew tools list` says who turned it off, and why; `toolcrew tools enable NAME`",
     ErrorCode.PERMISSION_DENIED: (
         "an approval ([approvals.md](approvals.md)), the tenant's policy ([tenants.md](tenants.md)), or the file's mode"
     ),
@@ -52,10 +52,10 @@ DO = {
     ErrorCode.CONFIG_MISSING: "set what the sentence names ([settings.md](settings.md))",
     ErrorCode.NETWORK_ERROR: "see whether the other side is up; `toolcrew doctor` asks the model's endpoint",
     ErrorCode.SESSION_NOT_FOUND: "open a session; give it a longer time to live if that ran out",
-    ErrorCode.SANDBOX_UNAVAILABLE: "`toolcrew hosts`, then `toolcrew doctor` on the host, and sandboxd's log",
+    ErrorCode.SANDBOX_UNAVAILABLE: "`toolcrew hosts list`, then `toolcrew doctor` on the host, and sandboxd's log",
     ErrorCode.BROKER_UNAVAILABLE: "see that Redis is up: `toolcrew doctor`",
-    ErrorCode.UNKNOWN_TENANT: "`toolcrew tenants ls`, or register it",
-    ErrorCode.UNAUTHENTICATED: "make another key: `toolcrew tenants keys add TENANT`",
+    ErrorCode.UNKNOWN_TENANT: "`toolcrew tenants list`, or register it",
+    ErrorCode.UNAUTHENTICATED: "make another key: `toolcrew keys create TENANT`",
     ErrorCode.RATE_LIMITED: "wait for `retry_after_s`; or raise the tenant's rate, or add workers",
     ErrorCode.QUOTA_EXCEEDED: "close what is open, or raise the tenant's limit (`toolcrew tenants set`)",
     ErrorCode.HOST_LOST: "send it again: it was not run ([failures.md](failures.md))",

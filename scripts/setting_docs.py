@@ -53,7 +53,7 @@ PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
         "Of every process. The other variables of OpenTelemetry's exporter are its own ([tracing.md](tracing.md)).",
         TracingSettings,
     ),
-    ("Workers", "`toolcrew worker start`, of both kinds.", WorkerSettings),
+    ("Workers", "`toolcrew serve worker`, of both kinds.", WorkerSettings),
     (
         "sandboxd",
         "`python -m workers.sandboxd`; more of each in [operations-sandboxes.md](operations-sandboxes.md).",

@@ -152,7 +152,7 @@ class ApiKeys:
             raise ToolFailure(
                 ErrorCode.UNAUTHENTICATED,
                 "the API key is none, or was revoked: check that all of it was copied, or have the operator make "
-                "another (toolcrew tenants keys add TENANT)",
+                "another (toolcrew keys create TENANT)",
             )
         return self._identity(key_id, record)
 
@@ -233,7 +233,7 @@ class ApiKeys:
         if record.expires_at is not None and self._clock() >= record.expires_at:
             raise ToolFailure(
                 ErrorCode.UNAUTHENTICATED,
-                f"the API key {key_id} has expired: have the operator make another (`toolcrew tenants keys add "
+                f"the API key {key_id} has expired: have the operator make another (`toolcrew keys create "
                 f"{record.tenant}`)",
             )
         return Identity(record.tenant, record.role, key_id, record.name)
@@ -258,7 +258,7 @@ class ApiKeys:
         return record
 
     def _parse(self, key_id: str, data: bytes) -> ApiKeyRecord:
-        advice = f"the key is refused: remove it (toolcrew tenants keys rm {key_id}) and create another"
+        advice = f"the key is refused: remove it (toolcrew keys revoke {key_id}) and create another"
         try:
             return ApiKeyRecord.model_validate_json(self._signing.unseal(_purpose(key_id), data))
         except EnvelopeRefused as error:

@@ -165,7 +165,7 @@ class UnknownQuestion(ToolFailure):
     def __init__(self, id_: str) -> None:
         shown = id_ if len(id_) == ID_CHARS and id_.isalnum() else "of that id"
         super().__init__(
-            ErrorCode.INVALID_ARGUMENTS, f"there is no question {shown}: list those that wait (toolcrew approve ls)"
+            ErrorCode.INVALID_ARGUMENTS, f"there is no question {shown}: list those that wait (toolcrew approvals list)"
         )
 
 

@@ -104,11 +104,11 @@ class CallLife:
         code = self.record.code if self.record is not None else ""
         if self.state == CallState.UNKNOWN or code == ErrorCode.OUTCOME_UNKNOWN:
             return (
-                "The call may have acted. Check that before you send it again. `toolcrew hosts` shows which hosts "
+                "The call may have acted. Check that before you send it again. `toolcrew hosts list` shows which hosts "
                 "report."
             )
         if self.state == CallState.LOST:
-            return "The call was not run. It is safe to send it again. `toolcrew hosts` shows which hosts report."
+            return "The call was not run. It is safe to send it again. `toolcrew hosts list` shows which hosts report."
         return None
 
     def to_json(self) -> dict[str, Any]:

@@ -24,9 +24,9 @@ FRESH_S = 1.0
 CATALOG_TTL_S = 15
 NAMES_TTL_S = 7 * 24 * 3600
 STARTED_BY = {
-    "sandbox": "`toolcrew worker start` beside a sandboxd",
-    "web": "`toolcrew worker start --kind web`",
-    "tools": "`toolcrew worker start --kind web` with TOOLCREW_TOOL_MODULES or the tools' package",
+    "sandbox": "`toolcrew serve worker` beside a sandboxd",
+    "web": "`toolcrew serve worker --kind web`",
+    "tools": "`toolcrew serve worker --kind web` with TOOLCREW_TOOL_MODULES or the tools' package",
 }
 """Pool -> the command that starts its worker."""
 
@@ -118,7 +118,7 @@ class RedisCatalog:
         texts, names = await self._fetch()
         if not any(texts.values()):
             raise ConfigError(
-                "no worker has published its tools: start one with `toolcrew worker start`, or everything with "
+                "no worker has published its tools: start one with `toolcrew serve worker`, or everything with "
                 "`toolcrew up`"
             )
         found: dict[str, ToolSpec] = {}
@@ -223,7 +223,7 @@ async def check_tools(client: "redis.asyncio.Redis", deployment: str, tenant: st
         elif published:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"--tools: there is no tool {pattern}: see `toolcrew tools ls`; start the workers of a new tool once "
+                f"--tools: there is no tool {pattern}: see `toolcrew tools list`; start the workers of a new tool once "
                 "before you allow it",
                 nearest=difflib.get_close_matches(pattern, known, n=3),
             )

@@ -368,7 +368,7 @@ class RedisTenants:
         if policy.is_removed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                "a policy cannot remove a tenant: leave is_removed out; `toolcrew tenants rm NAME` removes it",
+                "a policy cannot remove a tenant: leave is_removed out; `toolcrew tenants remove NAME` removes it",
             )
         text = seal_policy(self._signing, name, policy).encode()
         if len(text) > MAX_POLICY_BYTES:
@@ -426,7 +426,7 @@ def _check_name(name: str) -> None:
 def _missing(name: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.UNKNOWN_TENANT,
-        f"there is no tenant {name}: see `toolcrew tenants ls`, or register it (toolcrew tenants add {name})",
+        f"there is no tenant {name}: see `toolcrew tenants list`, or register it (toolcrew tenants add {name})",
     )
 
 

@@ -141,7 +141,7 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         """
         if id is None:
             raise PrerequisiteError(
-                "toolcrew: name the session to remove: `toolcrew session ls` lists them, `inspect sandbox cleanup "
+                "toolcrew: name the session to remove: `toolcrew sessions list` lists them, `inspect sandbox cleanup "
                 "toolcrew ID` removes one. The pool may have sessions of others, so they are not all removed"
             )
         crew = crew_of_loop()
@@ -254,7 +254,7 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
             raise ConnectionError(f"the session {self.session.id} cannot be reached: {error}") from error
         command = [
             "toolcrew",
-            "session",
+            "sessions",
             "exec",
             "--tenant",
             self.session.tenant,

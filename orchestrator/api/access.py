@@ -110,7 +110,7 @@ class _Callers(SecurityBase):
     chain of them needs takes longer than their work."""
 
     scheme_name = "HTTPBearer"
-    model = HTTPBearer(description="An API key: `toolcrew tenants keys add TENANT`.")
+    model = HTTPBearer(description="An API key: `toolcrew keys create TENANT`.")
 
     async def __call__(
         self,

@@ -76,5 +76,5 @@ async def _checks(app_state: ApiState) -> Mapping[str, str]:
         return {"redis": "it does not answer, or cannot be written: see that it is up"}
     except ConfigError:
         return {"redis": "ok", "workers": "they publish tools of another release: run the same release everywhere"}
-    missing = "no worker serves: start one (toolcrew worker start)"
+    missing = "no worker serves: start one (toolcrew serve worker)"
     return {"redis": "ok", "sandbox workers": "ok" if "sandbox" in pools else missing}

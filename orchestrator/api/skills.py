@@ -70,7 +70,7 @@ async def install_skill(
     request: Request,
     replace: Annotated[bool, Query(description="In place of the tenant's skill of that name.")] = False,
 ) -> SkillView:
-    """Install a skill for the tenant: its folder as a .zip file (`toolcrew skills pack`), at most 16 MiB. Runs that
+    """Install a skill for the tenant: its folder as a .zip file, at most 16 MiB. Runs that
     begin from now on have it.
     """
     desk = await caller.client.own_skills()

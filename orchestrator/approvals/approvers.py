@@ -129,8 +129,8 @@ def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bo
         return ConsoleApprover()
     return RefusingApprover(
         "it needs approval and there is no terminal to ask at: set TOOLCREW_APPROVALS=auto to allow all such calls "
-        "unasked, TOOLCREW_APPROVALS=queue to have them wait for a decision (`toolcrew approve ls`), or allow this one "
-        "by a rule in the file that TOOLCREW_APPROVAL_POLICY names"
+        "unasked, TOOLCREW_APPROVALS=queue to have them wait for a decision (`toolcrew approvals list`), or allow this "
+        "one by a rule in the file that TOOLCREW_APPROVAL_POLICY names"
     )
 
 

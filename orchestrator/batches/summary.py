@@ -58,7 +58,7 @@ def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequ
         sentences.append(f"{wrong:,} failed because of their lines: fix these lines and submit them as another batch")
     if count := counts.get(FailureKind.MODEL, 0):
         run = next((group.run for group in snapshot.groups if group.kind == FailureKind.MODEL and group.run), "RUN")
-        show = f"`{build_command('trace', 'show', one_line(run), tenant=tenant)}`"
+        show = f"`{build_command('traces', 'show', one_line(run), tenant=tenant)}`"
         sentences.append(f"{count:,} failed because of the model, and would fail again: see one of them with {show}")
     if count := counts.get(FailureKind.TOOL, 0):
         sentences.append(f"{count:,} failed because of a tool, and would fail again: their rows say why")

@@ -53,7 +53,9 @@ def check_tools(
 def suggest_tool(name: str, tools: Iterable[str], tenant: str) -> str:
     """Return `did you mean ...?`, or the command that lists the tools when no name is like it."""
     close = difflib.get_close_matches(name, list(tools), n=1, cutoff=MIN_LIKENESS)
-    return f"did you mean {close[0]}?" if close else f"`{build_command('tools', 'ls', tenant=tenant)}` lists the tools"
+    return (
+        f"did you mean {close[0]}?" if close else f"`{build_command('tools', 'list', tenant=tenant)}` lists the tools"
+    )
 
 
 def _problems(

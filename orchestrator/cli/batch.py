@@ -46,7 +46,7 @@ from orchestrator.terminal.output import escape_controls
 from store.batches import BatchDefaults, FailureKind
 
 WORK_CONCURRENCY = 64
-batch_app = typer.Typer(no_args_is_help=True, help="Files of many instructions, worked to a row each.")
+batch_app = typer.Typer(no_args_is_help=True, help="Run many instructions from a file, and follow them.")
 
 Output = Annotated[
     Path | None, typer.Option("--output", help="Where rows of successes go, as items end. Else where they went before.")
@@ -104,8 +104,8 @@ def submit(
         typer.Option(
             "--ask",
             help=(
-                "Calls that need approval wait for a decision (`toolcrew approve ls`); else as TOOLCREW_APPROVALS says "
-                "where it runs."
+                "Calls that need approval wait for a decision (`toolcrew approvals list`); else as TOOLCREW_APPROVALS "
+                "says where it runs."
             ),
         ),
     ] = False,

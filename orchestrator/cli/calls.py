@@ -1,44 +1,21 @@
-"""`toolcrew calls show` and `toolcrew kill`: what is known of a call, and ending one."""
+"""`toolcrew calls`: lists calls, shows the life of one, and ends one."""
 
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
-from contract.errors import ConfigError
-from orchestrator.cli.runner import Json, Tenant, open_client, run_work
+from orchestrator.cli.runner import Json, Tenant, open_running, run_work
 from orchestrator.sdk.call_control import KilledCall
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.call_life import CallLife
 from store.call_list import CallPage
 
-calls_app = typer.Typer(no_args_is_help=True, help="What is known of calls.")
+calls_app = typer.Typer(no_args_is_help=True, help="List, show and end calls.")
 CallName = Annotated[
-    str, typer.Argument(help="The call's id, as results, logs and Flower tell it; or the id of its task in Flower.")
+    str, typer.Argument(help="The id of the call in results, logs and Flower; or the id of its task in Flower.")
 ]
-
-
-@calls_app.callback()
-def calls() -> None:
-    """What is known of calls."""
-
-
-@asynccontextmanager
-async def open_running(what: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
-    """A client of the pool that TOOLCREW_REDIS_URL names, for commands about `what` is there. Raises ConfigError when
-    none is named.
-    """
-    if load_settings().redis_url is None:
-        raise ConfigError(
-            f"TOOLCREW_REDIS_URL is not set, and {what} of a stack that ends with this command would be nobody's: set "
-            "it (`toolcrew up` prints it)"
-        )
-    async with open_client(tenant, needs_workers=needs_workers) as client:
-        yield client
 
 
 @calls_app.command("list")
@@ -47,7 +24,7 @@ def calls_list(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """List calls: those that wait, with the reason, then those that run, then those that ended lately."""
+    """List the calls that wait, with the reason, then those that run and those that ended lately."""
 
     async def work() -> CallPage:
         async with open_running("calls", tenant) as client:
@@ -69,9 +46,10 @@ def calls_list(
 
 @calls_app.command("show")
 def calls_show(call_id: CallName, tenant: Tenant = None, as_json: Json = False) -> None:
-    """The life of a call through every process: its state, where it waits or who ran it when, its session, what came of
-    it. Calls are remembered for a day. Without --tenant it is looked for among all tenants, or with a tenant's key
-    among its own."""
+    """Show the life of a call: its state, where it waits or ran and when, its session and its outcome.
+
+    Calls are kept for a day. Without --tenant all tenants are searched; with a tenant's key only its own calls.
+    """
 
     async def work() -> CallLife:
         async with open_running("calls", tenant) as client:
@@ -85,14 +63,16 @@ def calls_show(call_id: CallName, tenant: Tenant = None, as_json: Json = False) 
         typer.echo(escape_controls(f"{name:<21}{value}"))
 
 
-def kill(
+@calls_app.command("kill")
+def calls_kill(
     call_id: CallName,
     reason: Annotated[str, typer.Option("--reason", help="Why; the call's caller reads it.")] = "",
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """End a call that waits or runs, and wait until it has ended. Its caller gets CANCELLED, with who did it and
-    why.
+    """End a call that waits or runs, and wait until it has ended.
+
+    Its caller gets CANCELLED, with the name of the key and the reason.
     """
 
     async def work() -> tuple[KilledCall, str]:

@@ -24,9 +24,11 @@ def doctor(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """What this host and the deployment can promise, and how to mend what is missing.
+    """Check this host and the deployment.
 
-    Of this host engine, image and kernel; of the deployment Redis, workers, queues, tools, tenants, API keys, Flower,
+    Each problem has a line that says how to fix it.
+
+    On this host: engine, image and kernel. In the deployment: Redis, workers, queues, tools, tenants, API keys, Flower,
     the API, model and tracing. Exit code 1 when something is broken.
     """
 

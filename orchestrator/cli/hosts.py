@@ -1,6 +1,4 @@
-"""`toolcrew hosts`, `toolcrew worker status` and `toolcrew worker drain`: which workers live, and taking one out of
-service.
-"""
+"""`toolcrew hosts list`: lists the workers, and takes hosts out of service."""
 
 import json
 from typing import Annotated, Any
@@ -11,64 +9,50 @@ from contract.clock import format_instant
 from contract.errors import OperatorError
 from contract.hosts import RESTART_GRACE_S, HostReport
 from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import Json, run_work
+from orchestrator.cli.runner import Json, print_lines, run_work
 from orchestrator.operations.drains import find_workers, follow_drain, order_drain
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.hosts import HostStore
 
+hosts_app = typer.Typer(no_args_is_help=True, help="List workers, and take hosts out of service.")
+
 MIB = 1024 * 1024
-Host = Annotated[str, typer.Argument(help="Its name as `toolcrew hosts` shows it, or the queue of one worker.")]
+Host = Annotated[str, typer.Argument(help="Its name as `toolcrew hosts list` shows it, or the queue of one worker.")]
 
 
-def hosts_list(as_json: Json = False) -> None:
-    """Every worker that lives: its load, and whether it takes new sessions."""
-
-    async def work() -> list[HostReport]:
-        async with open_deployment("operator") as deployment:
-            return await deployment.hosts.read()
-
-    reports = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps([report_json(report) for report in reports]))
-        return
-    columns = ("host", "kind", "state", "busy", "sessions", "memory-free-mib", "reported-at", "queue")
-    _print(
-        table_rows([_row(report) for report in reports], columns)
-        if reports
-        else ["no worker reports: start one (toolcrew worker start)"]
-    )
-
-
-def worker_status(
-    host: Annotated[str | None, typer.Argument(help="Only the workers of this host.")] = None,
+@hosts_app.command("list")
+def hosts_list(
+    host: Annotated[str | None, typer.Argument(help="Only the workers of this host, in full.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show all that each worker reports.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Each worker in full, with what waits in its queues."""
+    """List the workers: their load, their state, and what waits in their queues."""
 
-    async def work() -> list[dict[str, Any]]:
+    async def work() -> list[tuple[HostReport, dict[str, int]]]:
         async with open_deployment("operator") as deployment:
-            hosts = deployment.hosts
-            reports = await hosts.read()
+            reports = await deployment.hosts.read()
             found = reports if host is None else find_workers(reports, host)
-            waiting = await hosts.queued(sorted({queue for report in found for queue in (report.queue, *report.pools)}))
-            return [
-                report_json(report) | {"waiting": {queue: waiting[queue] for queue in (report.queue, *report.pools)}}
-                for report in found
-            ]
+            queues = sorted({queue for report in found for queue in (report.queue, *report.pools)})
+            waiting = await deployment.hosts.queued(queues)
+            return [(report, {queue: waiting[queue] for queue in (report.queue, *report.pools)}) for report in found]
 
-    rows = run_work(work(), as_json)
+    found = run_work(work(), as_json)
+    rows = [report_json(report) | {"waiting": waiting} for report, waiting in found]
     if as_json:
         typer.echo(json.dumps(rows))
-        return
-    for row in rows:
-        _print(
-            [f"{row['queue']}", *(f"  {name:<18} {_shown(value)}" for name, value in row.items() if name != "queue")]
-        )
-    if not rows:
-        _print(["no worker reports: start one (toolcrew worker start)"])
+    elif not rows:
+        print_lines(["no worker reports: start one (toolcrew serve worker)"])
+    elif full or host is not None:
+        for row in rows:
+            facts = (f"  {name:<18} {_shown(value)}" for name, value in row.items() if name != "queue")
+            print_lines([row["queue"], *facts])
+    else:
+        columns = ("host", "kind", "state", "busy", "sessions", "waiting", "memory-free-mib", "reported-at", "queue")
+        print_lines(table_rows([_row(report, sum(waiting.values())) for report, waiting in found], columns))
 
 
-def worker_drain(
+@hosts_app.command("drain")
+def hosts_drain(
     host: Host,
     wait: Annotated[bool, typer.Option("--wait", help="Return when the workers have ended.")] = False,
     lossy: Annotated[
@@ -77,7 +61,10 @@ def worker_drain(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Take a host out of service: its sessions are kept and go on elsewhere, then its workers end with exit code 0."""
+    """Take a host out of service.
+
+    Its sessions are kept and go on elsewhere; then its workers end with exit code 0.
+    """
 
     def tell(line: str) -> None:
         if not as_json:
@@ -102,7 +89,7 @@ def worker_drain(
     if as_json:
         typer.echo(json.dumps({"host": host, "workers": rows}))
     elif not wait:
-        _print(["`toolcrew worker status` shows how far it is; --wait waits for the end"])
+        print_lines(["`toolcrew hosts list` shows how far it is; --wait waits for the end"])
 
 
 async def _followed(hosts: HostStore, report: HostReport, tell: Any) -> dict[str, Any]:
@@ -133,13 +120,14 @@ def _end(report: HostReport, state: str) -> dict[str, Any]:
     return {"queue": report.queue, "kind": report.kind, "state": state}
 
 
-def _row(report: HostReport) -> dict[str, Any]:
+def _row(report: HostReport, waiting: int) -> dict[str, Any]:
     return {
         "host": report.host,
         "kind": report.kind,
         "state": report.state,
         "busy": f"{report.busy}/{report.slots}",
         "sessions": f"{report.sessions}/{report.max_sessions}" if report.kind == "sandbox" else "-",
+        "waiting": waiting,
         "memory-free-mib": report.memory_free_bytes // MIB,
         "reported-at": format_instant(report.reported_at),
         "queue": report.queue,
@@ -150,8 +138,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}: {inner}" for name, inner in value.items())
     return (", ".join(map(str, value)) if isinstance(value, list) else str(value)) or "-"
-
-
-def _print(lines: list[str]) -> None:
-    for line in lines:
-        typer.echo(escape_controls(line))

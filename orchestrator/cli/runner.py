@@ -68,6 +68,20 @@ async def open_client(tenant: str | None = None, *, needs_workers: bool = True) 
 
 
 @asynccontextmanager
+async def open_running(what: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
+    """A client of the pool that TOOLCREW_REDIS_URL names, for commands about `what` is there. Raises ConfigError when
+    none is named.
+    """
+    if load_settings().redis_url is None:
+        raise ConfigError(
+            f"TOOLCREW_REDIS_URL is not set, and {what} of a stack that ends with this command would be nobody's: set "
+            "it (`toolcrew up` prints it)"
+        )
+    async with open_client(tenant, needs_workers=needs_workers) as client:
+        yield client
+
+
+@asynccontextmanager
 async def open_pool_client(tenant: str | None = None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
     """As `open_client`, for commands to which a stack of their own could tell nothing; of most of them Redis knows all.
     Raises ConfigError when no pool is named."""
@@ -99,6 +113,12 @@ def run_work(work: Coroutine[Any, Any, T], as_json: bool, *, reports_waiting: bo
     except ToolFailure as failure:
         code = EXIT_REFUSED if failure.code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
         fail(failure.message + suggest_nearest(failure.metadata), failure.code.value, code, as_json)
+
+
+def print_lines(lines: list[str]) -> None:
+    """Print lines on stdout, escaped: workers, tenants and models chose some of their words."""
+    for line in lines:
+        typer.echo(escape_controls(line))
 
 
 def _print_notice(notice: WaitNotice) -> None:

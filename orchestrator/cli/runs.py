@@ -1,4 +1,4 @@
-"""`toolcrew runs`: the runs that programs have started on a pool."""
+"""`toolcrew runs`: lists, shows, follows and cancels the runs that programs have started on a pool."""
 
 import json
 from typing import Annotated, Any
@@ -7,23 +7,20 @@ import typer
 
 from contract.clock import format_instant
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.cli.calls import open_running
-from orchestrator.cli.runner import Json, Tenant, run_work
+from orchestrator.cli.runner import Json, Tenant, open_running, run_work
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.runs import HostedRun, HostedState, RunPage
 
-runs_app = typer.Typer(
-    no_args_is_help=True, help="Runs that programs have started: listed, shown, followed, cancelled."
-)
-RunName = Annotated[str, typer.Argument(help="The run, as whoever started it was told, and `ls` shows it.")]
+runs_app = typer.Typer(no_args_is_help=True, help="List, show, follow and cancel runs that programs started.")
+RunName = Annotated[str, typer.Argument(help="The id of the run, as `list` shows it.")]
 _COLUMNS = ("id", "state", "created", "attempt", "session", "instruction")
 _SHOWN = 60
 _TEXTS = ("text", "message", "reason", "answer", "instruction", "step", "characters", "state")
 
 
-@runs_app.command("ls")
-def runs_ls(
+@runs_app.command("list")
+def runs_list(
     state: Annotated[HostedState | None, typer.Option("--state", help="Only those.")] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=200, help="How many at most.")] = 50,
     cursor: Annotated[
@@ -32,7 +29,7 @@ def runs_ls(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """The runs of the last 30 days, the newest first."""
+    """List the runs of the last 30 days, the newest first."""
 
     async def work() -> RunPage:
         async with open_running("runs", tenant) as client:
@@ -51,7 +48,14 @@ def runs_ls(
     if page.next_cursor is not None:
         states = ("--state", state.value) if state is not None else ()
         more = build_command(
-            "runs", "ls", *states, "--limit", str(limit), "--cursor", page.next_cursor, tenant=tenant or DEFAULT_TENANT
+            "runs",
+            "list",
+            *states,
+            "--limit",
+            str(limit),
+            "--cursor",
+            page.next_cursor,
+            tenant=tenant or DEFAULT_TENANT,
         )
         typer.echo(f"there may be more: `{more}`", err=True)
 
@@ -60,10 +64,25 @@ def runs_ls(
 def runs_show(
     run: RunName,
     transcript: Annotated[bool, typer.Option("--transcript", help="Its messages, too.")] = False,
+    events: Annotated[bool, typer.Option("--events", help="Its events instead, one a line.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Its events instead, one a line, until the run has ended.")
+    ] = False,
+    after: Annotated[str, typer.Option("--after", help="Only the events after the one with this id.")] = "",
     tenant: Tenant = None,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, of events one a line.")] = False,
 ) -> None:
-    """How a run stands, and what it came to."""
+    """Show the state of a run and its outcome, or its events."""
+
+    async def print_events() -> None:
+        async with open_running("runs", tenant) as client:
+            async for event, text in client.runs.follow(run, after) if follow else client.runs.told(run, after):
+                told = json.loads(text)
+                typer.echo(json.dumps({"id": event, **told}) if as_json else escape_controls(_describe(event, told)))
+
+    if events or follow:
+        run_work(print_events(), as_json)
+        return
 
     async def work() -> dict[str, Any]:
         async with open_running("runs", tenant) as client:
@@ -97,25 +116,6 @@ def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False) -> N
         if as_json
         else f"{told.id} {'is being cancelled' if not told.state.is_final else told.state.value}"
     )
-
-
-@runs_app.command("events")
-def runs_events(
-    run: RunName,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run has ended.")] = False,
-    after: Annotated[str, typer.Option("--after", help="Only those after the event of that id.")] = "",
-    tenant: Tenant = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
-) -> None:
-    """What happens in a run: those of its events that are kept, one a line."""
-
-    async def work() -> None:
-        async with open_running("runs", tenant) as client:
-            async for event, text in client.runs.follow(run, after) if follow else client.runs.told(run, after):
-                told = json.loads(text)
-                typer.echo(json.dumps({"id": event, **told}) if as_json else escape_controls(_describe(event, told)))
-
-    run_work(work(), as_json)
 
 
 def _view(run: HostedRun) -> dict[str, Any]:

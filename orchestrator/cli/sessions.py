@@ -1,4 +1,4 @@
-"""`toolcrew session`: listing, opening, using, copying and closing sessions that outlive the command."""
+"""`toolcrew sessions`: opens, lists, uses and closes sessions that outlive the command."""
 
 import asyncio
 import json
@@ -14,17 +14,13 @@ from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.cli.calls import open_running
-from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Tenant, run_work
+from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Tenant, open_running, run_work
 from orchestrator.dispatch.sessions import Session
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.sessions import OpenSession, SessionPage
 
-session_app = typer.Typer(
-    no_args_is_help=True,
-    help="Sessions: sandboxes that stay until they are closed, or have been idle for their time to live.",
-)
+sessions_app = typer.Typer(no_args_is_help=True, help="Open, list, use and close sessions: sandboxes that stay.")
 
 EXIT_OURS = 125
 """What went wrong was not the program in the sandbox: as docker tells it."""
@@ -36,8 +32,8 @@ _REMOTE = re.compile(r"([A-Za-z0-9_-]{1,64}):(.*)", re.DOTALL)
 _COLUMNS = ("id", "tenant", "state", "host", "image", "opened", "ttl", "checkpoint", "fence")
 
 
-@session_app.command("ls")
-def session_ls(cursor: Cursor = None, limit: Limit = 50, tenant: OnlyTenant = None, as_json: Json = False) -> None:
+@sessions_app.command("list")
+def sessions_list(cursor: Cursor = None, limit: Limit = 50, tenant: OnlyTenant = None, as_json: Json = False) -> None:
     """List the open sessions of all tenants, the newest first; with a tenant's key its own."""
 
     async def work() -> SessionPage:
@@ -54,13 +50,13 @@ def session_ls(cursor: Cursor = None, limit: Limit = 50, tenant: OnlyTenant = No
         typer.echo(escape_controls(line))
     if page.cursor is not None:
         more = build_command(
-            "session", "ls", "--limit", str(limit), "--cursor", page.cursor, tenant=tenant or DEFAULT_TENANT
+            "sessions", "list", "--limit", str(limit), "--cursor", page.cursor, tenant=tenant or DEFAULT_TENANT
         )
         typer.echo(f"there are more: `{more}`", err=True)
 
 
-@session_app.command("new")
-def session_new(
+@sessions_app.command("open")
+def sessions_open(
     image: Annotated[
         str | None, typer.Option("--image", help="One that the tenant may have. Else its class's own.")
     ] = None,
@@ -95,8 +91,8 @@ def session_new(
     typer.echo(json.dumps(told) if as_json else session.id)
 
 
-@session_app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def session_exec(
+@sessions_app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def sessions_exec(
     session_id: Id,
     argv: Annotated[
         list[str],
@@ -116,8 +112,10 @@ def session_exec(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Run a program in a session. The exit code is the program's, 128 and the signal's number where one ended it, 125
-    where it did not come to that.
+    """Run a program in a session.
+
+    Exits with the program's exit code; with 128 plus the signal's number when a signal ended it; with 125 when it was
+    not run.
     """
     shown, command = _Shown(), argv[1:] if argv[0] == "--" else argv
     if not command:
@@ -153,15 +151,16 @@ def session_exec(
     raise typer.Exit(code)
 
 
-@session_app.command("cp")
-def session_cp(
+@sessions_app.command("copy")
+def sessions_copy(
     source: Annotated[str, typer.Argument(help="A file or folder here, or SESSION:PATH.")],
     target: Annotated[str, typer.Argument(help="SESSION:PATH, or a place here.")],
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a file or a folder, at most 64 MiB, into a session or out of one: into the target, where that is a folder,
-    else as the target.
+    """Copy a file or a folder of at most 64 MiB into a session or out of one.
+
+    It goes into the target when that is a folder, else it gets the name of the target.
     """
 
     async def work() -> dict[str, Any]:
@@ -188,15 +187,13 @@ def session_cp(
         )
 
 
-@session_app.command("rm")
-def session_rm(
+@sessions_app.command("close")
+def sessions_close(
     session_ids: Annotated[list[str], typer.Argument(help="The sessions.")],
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Close sessions: their sandboxes and files are gone when it returns. Of several each is tried, whatever became of
-    the others.
-    """
+    """Close sessions, and remove their sandboxes and files. Tries every session, even if one fails."""
     closed: list[str] = []
     failed: dict[str, str] = {}
 

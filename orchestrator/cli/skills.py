@@ -1,8 +1,6 @@
-"""`toolcrew skills`: which skills there are for a tenant, installing its own, and whether a folder is one."""
+"""`toolcrew skills`: lists the skills of a tenant, checks and installs its own."""
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,21 +11,19 @@ from contract.schema import find_nearest
 from contract.settings import check_environment
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary
-from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, fail, open_client, run_work
+from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, fail, open_client, print_lines, run_work
 from orchestrator.sdk.skill_folders import examine_skill
 from orchestrator.terminal.commands import build_command
-from orchestrator.terminal.output import escape_controls, table_rows
+from orchestrator.terminal.output import table_rows
 from store.skills import InstalledSkill
 
-skills_app = typer.Typer(
-    no_args_is_help=True, help="Skills: those that the workers have, and those that are installed for a tenant."
-)
+skills_app = typer.Typer(no_args_is_help=True, help="List, show, check, install and remove skills.")
 Source = Annotated[Path, typer.Argument(help="The skill's folder, or a .zip file of it.")]
 
 
-@skills_app.command("ls")
-def skills_ls(tenant: Tenant = None, as_json: Json = False) -> None:
-    """Every skill that there is for the tenant: those that were installed for it, and those of the pool's workers."""
+@skills_app.command("list")
+def skills_list(tenant: Tenant = None, as_json: Json = False) -> None:
+    """List the skills of a tenant: those that were installed for it, and those of the pool's workers."""
 
     async def work() -> list[dict[str, Any]]:
         async with open_client(tenant) as client:
@@ -42,14 +38,14 @@ def skills_ls(tenant: Tenant = None, as_json: Json = False) -> None:
         {**row, "description": str(row["description"])[:100], "scripts": "yes" if row["has_scripts"] else "no"}
         for row in rows
     ]
-    _print(table_rows(short, ("name", "source", "tool", "files", "scripts", "description")))
+    print_lines(table_rows(short, ("name", "source", "tool", "files", "scripts", "description")))
 
 
 @skills_app.command("show")
 def skills_show(
     name: Annotated[str, typer.Argument(help="The skill.")], tenant: Tenant = None, as_json: Json = False
 ) -> None:
-    """One skill: what it is for, what its folder holds, and what is wrong with it."""
+    """Show a skill: its description, its size, and warnings."""
 
     async def work() -> SkillSummary:
         async with open_client(tenant) as client:
@@ -62,19 +58,30 @@ def skills_show(
     facts = (("license", skill.license), ("compatibility", skill.compatibility), ("digest", skill.digest))
     size = f"{skill.files} files, {skill.bytes} bytes, {'with' if skill.has_scripts else 'without'} scripts"
     told = [f"{key}: {value}" for key, value in facts if value is not None]
-    _print([skill.name, "", skill.description, "", size, *told, *(f"warning: {warning}" for warning in skill.warnings)])
+    print_lines(
+        [skill.name, "", skill.description, "", size, *told, *(f"warning: {warning}" for warning in skill.warnings)]
+    )
 
 
 @skills_app.command("install")
 def skills_install(
     source: Source,
     replace: Annotated[bool, typer.Option("--replace", help="In place of the tenant's skill of that name.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only check it: install nothing, and connect to nothing.")
+    ] = False,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Install a skill for a tenant: its runs have it from now on, in place of the workers' of that name. Nobody else
-    has it.
+    """Install a skill for a tenant, in place of the workers' skill of that name.
+
+    Its runs have it from now on; no other tenant has it. Exit code 1 when it cannot be loaded as a skill.
     """
+    if check:
+        skill = _examined(source, as_json)
+        told = [*(f"warning: {warning}" for warning in skill.warnings), f"{skill.name} is a skill"]
+        print_lines([json.dumps(skill.model_dump(mode="json"))] if as_json else told)
+        return
 
     async def work() -> InstalledSkill:
         async with open_client(tenant) as client:
@@ -88,7 +95,7 @@ def skills_install(
         typer.echo(json.dumps(installed.model_dump(mode="json")))
         return
     skill = installed.skill
-    _print(
+    print_lines(
         [
             *(f"warning: {warning}" for warning in skill.warnings),
             f"{skill.name} is installed ({skill.files} files, digest {skill.digest})",
@@ -96,8 +103,8 @@ def skills_install(
     )
 
 
-@skills_app.command("rm")
-def skills_rm(
+@skills_app.command("remove")
+def skills_remove(
     name: Annotated[str, typer.Argument(help="A skill that was installed for the tenant.")],
     tenant: Tenant = None,
     as_json: Json = False,
@@ -111,66 +118,17 @@ def skills_rm(
                 raise ToolFailure(
                     ErrorCode.FILE_NOT_FOUND,
                     f"tenant {desk.tenant} has no skill {name[:100]} of its own: see "
-                    f"`{build_command('skills', 'ls', tenant=desk.tenant)}`",
+                    f"`{build_command('skills', 'list', tenant=desk.tenant)}`",
                     nearest=find_nearest(name, await desk.all()),
                 )
 
     run_work(work(), as_json)
-    _print([json.dumps({"name": name, "removed": True}) if as_json else f"{name} is removed"])
+    print_lines([json.dumps({"name": name, "removed": True}) if as_json else f"{name} is removed"])
 
 
-@skills_app.command("pack")
-def skills_pack(
-    source: Source,
-    target: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The .zip file; else NAME.zip in the current folder.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Write a skill as a .zip file, the same bytes for the same files. Needs no pool."""
-    with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
-        made = Path(folder) / "skill.zip"
-        skill = _examined(source, as_json, as_zip=made)
-        chosen = target or Path(f"{skill.name}.zip")
-        try:
-            shutil.copyfile(made, chosen)
-        except OSError as error:
-            fail(f"{chosen} cannot be written ({error.strerror})", ConfigError.code.value, EXIT_ERROR, as_json)
-    told = {"name": skill.name, "path": str(chosen), "bytes": chosen.stat().st_size, "digest": skill.digest}
-    _print([json.dumps(told) if as_json else f"{skill.name} is packed into {chosen} ({told['bytes']} bytes)"])
-
-
-@skills_app.command("validate")
-def skills_validate(
-    source: Source,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Whether it would be loaded as a skill, and what its author should mend. Needs no pool. Exit code 1 when it would
-    not.
-    """
-    skill = _examined(source, as_json)
-    if as_json:
-        typer.echo(json.dumps(skill.model_dump(mode="json")))
-    else:
-        _print(
-            [
-                *(f"warning: {warning}" for warning in skill.warnings),
-                f"{skill.name} is a skill" + (f", with {len(skill.warnings)} warnings" if skill.warnings else ""),
-            ]
-        )
-    raise typer.Exit(EXIT_ERROR if strict and skill.warnings else 0)
-
-
-def _examined(source: Path, as_json: bool, *, as_zip: Path | None = None) -> SkillSummary:
+def _examined(source: Path, as_json: bool) -> SkillSummary:
     try:
         check_environment()
-        return examine_skill(source, as_zip=as_zip).skill
+        return examine_skill(source).skill
     except (SkillBroken, ConfigError) as broken:
         fail(f"{source}: {broken}", ConfigError.code.value, EXIT_ERROR, as_json)
-
-
-def _print(lines: list[str]) -> None:
-    """What skills say is shown escaped: not every skill is ours."""
-    for line in lines:
-        typer.echo(escape_controls(line))

@@ -9,20 +9,21 @@ from contract.clock import format_instant
 from contract.errors import ConfigError
 from contract.registry import Switch, ToolState
 from contract.tool_pages import render_tool
-from orchestrator.cli.runner import Json, Tenant, open_client, run_work
+from orchestrator.cli.runner import Json, Tenant, open_client, print_lines, run_work
 from orchestrator.settings import load_settings
-from orchestrator.terminal.output import escape_controls, table_rows
+from orchestrator.terminal.output import table_rows
 
-tools_app = typer.Typer(no_args_is_help=True, help="What the workers can run.")
+tools_app = typer.Typer(no_args_is_help=True, help="List, show, enable and disable tools.")
 
 Name = Annotated[str, typer.Argument(help="The tool.")]
-OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="For that tenant alone. Else for everybody.")]
+OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="For this tenant alone. Default: for every tenant.")]
 
 
-@tools_app.command("ls")
-def tools_ls(tenant: Tenant = None, as_json: Json = False) -> None:
-    """List every tool of the pool with its state for the tenant: enabled, disabled (turned off), or forbidden by its
-    policy. A model gets those that are enabled.
+@tools_app.command("list")
+def tools_list(tenant: Tenant = None, as_json: Json = False) -> None:
+    """List the tools of the pool with their state for the tenant: enabled, disabled, or forbidden by its policy.
+
+    A model gets those that are enabled.
     """
 
     async def work() -> list[ToolState]:
@@ -34,13 +35,14 @@ def tools_ls(tenant: Tenant = None, as_json: Json = False) -> None:
         typer.echo(json.dumps(rows))
         return
     short = [{**row, "description": str(row["description"]).split(". ")[0]} for row in rows]
-    _print(table_rows(short, ("name", "state", "pool", "description")))
+    print_lines(table_rows(short, ("name", "state", "pool", "description")))
 
 
 @tools_app.command("show")
 def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -> None:
-    """One tool: whether it is enabled for the tenant, and its page: description, parameters, limits, flags. Operators
-    see for which tenants it is off.
+    """Show a tool: whether it is enabled for the tenant, its description, parameters, limits and flags.
+
+    Operators see for which tenants it is disabled.
     """
 
     async def work() -> tuple[ToolState, dict[str, Switch]]:
@@ -57,17 +59,17 @@ def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -> None
         )
         return
     head, *rest = state_lines(state)
-    _print([head, *(f"for tenant {tenant}: {_told(switch)}" for tenant, switch in others.items()), *rest])
+    print_lines([head, *(f"for tenant {tenant}: {_told(switch)}" for tenant, switch in others.items()), *rest])
 
 
 @tools_app.command("disable")
 def tools_disable(
     name: Name,
-    reason: Annotated[str | None, typer.Option("--reason", help="Told to whoever calls the tool nevertheless.")] = None,
+    reason: Annotated[str | None, typer.Option("--reason", help="The reason; a caller of the tool reads it.")] = None,
     tenant: OnlyTenant = None,
     as_json: Json = False,
 ) -> None:
-    """Turn a tool off for the whole deployment, or for one tenant, within 2 seconds and until it is enabled again."""
+    """Disable a tool for every tenant, or for one, within 2 seconds."""
 
     async def work() -> ToolState | None:
         _require_pool()
@@ -79,7 +81,7 @@ def tools_disable(
 
 @tools_app.command("enable")
 def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = False) -> None:
-    """Turn a tool on again: for everybody, but those for whom alone it was turned off; or for one of these."""
+    """Enable a tool again: for every tenant for which it was not disabled alone, or for one of these."""
 
     async def work() -> ToolState | None:
         _require_pool()
@@ -138,10 +140,4 @@ def _print_switched(name: str, now: str, tenant: str | None, state: ToolState | 
             if state.scope == "everywhere"
             else f", and it stays off for {tenant or 'this tenant'} alone"
         )
-    _print([told])
-
-
-def _print(lines: list[str]) -> None:
-    """What workers publish is shown escaped: not every tool is ours."""
-    for line in lines:
-        typer.echo(escape_controls(line))
+    print_lines([told])

@@ -503,11 +503,11 @@ def _never_taken(queue: str, progress: _Progress) -> DeliveryFailed:
         return DeliveryFailed(
             ErrorCode.OUTCOME_UNKNOWN,
             "an earlier attempt was lost and may have acted, and the session was never where the call was sent again, "
-            f"last to {queue}; look before you repeat it, and see `toolcrew hosts`",
+            f"last to {queue}; look before you repeat it, and see `toolcrew hosts list`",
         )
     return DeliveryFailed(
         ErrorCode.HOST_LOST,
-        f"the call was not run: its session was never where it was sent, last to {queue}; see `toolcrew hosts`",
+        f"the call was not run: its session was never where it was sent, last to {queue}; see `toolcrew hosts list`",
     )
 
 

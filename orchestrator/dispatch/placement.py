@@ -105,7 +105,7 @@ def _check_image(hosts: Sequence[HostReport], wanted: Wanted) -> None:
 def _explain(hosts: Sequence[HostReport], able: Sequence[HostReport], wanted: Wanted) -> str:
     if not hosts:
         return (
-            "no sandbox host reports: start one with `toolcrew worker start` beside a sandboxd, or everything with "
+            "no sandbox host reports: start one with `toolcrew serve worker` beside a sandboxd, or everything with "
             "`toolcrew up`"
         )
     if able:
@@ -118,4 +118,6 @@ def _explain(hosts: Sequence[HostReport], able: Sequence[HostReport], wanted: Wa
     if not any(wanted.tenant_class in host.classes for host in hosts):
         known = ", ".join(sorted({name for host in hosts for name in host.classes}))
         return f"no host knows the tenant class '{wanted.tenant_class}'; they know: {known}"
-    return f"none of the {len(hosts)} hosts takes sessions now (draining, silent, or just lost): see `toolcrew hosts`"
+    return (
+        f"none of the {len(hosts)} hosts takes sessions now (draining, silent, or just lost): see `toolcrew hosts list`"
+    )

@@ -136,7 +136,7 @@ class SessionLocator:
                 return address
             if is_late:
                 raise SandboxUnavailable(
-                    f"the session is still being moved after {SETTLE_S:g} s; try again, and see `toolcrew hosts`"
+                    f"the session is still being moved after {SETTLE_S:g} s; try again, and see `toolcrew hosts list`"
                 )
             await asyncio.sleep(POLL_S)
 
@@ -299,7 +299,7 @@ class SessionLocator:
         if len(excluded) > MAX_HOSTS:
             raise SandboxUnavailable(
                 f"{MAX_HOSTS} hosts in a row were lost, or refused the session, while it was opened; see `toolcrew "
-                "hosts`"
+                "hosts list`"
             )
         queue = await self._choose(policy, opening.arguments, excluded)
         await self._release(opening.tenant, opening.session, address.fence)

@@ -9,7 +9,7 @@ from orchestrator.http.problems import ApiCode, ApiProblem
 from store.api_keys import Identity
 
 MAX_KEY_CHARS = 256
-NO_KEY = "an API key is needed: send it as `Authorization: Bearer KEY` (`toolcrew tenants keys add TENANT` makes one)"
+NO_KEY = "an API key is needed: send it as `Authorization: Bearer KEY` (`toolcrew keys create TENANT` makes one)"
 CLOSE = {"Connection": "close"}
 """Headers of a refusal that is sent before the body was read."""
 _IDENTITY = "toolcrew.identity"

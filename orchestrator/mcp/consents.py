@@ -29,8 +29,8 @@ _FORM: dict[str, Any] = {
 }
 _NOBODY = (
     "it needs approval and this client cannot ask for one: use a client that offers elicitation, have whoever runs "
-    "`toolcrew serve mcp` set TOOLCREW_APPROVALS=queue (people then decide: `toolcrew approve ls`), or have the call "
-    "allowed by a rule of TOOLCREW_APPROVAL_POLICY"
+    "`toolcrew serve mcp` set TOOLCREW_APPROVALS=queue (people then decide: `toolcrew approvals list`), or have the "
+    "call allowed by a rule of TOOLCREW_APPROVAL_POLICY"
 )
 Ask = Callable[[ApprovalRequest], Awaitable[ElicitResult]]
 

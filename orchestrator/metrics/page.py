@@ -121,7 +121,7 @@ class MetricsPage:
                 log.warning(
                     "redis_memory_not_told",
                     error=str(error),
-                    remedy="make Redis's users anew with `toolcrew redis users`",
+                    remedy="make Redis's users anew with `toolcrew config users`",
                 )
             return
         samples.set(metrics.REDIS_MEMORY, float(info["used_memory"]))

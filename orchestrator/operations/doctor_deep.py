@@ -30,7 +30,7 @@ async def examine_hosts(broker: BrokerSettings, reports: Sequence[HostReport], r
     able = [one for one in reports if one.kind == "sandbox" and one.state == "serving"]
     if not able:
         report.note(
-            "calls", "no sandbox host serves, so none was tried", "start one: `toolcrew worker start` beside a sandboxd"
+            "calls", "no sandbox host serves, so none was tried", "start one: `toolcrew serve worker` beside a sandboxd"
         )
     places = asyncio.Semaphore(AT_ONCE)
     # In the order of the hosts, whoever is done first.

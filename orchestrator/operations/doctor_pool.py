@@ -42,7 +42,7 @@ async def examine_pool(client: RedisClient, deployment: str, keys: SigningKeys, 
     await _examine_keys(client, deployment, keys, report)
     _judge_questions(seen, report)
     report.good(
-        "audit", f"{await Audit(client, deployment).count()} changes by operators are stored (`toolcrew audit`)"
+        "audit", f"{await Audit(client, deployment).count()} changes by operators are stored (`toolcrew changes list`)"
     )
     return list(seen.hosts)
 
@@ -204,7 +204,7 @@ class _Tools:
             self._report.note(
                 "tools",
                 f"switched off, and no worker publishes them: {', '.join(unknown)}",
-                "check the spelling: `toolcrew tools ls`",
+                "check the spelling: `toolcrew tools list`",
             )
 
 
@@ -225,13 +225,13 @@ async def _examine_queues(
             report.broken(
                 "queues",
                 f"{queue.queue}: its oldest call has lain there for {age_s:.0f} s",
-                "see whether its workers hang: `toolcrew hosts`, their logs",
+                "see whether its workers hang: `toolcrew hosts list`, their logs",
             )
         elif queue.oldest_s is not None and queue.oldest_s > OLD_MESSAGE_S:
             report.note(
                 "queues",
                 f"{queue.queue}: {queue.waiting} calls wait for a slot, the oldest for {queue.oldest_s:.0f} s",
-                "add workers, or see which tenant uses the slots: `toolcrew tenants ls`",
+                "add workers, or see which tenant uses the slots: `toolcrew tenants list`",
             )
     dead = {
         queue: length for queue, length in (await hosts.dead_queues()).items() if length and queue not in unreadable
@@ -261,7 +261,7 @@ async def _examine_tenants(
             report.note(
                 "tenants",
                 f"{name} is paused{f': {policy.pause_reason}' if policy.pause_reason else ''}",
-                f"`toolcrew resume {name}`",
+                f"`toolcrew tenants resume {name}`",
             )
         if sandboxes:
             _judge_policy(name, policy, classes, {image for one in sandboxes for image in one.images}, report)
@@ -306,18 +306,20 @@ def _tell_expiring(key_id: str, record: ApiKeyRecord, left_s: float, report: Rep
         report.note(
             "keys",
             f"{name} has expired",
-            f"make another if it is needed, and remove it: `toolcrew tenants keys rm {key_id}`",
+            f"make another if it is needed, and remove it: `toolcrew keys revoke {key_id}`",
         )
     else:
         report.note(
             "keys",
             f"{name} expires in {left_s / _DAY_S:.1f} days",
-            f"make another in time: `toolcrew tenants keys add {record.tenant}`",
+            f"make another in time: `toolcrew keys create {record.tenant}`",
         )
 
 
 def _judge_questions(seen: Overview, report: Report) -> None:
     if seen.approvals:
         report.note(
-            "approvals", f"{seen.approvals} calls wait for a person", "`toolcrew approve ls`, or the page of approvals"
+            "approvals",
+            f"{seen.approvals} calls wait for a person",
+            "`toolcrew approvals list`, or the page of approvals",
         )

@@ -47,7 +47,7 @@ async def examine_redis(client: RedisClient, broker: BrokerSettings, report: Rep
         report.note(
             "redis",
             "its user may not ask for memory and persistence",
-            "make Redis's users anew with `toolcrew redis users`",
+            "make Redis's users anew with `toolcrew config users`",
         )
     else:
         _judge_server(info, broker, report)

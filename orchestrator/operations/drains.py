@@ -34,7 +34,7 @@ def find_workers(reports: Sequence[HostReport], name: str) -> list[HostReport]:
         raise ConfigError(
             f"no worker of a host '{name[:100]}' reports; there are: {hosts}"
             if hosts
-            else "no worker reports: start one (toolcrew worker start)"
+            else "no worker reports: start one (toolcrew serve worker)"
         )
     return found
 

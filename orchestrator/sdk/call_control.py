@@ -75,7 +75,7 @@ class CallControl:
             if waited_s > ENDED_S:
                 raise OperatorError(
                     f"call {call_id} was told to end and has not after {ENDED_S:g} s: "
-                    f"see `{build_command('calls', 'show', call_id, tenant=tenant)}` and `toolcrew hosts`"
+                    f"see `{build_command('calls', 'show', call_id, tenant=tenant)}` and `toolcrew hosts list`"
                 )
 
     async def _tell_holder(self, tenant: str, call_id: str, record: CallRecord) -> None:

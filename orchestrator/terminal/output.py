@@ -124,7 +124,7 @@ class RunView:
                     f"-> {event.call.name} {_shorten(json.dumps(event.call.arguments, ensure_ascii=False))}", "yellow"
                 )
             case ApprovalAsked() if self.asks_elsewhere:
-                self._line("   waits for an answer: `toolcrew approve ls` shows the question", "magenta")
+                self._line("   waits for an answer: `toolcrew approvals list` shows the question", "magenta")
             case OutputArrived():
                 self._output(event)
             case CallFinished():

@@ -111,13 +111,13 @@ def test_call_is_made_for_the_tenant_that_is_named_or_whose_key_is_set(shell: Sh
     assert shell.toolcrew("tenants", "add", "acme-cli", "--tools", "bash_tool").returncode == 0
     try:
         named = shell.toolcrew("call", "write_tool", "file_path=a", "content=b", "--tenant", "acme-cli", "--json")
-        key = shell.toolcrew("tenants", "keys", "add", "acme-cli").stdout.strip()
+        key = shell.toolcrew("keys", "create", "acme-cli").stdout.strip()
         keyed = shell.toolcrew("call", "write_tool", "file_path=a", "content=b", "--json", TOOLCREW_API_KEY=key)
         allowed = shell.toolcrew("call", "bash_tool", "command=echo mine", TOOLCREW_API_KEY=key)
         others = shell.toolcrew("call", "bash_tool", "command=true", "--tenant", "elsewhere", TOOLCREW_API_KEY=key)
         homeless = shell.toolcrew("call", "bash_tool", "command=true", TOOLCREW_API_KEY=key, TOOLCREW_REDIS_URL="")
     finally:
-        assert shell.toolcrew("tenants", "rm", "acme-cli").returncode == 0
+        assert shell.toolcrew("tenants", "remove", "acme-cli").returncode == 0
     assert [json.loads(done.stdout)["error_code"] for done in (named, keyed)] == ["PERMISSION_DENIED"] * 2
     assert (allowed.returncode, allowed.stdout.strip()) == (0, "mine")
     assert (others.returncode, homeless.returncode, "TOOLCREW_REDIS_URL" in homeless.stderr) == (3, 1, True)
@@ -296,8 +296,8 @@ def test_a_call_that_is_terminated_closes_its_session_on_a_running_stack(stack: 
 
 
 def test_tools_ls_lists_what_a_model_may_call(shell: Shell) -> None:
-    as_json = shell.toolcrew("tools", "ls", "--json")
-    as_text = shell.toolcrew("tools", "ls")
+    as_json = shell.toolcrew("tools", "list", "--json")
+    as_text = shell.toolcrew("tools", "list")
 
     rows = json.loads(as_json.stdout)
     assert {"bash_tool", "read_tool", "write_tool"} <= {row["name"] for row in rows}
@@ -406,7 +406,7 @@ def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Foo
 
 
 def test_worker_start_without_settings_says_which_one_is_missing(footprint: Footprint) -> None:
-    done = run_toolcrew(footprint, "worker", "start")
+    done = run_toolcrew(footprint, "serve", "worker")
 
     assert done.returncode == 1
     assert "TOOLCREW_REDIS_URL is not set" in done.stderr

@@ -210,7 +210,7 @@ def test_a_batch_that_is_handed_over_is_worked_by_the_service(composed: ComposeS
 
 
 def test_a_program_of_the_host_opens_a_session_and_calls_a_tool_over_http(composed: ComposeStack) -> None:
-    made = json.loads(composed.execute("api", "toolcrew", "tenants", "keys", "add", "default", "--json").out)
+    made = json.loads(composed.execute("api", "toolcrew", "keys", "create", "default", "--json").out)
     with httpx.Client(
         base_url=f"http://127.0.0.1:{composed.api_port}", headers={"Authorization": f"Bearer {made['key']}"}, timeout=60
     ) as client:
@@ -382,14 +382,14 @@ def test_a_worker_that_crashed_comes_back_and_one_that_was_drained_stays_down(co
 
     def drain() -> Ran | None:
         """Until the new one has taken over there is nobody who could be drained."""
-        told = composed.execute("orchestrator", "toolcrew", "hosts", "--json")
+        told = composed.execute("orchestrator", "toolcrew", "hosts", "list", "--json")
         queues = [
             report["queue"]
             for report in json.loads(told.out or "[]")
             if report["kind"] == "sandbox" and report["state"] == "serving"
         ]
         orders = [
-            composed.execute("orchestrator", "toolcrew", "worker", "drain", queue, "--lossy", "--wait")
+            composed.execute("orchestrator", "toolcrew", "hosts", "drain", queue, "--lossy", "--wait")
             for queue in queues
         ]
         return next((ran for ran in orders if ran.status == 0), None)

@@ -42,4 +42,4 @@ def test_the_hint_of_a_stopped_command_goes_on_with_a_tenants_batch_when_it_is_p
         resumed = toolcrew(*shlex.split(hint)[1:])
         assert [json.loads(line)["custom_id"] for line in out.read_text().splitlines()] == ["a"], resumed.stderr
     finally:
-        assert toolcrew("tenants", "rm", "acme-hints").returncode == 0
+        assert toolcrew("tenants", "remove", "acme-hints").returncode == 0

@@ -82,7 +82,7 @@ def test_the_commands_for_a_running_pool_work_in_their_order(tmp_path: Path) -> 
         for command in BLOCKS[-1]:
             done = run(command, TOOLCREW_REDIS_URL=stack.redis_url)
             assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    assert BLOCKS[-1][-1] == "toolcrew worker drain HOST --wait"
+    assert BLOCKS[-1][-1] == "toolcrew hosts drain HOST --wait"
 
 
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -260,7 +260,7 @@ def test_without_the_image_nothing_starts_and_it_is_said_how_to_build_it(
     footprint.assert_nothing_left(within_s=2)
 
 
-@pytest.mark.parametrize("command", [("up",), ("tools", "ls")], ids=["up", "tools"])
+@pytest.mark.parametrize("command", [("up",), ("tools", "list")], ids=["up", "tools"])
 def test_a_redis_that_does_not_answer_is_said_with_its_address_and_without_its_password(
     footprint: Footprint, command: tuple[str, ...]
 ) -> None:
@@ -293,7 +293,7 @@ def test_a_pool_without_a_worker_is_said_with_how_to_start_one(footprint: Footpr
         footprint, "call", "bash_tool", "command=true", environment={"TOOLCREW_REDIS_URL": redis_server.url}
     )
 
-    assert_says(done, "no worker has published its tools", "toolcrew worker start")
+    assert_says(done, "no worker has published its tools", "toolcrew serve worker")
 
 
 def test_a_client_with_another_secret_is_refused_in_words_that_name_the_secret(

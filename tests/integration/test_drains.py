@@ -108,7 +108,7 @@ async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(groun
         writing = [asyncio.create_task(writer.run()) for writer in writers]
         await eventually(lambda: all(len(writer.written) > 3 for writer in writers), UP_S, "all write")
 
-        drained = await asyncio.to_thread(toolcrew, ground, "worker", "drain", "a", "--wait")
+        drained = await asyncio.to_thread(toolcrew, ground, "hosts", "drain", "a", "--wait")
 
         reached = [len(writer.written) for writer in writers]
         await eventually(

@@ -9,9 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import pytest
 from docker import APIClient
-from typer.testing import CliRunner
 
-from orchestrator.cli.main import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.metrics.page import render_metrics
 from orchestrator.sdk.client import ToolClient
@@ -153,12 +151,12 @@ async def test_a_sandboxd_that_is_started_again_adds_to_what_was_counted(stack: 
     assert went_back == {}
 
 
-def test_the_command_prints_a_page_that_promtool_takes(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)
-    ran = CliRunner().invoke(app, ["metrics"])
-    assert ran.exit_code == 0, ran.output
-    promtool("check", "metrics", text=ran.stdout.encode())
-    opened = CliRunner().invoke(app, ["metrics", "--openmetrics"])
-    assert read_page(opened.stdout.encode(), is_open=True)[key("toolcrew_build_info", release="1")] == 1
-    with stack.open_redis() as client:
-        assert client.exists(metrics_key(stack.broker.deployment))
+async def test_promtool_takes_the_page(stack: Stack) -> None:
+    client = open_redis(stack.broker)
+    try:
+        promtool("check", "metrics", text=await render_metrics(client, stack.broker.deployment))
+        page = await render_metrics(client, stack.broker.deployment, is_open=True)
+        assert read_page(page, is_open=True)[key("toolcrew_build_info", release="1")] == 1
+        assert await client.exists(metrics_key(stack.broker.deployment))
+    finally:
+        await client.aclose()

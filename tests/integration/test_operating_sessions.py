@@ -75,33 +75,33 @@ def test_a_session_is_used_by_one_command_after_the_other_and_outlives_each(stac
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("from here")
     made = run_toolcrew(
-        stack.footprint, "session", "new", "--ttl", "600", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+        stack.footprint, "sessions", "open", "--ttl", "600", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
     )
     session = made.stdout.strip()
     assert (made.returncode, len(session) >= 20) == (0, True), made
 
-    assert run("session", "cp", str(tmp_path / "in"), f"{session}:/workspace").exit_code == 0
+    assert run("sessions", "copy", str(tmp_path / "in"), f"{session}:/workspace").exit_code == 0
     script = "cat in/a.txt - >b.txt; cat b.txt; echo bad >&2; exit 7"
-    ran = run("session", "exec", "-i", session, "--", "sh", "-c", script, text="!\x1b\n")
+    ran = run("sessions", "exec", "-i", session, "--", "sh", "-c", script, text="!\x1b\n")
     assert (ran.exit_code, ran.stdout, ran.stderr) == (7, "from here!\x1b\n", "bad\n")
     called = run("call", "bash_tool", "command=cat b.txt", "--session", session, "--json")
     assert json.loads(called.stdout)["metadata"]["stdout"] == "from here!\x1b\n"
-    assert run("session", "cp", f"{session}:/workspace/b.txt", str(tmp_path)).exit_code == 0
-    assert run("session", "cp", f"{session}:/workspace/in", str(tmp_path / "out")).exit_code == 0
+    assert run("sessions", "copy", f"{session}:/workspace/b.txt", str(tmp_path)).exit_code == 0
+    assert run("sessions", "copy", f"{session}:/workspace/in", str(tmp_path / "out")).exit_code == 0
     assert ((tmp_path / "b.txt").read_text(), (tmp_path / "out" / "a.txt").read_text()) == (
         "from here!\x1b\n",
         "from here",
     )
 
-    rows = json.loads(run("session", "ls", "--json").stdout)["sessions"]
+    rows = json.loads(run("sessions", "list", "--json").stdout)["sessions"]
     assert next(row for row in rows if row["id"] == session)["ttl_s"] == 600.0
-    removed = run("session", "rm", session, "never-was")
+    removed = run("sessions", "close", session, "never-was")
     assert (removed.exit_code, removed.stdout.split(), "never-was: there is no such session" in removed.stderr) == (
         1,
         [session],
         True,
     )
-    gone = run("session", "exec", session, "true")
+    gone = run("sessions", "exec", session, "true")
     assert (gone.exit_code, "there is no such session" in gone.stderr) == (125, True)
 
 

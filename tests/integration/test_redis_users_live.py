@@ -1,4 +1,4 @@
-"""Everything that a deployment does, done as the users of `toolcrew redis users`: Redis notes what a user may not do,
+"""Everything that a deployment does, done as the users of `toolcrew config users`: Redis notes what a user may not do,
 and has nothing to note.
 """
 
@@ -238,7 +238,13 @@ async def test_web_tools_and_operators_tools(house: House) -> None:
 
 
 def test_switches_tenants_and_keys_that_an_operator_sets(house: House) -> None:
-    for command in (("tools", "ls"), ("hosts",), ("worker", "status"), ("tenants", "ls"), ("tenants", "keys", "ls")):
+    for command in (
+        ("tools", "list"),
+        ("hosts", "list"),
+        ("hosts", "list", "--full"),
+        ("tenants", "list"),
+        ("keys", "list"),
+    ):
         house.toolcrew(*command)
     ran = house.toolcrew("call", "bash_tool", "command=true")
     assert house.toolcrew("calls", "show", ran["call_id"])["state"] == "done"
@@ -246,10 +252,10 @@ def test_switches_tenants_and_keys_that_an_operator_sets(house: House) -> None:
     asyncio.run(until_glob_is_refused(house.client()))
     house.toolcrew("tools", "enable", "glob_tool")
     house.toolcrew("tenants", "add", "acme", "--sandboxes", "1", "--tools", "bash_tool", user="admin")
-    key = house.toolcrew("tenants", "keys", "add", "acme", user="admin")["key"]
+    key = house.toolcrew("keys", "create", "acme", user="admin")["key"]
     asyncio.run(until_glob_is_refused(ToolClient.connect(settings=house.settings, api_key=key)))
-    house.toolcrew("tenants", "keys", "rm", key.split("_")[1])
-    house.toolcrew("tenants", "rm", "acme")
+    house.toolcrew("keys", "revoke", key.split("_")[1])
+    house.toolcrew("tenants", "remove", "acme")
 
 
 async def until_glob_is_refused(opened: Any) -> None:
@@ -410,7 +416,7 @@ async def until_it_reads(session: Session, word: str) -> None:
 
 
 async def drain(house: House, host: str) -> str:
-    """As `toolcrew worker drain --wait` does it; gives how it ended."""
+    """As `toolcrew hosts drain --wait` does it; gives how it ended."""
     broker = house.settings.broker()
     redis = open_redis(broker)
     try:

@@ -51,7 +51,7 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
     with open_stack(engine, {"TOOLCREW_SKILLS": os.pathsep.join(map(str, (tmp_path, SHIPPED)))}) as stack:
         assert "skill_not_loaded" in stack.log("worker")
         listed = run_toolcrew(
-            stack.footprint, "skills", "ls", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+            stack.footprint, "skills", "list", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
         )
         assert [row["name"] for row in json.loads(listed.stdout)] == [
             "echo",
@@ -280,7 +280,7 @@ async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(engi
                 "acme",
                 environment=environment,
             )
-        listed = run_toolcrew(stack.footprint, "skills", "ls", "--tenant", "acme", "--json", environment=environment)
+        listed = run_toolcrew(stack.footprint, "skills", "list", "--tenant", "acme", "--json", environment=environment)
         assert [
             (row["name"], row["source"], row["tool"], row["hides_system"]) for row in json.loads(listed.stdout)
         ] == [

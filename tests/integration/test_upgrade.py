@@ -160,7 +160,7 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
         writing = [asyncio.create_task(write(session)) for session in sessions]
         try:
             await eventually(lambda: all(len(numbers) > 2 for numbers in written.values()), UP_S, ground.last_words)
-            drain = [TOOLCREW, "worker", "drain", "old", "--wait", "--json"]
+            drain = [TOOLCREW, "hosts", "drain", "old", "--wait", "--json"]
             done = await asyncio.to_thread(
                 subprocess.run,
                 drain,

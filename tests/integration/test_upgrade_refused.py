@@ -149,11 +149,11 @@ def test_a_tenant_of_an_earlier_release_has_no_rights_until_its_policy_is_set_ag
     added = run_in(earlier, new_host, *COMMAND, "tenants", "add", "acme", "--tools", "read_tool")
     assert added.returncode == 0, added.stderr
     try:
-        listed = run_in(ROOT, new_host, *COMMAND, "tenants", "ls")
+        listed = run_in(ROOT, new_host, *COMMAND, "tenants", "list")
         assert "policy of tenant acme cannot be verified, so nothing is served for it" in listed.stdout
         (tmp_path / "policy.json").write_text(json.dumps({"tools": ["read_tool"]}))
         again = run_in(ROOT, new_host, *COMMAND, "tenants", "set", "acme", "--from", str(tmp_path / "policy.json"))
         assert again.returncode == 0, again.stderr
-        assert "cannot be verified" not in run_in(ROOT, new_host, *COMMAND, "tenants", "ls").stdout
+        assert "cannot be verified" not in run_in(ROOT, new_host, *COMMAND, "tenants", "list").stdout
     finally:
-        run_in(ROOT, new_host, *COMMAND, "tenants", "rm", "acme")
+        run_in(ROOT, new_host, *COMMAND, "tenants", "remove", "acme")

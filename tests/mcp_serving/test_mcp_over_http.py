@@ -41,7 +41,7 @@ async def test_tools_are_listed_with_our_schemas_and_honest_hints(mcp_stack: Mcp
 
 async def test_tools_that_are_off_or_not_the_tenants_are_not_listed_and_say_why(mcp_stack: McpStack) -> None:
     toolcrew(mcp_stack.stack, "tenants", "add", "narrow", "--tools", "bash_tool,glob_tool")
-    key = toolcrew(mcp_stack.stack, "tenants", "keys", "add", "narrow").split("tc_")[1].split()[0]
+    key = toolcrew(mcp_stack.stack, "keys", "create", "narrow").split("tc_")[1].split()[0]
     mcp_stack.keys["narrow"] = f"tc_{key}"
     toolcrew(mcp_stack.stack, "tools", "disable", "glob_tool", "--tenant", "narrow", "--reason", "being mended")
     try:
@@ -51,7 +51,7 @@ async def test_tools_that_are_off_or_not_the_tenants_are_not_listed_and_say_why(
             assert "[PERMISSION_DENIED]" in text_of(await client.call_tool("read_tool", {"file_path": "x"}))
     finally:
         toolcrew(mcp_stack.stack, "tools", "enable", "glob_tool", "--tenant", "narrow")
-        toolcrew(mcp_stack.stack, "tenants", "rm", "narrow")
+        toolcrew(mcp_stack.stack, "tenants", "remove", "narrow")
 
 
 @pytest.mark.parametrize("revision", REVISIONS)

@@ -34,8 +34,8 @@ def open_sessions(mcp_stack: McpStack) -> list[dict[str, Any]]:
     stack = mcp_stack.stack
     done = run_toolcrew(
         stack.footprint,
-        "session",
-        "ls",
+        "sessions",
+        "list",
         "--tenant",
         "acme",
         "--json",

@@ -129,7 +129,9 @@ async def test_a_slot_that_comes_when_the_tenant_is_paused_meanwhile_is_given_ba
 
 async def test_who_has_waited_for_as_long_as_it_may_is_told_that_the_tenant_is_paused_and_why() -> None:
     slots = Slots()
-    with pytest.raises(ToolFailure, match=r"acme is paused \(the bill is open\).*toolcrew resume acme") as refused:
+    with pytest.raises(
+        ToolFailure, match=r"acme is paused \(the bill is open\).*toolcrew tenants resume acme"
+    ) as refused:
         await take(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED, wait_s=0.05))
     assert (refused.value.code, refused.value.metadata["not_run"]) == (ErrorCode.RATE_LIMITED, "admission")
     assert isinstance(refused.value.metadata["retry_after_s"], float)

@@ -100,7 +100,7 @@ async def test_a_call_of_a_paused_tenant_is_counted_as_waiting_and_reported(
 
     assert (notice.reason, notice.tenant, notice.tool) == (WaitReason.PAUSED, "acme", "bash_tool")
     assert "tenant acme is paused (unpaid)" in notice.message
-    assert "toolcrew resume acme" in notice.message
+    assert "toolcrew tenants resume acme" in notice.message
     assert notice.message.endswith("it waits at most 30 s")
     tenant = await read_tenant(client)
     assert (tenant.waiting, tenant.held, tenant.is_paused) == (1, 0, True)

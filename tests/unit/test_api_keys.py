@@ -123,7 +123,7 @@ async def test_an_unknown_and_a_wrong_key_cannot_be_told_apart(house: House) -> 
             await house.keys.authenticate(wrong)
         told.append(str(refused.value))
     assert len(set(told)) == 1
-    assert "toolcrew tenants keys add" in told[0]
+    assert "toolcrew keys create" in told[0]
 
 
 async def test_a_key_holds_until_it_expires(house: House) -> None:
@@ -183,7 +183,7 @@ async def test_a_record_that_cannot_be_verified_authenticates_no_key_and_can_be_
     await house.client.hset(KEY, target, forged)  # type: ignore[misc]
     text = f"tc_{target}_{mine.text.split('_', 2)[2]}" if forgery != "changed" else mine.text
     elsewhere = house.elsewhere()
-    with pytest.raises(ConfigError, match=f"cannot be verified.*keys rm {target}.*create another.*TOOLCREW_SECRET"):
+    with pytest.raises(ConfigError, match=f"cannot be verified.*keys revoke {target}.*create another.*TOOLCREW_SECRET"):
         await elsewhere.authenticate(text)
     with pytest.raises(ConfigError, match="cannot be verified"):
         await elsewhere.recall(target)
@@ -199,7 +199,7 @@ async def test_keys_are_listed_oldest_first_and_one_that_cannot_be_read_is_told(
     assert list(await house.keys.all()) == made
     await house.client.hset(KEY, "0" * 16, '{"tenant": "acme", "role": "root"}')  # type: ignore[misc]
     assert isinstance((await house.keys.all())["0" * 16], ConfigError)
-    with pytest.raises(ConfigError, match="keys rm 0000000000000000"):
+    with pytest.raises(ConfigError, match="keys revoke 0000000000000000"):
         await house.keys.authenticate(f"tc_{'0' * 16}_{'A' * 43}")
 
 

@@ -273,7 +273,7 @@ def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
         "toolcrew batch resume 'a b'",
         "toolcrew batch resume 'a b'",
         "toolcrew batch retry 'a b' --errors",
-        "toolcrew trace show run0",
+        "toolcrew traces show run0",
         "toolcrew batch results 'a b'",
     ]
     assert any("fix these lines" in sentence for sentence in told.next)

@@ -49,7 +49,7 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
     ("item", "words"),
     [
         (call("bash_tol", command="ls"), "line 1: there is no tool bash_tol: did you mean bash_tool?"),
-        (call("zzz"), "line 1: there is no tool zzz: `toolcrew tools ls` lists the tools"),
+        (call("zzz"), "line 1: there is no tool zzz: `toolcrew tools list` lists the tools"),
         (call("session.open"), "line 1: there is no tool session.open"),
         (call("bash_tool"), "line 1: `arguments` do not fit the tool: bash_tool: parameter 'command' is required"),
         (call("bash_tool", command=5), "parameter 'command' must be string, not integer 5"),

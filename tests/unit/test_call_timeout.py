@@ -8,7 +8,7 @@ from orchestrator.cli.main import app
 
 @pytest.mark.parametrize(
     "command",
-    [["call", "bash_tool", "command=true", "--timeout"], ["session", "exec", "--timeout"]],
+    [["call", "bash_tool", "command=true", "--timeout"], ["sessions", "exec", "--timeout"]],
     ids=["call", "session exec"],
 )
 @pytest.mark.parametrize(

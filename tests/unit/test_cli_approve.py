@@ -1,4 +1,4 @@
-"""`toolcrew approve` and `toolcrew audit`: what waits is shown exactly, decided once, by whom it may; and who changed
+"""`toolcrew approvals` and `toolcrew changes list`: what waits is shown exactly, decided once, by whom it may; and who changed
 what.
 """
 
@@ -68,7 +68,7 @@ def test_what_waits_is_shown_with_its_exact_arguments_and_the_warning_last(
 ) -> None:
     hostile = "ls \u202e\u200b\x1b[2J\nWARNING: none, allow it\n\x9b1mrun it? [y/N]"
     (question,) = ask(redis_server, hostile)
-    shown = toolcrew("approve", "ls")
+    shown = toolcrew("approvals", "list")
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.rstrip("\n").split("\n")
     assert lines[0].startswith(f"{question.id}  until ")
@@ -82,7 +82,7 @@ def test_what_waits_is_shown_with_its_exact_arguments_and_the_warning_last(
 
 def test_programs_get_questions_as_they_are(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     (question,) = ask(redis_server, "rm -rf \u202e/data")
-    (told,) = json.loads(toolcrew("approve", "ls", "--json").stdout)
+    (told,) = json.loads(toolcrew("approvals", "list", "--json").stdout)
     assert told["id"] == question.id
     assert told["call"]["arguments"] == {"command": "rm -rf \u202e/data"}
     assert (told["tenant"], told["run"], told["digest"], told["warning"]) == (
@@ -95,18 +95,20 @@ def test_programs_get_questions_as_they_are(toolcrew: Toolcrew, redis_server: Re
 
 def test_half_a_character_is_shown_and_answered_like_any_other(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     (question,) = ask(redis_server, "ls \ud83d")
-    assert "\\ud83d" in toolcrew("approve", "ls").stdout
-    assert json.loads(toolcrew("approve", "ls", "--json").stdout)[0]["call"]["arguments"] == {"command": "ls \ud83d"}
-    assert toolcrew("approve", "allow", question.id).exit_code == 0
+    assert "\\ud83d" in toolcrew("approvals", "list").stdout
+    assert json.loads(toolcrew("approvals", "list", "--json").stdout)[0]["call"]["arguments"] == {
+        "command": "ls \ud83d"
+    }
+    assert toolcrew("approvals", "decide", question.id, "allow").exit_code == 0
 
 
 def test_a_call_is_allowed_refused_and_changed(toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path) -> None:
     first, second, third = ask(redis_server, "a", "b", "c")
     other = tmp_path / "arguments.json"
     other.write_text('{"command": "ls"}')
-    assert toolcrew("approve", "allow", first.id).stdout == "bash_tool is allowed\n"
-    assert toolcrew("approve", "deny", second.id, "--reason", "no").stdout == "bash_tool is refused\n"
-    told = json.loads(toolcrew("approve", "allow", third.id, "--arguments", f"@{other}", "--json").stdout)
+    assert toolcrew("approvals", "decide", first.id, "allow").stdout == "bash_tool is allowed\n"
+    assert toolcrew("approvals", "decide", second.id, "deny", "--reason", "no").stdout == "bash_tool is refused\n"
+    told = json.loads(toolcrew("approvals", "decide", third.id, "allow", "--arguments", f"@{other}", "--json").stdout)
     assert told == {
         "id": third.id,
         "state": "allowed",
@@ -117,11 +119,11 @@ def test_a_call_is_allowed_refused_and_changed(toolcrew: Toolcrew, redis_server:
     assert [answer_of(redis_server, one.id).is_allowed for one in (first, second, third)] == [True, False, True]
     assert answer_of(redis_server, second.id).reason == "no"
     assert answer_of(redis_server, third.id).arguments == {"command": "ls"}
-    assert toolcrew("approve", "ls").stderr == "nothing waits for a decision\n"
-    again = toolcrew("approve", "deny", first.id)
+    assert toolcrew("approvals", "list").stderr == "nothing waits for a decision\n"
+    again = toolcrew("approvals", "decide", first.id, "deny")
     assert again.exit_code == 1
     assert "allowed by" in again.stderr
-    rows = json.loads(toolcrew("audit", "--json").stdout)
+    rows = json.loads(toolcrew("changes", "list", "--json").stdout)
     assert [row["action"] for row in rows] == ["approval.allow", "approval.deny", "approval.allow"]
     assert {row["tenant"] for row in rows} == {"acme"}
 
@@ -131,7 +133,10 @@ def test_a_digest_that_is_not_the_calls_decides_nothing(
     toolcrew: Toolcrew, redis_server: RedisProcess, digest: str, code: int
 ) -> None:
     (question,) = ask(redis_server, "a")
-    assert toolcrew("approve", "allow", question.id, "--digest", digest.format(question.digest)).exit_code == code
+    assert (
+        toolcrew("approvals", "decide", question.id, "allow", "--digest", digest.format(question.digest)).exit_code
+        == code
+    )
 
 
 @pytest.mark.parametrize("given", ["{}", "@/nowhere/at/all.json", "@list.json", "@junk.json"])
@@ -142,7 +147,7 @@ def test_arguments_that_cannot_be_read_decide_nothing(
     Path("list.json").write_text("[1]")
     Path("junk.json").write_text("{")
     (question,) = ask(redis_server, "a")
-    told = toolcrew("approve", "allow", question.id, "--arguments", given, "--json")
+    told = toolcrew("approvals", "decide", question.id, "allow", "--arguments", given, "--json")
     assert told.exit_code == 1
     assert json.loads(told.stdout)["error"]["code"] == "INVALID_ARGUMENTS"
     assert on(redis_server, lambda _, queue: queue.answers([question.id])) == {}
@@ -150,7 +155,7 @@ def test_arguments_that_cannot_be_read_decide_nothing(
 
 def test_without_a_pool_there_is_nothing_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
-    for arguments in (("approve", "ls"), ("audit",)):
+    for arguments in (("approvals", "list"), ("changes", "list")):
         told = CliRunner().invoke(app, arguments)
         assert told.exit_code == 1
         assert "TOOLCREW_REDIS_URL" in told.stderr
@@ -169,7 +174,7 @@ def test_a_run_says_where_its_questions_are_asked(asks_elsewhere: bool) -> None:
     out = io.StringIO()
     view = RunView(Console(file=out, width=200, force_terminal=False), asks_elsewhere=asks_elsewhere)
     view.on_event(ApprovalAsked(run="r", call=build_question().call, digest="d", reason="", warning="", expires_at=0.0))
-    assert ("toolcrew approve ls" in out.getvalue()) == asks_elsewhere
+    assert ("toolcrew approvals list" in out.getvalue()) == asks_elsewhere
 
 
 def make_key(server: RedisProcess, role: Any, tenant: str = "acme") -> str:
@@ -187,33 +192,34 @@ def test_a_tenants_key_opens_its_own_questions_and_no_audit(
 ) -> None:
     (mine,), (others,) = ask(redis_server, "a"), ask(redis_server, "b", tenant="other")
     monkeypatch.setenv("TOOLCREW_API_KEY", make_key(redis_server, "tenant"))
-    assert [one["id"] for one in json.loads(toolcrew("approve", "ls", "--json").stdout)] == [mine.id]
-    assert "there is no question" in toolcrew("approve", "allow", others.id).stderr
-    assert toolcrew("approve", "ls", "--tenant", "other").exit_code == 3
-    assert toolcrew("audit").exit_code == 3
+    assert [one["id"] for one in json.loads(toolcrew("approvals", "list", "--json").stdout)] == [mine.id]
+    assert "there is no question" in toolcrew("approvals", "decide", others.id, "allow").stderr
+    assert toolcrew("approvals", "list", "--tenant", "other").exit_code == 3
+    assert toolcrew("changes", "list").exit_code == 3
     monkeypatch.setenv("TOOLCREW_APPROVERS", "operator")
-    assert toolcrew("approve", "allow", mine.id).exit_code == 3
+    assert toolcrew("approvals", "decide", mine.id, "allow").exit_code == 3
     monkeypatch.delenv("TOOLCREW_APPROVERS")
-    assert toolcrew("approve", "allow", mine.id).exit_code == 0
+    assert toolcrew("approvals", "decide", mine.id, "allow").exit_code == 0
     assert answer_of(redis_server, mine.id).by.name == "tenant of acme"
 
 
 def test_the_audit_is_shown_a_line_an_entry_by_tenant_and_action(
     toolcrew: Toolcrew, redis_server: RedisProcess
 ) -> None:
-    assert toolcrew("audit").stdout == "nothing has been changed yet that fits\n"
+    assert toolcrew("changes", "list").stdout == "nothing has been changed yet that fits\n"
     assert toolcrew("tenants", "add", "acme", "--weight", "2").exit_code == 0
-    assert toolcrew("tenants", "keys", "add", "acme", "--name", "a\nb\x1b[2J").exit_code == 0
-    head, newest, oldest = toolcrew("audit").stdout.splitlines()
+    assert toolcrew("keys", "create", "acme", "--name", "a\nb\x1b[2J").exit_code == 0
+    head, newest, oldest = toolcrew("changes", "list").stdout.splitlines()
     assert head.split() == ["at", "actor", "role", "action", "tenant", "target", "details"]
     assert "key.add" in newest
     assert "\x1b" not in newest
     assert "weight=2.0" in oldest
-    assert len(json.loads(toolcrew("audit", "--json", "-n", "1").stdout)) == 1
+    assert len(json.loads(toolcrew("changes", "list", "--json", "-n", "1").stdout)) == 1
     assert [
-        row["action"] for row in json.loads(toolcrew("audit", "--json", "--action", "tenant.add,tool.disable").stdout)
+        row["action"]
+        for row in json.loads(toolcrew("changes", "list", "--json", "--action", "tenant.add,tool.disable").stdout)
     ] == ["tenant.add"]
-    assert json.loads(toolcrew("audit", "--json", "--tenant", "other").stdout) == []
-    wrong = toolcrew("audit", "--action", "moon.land")
+    assert json.loads(toolcrew("changes", "list", "--json", "--tenant", "other").stdout) == []
+    wrong = toolcrew("changes", "list", "--action", "moon.land")
     assert wrong.exit_code == 1
     assert "tool.disable" in wrong.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from contract.errors import ConfigError
 from orchestrator.cli.batch_shift import Interrupts, find_rows
-from orchestrator.cli.traced import Leaving
+from orchestrator.cli.run_files import Leaving
 from orchestrator.runs.batch_runs import Shift
 from orchestrator.traces.reading import find_attempts
 from store.batches import RowPlace
@@ -130,13 +130,4 @@ def test_runs_of_programs_that_only_look_like_attempts_are_their_own(traces: Cal
 def test_a_trajectory_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
     for output in (tmp_path, tmp_path / "nowhere" / "run.json"):
         with pytest.raises(ConfigError, match="give another file with -o"):
-            Leaving(output, False)
-
-
-def test_a_trace_is_written_when_it_is_asked_for_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOOLCREW_TRACES", raising=False)
-    assert not Leaving(None, False).has_trace
-    assert Leaving(None, True).has_trace
-    assert Leaving(tmp_path / "run.json", False).has_trace
-    monkeypatch.setenv("TOOLCREW_TRACES", str(tmp_path))
-    assert Leaving(None, False).has_trace
+            Leaving(output)

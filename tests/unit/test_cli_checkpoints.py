@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from contract.calls import Clocks
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.functions.completions import Usage
-from orchestrator.cli.main import Keeping, app
+from orchestrator.cli.main import app
+from orchestrator.cli.run import Keeping
 from orchestrator.dispatch.sessions import Checkpoint
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
@@ -91,7 +92,7 @@ def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(mo
     async def open_client(_: str | None = None) -> AsyncIterator[Any]:
         yield FakeClient(result)
 
-    monkeypatch.setattr("orchestrator.cli.main.open_client", open_client)
+    monkeypatch.setattr("orchestrator.cli.run.open_client", open_client)
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
     plain = CliRunner().invoke(app, ["run", "hello", "--checkpoint"])
     assert (plain.exit_code, plain.stdout, "100 checkpoints" in plain.stderr) == (1, "42\n", True)

@@ -33,48 +33,41 @@ from tests.conftest import RedisProcess
 
 # Commands for operators and administrators: a tenant's key is refused.
 REFUSED = {
-    "audit": ["audit"],
+    "changes list": ["changes", "list"],
     "doctor": ["doctor", "--only", "deployment"],
-    "hosts": ["hosts"],
-    "metrics": ["metrics"],
-    "pause": ["pause", "rival"],
-    "redis reseal": ["redis", "reseal"],
-    "resume": ["resume", "rival"],
+    "hosts list": ["hosts", "list"],
+    "tenants pause": ["tenants", "pause", "rival"],
+    "config reseal": ["config", "reseal"],
+    "tenants resume": ["tenants", "resume", "rival"],
     "tenants add": ["tenants", "add", "fresh"],
-    "tenants keys add": ["tenants", "keys", "add", "rival"],
-    "tenants keys ls": ["tenants", "keys", "ls"],
-    "tenants keys rm": ["tenants", "keys", "rm", "KEY"],
-    "tenants ls": ["tenants", "ls"],
-    "tenants rm": ["tenants", "rm", "rival"],
+    "keys create": ["keys", "create", "rival"],
+    "keys list": ["keys", "list"],
+    "keys revoke": ["keys", "revoke", "KEY"],
+    "tenants list": ["tenants", "list"],
+    "tenants remove": ["tenants", "remove", "rival"],
     "tenants set": ["tenants", "set", "rival", "--weight", "2"],
     "tools disable": ["tools", "disable", "echo_tool"],
     "tools enable": ["tools", "enable", "echo_tool"],
-    "worker drain": ["worker", "drain", "rival-host"],
-    "worker status": ["worker", "status"],
+    "hosts drain": ["hosts", "drain", "rival-host"],
 }
 # Commands that start a process of the deployment: any key is refused.
 PROCESSES = {
     "batch work": ["batch", "work"],
     "serve api": ["serve", "api", "--port", "0"],
     "up": ["up"],
-    "worker start": ["worker", "start"],
+    "serve worker": ["serve", "worker"],
 }
 # Commands that read and write files here: they connect to nothing.
 LOCAL = {
     "config show": ["config", "show"],
-    "redis users": ["redis", "users", "--out", "users.acl", "--passwords", "passwords.env"],
-    "skills pack": ["skills", "pack", "nothing"],
-    "skills validate": ["skills", "validate", "nothing"],
-    "trace export": ["trace", "export", "rival-run", "--to", "atif"],
-    "trace show": ["trace", "show", "rival-run"],
-    "trace stats": ["trace", "stats"],
-    "trace view": ["trace", "view", "rival-run"],
+    "config users": ["config", "users", "--out", "users.acl", "--passwords", "passwords.env"],
+    "traces export": ["traces", "export", "rival-run", "--to", "atif"],
+    "traces show": ["traces", "show", "rival-run"],
 }
 # Commands for one tenant, here with names of things that are the other tenant's.
 OWN = {
-    "approve allow": ["approve", "allow", "QUESTION"],
-    "approve deny": ["approve", "deny", "QUESTION"],
-    "approve ls": ["approve", "ls"],
+    "approvals decide": ["approvals", "decide", "QUESTION", "allow"],
+    "approvals list": ["approvals", "list"],
     "batch cancel": ["batch", "cancel", "rival-batch"],
     "batch logs": ["batch", "logs", "rival-batch"],
     "batch ls": ["batch", "ls"],
@@ -86,29 +79,28 @@ OWN = {
     "batch submit": ["batch", "submit", "in.jsonl", "--detach", "--id", "acme-batch"],
     "call": ["call", "--session", "rival-session", "echo_tool", "text=x"],
     "calls show": ["calls", "show", "rival-call"],
-    "kill": ["kill", "rival-call"],
+    "calls kill": ["calls", "kill", "rival-call"],
     "run": ["run", "act", "--model", "scripted"],
     "runs cancel": ["runs", "cancel", "rival-run"],
-    "runs events": ["runs", "events", "rival-run"],
-    "runs ls": ["runs", "ls"],
+    "runs list": ["runs", "list"],
     "runs show": ["runs", "show", "rival-run"],
     "serve mcp": ["serve", "mcp"],
-    "session cp": ["session", "cp", "rival-session:/workspace/x", "copied"],
-    "session exec": ["session", "exec", "rival-session", "true"],
-    "session ls": ["session", "ls"],
-    "session new": ["session", "new"],
-    "session rm": ["session", "rm", "rival-session"],
+    "sessions copy": ["sessions", "copy", "rival-session:/workspace/x", "copied"],
+    "sessions exec": ["sessions", "exec", "rival-session", "true"],
+    "sessions list": ["sessions", "list"],
+    "sessions open": ["sessions", "open"],
+    "sessions close": ["sessions", "close", "rival-session"],
     "skills install": ["skills", "install", "nothing"],
-    "skills ls": ["skills", "ls"],
-    "skills rm": ["skills", "rm", "rival-skill"],
+    "skills list": ["skills", "list"],
+    "skills remove": ["skills", "remove", "rival-skill"],
     "skills show": ["skills", "show", "rival-skill"],
-    "tools ls": ["tools", "ls"],
+    "tools list": ["tools", "list"],
     "tools show": ["tools", "show", "echo_tool"],
 }
 # Commands that would open a session: they are only tried for the other tenant.
-NEEDS_HOST = {"run", "session new", "serve mcp"}
+NEEDS_HOST = {"run", "sessions open", "serve mcp"}
 # Commands that change what is the tenant's own.
-CHANGES_OWN = {"batch submit", "kill"}
+CHANGES_OWN = {"batch submit", "calls kill"}
 
 
 def leaves(command: TyperCommand | TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[str, TyperCommand]]:
@@ -214,7 +206,7 @@ def test_a_tenants_key_is_refused_by_commands_for_operators(name: str, pool: Poo
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name in REFUSED if name.startswith("tenants ") and name != "tenants ls")
+    "name", ["keys create", "keys list", "keys revoke", "tenants add", "tenants remove", "tenants set"]
 )
 def test_an_operators_key_does_not_change_tenants_and_keys(name: str, pool: Pool) -> None:
     before = pool.content()
@@ -266,8 +258,8 @@ def test_a_tenants_key_reaches_nothing_of_another_tenant(name: str, pool: Pool) 
     ("arguments", "action"),
     [
         (["tenants", "set", "rival", "--weight", "2"], "tenant.set"),
-        (["tenants", "keys", "add", "rival"], "key.add"),
-        (["pause", "rival"], "tenant.pause"),
+        (["keys", "create", "rival"], "key.add"),
+        (["tenants", "pause", "rival"], "tenant.pause"),
     ],
 )
 def test_the_audit_names_the_key_that_a_command_was_given(arguments: list[str], action: str, pool: Pool) -> None:
@@ -284,7 +276,7 @@ def test_the_audit_names_the_key_that_a_command_was_given(arguments: list[str], 
 
 
 def test_a_revoked_key_is_refused_by_every_command_that_connects(pool: Pool) -> None:
-    assert pool.invoke(["tenants", "rm", "acme"], "").exit_code == 0
+    assert pool.invoke(["tenants", "remove", "acme"], "").exit_code == 0
     for name, arguments in {**REFUSED, **OWN}.items():
         if name == "skills install":
             continue

@@ -17,7 +17,7 @@ from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator.cli.main import OPERATE, SET_UP, WORK
+from orchestrator.cli.main import OPERATE, START, WORK
 from orchestrator.command import app
 from orchestrator.terminal.output import format_times, table_rows
 from store.tenants import RedisTenants
@@ -29,7 +29,7 @@ def test_every_command_is_in_a_part_of_the_help() -> None:
     root = get_command(app)
     assert isinstance(root, TyperGroup)
     parts = {name: getattr(command, "rich_help_panel", None) for name, command in root.commands.items()}
-    assert {name for name, part in parts.items() if part not in (WORK, OPERATE, SET_UP)} == set()
+    assert {name for name, part in parts.items() if part not in (START, WORK, OPERATE)} == set()
 
 
 def test_a_value_that_is_not_there_is_a_dash_in_a_table() -> None:
@@ -59,7 +59,7 @@ def test_the_audit_shows_what_was_changed_in_plain_words(
             await tenants.pause("acme", 'two words\n "quoted"')
 
     asyncio.run(change())
-    lines = CliRunner().invoke(app, ["audit"]).stdout.splitlines()
+    lines = CliRunner().invoke(app, ["changes", "list"]).stdout.splitlines()
     assert len(lines) == 4
     assert r'pause_reason="two words\n \"quoted\""' in lines[1]
     assert "is_paused=true  pause_reason=unpaid  reason=unpaid" in lines[2]
@@ -87,8 +87,8 @@ def test_operators_list_the_batches_of_all_tenants(
         run("tenants", "add", tenant)
         run("batch", "submit", str(file), "--detach", "--tenant", tenant, "--id", f"of-{tenant}")
     key, operators = (
-        run("tenants", "keys", "add", "acme")[0],
-        run("tenants", "keys", "add", "acme", "--role", "operator")[0],
+        run("keys", "create", "acme")[0],
+        run("keys", "create", "acme", "--role", "operator")[0],
     )
 
     def listed(*arguments: str, key: str = "") -> set[tuple[str, ...]]:

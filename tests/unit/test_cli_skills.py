@@ -1,6 +1,7 @@
 """`toolcrew skills`: what the pool has, and whether a folder is a skill, for people and for programs."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,27 +37,26 @@ def pool(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.usefixtures("pool")
 def test_ls_lists_every_skill() -> None:
-    lines = toolcrew("ls").stdout.splitlines()
+    lines = toolcrew("list").stdout.splitlines()
     assert [line.split()[:5] for line in lines] == [
         ["name", "source", "tool", "files", "scripts"],
         ["alpha", "system", "no", "2", "yes"],
         ["beta", "system", "no", "1", "no"],
     ]
-    assert [row["name"] for row in json.loads(toolcrew("ls", "--json").stdout)] == ["alpha", "beta"]
+    assert [row["name"] for row in json.loads(toolcrew("list", "--json").stdout)] == ["alpha", "beta"]
 
 
 @pytest.mark.usefixtures("pool")
-def test_a_skill_is_packed_installed_seen_replaced_and_removed(tmp_path: Path) -> None:
+def test_a_skill_is_checked_installed_seen_replaced_and_removed(tmp_path: Path) -> None:
     folder = write_skill(tmp_path / "own", "beta", files={"scripts/a.py": "1"})
-    packed = tmp_path / "beta.zip"
-    assert toolcrew("pack", str(folder), "-o", str(packed)).stdout.startswith("beta is packed into ")
-    first = packed.read_bytes()
-    assert json.loads(toolcrew("pack", str(folder), "-o", str(packed), "--json").stdout)["bytes"] == len(first)
-    assert packed.read_bytes() == first
-    assert toolcrew("validate", str(packed), "--strict").exit_code == 0
+    packed = shutil.make_archive(str(tmp_path / "beta"), "zip", tmp_path / "own", "beta")
+    assert toolcrew("install", packed, "--check").stdout == "beta is a skill\n"
+    assert "beta" not in {
+        row["name"] for row in json.loads(toolcrew("list", "--json").stdout) if row["source"] == "tenant"
+    }
 
-    installed = json.loads(toolcrew("install", str(packed), "--json").stdout)["skill"]
-    rows = {row["name"]: row for row in json.loads(toolcrew("ls", "--json").stdout)}
+    installed = json.loads(toolcrew("install", packed, "--json").stdout)["skill"]
+    rows = {row["name"]: row for row in json.loads(toolcrew("list", "--json").stdout)}
     assert {name: row["source"] for name, row in rows.items()} == {"alpha": "system", "beta": "tenant"}
     assert rows["beta"]["digest"] == installed["digest"]
     again = toolcrew("install", str(folder))
@@ -65,25 +65,22 @@ def test_a_skill_is_packed_installed_seen_replaced_and_removed(tmp_path: Path) -
     assert toolcrew("install", str(folder), "--replace").stdout.startswith("beta is installed (3 files, digest ")
     assert "source" not in toolcrew("show", "beta").stdout
 
-    assert toolcrew("rm", "beta").stdout == "beta is removed\n"
-    assert [row["source"] for row in json.loads(toolcrew("ls", "--json").stdout)] == ["system", "system"]
-    missing = toolcrew("rm", "beta")
+    assert toolcrew("remove", "beta").stdout == "beta is removed\n"
+    assert [row["source"] for row in json.loads(toolcrew("list", "--json").stdout)] == ["system", "system"]
+    missing = toolcrew("remove", "beta")
     assert (missing.exit_code, "has no skill beta of its own" in missing.stderr) == (1, True)
 
 
 @pytest.mark.usefixtures("pool")
-def test_what_is_no_skill_is_neither_installed_nor_packed(tmp_path: Path) -> None:
+def test_what_is_no_skill_is_not_installed(tmp_path: Path) -> None:
     broken = write_skill(tmp_path, "broken", front="description: of nothing")
     for command in (
         ["install", str(broken)],
-        ["pack", str(broken), "-o", str(tmp_path / "x.zip")],
+        ["install", "--check", str(broken)],
         ["install", str(tmp_path / "none.zip")],
     ):
         result = toolcrew(*command)
         assert (result.exit_code, "Traceback" in result.stderr) == (1, False)
-    assert not (tmp_path / "x.zip").exists()
-    unwritable = toolcrew("pack", str(write_skill(tmp_path, "a")), "-o", str(tmp_path / "no" / "x.zip"))
-    assert (unwritable.exit_code, "cannot be written" in unwritable.stderr) == (1, True)
 
 
 @pytest.mark.usefixtures("pool")
@@ -101,24 +98,28 @@ def test_a_skill_that_is_none_gets_the_nearest_names() -> None:
     assert (result.exit_code, "Skill not found: alfa; there are alpha" in result.stderr) == (1, True)
 
 
-def test_validate_runs_nothing_of_where_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_runs_nothing_of_where_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_skill(tmp_path, "a")
     for package in ("workers", "contract", "json"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise SystemExit('run')")
     monkeypatch.chdir(tmp_path)
-    assert toolcrew("validate", "a").exit_code == 0
+    assert toolcrew("install", "--check", "a").exit_code == 0
 
 
-def test_validate_says_what_is_wrong_and_strict_takes_warnings_for_errors(tmp_path: Path) -> None:
+def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
     extra = str(write_skill(tmp_path, "a", "name: a\ndescription: b\nextra: x"))
     broken = str(write_skill(tmp_path, "b", "name: b"))
     fine = str(SHIPPED / "word-count")
-    assert [toolcrew("validate", one).exit_code for one in (fine, extra, broken, str(tmp_path))] == [0, 0, 1, 1]
-    assert [toolcrew("validate", one, "--strict").exit_code for one in (fine, extra, broken)] == [0, 1, 1]
+    assert [toolcrew("install", "--check", one).exit_code for one in (fine, extra, broken, str(tmp_path))] == [
+        0,
+        0,
+        1,
+        1,
+    ]
     assert (
         "warning: keys that are not in the standard are ignored: extra\na is a skill"
-        in toolcrew("validate", extra).stdout
+        in toolcrew("install", "--check", extra).stdout
     )
-    assert "has no description" in toolcrew("validate", broken).stderr
-    assert json.loads(toolcrew("validate", extra, "--json").stdout)["warnings"]
+    assert "has no description" in toolcrew("install", "--check", broken).stderr
+    assert json.loads(toolcrew("install", "--check", extra, "--json").stdout)["warnings"]

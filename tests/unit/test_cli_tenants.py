@@ -75,7 +75,7 @@ def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Too
     """The command on a Redis without any worker."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, ["tenants", *arguments])
+    return lambda *arguments: runner.invoke(app, [*(() if arguments[0] == "keys" else ("tenants",)), *arguments])
 
 
 def as_json(result: Result) -> Any:
@@ -95,7 +95,7 @@ def failure_of(result: Result) -> tuple[int, str]:
 
 def test_every_field_has_an_option_and_every_option_sets_its_field(toolcrew: Toolcrew) -> None:
     assert policy_of(toolcrew("add", "acme", *ALL, "--json")) == POLICY
-    [_, acme] = as_json(toolcrew("ls", "--json"))
+    [_, acme] = as_json(toolcrew("list", "--json"))
     assert TenantPolicy.model_validate(acme["policy"]) == POLICY
     # Pausing and removing have commands of their own.
     fields = {*TenantPolicy.model_fields, *SandboxTerms.model_fields} - {
@@ -170,16 +170,18 @@ def test_a_change_prints_what_the_tenant_has_now(toolcrew: Toolcrew) -> None:
 
 
 def test_the_default_tenant_is_listed_before_it_was_set_and_can_be_set(toolcrew: Toolcrew) -> None:
-    assert as_json(toolcrew("ls", "--json")) == [{"name": "default", "policy": TenantPolicy().model_dump(mode="json")}]
+    assert as_json(toolcrew("list", "--json")) == [
+        {"name": "default", "policy": TenantPolicy().model_dump(mode="json")}
+    ]
     assert policy_of(toolcrew("set", "default", "--weight", "2", "--json")).weight == 2
-    assert [line.split()[:2] for line in toolcrew("ls").stdout.splitlines()] == [["name", "weight"], ["default", "2"]]
+    assert [line.split()[:2] for line in toolcrew("list").stdout.splitlines()] == [["name", "weight"], ["default", "2"]]
 
 
 def test_the_first_tenant_and_the_last_are_told_as_what_they_are(toolcrew: Toolcrew) -> None:
     assert "from now on only registered tenants and default are served" in toolcrew("add", "acme").stderr
     assert toolcrew("add", "zeta").stderr == ""
-    assert toolcrew("rm", "zeta").stderr == ""
-    removed = toolcrew("rm", "acme")
+    assert toolcrew("remove", "zeta").stderr == ""
+    removed = toolcrew("remove", "acme")
     assert removed.stdout == "acme is removed, and 0 API keys of it are revoked; its name cannot be registered again\n"
     assert removed.stderr == ""
     assert failure_of(toolcrew("add", "acme"))[0] == 1
@@ -200,8 +202,8 @@ def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(
 ) -> None:
     with redis_server.client() as client:
         client.hset(tenants_key("default"), "acme", redis_server.keys.seal("policy acme", '{"speed": 9}'))
-    assert "nothing: the policy of tenant acme cannot be read (speed" in toolcrew("ls").stdout
-    assert as_json(toolcrew("ls", "--json"))[1]["error"].startswith("the policy of tenant acme cannot be read")
+    assert "nothing: the policy of tenant acme cannot be read (speed" in toolcrew("list").stdout
+    assert as_json(toolcrew("list", "--json"))[1]["error"].startswith("the policy of tenant acme cannot be read")
     assert failure_of(toolcrew("set", "acme", "--weight", "2"))[0] == 1
     (tmp_path / "p.json").write_text("{}")
     assert policy_of(toolcrew("set", "acme", "--from", str(tmp_path / "p.json"), "--json")) == TenantPolicy()
@@ -214,16 +216,16 @@ def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(
         (("add", "acme", "--from", "/nonexistent.json"), "--from: /nonexistent.json cannot be read"),
         (("add", "a b"), "that is no name of a tenant"),
         (("add", "default"), "default is always there"),
-        (("set", "nobody", "--weight", "2"), "there is no tenant nobody: see `toolcrew tenants ls`"),
+        (("set", "nobody", "--weight", "2"), "there is no tenant nobody: see `toolcrew tenants list`"),
         (("set", "default"), "nothing is named"),
         (("set", "default", "--unset", "speed"), "--unset: there is no 'speed': name one of tools, weight"),
         (("set", "default", "--unset", "weight", "--weight", "2"), "--weight is given, too"),
-        (("rm", "default"), "default cannot be removed"),
-        (("rm", "nobody"), "there is no tenant nobody"),
-        (("keys", "add", "nobody"), "there is no tenant nobody"),
-        (("keys", "add", "default", "--expires-in", "soon"), "--expires-in: 'soon' is no duration: write 90d"),
-        (("keys", "ls", "nobody"), "there is no tenant nobody: see `toolcrew tenants ls`"),
-        (("keys", "rm", "0" * 16), "there is no key 0000000000000000: see `toolcrew tenants keys ls`"),
+        (("remove", "default"), "default cannot be removed"),
+        (("remove", "nobody"), "there is no tenant nobody"),
+        (("keys", "create", "nobody"), "there is no tenant nobody"),
+        (("keys", "create", "default", "--expires-in", "soon"), "--expires-in: 'soon' is no duration: write 90d"),
+        (("keys", "list", "nobody"), "there is no tenant nobody: see `toolcrew tenants list`"),
+        (("keys", "revoke", "0" * 16), "there is no key 0000000000000000: see `toolcrew keys list`"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_that_names_it(toolcrew: Toolcrew, arguments: tuple[str, ...], told: str) -> None:
@@ -284,7 +286,7 @@ def test_a_wrong_file_is_told_with_its_name_and_the_field(
 
 
 def test_errors_are_an_object_for_programs(toolcrew: Toolcrew) -> None:
-    result = toolcrew("rm", "nobody", "--json")
+    result = toolcrew("remove", "nobody", "--json")
     assert (result.exit_code, json.loads(result.stdout)["error"]["code"]) == (1, "UNKNOWN_TENANT")
 
 
@@ -299,11 +301,11 @@ def test_a_value_of_another_kind_is_refused_by_its_option(toolcrew: Toolcrew) ->
 
 def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     toolcrew("add", "acme")
-    made = toolcrew("keys", "add", "acme", "--role", "operator", "--name", "ci", "--expires-in", "90d")
+    made = toolcrew("keys", "create", "acme", "--role", "operator", "--name", "ci", "--expires-in", "90d")
     key = made.stdout.strip()
     assert key.startswith("tc_")
     assert key not in made.stderr
-    [row] = as_json(toolcrew("keys", "ls", "--json"))
+    [row] = as_json(toolcrew("keys", "list", "--json"))
     assert (row["id"], row["tenant"], row["role"], row["name"], row["tail"], row["state"]) == (
         key.split("_")[1],
         "acme",
@@ -316,19 +318,19 @@ def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: R
     secret = key.split("_", 2)[2]
     with redis_server.client() as client:
         kept: Any = client.hgetall(api_keys_key("default"))
-    assert secret not in toolcrew("keys", "ls").stdout + str(kept)
+    assert secret not in toolcrew("keys", "list").stdout + str(kept)
 
 
 def test_keys_are_listed_by_tenant_and_revoked_by_id(toolcrew: Toolcrew) -> None:
     toolcrew("add", "acme")
     first, second = (
-        as_json(toolcrew("keys", "add", "acme", "--json")),
-        as_json(toolcrew("keys", "add", "default", "--json")),
+        as_json(toolcrew("keys", "create", "acme", "--json")),
+        as_json(toolcrew("keys", "create", "default", "--json")),
     )
-    assert [row["id"] for row in as_json(toolcrew("keys", "ls", "--json"))] == [first["id"], second["id"]]
-    assert [row["id"] for row in as_json(toolcrew("keys", "ls", "default", "--json"))] == [second["id"]]
-    assert toolcrew("keys", "rm", first["id"]).stdout == f"{first['id']} is revoked\n"
-    assert [line.split()[:2] for line in toolcrew("keys", "ls").stdout.splitlines()] == [
+    assert [row["id"] for row in as_json(toolcrew("keys", "list", "--json"))] == [first["id"], second["id"]]
+    assert [row["id"] for row in as_json(toolcrew("keys", "list", "default", "--json"))] == [second["id"]]
+    assert toolcrew("keys", "revoke", first["id"]).stdout == f"{first['id']} is revoked\n"
+    assert [line.split()[:2] for line in toolcrew("keys", "list").stdout.splitlines()] == [
         ["id", "tenant"],
         [second["id"], "default"],
     ]
@@ -337,27 +339,27 @@ def test_keys_are_listed_by_tenant_and_revoked_by_id(toolcrew: Toolcrew) -> None
 def test_a_key_that_cannot_be_read_is_listed_as_such(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         client.hset(api_keys_key("default"), "0" * 16, '{"tenant": "default", "role": "admin"}')
-    assert "cannot be verified" in toolcrew("keys", "ls").stdout
-    assert toolcrew("keys", "rm", "0" * 16).exit_code == 0
-    assert toolcrew("keys", "ls", "--json").stdout.strip() == "[]"
+    assert "cannot be verified" in toolcrew("keys", "list").stdout
+    assert toolcrew("keys", "revoke", "0" * 16).exit_code == 0
+    assert toolcrew("keys", "list", "--json").stdout.strip() == "[]"
 
 
 def test_removing_a_tenant_tells_how_many_keys_went_with_it(toolcrew: Toolcrew) -> None:
     toolcrew("add", "acme")
-    toolcrew("keys", "add", "acme")
-    assert as_json(toolcrew("rm", "acme", "--json")) == {"name": "acme", "revoked_keys": 1}
-    assert as_json(toolcrew("keys", "ls", "--json")) == []
+    toolcrew("keys", "create", "acme")
+    assert as_json(toolcrew("remove", "acme", "--json")) == {"name": "acme", "revoked_keys": 1}
+    assert as_json(toolcrew("keys", "list", "--json")) == []
 
 
 def test_what_others_named_cannot_drive_the_terminal(toolcrew: Toolcrew) -> None:
     toolcrew("add", "acme", "--tools", "x\x1b[2J", "--image", "y\x07", "--command-rule", "deny::z\x1b]0;")
-    toolcrew("keys", "add", "acme", "--name", "n\x1b[2J")
-    shown = toolcrew("ls").stdout + toolcrew("set", "acme", "--weight", "2").stdout + toolcrew("keys", "ls").stdout
+    toolcrew("keys", "create", "acme", "--name", "n\x1b[2J")
+    shown = toolcrew("list").stdout + toolcrew("set", "acme", "--weight", "2").stdout + toolcrew("keys", "list").stdout
     assert not set(shown) & {"\x1b", "\x07"}
 
 
 def test_tenants_without_a_running_pool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
-    result = CliRunner().invoke(app, ["tenants", "ls"])
+    result = CliRunner().invoke(app, ["tenants", "list"])
     assert result.exit_code == 1
     assert "TOOLCREW_REDIS_URL is not set" in result.stderr

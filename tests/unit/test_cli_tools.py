@@ -49,13 +49,13 @@ def as_json(result: Result) -> Any:
     return json.loads(result.stdout)
 
 
-def test_ls_lists_every_tool_with_state_pool_and_description(toolcrew: Toolcrew) -> None:
+def test_list_shows_every_tool_with_state_pool_and_description(toolcrew: Toolcrew) -> None:
     toolcrew("disable", "hostile_tool")
-    lines = toolcrew("ls").stdout.splitlines()
+    lines = toolcrew("list").stdout.splitlines()
     assert lines[0].split() == ["name", "state", "pool", "description"]
     assert lines[1].split(maxsplit=3) == ["echo_tool", "enabled", "sandbox", "The tool echo_tool."]
     assert lines[2].split(maxsplit=3)[:3] == ["hostile_tool", "disabled", "sandbox"]
-    assert [(row["name"], row["state"], row["pool"]) for row in as_json(toolcrew("ls", "--json"))] == [
+    assert [(row["name"], row["state"], row["pool"]) for row in as_json(toolcrew("list", "--json"))] == [
         ("echo_tool", "enabled", "sandbox"),
         ("hostile_tool", "disabled", "sandbox"),
     ]
@@ -116,5 +116,5 @@ def test_a_switch_without_a_running_pool_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_a_worker_publishes_cannot_drive_the_terminal(toolcrew: Toolcrew) -> None:
-    shown = toolcrew("ls").stdout + toolcrew("show", "hostile_tool").stdout
+    shown = toolcrew("list").stdout + toolcrew("show", "hostile_tool").stdout
     assert not set(shown) & {"\x1b", "\x07"}

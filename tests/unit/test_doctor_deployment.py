@@ -285,7 +285,7 @@ async def test_hosts_with_other_images_are_told(client: Client) -> None:
 
 async def test_without_a_host_no_session_can_be_opened_and_it_says_how_one_is_started(client: Client) -> None:
     found = of(await looked_at(client), "hosts")
-    assert [(one.needed, "toolcrew worker start" in one.remedy) for one in found] == [(False, True)]
+    assert [(one.needed, "toolcrew serve worker" in one.remedy) for one in found] == [(False, True)]
 
 
 async def test_calls_in_the_queue_of_a_host_that_is_gone_are_told(client: Client) -> None:

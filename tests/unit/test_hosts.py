@@ -214,8 +214,8 @@ def test_hosts_lists_each_worker_with_its_state_and_iso_times(ground: HostGround
     ground.hosts().report(build_report("host.c.b1"))
     ground.hosts().leave("restarting", build_report("host.c.b1"))
 
-    shown = CliRunner().invoke(app, ["hosts"])
-    rows = json.loads(CliRunner().invoke(app, ["hosts", "--json"]).stdout)
+    shown = CliRunner().invoke(app, ["hosts", "list"])
+    rows = json.loads(CliRunner().invoke(app, ["hosts", "list", "--json"]).stdout)
 
     assert shown.exit_code == 0
     lines = [line.split() for line in shown.stdout.splitlines()]
@@ -227,33 +227,33 @@ def test_hosts_lists_each_worker_with_its_state_and_iso_times(ground: HostGround
 
 
 @pytest.mark.usefixtures("environment")
-def test_worker_status_tells_what_waits(ground: HostGround) -> None:
+def test_hosts_list_shows_what_waits(ground: HostGround) -> None:
     ground.hosts().report(build_report(pools=(POOL_WEB,), images=("python",)))
     ground.redis.lpush(POOL_WEB, "one", "two")
-    (row,) = json.loads(CliRunner().invoke(app, ["worker", "status", "a", "--json"]).stdout)
+    (row,) = json.loads(CliRunner().invoke(app, ["hosts", "list", "a", "--json"]).stdout)
     assert row["waiting"] == {QUEUE: 0, POOL_WEB: 2}
-    shown = CliRunner().invoke(app, ["worker", "status"])
+    shown = CliRunner().invoke(app, ["hosts", "list", "--full"])
     assert f"{QUEUE}: 0, {POOL_WEB}: 2" in shown.stdout
     assert "images             python" in shown.stdout
 
 
 @pytest.mark.usefixtures("environment")
 def test_commands_say_what_is_missing(ground: HostGround) -> None:
-    assert "no worker reports: start one" in CliRunner().invoke(app, ["hosts"]).stdout
-    unknown = CliRunner().invoke(app, ["worker", "drain", "c"])
+    assert "no worker reports: start one" in CliRunner().invoke(app, ["hosts", "list"]).stdout
+    unknown = CliRunner().invoke(app, ["hosts", "drain", "c"])
     assert (unknown.exit_code, unknown.stderr) == (
         1,
-        "toolcrew: no worker reports: start one (toolcrew worker start)\n",
+        "toolcrew: no worker reports: start one (toolcrew serve worker)\n",
     )
     ground.hosts().report(build_report())
-    local = CliRunner().invoke(app, ["worker", "drain", "a", "--json"])
+    local = CliRunner().invoke(app, ["hosts", "drain", "a", "--json"])
     assert local.exit_code == 1
     assert json.loads(local.stdout)["error"]["code"] == "CONFIG_MISSING"
 
 
 @pytest.mark.usefixtures("environment")
-def test_worker_drain_gives_the_order(worker: Worker) -> None:
-    done = CliRunner().invoke(app, ["worker", "drain", "a", "--json"])
+def test_hosts_drain_gives_the_order(worker: Worker) -> None:
+    done = CliRunner().invoke(app, ["hosts", "drain", "a", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout) == {
         "host": "a",
@@ -265,14 +265,14 @@ def test_worker_drain_gives_the_order(worker: Worker) -> None:
 @pytest.mark.usefixtures("environment")
 def test_a_worker_whose_restart_is_awaited_is_not_said_to_drain(ground: HostGround) -> None:
     ground.hosts().report(build_report(worker="", store="shared"))
-    done = CliRunner().invoke(app, ["worker", "drain", "a"])
+    done = CliRunner().invoke(app, ["hosts", "drain", "a"])
     assert done.exit_code == 1
     assert "has ended, and its restart is awaited for 30 s" in done.stderr
 
 
 def test_without_a_pool_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
-    done = CliRunner().invoke(app, ["hosts"])
+    done = CliRunner().invoke(app, ["hosts", "list"])
     assert done.exit_code == 1
     assert "TOOLCREW_REDIS_URL is not set" in done.stderr
 

@@ -249,7 +249,7 @@ def test_sandboxd_is_there_before_the_worker_and_after_it() -> None:
 @pytest.mark.parametrize("workload", ["sandbox-host", "web-worker"])
 def test_a_worker_drains_before_its_pod_ends(workload: str) -> None:
     container = pod_of(workload)["containers"][0]
-    assert 'toolcrew worker drain "$TOOLCREW_HOST" --wait' in container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert 'toolcrew hosts drain "$TOOLCREW_HOST" --wait' in container["lifecycle"]["preStop"]["exec"]["command"][-1]
     drain_s = float(
         environment_of(container["name"]).get("TOOLCREW_DRAIN_S") or WorkerSettings.model_fields["drain_s"].default
     )

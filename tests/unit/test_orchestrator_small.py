@@ -11,7 +11,7 @@ from rich.console import Console
 
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.cli.main import parse_arguments
+from orchestrator.cli.call import parse_arguments
 from orchestrator.dialects.model import ModelRequest, Usage
 from orchestrator.loop.events import (
     CallFinished,

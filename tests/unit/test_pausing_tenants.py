@@ -160,10 +160,10 @@ def test_a_tenant_is_paused_and_resumed_by_commands(
     def run(*arguments: str) -> Result:
         return CliRunner().invoke(app, list(arguments))
 
-    paused = run("pause", "default", "--reason", "the bill is open")
+    paused = run("tenants", "pause", "default", "--reason", "the bill is open")
     assert (paused.exit_code, "all of them are paused" in paused.stderr) == (0, True)
-    [row] = json.loads(run("tenants", "ls", "--json").stdout)
+    [row] = json.loads(run("tenants", "list", "--json").stdout)
     assert (row["policy"]["is_paused"], row["policy"]["pause_reason"]) == (True, "the bill is open")
-    assert "paused" in run("tenants", "ls").stdout
-    assert json.loads(run("resume", "default", "--json").stdout) == {"name": "default", "is_paused": False}
-    assert run("pause", "nobody").exit_code == 1
+    assert "paused" in run("tenants", "list").stdout
+    assert json.loads(run("tenants", "resume", "default", "--json").stdout) == {"name": "default", "is_paused": False}
+    assert run("tenants", "pause", "nobody").exit_code == 1

@@ -72,7 +72,7 @@ def test_it_is_said_why_there_is_no_host(fields: dict[str, Any], wanted: Wanted,
 
 
 def test_without_any_host_it_is_said_how_to_start_one() -> None:
-    with pytest.raises(SandboxUnavailable, match="toolcrew worker start"):
+    with pytest.raises(SandboxUnavailable, match="toolcrew serve worker"):
         choose_host([build_report("w", kind="web")], Wanted())
 
 

@@ -201,7 +201,7 @@ async def test_a_pool_without_a_worker_leaves_the_catalog_and_its_tools_say_whic
     result = await missing.dispatch(Request(build_call("web_tool"), *ROUTE))
     assert (result.error_code, result.error) == (
         ErrorCode.CONFIG_MISSING,
-        "no worker serves web_tool now: start one with `toolcrew worker start --kind web`",
+        "no worker serves web_tool now: start one with `toolcrew serve worker --kind web`",
     )
 
 
@@ -267,5 +267,5 @@ async def test_doctor_lists_who_serves_what_and_which_worker_to_start(pools: Poo
     await examine_workers(pools.catalog, report)
     told = {finding.text: finding.is_good for finding in report.findings}
     assert told["sandbox: bash"] is True
-    assert told["web: no worker; start one with `toolcrew worker start --kind web`"] is False
+    assert told["web: no worker; start one with `toolcrew serve worker --kind web`"] is False
     assert report.is_healthy

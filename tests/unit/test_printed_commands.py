@@ -35,7 +35,7 @@ from tests.stack import ROOT
 
 _MARKED = re.compile(r"`(toolcrew [^`]+)`|\((toolcrew [a-z][^()`]*)\)|<code>(toolcrew [^<]+)</code>")
 """How messages and pages mark a command."""
-SERVERS = {"toolcrew up", "toolcrew worker start", "toolcrew worker start --kind web"}
+SERVERS = {"toolcrew up", "toolcrew serve worker", "toolcrew serve worker --kind web"}
 """These run until they are stopped."""
 
 
@@ -89,13 +89,13 @@ def printed_commands() -> list[tuple[str, str]]:
 
 def test_every_command_in_a_message_exists() -> None:
     found = {command for _, command in printed_commands()}
-    assert len(found) > 40
+    assert len(found) > 30
     for command in found:
         check_command(command)
 
 
 NO_HINTS = {
-    "orchestrator/cli/main.py": "the examples of a help text",
+    "orchestrator/cli/up.py": "the next steps",
     "orchestrator/terminal/commands.py": "cuts the words off a command",
 }
 """File -> what its unmarked commands are."""
@@ -119,7 +119,7 @@ def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
     """Such commands name the tenant, which `build_command` does not forget. A call is found among those of all
     tenants.
     """
-    by_hand = re.compile(r"toolcrew (batch|runs|session|trace|skills) [a-z]+ [^`]*X")
+    by_hand = re.compile(r"toolcrew (batch|runs|sessions|traces|skills) [a-z]+ [^`]*X")
     found = {
         (path, command) for path, command in printed_commands() if by_hand.search(command) and "--tenant" not in command
     }
@@ -131,8 +131,8 @@ def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
     [
         (("batch", "resume", "t2"), "acme", "toolcrew batch resume t2 --tenant acme"),
         (("batch", "resume", "t2"), "default", "toolcrew batch resume t2"),
-        (("trace", "show", "a b'c"), "acme", """toolcrew trace show 'a b'"'"'c' --tenant acme"""),
-        (("trace", "show", "$(rm -rf ~)\x1b[2J"), "default", r"toolcrew trace show '$(rm -rf ~)\x1b[2J'"),
+        (("traces", "show", "a b'c"), "acme", """toolcrew traces show 'a b'"'"'c' --tenant acme"""),
+        (("traces", "show", "$(rm -rf ~)\x1b[2J"), "default", r"toolcrew traces show '$(rm -rf ~)\x1b[2J'"),
     ],
 )
 def test_a_command_is_quoted_and_names_its_tenant(words: tuple[str, ...], tenant: str, command: str) -> None:
@@ -190,21 +190,21 @@ def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server
 @pytest.mark.parametrize(
     ("line", "hints"),
     [
-        ("pause acme", {"resume acme"}),
-        ("tenants set nope --weight 2", {"tenants ls", "tenants add nope"}),
+        ("tenants pause acme", {"tenants resume acme"}),
+        ("tenants set nope --weight 2", {"tenants list", "tenants add nope"}),
         ("tenants set acme", {"tenants set --help"}),
         ("tenants add acme", {"tenants set --help"}),
-        ("tenants rm nope", {"tenants ls", "tenants add nope"}),
-        ("tenants add new --tools ecko_tool", {"tools ls"}),
-        ("tenants keys ls nope", {"tenants ls"}),
-        ("tenants keys rm nope", {"tenants keys ls"}),
-        ("tenants keys add nope", {"tenants add nope"}),
+        ("tenants remove nope", {"tenants list", "tenants add nope"}),
+        ("tenants add new --tools ecko_tool", {"tools list"}),
+        ("keys list nope", {"tenants list"}),
+        ("keys revoke nope", {"keys list"}),
+        ("keys create nope", {"tenants add nope"}),
         ("call echo_tool text=a --tenant nope", {"tenants add nope"}),
-        ("call echo_tool text=a --tenant acme", {"up", "worker start"}),
-        ("skills rm nope --tenant acme", {"skills ls --tenant acme"}),
-        ("approve allow nope", {"approve ls"}),
-        ("hosts", {"worker start"}),
-        ("worker drain nope", {"worker start"}),
+        ("call echo_tool text=a --tenant acme", {"up", "serve worker"}),
+        ("skills remove nope --tenant acme", {"skills list --tenant acme"}),
+        ("approvals decide nope allow", {"approvals list"}),
+        ("hosts list", {"serve worker"}),
+        ("hosts drain nope", {"serve worker"}),
     ],
 )
 def test_the_hints_of_a_command_work_when_they_are_pasted(
@@ -222,7 +222,7 @@ def test_the_hints_of_a_batch_with_an_unknown_tool_name_the_tenant(redis_server:
     pool, file = Pool(redis_server), tmp_path / "in.jsonl"
     file.write_text('{"id": "a", "tool": "zzz", "arguments": {}}\n')
     (hint,) = find_commands(pool.paste(f"toolcrew batch submit {file} --detach --tenant acme").output)
-    assert hint == "toolcrew tools ls --tenant acme"
+    assert hint == "toolcrew tools list --tenant acme"
     assert pool.paste(hint).exit_code == 0
 
 
@@ -261,7 +261,7 @@ def test_pages_of_lists_are_gone_on_with_by_the_printed_command(redis_server: Re
                 )
 
     asyncio.run(open_some())
-    for line in ("toolcrew session ls --limit 1 --tenant acme", "toolcrew session ls -n 1"):
+    for line in ("toolcrew sessions list --limit 1 --tenant acme", "toolcrew sessions list -n 1"):
         seen = []
         while line:
             done = pool.paste(line)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import store.blobs
 from contract import names
 from contract.errors import ConfigError
-from orchestrator.cli.redis import redis_app
+from orchestrator.cli.config import config_app
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from store import metrics
 from store.blobs import WorkerBlobs
@@ -221,7 +221,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_writes_users_and_their_passwords_for_nobody_else_to_read(folder: Path) -> None:
-    ran = CliRunner().invoke(redis_app, ["users"])
+    ran = CliRunner().invoke(config_app, ["users"])
     assert ran.exit_code == 0, ran.output
     acl, passwords = folder / "users.acl", folder / "redis-passwords.env"
     assert {path.stat().st_mode & 0o777 for path in (acl, passwords)} == {0o600}
@@ -235,7 +235,7 @@ def test_the_command_writes_users_and_their_passwords_for_nobody_else_to_read(fo
 
 def test_the_command_overwrites_nothing(folder: Path) -> None:
     (folder / "redis-passwords.env").write_text("mine")
-    ran = CliRunner().invoke(redis_app, ["users"])
+    ran = CliRunner().invoke(config_app, ["users"])
     assert ran.exit_code == 1
     assert not (folder / "users.acl").exists()
     assert (folder / "redis-passwords.env").read_text() == "mine"
@@ -243,14 +243,14 @@ def test_the_command_overwrites_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["--out", "--passwords"])
 def test_a_file_that_cannot_be_written_leaves_none_of_the_two(folder: Path, lost: str) -> None:
-    ran = CliRunner().invoke(redis_app, ["users", lost, "missing/file"])
+    ran = CliRunner().invoke(config_app, ["users", lost, "missing/file"])
     assert ran.exit_code == 1
     assert list(folder.iterdir()) == []
 
 
 def test_the_command_writes_the_roles_that_are_asked_for(folder: Path) -> None:
     ran = CliRunner().invoke(
-        redis_app, ["users", "--role", "worker", "--role", "web", "--out", "w.acl", "--passwords", "w.env"]
+        config_app, ["users", "--role", "worker", "--role", "web", "--out", "w.acl", "--passwords", "w.env"]
     )
     assert ran.exit_code == 0, ran.output
     lines = (folder / "w.acl").read_text().splitlines()
@@ -258,7 +258,7 @@ def test_the_command_writes_the_roles_that_are_asked_for(folder: Path) -> None:
 
 
 def test_the_command_tells_programs_what_it_wrote(folder: Path) -> None:
-    ran = CliRunner().invoke(redis_app, ["users", "--role", "web", "--json"])
+    ran = CliRunner().invoke(config_app, ["users", "--role", "web", "--json"])
     assert json.loads(ran.stdout) == {
         "acl_file": "users.acl",
         "passwords_file": "redis-passwords.env",

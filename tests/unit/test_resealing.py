@@ -67,9 +67,9 @@ def test_after_resealing_the_old_secret_is_not_needed_any_more(
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     monkeypatch.setenv("TOOLCREW_SECRET", "the-new-secret")
     monkeypatch.setenv("TOOLCREW_SECRETS_PREVIOUS", '["the-old-secret"]')
-    done = CliRunner().invoke(app, ["redis", "reseal", "--json"])
+    done = CliRunner().invoke(app, ["config", "reseal", "--json"])
     assert json.loads(done.stdout) == {"signed": 4, "refused": [f"API key {'f' * 16}"]}
-    assert json.loads(CliRunner().invoke(app, ["redis", "reseal", "--json"]).stdout)["signed"] == 0
+    assert json.loads(CliRunner().invoke(app, ["config", "reseal", "--json"]).stdout)["signed"] == 0
     asyncio.run(check(text))
 
 
@@ -84,5 +84,5 @@ def test_a_key_of_a_tenant_reseals_nothing(redis_server: RedisProcess, monkeypat
     monkeypatch.setenv("TOOLCREW_API_KEY", asyncio.run(prepare()))
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     monkeypatch.setenv("TOOLCREW_SECRET", "the-old-secret")
-    done = CliRunner().invoke(app, ["redis", "reseal"])
+    done = CliRunner().invoke(app, ["config", "reseal"])
     assert (done.exit_code, "admin" in done.stderr) == (3, True)

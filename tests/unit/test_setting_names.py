@@ -78,8 +78,8 @@ def test_every_process_refuses_a_misspelled_variable(load: object, monkeypatch: 
 
 
 PROGRAMS = (
-    "orchestrator hosts",
-    "orchestrator skills validate .",
+    "orchestrator hosts list",
+    "orchestrator skills install --check .",
     "orchestrator.operations.flower",
     "workers",
     "workers.sandboxd",

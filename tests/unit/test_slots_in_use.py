@@ -86,7 +86,7 @@ def test_the_list_of_tenants_shows_calls_in_flight_and_waiting(
         for _ in range(3):
             ground.ask("acme", limit_s=0.5, policy=TenantPolicy(in_flight=2, queued=9))
 
-    lines = CliRunner().invoke(app, ["tenants", "ls"]).stdout.splitlines()
+    lines = CliRunner().invoke(app, ["tenants", "list"]).stdout.splitlines()
 
     assert [line.split()[:4] for line in lines] == [
         ["name", "weight", "in-flight", "waiting"],

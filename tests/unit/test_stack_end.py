@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ConfigError
-from orchestrator.cli import main as cli
+from orchestrator.cli import up as cli
 from orchestrator.operations import local_stack
 from orchestrator.operations.local_stack import StackInfo, keep
 from orchestrator.operations.stack_data import StackData, open_stack_data

@@ -1,4 +1,4 @@
-"""`toolcrew trace`: what each command prints, writes and exits with."""
+"""`toolcrew traces`: what each command prints, writes and exits with."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli.trace import trace_app
+from orchestrator.cli.traces import traces_app
 from orchestrator.models.scripted import ScriptedModel
 from tests.trace_ground import run_traced
 
@@ -20,7 +20,7 @@ async def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(trace_app, list(arguments))
+    result = CliRunner().invoke(traces_app, list(arguments))
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -36,21 +36,6 @@ def test_a_run_that_is_not_there_is_one_sentence_and_an_object_with_json(trace: 
     assert json.loads(run("show", "nope", "--json")[1])["error"]["code"] == "CONFIG_MISSING"
 
 
-def test_view_writes_a_page_that_is_its_owners_alone(trace: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    assert run("view", "run1", "--no-open", "-o", str(page))[0] == 0
-    assert (page.read_text().startswith("<!doctype html>"), page.stat().st_mode & 0o777) == (True, 0o600)
-    assert run("view", "run1", "--no-open")[1] == f"wrote {trace.with_suffix('.html')}\n"
-    code, _, told = run("view", "run1", "--no-open", "-o", str(tmp_path / "no" / "page.html"))
-    assert (code, "give another file with -o" in told) == (1, True)
-
-
-def test_stats_counts_all_runs(trace: Path) -> None:
-    assert json.loads(run("stats", "--json")[1])["tools"]["echo"]["count"] == 1
-    assert "1 runs, 2 steps: 1 answered" in run("stats")[1]
-    assert json.loads(run("stats", "--tenant", "other", "--json")[1])["runs"] == 0
-
-
 @pytest.mark.parametrize(
     ("to", "key"),
     [("atif", "schema_version"), ("otel", "resourceSpans")],
@@ -59,3 +44,11 @@ def test_export_prints_or_writes_each_format(trace: Path, tmp_path: Path, to: st
     assert key in json.loads(run("export", "run1", "--to", to)[1])
     assert run("export", "run1", "--to", to, "-o", str(tmp_path / "x.json"))[1] == ""
     assert key in json.loads((tmp_path / "x.json").read_text())
+
+
+def test_a_page_is_its_owners_alone(trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run("export", "run1", "--to", "html", "-o", str(page))[0] == 0
+    assert (page.read_text().startswith("<!doctype html>"), page.stat().st_mode & 0o777) == (True, 0o600)
+    code, _, told = run("export", "run1", "--to", "html", "-o", str(tmp_path / "no" / "page.html"))
+    assert (code, "give another file with -o" in told) == (1, True)

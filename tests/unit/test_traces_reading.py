@@ -15,9 +15,8 @@ from orchestrator.traces.blobs import BlobFolder, build_reference
 from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import find_trace, list_traces, load_trace
-from orchestrator.traces.stats import gather_stats, percentile
 from orchestrator.traces.text_view import MAX_LINES, build_json, build_lines
-from tests.trace_ground import call_echo, echo, fail, run_traced
+from tests.trace_ground import call_echo, echo, run_traced
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://x onerror=a> &amp; \x1b[31m \u202e " + '" onload="x'
 
@@ -136,7 +135,6 @@ async def test_no_damage_raises(
     build_lines(trace)
     if trace.events:
         build_page(trace)
-    gather_stats([path])
 
 
 async def test_blobs_of_blobs_do_not_grow_without_end(tmp_path: Path) -> None:
@@ -298,29 +296,3 @@ async def test_a_page_needs_no_network_and_runs_nothing_of_what_it_shows(tmp_pat
 async def test_a_page_is_dark_where_the_reader_wants_it_dark(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     assert "prefers-color-scheme: dark" in build_page(load_trace(path))
-
-
-# Counting
-
-
-async def test_figures_over_runs_count_tools_errors_times_and_ends(tmp_path: Path) -> None:
-    await run_traced(tmp_path, run="one")
-    await run_traced(tmp_path, ScriptedModel([call_echo("a"), call_echo("b"), "no"]), run="two", answer=fail)
-    path, _, _ = await run_traced(tmp_path, ScriptedModel([call_echo("a")]), run="three", max_iterations=1)
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
-    told = gather_stats(list_traces(tmp_path)).to_json()
-    assert (told["runs"], told["unfinished"], told["stop_reasons"]) == (3, 1, {"answered": 2})
-    tool = told["tools"]["echo"]
-    assert (tool["count"], tool["errors"], tool["error_codes"]) == (4, 2, {"TIMEOUT": 2})
-    assert 0 <= tool["p50_s"] <= tool["p95_s"]
-    assert told["prompt_tokens"] == 2 + 3 + 1
-
-
-async def test_a_call_that_was_not_run_has_no_time(tmp_path: Path) -> None:
-    path, _, _ = await run_traced(tmp_path, ScriptedModel([Calls([("echo", "{broken")]), "done"]))
-    assert gather_stats([path]).to_json()["tools"]["echo"]["p50_s"] is None
-
-
-def test_percentiles_are_values_that_were_there() -> None:
-    assert [percentile([3, 1, 2, 4], share) for share in (0.5, 0.95, 0.25)] == [2, 4, 1]
-    assert percentile([], 0.5) is None

@@ -301,7 +301,7 @@ def _restrict_remote_control() -> None:
 
 def _refuse_command(name: str, state: Any, **_: Any) -> Mapping[str, str]:
     log.warning("remote_control_refused", command=name)
-    return {"error": f"{name} is not served here: use `toolcrew worker drain HOST`, or cancel the call"}
+    return {"error": f"{name} is not served here: use `toolcrew hosts drain HOST`, or cancel the call"}
 
 
 def _build_stats(stats: Any, state: Any, **arguments: Any) -> Mapping[str, Any]:

@@ -65,7 +65,7 @@ def load_zip(path: Path, owner: str = "") -> Skill:
     ) as error:
         # All of these are raised for archives that are damaged, encrypted or compressed in other ways.
         raise SkillBroken(
-            f"it is no .zip file that can be read ({error}): pack it with `toolcrew skills pack FOLDER`"
+            f"it is no .zip file that can be read ({error}): make it with `zip -r`, or name the folder"
         ) from error
     folder, plain = _without_top(members)
     return load_members(str(path), folder or path.stem, plain, owner)

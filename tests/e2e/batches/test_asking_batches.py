@@ -58,7 +58,7 @@ class Desk:
         """What waits, by its item: asked here, as it is asked again and again, and a process more would take a second
         each time.
         """
-        told = CliRunner().invoke(app, ["approve", "ls", "--json"], env=self.environment)
+        told = CliRunner().invoke(app, ["approvals", "list", "--json"], env=self.environment)
         assert told.exit_code == 0, told.output
         asked = {question["run"]: question for question in json.loads(told.stdout)}
         runs = {run_id("default", "asking", item): item for item in ITEMS}
@@ -90,13 +90,23 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk:
         waiting = desk.pending()
         assert waiting["changed"]["command"] == RISKY
         assert "removes" in waiting["changed"]["warning"]
-        assert desk.toolcrew("approve", "allow", waiting["changed"]["id"], "--arguments", f"@{other}").returncode == 0
-        assert desk.toolcrew("approve", "deny", waiting["refused"]["id"], "--reason", "not on my watch").returncode == 0
+        assert (
+            desk.toolcrew(
+                "approvals", "decide", waiting["changed", "allow"]["id"], "--arguments", f"@{other}"
+            ).returncode
+            == 0
+        )
+        assert (
+            desk.toolcrew(
+                "approvals", "decide", waiting["refused", "deny"]["id"], "--reason", "not on my watch"
+            ).returncode
+            == 0
+        )
         wait_until(lambda: set(desk.answers()) == {"changed", "refused"}, 60, desk.said)
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
-    assert desk.toolcrew("approve", "allow", waiting["later"]["id"]).returncode == 0
+    assert desk.toolcrew("approvals", "decide", waiting["later", "allow"]["id"]).returncode == 0
     # Whoever goes on has less patience.
     second = desk.start("batch", "resume", "asking", "--output", str(desk.output), TOOLCREW_APPROVAL_WAIT_S="2")
     assert second.wait(200) == 0, desk.said()
@@ -106,9 +116,9 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk:
     assert answers["later"] == "it ran as it was asked"
     assert "nobody answered within 2 s" in answers["never"]
     assert desk.pending() == {}
-    late = desk.toolcrew("approve", "allow", waiting["never"]["id"])
+    late = desk.toolcrew("approvals", "decide", waiting["never", "allow"]["id"])
     assert (late.returncode, "nobody waits for this answer" in late.stderr) == (1, True)
-    told = json.loads(desk.toolcrew("audit", "--json", "--tenant", "default").stdout)
+    told = json.loads(desk.toolcrew("changes", "list", "--json", "--tenant", "default").stdout)
     mine = {question["id"] for question in waiting.values()}
     assert [entry["action"] for entry in told if entry["target"] in mine] == [
         "approval.allow",

@@ -115,7 +115,7 @@ def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
         == 0
     )
     assert "submitted with 8 items" in page.read_text()
-    shown = shell.toolcrew("trace", "show", shell.rows()[0]["id"])
+    shown = shell.toolcrew("traces", "show", shell.rows()[0]["id"])
     assert (shown.returncode, shown.stdout.count("wc -l < acts") >= STEPS) == (0, True)
     results = shell.toolcrew("batch", "results", "rows").stdout.splitlines()
     assert sorted(map(json.loads, results), key=lambda row: str(row["id"])) == sorted(

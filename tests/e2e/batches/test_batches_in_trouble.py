@@ -252,7 +252,7 @@ def test_what_a_tenant_may_have_makes_its_batch_wait_and_fail_nothing(shell: Tro
             )
         )
     finally:
-        shell.run("tenants", "rm", "small")
+        shell.run("tenants", "remove", "small")
     assert done.returncode == 0, done.stderr
     assert answers(shell.rows()) == expected(5)
     assert shell.batch_events("item_retried") == []

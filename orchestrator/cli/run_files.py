@@ -56,7 +56,7 @@ class Leaving:
         """For people."""
         lines = []
         if self._trace is not None:
-            show = build_command("trace", "show", self._run, tenant=self._tenant)
+            show = build_command("traces", "show", self._run, tenant=self._tenant)
             lines = [f"trace {self._trace.path} (`{show}`)", *self._trace.faults()]
         if self._output is not None and self.failure is None and self._trace is not None:
             lines.append(f"trajectory {self._output}")

@@ -1,10 +1,10 @@
-"""`toolcrew approve`: the calls that wait for a decision, with their exact arguments, and deciding them."""
+"""`toolcrew approvals`: lists the calls that wait for a decision, with their exact arguments, and decides them."""
 
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,10 +17,10 @@ from orchestrator.settings import load_settings
 from store.approvals import MAX_ARGUMENT_BYTES, MAX_PAGE, ApprovalAnswer, ApprovalQueue, PendingQuestion
 from store.audit import Actor
 
-approve_app = typer.Typer(no_args_is_help=True, help="Calls that wait for a decision.")
+approvals_app = typer.Typer(no_args_is_help=True, help="List the calls that wait for a decision, and decide.")
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="The question, as ls shows it.")]
-Reason = Annotated[str, typer.Option("--reason", help="Told to the model when it is refused, and kept in the audit.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="The id of the question, as `list` shows it.")]
+Reason = Annotated[str, typer.Option("--reason", help="Kept in the audit; the model reads it when the call is denied.")]
 Digest = Annotated[
     str | None,
     typer.Option(
@@ -53,10 +53,11 @@ def asks_elsewhere() -> bool:
     return settings.approvals == "queue"
 
 
-@approve_app.command("ls")
-def approve_ls(tenant: Tenant = None, as_json: Json = False) -> None:
-    """What waits, each with its exact arguments; those that expire first first. Of every tenant, with a tenant's key of
-    that one.
+@approvals_app.command("list")
+def approvals_list(tenant: Tenant = None, as_json: Json = False) -> None:
+    """List the calls that wait, with their exact arguments, in the order in which they expire.
+
+    Of every tenant; with a tenant's key of that tenant.
     """
 
     async def work() -> list[PendingQuestion]:
@@ -77,9 +78,15 @@ def approve_ls(tenant: Tenant = None, as_json: Json = False) -> None:
     typer.echo(f"{len(found)} wait" if found else "nothing waits for a decision", err=True)
 
 
-@approve_app.command("allow")
-def approve_allow(
+@approvals_app.command("decide")
+def approvals_decide(
     id_: Id,
+    decision: Annotated[
+        Literal["allow", "deny"],
+        typer.Argument(
+            help="allow: the call runs, as shown or with --arguments; deny: it fails, and the model goes on."
+        ),
+    ],
     reason: Reason = "",
     arguments: Annotated[
         str | None,
@@ -90,25 +97,12 @@ def approve_allow(
     digest: Digest = None,
     as_json: Json = False,
 ) -> None:
-    """Let a call run, as it is shown or with other arguments."""
+    """Allow or deny a call."""
+    if decision == "deny" and arguments is not None:
+        raise typer.BadParameter("--arguments goes with allow")
 
     async def work() -> ApprovalAnswer:
-        return await _decide(id_, Decision(True, reason, _read_arguments(arguments)), digest)
-
-    _print_answer(run_work(work(), as_json), as_json)
-
-
-@approve_app.command("deny")
-def approve_deny(
-    id_: Id,
-    reason: Reason = "",
-    digest: Digest = None,
-    as_json: Json = False,
-) -> None:
-    """Refuse a call: its model is told, and goes on."""
-
-    async def work() -> ApprovalAnswer:
-        return await _decide(id_, Decision(False, reason), digest)
+        return await _decide(id_, Decision(decision == "allow", reason, _read_arguments(arguments)), digest)
 
     _print_answer(run_work(work(), as_json), as_json)
 

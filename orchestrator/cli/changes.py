@@ -1,4 +1,4 @@
-"""`toolcrew audit`: who changed what, newest first."""
+"""`toolcrew changes`: lists who changed what."""
 
 import json
 from typing import Annotated
@@ -19,8 +19,17 @@ Actions = Annotated[
 Number = Annotated[int, typer.Option("-n", "--number", min=1, max=100_000, help="How many entries.")]
 
 
-def audit(tenant: Tenants = None, action: Actions = None, number: Number = 50, as_json: Json = False) -> None:
-    """Who changed what, newest first: tools, tenants, keys, approvals, hosts, calls. For operators."""
+changes_app = typer.Typer(no_args_is_help=True, help="List who changed what.")
+
+
+@changes_app.callback()
+def changes() -> None:
+    """List who changed what."""
+
+
+@changes_app.command("list")
+def changes_list(tenant: Tenants = None, action: Actions = None, number: Number = 50, as_json: Json = False) -> None:
+    """List who changed tools, tenants, keys, approvals, hosts and calls, the newest change first. For operators."""
 
     async def work() -> list[Audited]:
         if load_settings().redis_url is None:

@@ -1,0 +1,151 @@
+"""`toolcrew call`: calls one tool, in an open session or in one of its own."""
+
+import json
+import sys
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from contract.calls import MAX_TIMEOUT_S, ToolResult
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from orchestrator.cli.runner import (
+    EXIT_COMMAND,
+    EXIT_ERROR,
+    EXIT_REFUSED,
+    Json,
+    Tenant,
+    open_client,
+    open_running,
+    run_work,
+    suggest_nearest,
+)
+from orchestrator.cli.session_options import Network, Restore, Workspace
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.sessions import build_call
+from orchestrator.terminal.output import LiveOutput, escape_controls, format_times
+
+
+def call(
+    name: Annotated[str, typer.Argument(help="The tool.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - for JSON on stdin.")
+    ] = None,
+    workspace: Workspace = None,
+    restore: Restore = None,
+    network: Network = None,
+    session_id: Annotated[
+        str | None,
+        typer.Option("--session", help="An open session to run it in, which stays open. Else one for this call alone."),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds the call may run.")
+    ] = None,
+    live: Annotated[
+        bool | None,
+        typer.Option(
+            "--live/--no-live",
+            help="Output on stderr while the tool runs. Else: when stderr is a terminal, without --json.",
+        ),
+    ] = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """Call one tool and print its result.
+
+    The result goes to stdout, unchanged unless that is a terminal. Exit code 0 when the call succeeded, 1 when it
+    failed, 3 when it was refused, 4 when the command that it ran ended with another exit code than 0.
+    """
+    console = Console(stderr=True)
+    is_live = live if live is not None else console.is_terminal and not as_json
+
+    async def work() -> ToolResult:
+        values, is_text = parse_arguments(arguments or [])
+        call = build_call(name, values)
+        if isinstance(call, ToolResult):
+            return call
+        if session_id is not None and (workspace, restore, network) != (None, None, None):
+            raise ConfigError(
+                "an open session has its files and its network: leave --workspace, --restore and --network out, or "
+                "--session"
+            )
+        async with AsyncExitStack() as opened:
+            if session_id is not None:
+                client = await opened.enter_async_context(open_running("sessions", tenant))
+                session = await client.session(session_id, tenant=tenant)
+            else:
+                client = await opened.enter_async_context(open_client(tenant))
+                session = await opened.enter_async_context(
+                    await client.open_session(workspace, restore=restore, network=network)
+                )
+            with ExitStack() as stack:
+                on_output = stack.enter_context(LiveOutput(console)).show if is_live else None
+                request = Request(call, session.tenant, session.id, timeout_s=timeout, text_arguments=is_text)
+                return await session.send(request, on_output)
+
+    result = run_work(work(), as_json, reports_waiting=True)
+    if as_json:
+        typer.echo(result.model_dump_json())
+    else:
+        _print_result(result)
+    raise typer.Exit(_call_exit_code(result))
+
+
+def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:
+    """Arguments of a call, and whether they are text that the schema may coerce. Raises
+    ToolFailure(INVALID_ARGUMENTS).
+    """
+    if len(texts) == 1 and (texts[0] == "-" or texts[0].startswith("@")):
+        return _read_json(texts[0]), False
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if name in values:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{name}' is given twice: give it once")
+        if not equals or not name:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"'{text}' is not k=v: write name=value, or give @file.json, or - for JSON on stdin",
+            )
+        values[name] = value
+    return values, True
+
+
+def _read_json(source: str) -> dict[str, Any]:
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source[1:]).read_text()
+        value = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the arguments cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "the arguments must be one JSON object")
+    return value
+
+
+def _print_result(result: ToolResult) -> None:
+    if not result.success:
+        typer.echo(escape_controls(result.text() + suggest_nearest(result.metadata)), err=True)
+    elif sys.stdout.isatty():
+        typer.echo(escape_controls(result.text()))
+    else:
+        sys.stdout.buffer.write(result.text().encode(errors="replace"))
+        sys.stdout.flush()
+    if how := _command_failure(result):
+        typer.echo(f"the command ended with {how}", err=True)
+    typer.echo(format_times(result), err=True)
+
+
+def _command_failure(result: ToolResult) -> str:
+    """Return how the command that the tool ran failed; empty when it did not, or when the tool runs none."""
+    code, signal = result.metadata.get("exit_code"), result.metadata.get("signal")
+    return f"exit code {code}" if code else f"signal {signal}" if signal else ""
+
+
+def _call_exit_code(result: ToolResult) -> int:
+    if result.success:
+        return EXIT_COMMAND if _command_failure(result) else 0
+    return (
+        EXIT_REFUSED if result.error_code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
+    )

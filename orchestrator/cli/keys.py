@@ -1,0 +1,119 @@
+"""`toolcrew keys`: the API keys by which programs show for which tenant they call."""
+
+import json
+import re
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from contract.clock import format_instant
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator.cli.access import open_deployment
+from orchestrator.cli.runner import Json, print_lines, run_work
+from orchestrator.terminal.output import table_rows
+from store.api_keys import ApiKeyRecord, Role
+
+keys_app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
+
+
+@keys_app.command("list")
+def keys_list(
+    tenant: Annotated[str | None, typer.Argument(help="Only the keys of this tenant.")] = None, as_json: Json = False
+) -> None:
+    """List the API keys, the oldest first. A key itself cannot be shown again."""
+
+    async def work() -> dict[str, ApiKeyRecord | ConfigError]:
+        async with open_deployment("admin") as deployment:
+            if tenant not in (None, DEFAULT_TENANT, *await deployment.tenants.all()):
+                raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: see `toolcrew tenants list`")
+            return await deployment.keys.all()
+
+    found = run_work(work(), as_json).items()
+    rows = [
+        _key_json(key_id, key)
+        for key_id, key in found
+        if tenant is None or (isinstance(key, ApiKeyRecord) and key.tenant == tenant)
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    shown = [{name: "-" if value in (None, "") else value for name, value in row.items()} for row in rows]
+    print_lines(table_rows(shown, ("id", "tenant", "role", "name", "tail", "created", "expires", "state")))
+
+
+@keys_app.command("create")
+def keys_create(
+    tenant: Annotated[str, typer.Argument(help="The tenant that the key is for.")],
+    role: Annotated[
+        Role,
+        typer.Option(
+            "--role", help="tenant: calls for this tenant; operator: for any; admin: also sets what tenants may have."
+        ),
+    ] = "tenant",
+    name: Annotated[str, typer.Option("--name", help="A name to recognise the key by.")] = "",
+    expires_in: Annotated[
+        str | None,
+        typer.Option("--expires-in", help="How long it is valid: 90d, 12h, 30m, 60s. Default: until it is revoked."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Create a key and print it on stdout, this one time."""
+
+    async def work() -> dict[str, Any]:
+        ttl_s = _parse_duration(expires_in) if expires_in is not None else None
+        async with open_deployment("admin") as deployment:
+            made = await deployment.keys.add(tenant, role, name=name, ttl_s=ttl_s)
+        return {"key": made.text, **_key_json(made.id, made.record)}
+
+    made = run_work(work(), as_json)
+    typer.echo(json.dumps(made) if as_json else made["key"])
+    if not as_json:
+        until = f"until {made['expires']}" if made["expires"] else "until it is revoked"
+        typer.echo(
+            f"key {made['id']} of tenant {tenant}, role {role}, {until}; keep it now, it is not shown again", err=True
+        )
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    key_id: Annotated[str, typer.Argument(help="The key's id, as `list` shows it.")], as_json: Json = False
+) -> None:
+    """Revoke a key, everywhere within 2 seconds."""
+
+    async def work() -> None:
+        async with open_deployment("admin") as deployment:
+            if not await deployment.keys.revoke(key_id):
+                raise ToolFailure(
+                    ErrorCode.INVALID_ARGUMENTS, f"there is no key {key_id[:64]}: see `toolcrew keys list`"
+                )
+
+    run_work(work(), as_json)
+    typer.echo(json.dumps({"id": key_id, "state": "revoked"}) if as_json else f"{key_id} is revoked")
+
+
+def _key_json(key_id: str, key: ApiKeyRecord | ConfigError) -> dict[str, Any]:
+    if isinstance(key, ConfigError):
+        return {"id": key_id, "state": str(key)}
+    is_over = key.expires_at is not None and key.expires_at <= datetime.now(UTC).timestamp()
+    told = {"id": key_id, "tenant": key.tenant, "role": key.role, "name": key.name, "tail": key.tail}
+    return {
+        **told,
+        "created": _when(key.created_at),
+        "expires": _when(key.expires_at),
+        "state": "expired" if is_over else "valid",
+    }
+
+
+def _when(at: float | None) -> str | None:
+    return None if at is None else format_instant(at)
+
+
+def _parse_duration(text: str) -> float:
+    found = re.fullmatch(r"([1-9][0-9]{0,8})([smhd])", text)
+    if found is None:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"--expires-in: '{text[:32]}' is no duration: write 90d, 12h, 30m or 60s"
+        )
+    return float(int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]])

@@ -1,0 +1,202 @@
+"""`toolcrew run`: runs an agent on one instruction in a session of its own."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from contract.errors import ConfigError, OperatorError, ToolFailure
+from orchestrator.cli.approvals import asks_elsewhere
+from orchestrator.cli.run_files import Leaving
+from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, run_work
+from orchestrator.cli.session_options import Network, Restore, Workspace
+from orchestrator.dispatch.sessions import Checkpoint, Session
+from orchestrator.loop.agent import RunResult
+from orchestrator.loop.events import CallFinished, RunEvent
+from orchestrator.loop.limits import ReActOptions, StopReason
+from orchestrator.settings import load_settings
+from orchestrator.terminal.output import RunView, escape_controls
+
+
+class Keeping:
+    """What `run` keeps of a session when the run has ended: a copy of the workspace in a folder here, a checkpoint,
+    both, or neither. What cannot be kept is reported in `failure`, and the answer is not lost.
+    """
+
+    def __init__(self, folder: Path | None, wants_checkpoint: bool) -> None:
+        self._folder = folder
+        self._wants_checkpoint = wants_checkpoint
+        self._skipped: list[str] = []
+        self._checkpoint: Checkpoint | None = None
+        self.failure: ToolFailure | OperatorError | None = None
+
+    async def keep(self, session: Session) -> None:
+        """Try both, even if one fails."""
+        for work in (self._keep_checkpoint, self._keep_copy):
+            try:
+                await work(session)
+            except (ToolFailure, OperatorError) as failure:
+                self.failure = failure
+
+    async def _keep_checkpoint(self, session: Session) -> None:
+        if self._wants_checkpoint:
+            self._checkpoint = await session.checkpoint()
+
+    async def _keep_copy(self, session: Session) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._skipped = await session.export(self._folder)
+        except OSError as error:
+            raise ConfigError(
+                f"/workspace cannot be copied to {self._folder} ({error}): give another folder"
+            ) from error
+
+    def lines(self) -> list[str]:
+        """For people."""
+        kept, lines = self._checkpoint, []
+        if kept is not None:
+            lines.append(f"checkpoint {kept.id} ({kept.bytes} bytes)")
+        if self._skipped:
+            lines.append(f"not copied, as they lead out or are no files: {', '.join(self._skipped)}")
+        if self.failure is not None:
+            lines.append(f"toolcrew: the run has ended, and not all that was asked for was kept: {self.failure}")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """For the command's object."""
+        found: dict[str, Any] = {} if self._checkpoint is None else {"checkpoint": asdict(self._checkpoint)}
+        if self._skipped:
+            found["not_copied"] = self._skipped
+        if self.failure is not None:
+            found["error"] = {"code": self.failure.code.value, "message": str(self.failure)}
+        return found
+
+
+def check_store() -> None:
+    """Raises ConfigError when a checkpoint would go with the stack of this command."""
+    settings = load_settings()
+    if settings.redis_url is None and settings.workspace_store is None:
+        raise ConfigError(
+            "a checkpoint would go with the stack of this command: set TOOLCREW_WORKSPACE_STORE to a folder that keeps "
+            "it, or TOOLCREW_REDIS_URL to a pool"
+        )
+
+
+def run(
+    text: Annotated[str, typer.Argument(help="The instruction.")],
+    workspace: Workspace = None,
+    restore: Restore = None,
+    network: Network = None,
+    save_workspace: Annotated[
+        Path | None, typer.Option("--save-workspace", help="Copy /workspace here when the run has ended.")
+    ] = None,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Keep a checkpoint when the run has ended; its id is told on stderr.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="A name at OPENAI_BASE_URL. Without one also local or scripted, which are shipped with toolcrew.",
+        ),
+    ] = None,
+    dialect: Annotated[
+        str | None, typer.Option("--dialect", help="native, tags, json, or auto: what the model can do.")
+    ] = None,
+    max_iterations: Annotated[int, typer.Option("--max-iterations", min=1, help="How often the model may reply.")] = 5,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="The run's trajectory as a file, as `toolcrew traces export RUN --to atif` gives it."
+        ),
+    ] = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """Run an agent on one instruction and print its answer.
+
+    Steps are printed on stderr, the answer on stdout.
+
+    Exit code 0 answered, 1 error, 2 limit reached, 3 answered though a call was refused.
+    """
+    view, refused, keeping = RunView(Console(stderr=True)), list[str](), Keeping(save_workspace, checkpoint)
+    leavings: list[Leaving] = []
+
+    def on_event(event: RunEvent) -> None:
+        leavings[0].on_event(event)
+        if isinstance(event, CallFinished) and event.result.metadata.get("was_refused"):
+            refused.append(event.result.call_id)
+        if not as_json:
+            view.on_event(event)
+
+    async def work() -> RunResult:
+        if checkpoint:
+            check_store()
+        leavings.append(leaving := Leaving(output))
+        view.asks_elsewhere = asks_elsewhere()
+        async with (
+            open_client(tenant) as client,
+            await client.open_session(workspace, restore=restore, network=network) as session,
+        ):
+            options = ReActOptions(max_iterations=max_iterations)
+            try:
+                result = await client.run(
+                    text,
+                    session=session,
+                    model=model,
+                    dialect=dialect,
+                    options=options,
+                    on_event=on_event,
+                    shows_output=not as_json,
+                    has_trace=True,
+                )
+            finally:
+                leaving.leave(session.tenant)
+            await keeping.keep(session)
+            return result
+
+    try:
+        result = run_work(work(), as_json, reports_waiting=True)
+    finally:
+        _tell(leavings, as_json)
+    typer.echo(
+        json.dumps(_run_json(result) | leavings[0].to_json() | keeping.to_json())
+        if as_json
+        else escape_controls(result.answer)
+    )
+    if not as_json:
+        for line in keeping.lines():
+            typer.echo(escape_controls(line), err=True)
+    is_kept = keeping.failure is None and (output is None or leavings[0].failure is None)
+    raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)) if is_kept else EXIT_ERROR)
+
+
+def _tell(leavings: list[Leaving], as_json: bool) -> None:
+    """What was left of a run; also of one that broke off."""
+    for leaving in leavings:
+        for line in [] if as_json else leaving.lines():
+            typer.echo(escape_controls(line), err=True)
+
+
+def _exit_code(reason: StopReason, *, is_refused: bool) -> int:
+    if reason.is_limit:
+        return EXIT_LIMIT
+    if reason is not StopReason.ANSWERED:
+        return EXIT_ERROR
+    return EXIT_REFUSED if is_refused else 0
+
+
+def _run_json(result: RunResult) -> dict[str, Any]:
+    return {
+        "run": result.run,
+        "answer": result.answer,
+        "stop_reason": result.stop_reason.value,
+        "steps": result.steps,
+        "usage": {"prompt_tokens": result.usage.prompt_tokens, "completion_tokens": result.usage.completion_tokens},
+        "clocks": result.clocks.model_dump(),
+        "transcript": list(result.transcript),
+    }

@@ -1,0 +1,91 @@
+"""`toolcrew traces`: shows and exports what runs did."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from contract.errors import ConfigError
+from orchestrator.cli.run_files import write_private
+from orchestrator.cli.runner import Json, run_work
+from orchestrator.settings import load_settings
+from orchestrator.terminal.output import escape_controls
+from orchestrator.traces.export_atif import build_atif
+from orchestrator.traces.export_otel import build_otel
+from orchestrator.traces.page import build_page
+from orchestrator.traces.reading import Trace, find_attempts, load_trace
+from orchestrator.traces.text_view import build_json, build_lines
+
+traces_app = typer.Typer(no_args_is_help=True, help="Show and export what a run did, line by line.")
+
+Name = Annotated[str, typer.Argument(help="A run's id, or the path of its trace.")]
+Whose = Annotated[str | None, typer.Option("--tenant", help="Whose run it is. Else any tenant's.")]
+
+
+@traces_app.command("show")
+def traces_show(
+    name: Name,
+    full: Annotated[bool, typer.Option("--full", help="Shorten nothing, and show what was sent to the model.")] = False,
+    tenant: Whose = None,
+    as_json: Json = False,
+) -> None:
+    """Show a run: its steps, calls, approvals, results and clocks."""
+    trace = _load(name, tenant, as_json)
+    if as_json:
+        typer.echo(json.dumps(build_json(trace)))
+    else:
+        for line in build_lines(trace, is_full=full):
+            typer.echo(line)
+
+
+@traces_app.command("export")
+def traces_export(
+    name: Name,
+    to: Annotated[
+        Literal["html", "atif", "otel"],
+        typer.Option("--to", help="html: a page that needs no network; atif: a trajectory; otel: spans as OTLP JSON."),
+    ],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file. Else stdout.")] = None,
+    with_content: Annotated[
+        bool, typer.Option("--with-content", help="otel: texts, arguments and results, too.")
+    ] = False,
+    tenant: Whose = None,
+) -> None:
+    """Export the trace of a run as a page, an ATIF trajectory or OpenTelemetry spans."""
+    trace = _load(name, tenant, False)
+    if to == "html":
+        text = build_page(trace)
+    else:
+        document = build_atif(trace) if to == "atif" else build_otel(trace, with_content=with_content)
+        text = json.dumps(document, indent=2 if output is not None else None)
+    for fault in trace.faults():
+        typer.echo(f"toolcrew: {escape_controls(fault)}", err=True)
+    if output is None:
+        typer.echo(text)
+    else:
+        run_work(_write(output, text + "\n"), False)
+        typer.echo(f"wrote {output}", err=True)
+
+
+def _load(name: str, tenant: str | None, as_json: bool) -> Trace:
+    async def work() -> Trace:
+        trace = load_trace(_find(name, tenant))
+        if not trace.events:
+            raise ConfigError(f"{trace.path} has no line of a trace: give the file of a run")
+        return trace
+
+    return run_work(work(), as_json)
+
+
+def _find(name: str, tenant: str | None) -> Path:
+    """The trace of a run; of an item that was begun anew the last one, and on stderr that there are others."""
+    found = find_attempts(load_settings().traces, name, tenant)
+    if note := found.note():
+        typer.echo(f"toolcrew: {escape_controls(note)}", err=True)
+    return found.path
+
+
+async def _write(path: Path, text: str) -> None:
+    await asyncio.to_thread(write_private, path, text)

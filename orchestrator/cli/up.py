@@ -1,0 +1,70 @@
+"""`toolcrew up`: starts a whole deployment on this host, in the foreground."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.runner import Json, refuse_key, run_work
+from orchestrator.operations.local_stack import StackInfo, keep, print_json
+from orchestrator.settings import load_settings
+
+_STACK_END_LOST = (
+    "stopping: running calls are stopped, and the sessions and the embedded Redis with its tenants, API keys, runs and "
+    "batches are deleted"
+)
+_STACK_END_KEPT = (
+    "stopping: running calls are stopped and the sessions of this stack are deleted; "
+    "tenants, API keys, runs and batches are kept"
+)
+
+
+def up(
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="Keep tenants, API keys, runs, batches and checkpoints here."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=1, max=65535, help="The port of the API. Default: any free port.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Start Redis, workers, Flower and the API here, until Ctrl-C.
+
+    Without --data everything is deleted when it ends: tenants, API keys, runs, batches. A Redis that TOOLCREW_REDIS_URL
+    names is kept. Open sessions always end.
+    """
+
+    async def work() -> int:
+        settings = load_settings()
+        refuse_key(settings)
+        is_kept = settings.redis_url is not None or data is not None
+        if as_json:
+            return await keep(settings, print_json, until_eof=False, data=data, port=port)
+        show, show_end = partial(_print_stack, is_kept=is_kept), partial(_print_stack_end, is_kept=is_kept)
+        return await keep(settings, show, until_eof=False, announce_end=show_end, data=data, port=port)
+
+    raise typer.Exit(run_work(work(), as_json))
+
+
+def _print_stack_end(*, is_kept: bool) -> None:
+    typer.echo(_STACK_END_KEPT if is_kept else _STACK_END_LOST, err=True)
+
+
+def _print_stack(stack: StackInfo, *, is_kept: bool) -> None:
+    typer.echo("the stack is up; Ctrl-C takes it down")
+    if not is_kept:
+        typer.echo(
+            "WARNING: Ctrl-C also deletes its tenants, API keys, runs and batches. To keep them, give a folder with "
+            "--data"
+        )
+    if stack.flower_url is not None:
+        typer.echo(f"  Flower    {stack.flower_url}")
+    if stack.api_url is not None:
+        typer.echo(f"  API       {stack.api_url}  (key: {stack.api_key})")
+    typer.echo(f"  sandboxd  {stack.sandboxd_socket}")
+    typer.echo(f"  logs      {stack.logs}")
+    typer.echo("use it from another terminal:")
+    typer.echo(f"  export TOOLCREW_REDIS_URL='{stack.redis_url}'")
+    typer.echo("  toolcrew call bash_tool command='uname -a'")
