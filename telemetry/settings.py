@@ -24,7 +24,7 @@ class TracingSettings(BaseSettings):
     )
 
     tracing: Literal["off", "otlp"] = "off"
-    """otlp: spans of runs, calls and sessions are sent to a collector (extra `tracing`)."""
+    """otlp: spans of runs, calls and sessions are sent to a collector (extra `ops`)."""
     tracing_content: bool = False
     """True: with arguments, results and the texts of runs, masked as traces are."""
     protocol: str = Field(

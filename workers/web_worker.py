@@ -90,7 +90,7 @@ def choose_pools(specs: Sequence[ToolSpec], queues: Sequence[str] | None, *, has
             )
     if not chosen:
         raise ConfigError(
-            "a worker of the kind web found no tools to serve: install toolcrew[web], or a package with tools"
+            "a worker of the kind web found no tools to serve: install toolcrew[worker], or a package with tools"
         )
     return chosen
 

@@ -160,7 +160,7 @@ async def examine_tracing(settings: OrchestratorSettings, report: Report) -> Non
             report.broken(
                 "tracing",
                 "TOOLCREW_TRACING is otlp, and OpenTelemetry is not installed",
-                "pip install 'toolcrew[tracing]', or unset it",
+                "pip install 'toolcrew[ops]', or unset it",
             )
         else:
             await _examine_collector(tracing.endpoint or DEFAULT_ENDPOINT, report)

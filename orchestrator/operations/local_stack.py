@@ -10,6 +10,7 @@ everything down on SIGTERM, SIGINT, or when its stdin ends, so that a stack neve
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import secrets
 import shutil
@@ -120,6 +121,16 @@ def read_stack(logs: str) -> StackInfo:
     return StackInfo.model_validate_json((Path(logs) / STACK_FILE).read_text())
 
 
+def check_packages(settings: OrchestratorSettings) -> None:
+    """Raises ConfigError for packages of a stack that are not installed, all of them at once."""
+    needed = ["docker", "trafilatura", *(["flower"] if settings.embedded_flower else [])]
+    if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
+        raise ConfigError(
+            f"a stack of this host needs packages that are not installed ({', '.join(missing)}): pip install "
+            "'toolcrew[worker,ops]', or set TOOLCREW_REDIS_URL to a running pool"
+        )
+
+
 class LocalStack:
     """Starts and stops the children. Everything it writes is in one folder of its own, mode 0700, which is deleted at
     its end, but for what `data` keeps. `port`: of the API; None: any free one.
@@ -138,6 +149,7 @@ class LocalStack:
         """Start all; returns when a call would be served. Raises OperatorError with the last words of what did not
         start.
         """
+        check_packages(self._settings)
         redis_url = await self._start_redis()
         broker = self._settings.broker(redis_url)
         sandboxd_socket = self._folder / "sandboxd.sock"

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ("all", "services", "local-model-weights")
-SERVICE_EXTRAS = ("orchestrator", "worker", "ops")
+SERVICE_EXTRAS = ("worker", "ops")
 
 
 def load_lock_text(name: str) -> str:

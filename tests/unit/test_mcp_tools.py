@@ -69,7 +69,7 @@ def test_where_the_pools_redis_is_is_not_told() -> None:
 
 def test_without_the_protocols_package_the_command_says_what_to_install() -> None:
     program = (
-        "import sys; sys.modules['mcp'] = None; from orchestrator.__main__ import main; sys.argv = ['toolcrew', "
+        "import sys; sys.modules['mcp'] = None; from orchestrator.command import main; sys.argv = ['toolcrew', "
         "'serve', 'mcp']; main()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
