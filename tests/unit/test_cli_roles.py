@@ -78,6 +78,7 @@ OWN = {
     "batch status": ["batch", "status", "rival-batch"],
     "batch submit": ["batch", "submit", "in.jsonl", "--detach", "--id", "acme-batch"],
     "call": ["call", "--session", "rival-session", "echo_tool", "text=x"],
+    "calls list": ["calls", "list"],
     "calls show": ["calls", "show", "rival-call"],
     "calls kill": ["calls", "kill", "rival-call"],
     "run": ["run", "act", "--model", "scripted"],
