@@ -9,6 +9,9 @@ from orchestrator.api.pages.run_story import LIVE_CHARS, RunStory
 from store.run_events import build_event
 
 CALL = {"id": "r-1-1", "name": "bash_tool", "arguments": {"command": "ls"}}
+FINISHED = {"step": 1, "model_s": 2.0, "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
+ASKED = {"call": CALL, "digest": "d", "reason": "r", "warning": "w", "expires_at": 9.0}
+DECIDED = {"call_id": "r-1-1", "digest": "d", "is_allowed": True, "reason": ""}
 
 
 def tell(story: RunStory, kind: str, **fields: Any) -> None:
@@ -31,7 +34,7 @@ def test_a_step_has_its_text_its_call_and_what_came_of_it() -> None:
         ("CallStarted", {"call": CALL}),
         ("CallSent", {"call": {**CALL, "arguments": {"command": "ls -l"}}}),
         ("CallFinished", {"result": result}),
-        ("StepFinished", {"step": 1, "model_s": 2.0, "usage": {"prompt_tokens": 3, "completion_tokens": 4}}),
+        ("StepFinished", FINISHED),
     )
     (step,) = story.steps.values()
     assert (step.id, step.text, step.tokens, step.is_over) == ("step-1-1", "I look", (3, 4), True)
@@ -55,19 +58,17 @@ def test_of_a_running_calls_output_the_end_is_kept_and_the_rest_counted() -> Non
 
 
 def test_a_call_that_waits_for_a_person_says_so_until_it_is_decided() -> None:
-    story = told(
-        ("StepStarted", {"step": 1}), ("CallStarted", {"call": CALL}), ("ApprovalAsked", {"call": CALL, "warning": "w"})
-    )
+    story = told(("StepStarted", {"step": 1}), ("CallStarted", {"call": CALL}), ("ApprovalAsked", ASKED))
     call = story.steps["step-1-1"].calls["r-1-1"]
     assert call.state == "waiting for approval"
-    tell(story, "ApprovalDecided", call_id="r-1-1", is_allowed=True)
+    tell(story, "ApprovalDecided", **DECIDED)
     assert call.state == "waiting"
 
 
 def test_whoever_goes_on_with_a_run_tells_the_step_anew_and_the_one_before_stays() -> None:
     story = told(
         ("StepStarted", {"step": 1}),
-        ("StepFinished", {"step": 1}),
+        ("StepFinished", FINISHED),
         ("StepStarted", {"step": 2}),
         ("TextArrived", {"text": "void"}),
         ("RunResumed", {"step": 2}),
@@ -82,17 +83,17 @@ def test_events_whose_step_or_call_is_forgotten_do_no_harm() -> None:
     story = told(
         ("EventsMissed", {}),
         ("OutputArrived", {"call_id": "gone", "stream": "stdout", "text": "x"}),
-        ("ApprovalDecided", {"call_id": "gone", "is_allowed": True}),
+        ("ApprovalDecided", {**DECIDED, "call_id": "gone"}),
         ("CallFinished", {"result": {"call_id": "late", "name": "t", "success": False}}),
         ("OfALaterRelease", {"anything": [1]}),
-        ("RunStarted", {"instruction": "x"}),
+        ("RunStarted", {"instruction": "x", "model": "m", "dialect": "d"}),
     )
     (step,) = story.steps.values()
     assert (step.number, [call.state for call in step.calls.values()]) == (0, ["failed"])
 
 
 def test_only_what_has_changed_since_is_taken() -> None:
-    story = told(("StepStarted", {"step": 1}), ("StepFinished", {"step": 1}), ("StepStarted", {"step": 2}))
+    story = told(("StepStarted", {"step": 1}), ("StepFinished", FINISHED), ("StepStarted", {"step": 2}))
     assert [step.number for step in story.take_changed()] == [1, 2]
     assert story.take_changed() == []
     tell(story, "TextArrived", text="x")

@@ -1,49 +1,63 @@
-"""What a run has done so far, folded out of its events: steps with their text, calls, output and results."""
+"""What a run has done so far, built from its event stream: steps with their text, calls, output and results."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_OF_STEPS = {
-    "TextArrived": "text", "TextWithdrawn": "characters", "ModelAnswered": "type", "StepFinished": "type",
-    "Warned": "message", "CallStarted": "call", "CallSent": "call", "ApprovalAsked": "call",
-    "ApprovalDecided": "call_id", "OutputArrived": "call_id", "CallFinished": "result",
-}  # fmt: skip
-"""Each with what it is about, which one that was too large to be kept has no more."""
+from contract.calls import ToolCall, ToolResult
+from orchestrator.loop.events import (
+    ApprovalAsked,
+    ApprovalDecided,
+    CallFinished,
+    CallSent,
+    CallStarted,
+    ModelAnswered,
+    OutputArrived,
+    RunEvent,
+    StepFinished,
+    StepStarted,
+    TextArrived,
+    TextWithdrawn,
+    Warned,
+    parse_event,
+)
+
+_OF_STEPS = (
+    TextArrived | TextWithdrawn | ModelAnswered | StepFinished | Warned | CallStarted | CallSent | ApprovalAsked
+    | ApprovalDecided | OutputArrived | CallFinished
+)  # fmt: skip
 LIVE_CHARS = 16_384
-"""Of the output of a call that runs: its end is shown, and how much came before."""
+"""Of the output of a running call, only the end is shown, and how many characters came before it."""
 
 
 @dataclass
 class CallView:
-    """One call. `result`: as its event tells it, None while there is none; `seen`: characters of output that have
-    come.
-    """
+    """One call. `result`: None while it runs; `seen`: how many characters of output have come."""
 
     id: str
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     output: str = ""
     seen: int = 0
-    question: Mapping[str, Any] | None = None
-    decision: Mapping[str, Any] | None = None
-    result: Mapping[str, Any] | None = None
+    question: ApprovalAsked | None = None
+    decision: ApprovalDecided | None = None
+    result: ToolResult | None = None
     is_sent: bool = False
     is_cut: bool = False
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """Return the state as the page shows it."""
         if self.result is not None:
-            return "succeeded" if self.result.get("success") else "failed"
+            return "succeeded" if self.result.success else "failed"
         if self.question is not None and self.decision is None:
             return "waiting for approval"
         return "running" if self.is_sent else "waiting"
 
     @property
     def hidden(self) -> int:
-        """How many characters of live output came before those that are shown."""
+        """Return how many characters of live output came before those that are shown."""
         return self.seen - len(self.output)
 
 
@@ -77,10 +91,6 @@ class RunStory:
         self._changed: dict[str, StepView] = {}
         self._now: StepView | None = None
 
-    def add_all(self, texts: Iterable[str]) -> None:
-        for text in texts:
-            self.add(text)
-
     def take_changed(self) -> list[StepView]:
         """The changed ones, which then count as known."""
         taken = list(self._changed.values())
@@ -88,28 +98,32 @@ class RunStory:
         return taken
 
     def add(self, text: str) -> None:
-        """One event, as its stream has it. What is none of those known here changes nothing: a later release may tell
-        more.
-        """
-        told = json.loads(text)
-        kind, attempt = told.get("type"), int(told.get("attempt", 1))
-        if kind == "StepStarted":
-            self._begin(attempt, int(told["step"]), float(told.get("at", 0.0)))
-        elif kind == "RunResumed":
-            self._resume(attempt, int(told["step"]))
-        elif kind == "EventsMissed":
-            self.notes.append("What was told before is no longer kept: the transcript has it.")
-        elif kind == "EventsOmitted":
-            self.notes.append(
-                f"{told.get('count', 'Some')} pieces of text or output were not told while Redis was away: the "
-                "transcript has them."
-            )
-        elif kind == "RunEnded":
-            self._end()
-        elif kind in _OF_STEPS and _OF_STEPS[kind] not in told:
-            self.notes.append(f"What {kind} tells was too large to be kept: the transcript has it.")
-        elif kind in _OF_STEPS:
-            self._in_step(kind, attempt, told)
+        """Take one event of the stream. An event of a type that only a later release knows changes nothing."""
+        data = json.loads(text)
+        attempt = int(data.get("attempt", 1))
+        match data.get("type"):
+            case "RunResumed":
+                self._resume(attempt, int(data["step"]))
+            case "EventsMissed":
+                self.notes.append("What was told before is no longer kept: the transcript has it.")
+            case "EventsOmitted":
+                self.notes.append(
+                    f"{data.get('count', 'Some')} pieces of text or output were not told while Redis was away: the "
+                    "transcript has them."
+                )
+            case "RunEnded":
+                self._end()
+            case kind:
+                try:
+                    event = parse_event(data)
+                except ValueError:
+                    # The stream keeps only the type of an event that is too large.
+                    self.notes.append(f"What {kind} tells was too large to be kept: the transcript has it.")
+                    return
+                if isinstance(event, StepStarted):
+                    self._begin(attempt, event.step, event.at)
+                elif isinstance(event, _OF_STEPS):
+                    self._in_step(event, attempt, is_cut=bool(data.get("is_cut")))
 
     def _begin(self, attempt: int, number: int, at: float) -> None:
         step = StepView(attempt, number, at)
@@ -130,54 +144,48 @@ class RunStory:
                 step.is_over = True
                 self._changed[step.id] = step
 
-    def _in_step(self, kind: str, attempt: int, told: Mapping[str, Any]) -> None:
+    def _in_step(self, event: RunEvent, attempt: int, *, is_cut: bool) -> None:
         if self._now is None:
             # Its begin is no longer kept.
-            self._begin(attempt, int(told.get("step", 0)), float(told.get("at", 0.0)))
+            self._begin(attempt, getattr(event, "step", 0), event.at)
         step = self._now
         assert step is not None
         self._changed[step.id] = step
-        match kind:
-            case "TextArrived":
-                step.text += str(told["text"])
-            case "TextWithdrawn":
-                step.text = step.text[: max(0, len(step.text) - int(told["characters"]))]
-            case "ModelAnswered":
-                step.model_s = float(told.get("model_s", 0.0))
-                step.text = step.text or _content(told.get("message"))
-            case "StepFinished":
+        match event:
+            case TextArrived():
+                step.text += event.text
+            case TextWithdrawn():
+                step.text = step.text[: max(0, len(step.text) - event.characters)]
+            case ModelAnswered():
+                step.model_s = event.model_s
+                content = event.message.get("content")
+                step.text = step.text or (content if isinstance(content, str) else "")
+            case StepFinished():
                 step.is_over = True
-                step.model_s = float(told.get("model_s", 0.0))
-                usage = told.get("usage") or {}
-                step.tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
-            case "Warned":
-                step.warnings.append(str(told["message"]))
-            case "CallStarted" | "CallSent" | "ApprovalAsked":
-                self._call_of(step, told["call"]).is_sent |= kind == "CallSent"
-                if kind == "ApprovalAsked":
-                    step.calls[told["call"]["id"]].question = told
-                step.calls[told["call"]["id"]].is_cut |= bool(told.get("is_cut"))
-            case "ApprovalDecided" if told["call_id"] in step.calls:
-                step.calls[told["call_id"]].decision = told
-            case "OutputArrived" if told["call_id"] in step.calls:
-                call = step.calls[told["call_id"]]
-                call.seen += len(told["text"])
-                call.output = (call.output + told["text"])[-LIVE_CHARS:]
-            case "CallFinished":
-                result = told["result"]
-                call = self._call_of(step, {"id": result["call_id"], "name": result["name"], "arguments": None})
+                step.model_s = event.model_s
+                step.tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+            case Warned():
+                step.warnings.append(event.message)
+            case CallStarted() | CallSent() | ApprovalAsked():
+                call = self._call_of(step, event.call)
+                call.is_sent |= isinstance(event, CallSent)
+                call.question = event if isinstance(event, ApprovalAsked) else call.question
+                call.is_cut |= is_cut
+            case ApprovalDecided() if event.call_id in step.calls:
+                step.calls[event.call_id].decision = event
+            case OutputArrived() if event.call_id in step.calls:
+                call = step.calls[event.call_id]
+                call.seen += len(event.text)
+                call.output = (call.output + event.text)[-LIVE_CHARS:]
+            case CallFinished():
+                result = event.result
+                call = step.calls.setdefault(result.call_id, CallView(result.call_id, result.name))
                 call.result = result
-                call.is_cut |= bool(told.get("is_cut"))
+                call.is_cut |= is_cut
 
     @staticmethod
-    def _call_of(step: StepView, told: Mapping[str, Any]) -> CallView:
-        """The call; its arguments as they were told last."""
-        known = step.calls.setdefault(told["id"], CallView(told["id"], told["name"], {}))
-        if told["arguments"] is not None:
-            known.arguments = told["arguments"]
-        return known
-
-
-def _content(message: Any) -> str:
-    content = message.get("content") if isinstance(message, dict) else None
-    return content if isinstance(content, str) else ""
+    def _call_of(step: StepView, call: ToolCall) -> CallView:
+        """Return the view of a call, with its latest arguments."""
+        view = step.calls.setdefault(call.id, CallView(call.id, call.name))
+        view.arguments = call.arguments
+        return view
