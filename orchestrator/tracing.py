@@ -11,13 +11,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.masking import Masker
 from contract.specs import ToolSpec
 from contract.traceparent import SpanRef, attempt_span_id, call_span_id, run_span_id, trace_id_of
 from orchestrator.dialects.model import Model
 from orchestrator.loop import events
 from orchestrator.loop.events import OnEvent, RunEvent
 from orchestrator.settings import OrchestratorSettings, secrets_of_environment
-from orchestrator.traces.masking import Masker, build_masker
+from orchestrator.traces.opening import build_masker
 from telemetry import names
 from telemetry.logs import get_logger
 from telemetry.otlp import open_tracer

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from contract.calls import Clocks, SandboxInfo, ToolCall, ToolResult
 from contract.errors import ErrorCode
+from contract.masking import Masker
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.native import NativeDialect
@@ -16,7 +17,6 @@ from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.events import CallSent, OnEvent
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.traces.masking import Masker
 from orchestrator.traces.recorder import TraceRecorder, open_trace
 from tests.builders import build_spec
 

@@ -80,11 +80,15 @@ def _load(name: str, tenant: str | None, as_json: bool) -> Trace:
 
 
 def _find(name: str, tenant: str | None) -> Path:
-    """The trace of a run; of an item that was begun anew the last one, and on stderr that there are others."""
-    found = find_attempts(load_settings().traces, name, tenant)
-    if note := found.note():
+    """Return the trace of a run. If an item has several attempts, return the last one and list the others on stderr."""
+    *earlier, last = find_attempts(load_settings().traces, name, tenant)
+    if earlier:
+        note = (
+            f"this is the last of {len(earlier) + 1} attempts; give the path of another one to see it: "
+            f"{', '.join(map(str, earlier))}"
+        )
         typer.echo(f"toolcrew: {escape_controls(note)}", err=True)
-    return found.path
+    return last
 
 
 async def _write(path: Path, text: str) -> None:

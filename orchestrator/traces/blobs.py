@@ -62,11 +62,12 @@ def build_reference(data: bytes, kind: Kind) -> dict[str, Any]:
     return {REFERENCE: hashlib.sha256(data).hexdigest(), "bytes": len(data), "kind": kind}
 
 
-def resolve(value: Any, blobs: BlobFolder | None, missing: list[str], *, is_inner: bool = False) -> Any:
-    """A line's value with its blobs in place; of those that are not there their hash goes into `missing`, and a note or
-    something empty stands for them. `blobs` None: none is looked for, and none counts as missing.
+def resolve(value: Any, blobs: BlobFolder, missing: list[str], *, is_inner: bool = False) -> Any:
+    """Return a line's value with its blobs. A note or an empty value replaces a missing one, whose hash goes into
+    `missing`.
 
-    `is_inner`: it comes out of a blob, in which only texts may lie apart: blobs of blobs could grow without end.
+    `is_inner`: the value comes out of a blob, in which only texts can be references: blobs of blobs could grow without
+    end.
     """
     if isinstance(value, list):
         return [resolve(inner, blobs, missing, is_inner=is_inner) for inner in value]
@@ -79,17 +80,16 @@ def resolve(value: Any, blobs: BlobFolder | None, missing: list[str], *, is_inne
     return {key: resolve(inner, blobs, missing, is_inner=is_inner) for key, inner in value.items()}
 
 
-def _fetch(reference: dict[str, Any], blobs: BlobFolder | None, missing: list[str], is_inner: bool) -> Any:
+def _fetch(reference: dict[str, Any], blobs: BlobFolder, missing: list[str], is_inner: bool) -> Any:
     digest, kind = reference[REFERENCE], reference.get("kind")
-    data = blobs.get(digest) if blobs is not None else None
+    data = blobs.get(digest)
     if data is not None and (kind == "text" or not is_inner):
         try:
             text = data.decode()
             return text if kind == "text" else resolve(json.loads(text), blobs, missing, is_inner=True)
         except (ValueError, RecursionError):
             pass
-    if blobs is not None:
-        missing.append(digest)
+    missing.append(digest)
     if kind in _EMPTY:
         return type(_EMPTY[kind])()
     return f"[{reference.get('bytes', '?')} bytes are missing: blob {digest[:16]}]"

@@ -4,10 +4,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from contract.masking import Masker, passwords_of, secrets_of_settings
 from orchestrator.loop.events import OnEvent
-from orchestrator.settings import OrchestratorSettings
-from orchestrator.traces.masking import Masker, build_masker, passwords_of
+from orchestrator.settings import OrchestratorSettings, secrets_of_environment
 from orchestrator.traces.recorder import TraceRecorder, open_trace
+
+
+def build_masker(settings: OrchestratorSettings, more: Mapping[str, str] | None = None) -> Masker:
+    """Return a masker of the secrets that this process knows: those of settings and environment, and `more` (kind ->
+    value).
+    """
+    return Masker({**secrets_of_environment(), **secrets_of_settings(settings), **(more or {})})
 
 
 class Traces:
@@ -25,8 +32,6 @@ class Traces:
 
 
 def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: str | None = None) -> dict[str, str]:
-    """What a client of a pool knows beside its settings: a URL that it was given, what a stack of its own has made up,
-    a tenant's key.
-    """
+    """Return the secrets that a client of a pool knows in addition to its settings: those of its URLs, and its key."""
     found = {**passwords_of("Redis password", redis_url), **passwords_of("Flower password", flower_url or "")}
     return {**found, **({"API key of the tenant": api_key} if api_key else {})}

@@ -33,6 +33,9 @@ from orchestrator.traces.blobs import BlobFolder, resolve
 from orchestrator.traces.recorder import VERSION, trace_path
 
 _HALF_PAIR = b"\\ud"
+_ITEM_RUN = re.compile(r"[0-9a-f]{24}")
+"""The id of an item's run. Other runs can have any name."""
+_ATTEMPT = re.compile(r"[0-9a-f]{24}-([1-9][0-9]{0,7})")
 
 
 @dataclass
@@ -210,11 +213,9 @@ class Trace:
         return lines
 
 
-def load_trace(path: Path, *, with_blobs: bool = True) -> Trace:
-    """Read a trace. Without `with_blobs`, a note replaces each large part. Raises ConfigError if the file cannot be
-    read.
-    """
-    blobs = BlobFolder(path.parent / "blobs") if with_blobs else None
+def load_trace(path: Path) -> Trace:
+    """Read a trace. Raises ConfigError if the file cannot be read."""
+    blobs = BlobFolder(path.parent / "blobs")
     events: list[RunEvent] = []
     missing: list[str] = []
     numbers: set[int] = set()
@@ -278,13 +279,6 @@ def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:
     return found[0]
 
 
-def list_traces(folder: Path, tenant: str | None = None) -> list[Path]:
-    """All traces in the folder, or a tenant's, in the order of their names."""
-    if tenant is not None:
-        return sorted(trace_path(folder, tenant, "any").parent.glob("*.jsonl"))
-    return sorted(folder.glob("*/*.jsonl"))
-
-
 def format_instant(at: float) -> str:
     """Return a time as ISO 8601, in UTC. Raises ValueError, OverflowError or OSError if there is no such date."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
@@ -311,7 +305,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) else None
 
 
-def _read_event(line: dict[str, Any], blobs: BlobFolder | None, missing: list[str]) -> RunEvent | None:
+def _read_event(line: dict[str, Any], blobs: BlobFolder, missing: list[str]) -> RunEvent | None:
     event = parse_event({name: resolve(value, blobs, missing) for name, value in line.items()})
     if event is not None:
         format_instant(event.at)
@@ -360,49 +354,15 @@ def _build_steps(attempt: Sequence[RunEvent]) -> list[TraceStep]:
     return steps
 
 
-# --- Attempts of an item ----------------------------------------------------------------------------------------------
+def find_attempts(folder: Path, name: str, tenant: str | None = None) -> list[Path]:
+    """Return the traces of an item's run by its id, one per attempt (RUN, RUN-2, RUN-3 ...), the last one at the end.
 
-# Each attempt of a batch item that was started again has its own trace: RUN, RUN-2, RUN-3 ...
-
-_ITEM_RUN = re.compile(r"[0-9a-f]{24}")
-"""The run of an item; other runs may be called anything."""
-
-
-@dataclass(frozen=True)
-class Attempts:
-    """`path`: the trace that is meant by a name; `earlier`: those of attempts before it, in their order."""
-
-    path: Path
-    earlier: tuple[Path, ...] = ()
-
-    def note(self) -> str | None:
-        """That there are others, as a sentence."""
-        if not self.earlier:
-            return None
-        told = ", ".join(str(path) for path in self.earlier)
-        return f"this is the last of {len(self.earlier) + 1} attempts; give the path of another to see that: {told}"
-
-
-def find_attempts(folder: Path, name: str, tenant: str | None = None) -> Attempts:
-    """The last attempt of the run of an item, by its id; any other trace by its id or path. Raises ConfigError as
-    `find_trace` does.
+    Any other name, or path, has one trace. Raises ConfigError as `find_trace` does.
     """
-    if not _ITEM_RUN.fullmatch(name):
-        return Attempts(find_trace(folder, name, tenant))
-    numbered = {
-        number: path for path in folder.glob(f"{tenant or '*'}/{name}-*.jsonl") if (number := _number(path, name))
-    }
-    if not numbered:
-        return Attempts(find_trace(folder, name, tenant))
-    last = find_trace(folder, f"{name}-{max(numbered)}", tenant)
-    beside = [
-        last.with_name(f"{name}.jsonl"),
-        *(last.with_name(f"{name}-{number}.jsonl") for number in sorted(numbered)),
-    ]
-    return Attempts(last, tuple(path for path in beside if path != last and path.is_file()))
-
-
-def _number(path: Path, name: str) -> int:
-    """Which attempt a file is of; 0 for none."""
-    told = path.stem.removeprefix(f"{name}-")
-    return int(told) if told.isascii() and told.isdigit() and not told.startswith("0") and len(told) < 9 else 0
+    found = folder.glob(f"{tenant or '*'}/{name}-*.jsonl") if _ITEM_RUN.fullmatch(name) else ()
+    numbers = sorted({int(match[1]) for path in found if (match := _ATTEMPT.fullmatch(path.stem)) is not None})
+    if not numbers:
+        return [find_trace(folder, name, tenant)]
+    last = find_trace(folder, f"{name}-{numbers[-1]}", tenant)
+    earlier = [last.with_stem(stem) for stem in (name, *(f"{name}-{number}" for number in numbers[:-1]))]
+    return [*(path for path in earlier if path.is_file()), last]

@@ -11,6 +11,7 @@ from typing import Any
 
 from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS
 from contract.errors import ConfigError
+from contract.masking import Masker
 from orchestrator.loop.events import (
     OnEvent,
     OutputArrived,
@@ -22,7 +23,6 @@ from orchestrator.loop.events import (
     TextWithdrawn,
 )
 from orchestrator.traces.blobs import LITERAL, MAX_INLINE_BYTES, REFERENCE, BlobFolder, Kind, build_reference
-from orchestrator.traces.masking import Masker
 from orchestrator.traces.writer import TraceWriter, read_last_lines
 from telemetry.logs import get_logger
 

@@ -66,7 +66,9 @@ async def test_a_forged_api_key_is_no_admin(client: "redis.asyncio.Redis", keys:
     mine = await ApiKeys(client, "d", keys or GUESS).add("default", "admin")
     if keys is None:
         await client.hset(api_keys_key("d"), mine.id, mine.record.model_dump_json())  # type: ignore[misc]
-    with pytest.raises(ConfigError, match=f"cannot be verified, so the key is refused: remove it .*keys revoke {mine.id}"):
+    with pytest.raises(
+        ConfigError, match=f"cannot be verified, so the key is refused: remove it .*keys revoke {mine.id}"
+    ):
         await ApiKeys(client, "d", KEY).authenticate(mine.text)
 
 

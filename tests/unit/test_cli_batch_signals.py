@@ -112,19 +112,15 @@ def traces(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_the_last_attempt_of_an_item_is_meant_and_the_others_are_told(traces: Callable[..., Path]) -> None:
+def test_the_attempts_of_an_item_are_found_by_its_run_the_last_one_at_the_end(traces: Callable[..., Path]) -> None:
     folder = traces(RUN, f"{RUN}-2", f"{RUN}-10")
-    found = find_attempts(folder, RUN)
-    assert found.path.stem == f"{RUN}-10"
-    assert [path.stem for path in found.earlier] == [RUN, f"{RUN}-2"]
-    assert "the last of 3 attempts" in (found.note() or "")
-    assert find_attempts(folder, f"{RUN}-2").path.stem == f"{RUN}-2"
+    assert [path.stem for path in find_attempts(folder, RUN)] == [RUN, f"{RUN}-2", f"{RUN}-10"]
+    assert [path.stem for path in find_attempts(folder, f"{RUN}-2")] == [f"{RUN}-2"]
 
 
 def test_runs_of_programs_that_only_look_like_attempts_are_their_own(traces: Callable[..., Path]) -> None:
-    found = find_attempts(traces("job", "job-2", RUN), "job")
-    assert (found.path.stem, found.note()) == ("job", None)
-    assert find_attempts(traces(f"{RUN}-02", f"{RUN}-x"), RUN).path.stem == RUN
+    assert [path.stem for path in find_attempts(traces("job", "job-2", RUN), "job")] == ["job"]
+    assert [path.stem for path in find_attempts(traces(f"{RUN}-02", f"{RUN}-x"), RUN)] == [RUN]
 
 
 def test_a_trajectory_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`toolcrew traces`: what each command prints, writes and exits with."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -28,6 +29,14 @@ def test_show_prints_a_run_by_its_id_or_its_path(trace: Path) -> None:
     assert "answer: It is a." in run("show", "run1")[1]
     assert run("show", str(trace))[1] == run("show", "run1", "--tenant", "acme")[1]
     assert len(json.loads(run("show", "run1", "--json")[1])["events"]) == 13
+
+
+def test_show_prints_the_last_attempt_of_an_item_and_lists_the_others(trace: Path) -> None:
+    folder, item = trace.parent.parent, "0123456789abcdef01234567"
+    for run_id, answer in ((item, "One."), (f"{item}-2", "Two.")):
+        asyncio.run(run_traced(folder, ScriptedModel([answer]), run=run_id))
+    _, shown, note = run("show", item)
+    assert ("answer: Two." in shown, "the last of 2 attempts" in note, f"{item}.jsonl" in note) == (True, True, True)
 
 
 def test_a_run_that_is_not_there_is_one_sentence_and_an_object_with_json(trace: Path) -> None:

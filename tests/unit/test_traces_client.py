@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from contract.masking import Masker
 from orchestrator.loop.events import CallFinished, CallSent, CallStarted, RunEvent, RunStarted, SandboxReady
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
-from orchestrator.traces.masking import Masker
 from orchestrator.traces.reading import load_trace
 from orchestrator.traces.recorder import open_trace
 from tests.builders import build_spec

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 
 from contract.calls import MAX_NAME_CHARS, MAX_OUTPUT_CHARS, SandboxInfo, ToolCall, ToolResult
 from contract.errors import ConfigError, ModelUnavailable
+from contract.masking import Masker
 from orchestrator.approvals import ApprovalPolicy, CallbackApprover, Decision, review
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect, build_tag_call
@@ -34,7 +35,6 @@ from orchestrator.loop.events import (
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.traces.blobs import MAX_INLINE_BYTES
-from orchestrator.traces.masking import Masker
 from orchestrator.traces.reading import load_trace
 from orchestrator.traces.recorder import IDENTIFIERS, RECORDS, open_trace, trace_path
 from tests.builders import build_call, build_spec
