@@ -123,15 +123,18 @@ class JsonLines(Display):
 
 
 class LogLines(Display):
-    """Writes failures, retries and notices as they come, and the status every few seconds if it has changed."""
+    """Writes failures, retries and notices as they come, and the status every few seconds if it has changed.
+    `has_past`: also those from before the display was opened, which a resumed batch would repeat.
+    """
 
-    def __init__(self, watched: Watched, out: IO[str]) -> None:
+    def __init__(self, watched: Watched, out: IO[str], *, has_past: bool = False) -> None:
         super().__init__(watched, STATUS_EVERY_S)
-        self._out = out
+        self._out, self._has_past = out, has_past
         self._last_counts = ""
 
     def _show_event(self, batch_event: BatchEvent, is_new: bool) -> None:
-        if is_new and (line := _describe(batch_event)):
+        is_shown = is_new and (self._has_past or batch_event.at >= self._opened_at)
+        if is_shown and (line := _describe(batch_event)):
             self._write(batch_event.at, line)
 
     def _show_status(self, s: Snapshot) -> None:

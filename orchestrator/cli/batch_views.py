@@ -126,7 +126,11 @@ def batch_logs(
 
     def open_log(watched: Watched) -> Display:
         is_live = follow or as_json
-        return open_display(watched, Console(), as_json=as_json) if is_live else LogLines(watched, sys.stdout)
+        return (
+            open_display(watched, Console(), as_json=as_json)
+            if is_live
+            else LogLines(watched, sys.stdout, has_past=True)
+        )
 
     async def work() -> None:
         async with open_pool_client(tenant) as client:

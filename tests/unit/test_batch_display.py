@@ -216,6 +216,18 @@ def test_failures_retries_and_notices_have_a_line_each_with_its_time_and_none_co
     ]
 
 
+def test_a_resumed_batch_does_not_repeat_its_past_unless_it_is_asked_for() -> None:
+    told = list(tell_item("a", failed(), at=BEGAN - 86_400))
+    watched = Watched("b", Progress(), wall=lambda: BEGAN)
+    for has_past in (False, True):
+        out = io.StringIO()
+        with LogLines(watched, out, has_past=has_past) as display:
+            for batch_event in told:
+                display.show(batch_event)
+        assert ("a failed (infrastructure HOST_LOST)" in out.getvalue()) == has_past
+        watched = Watched("b", Progress(), wall=lambda: BEGAN)
+
+
 def test_the_rate_counts_what_has_ended_since_the_display_was_opened() -> None:
     stage = Stage("lines")
     with stage.open() as display:

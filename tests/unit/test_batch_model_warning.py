@@ -54,7 +54,7 @@ async def test_a_named_model_warns_of_nothing(make: Made) -> None:
 
 def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
     out = io.StringIO()
-    with LogLines(Watched("b", Progress(1)), out) as display:
+    with LogLines(Watched("b", Progress(1)), out, has_past=True) as display:
         display.show(warning())
         display.show(warning(at=2.0))
     assert out.getvalue().count("no model is named") == 2
