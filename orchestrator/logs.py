@@ -6,10 +6,9 @@ import threading
 from collections.abc import Mapping
 from types import TracebackType
 
-from contract.log_lines import LogFormat, LogLines
-from contract.log_records import RecordLines
 from contract.masking import Masker, secrets_of_settings
 from orchestrator.settings import OrchestratorSettings, secrets_of_environment
+from telemetry.log_lines import LogFormat, LogLines, RecordLines
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -12,9 +12,9 @@ from pydantic import Field, JsonValue, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.errors import ConfigError
-from contract.log_lines import LogFormat, LogLevel
 from contract.masking import SECRET_NAME
 from contract.settings import BrokerSettings, read_environment
+from telemetry.log_lines import LogFormat, LogLevel
 
 _WEB_URL = r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$"
 

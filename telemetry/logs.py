@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from contract.log_records import Said
+from telemetry.log_lines import Said
 
 bound = structlog.contextvars.bound_contextvars
 """`with bound(run=..., tenant=...):` adds these fields to every event that is logged inside, also by tasks that are

@@ -15,9 +15,8 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from contract.calls import ToolCall, ToolContext
-from contract.log_lines import LogFormat, LogLines
-from contract.log_records import RecordLines
 from contract.masking import Masker, secrets_of_settings
+from telemetry.log_lines import LogFormat, LogLines, RecordLines
 from workers.settings import (
     EgressSettings,
     SandboxdSettings,

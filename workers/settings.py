@@ -21,10 +21,10 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from contract.log_lines import LogFormat, LogLevel
 from contract.masking import SECRET_NAME
 from contract.settings import BrokerSettings, read_environment
 from contract.tenancy import NetworkPolicy
+from telemetry.log_lines import LogFormat, LogLevel
 
 DEFAULT_IMAGE = "toolcrew-sandbox:dev"
 MIB = 1024 * 1024

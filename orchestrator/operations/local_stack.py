@@ -11,14 +11,16 @@ everything down on SIGTERM, SIGINT, or when its stdin ends, so that a stack neve
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
+import re
 import secrets
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,6 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from contract.errors import BrokerUnavailable, ConfigError, OperatorError, SandboxUnavailable, ToolcrewError
-from contract.log_lines import find_last_words
 from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
@@ -57,6 +58,7 @@ API_ROLE = "api"
 API_STOP_WITHIN_S = 5.0
 STACK_FILE = "stack.json"
 KEEPER_LOG = "keeper.log"
+_NOT_STARTED = re.compile(r"\bnot_started\b(?:.*?\berror=(?P<error>\"(?:[^\"\\]|\\.)*\"|\S+))?")
 
 
 @dataclass(frozen=True)
@@ -496,6 +498,22 @@ def print_json(stack: StackInfo) -> None:
     """StackInfo as one line of JSON on stdout."""
     sys.stdout.write(stack.model_dump_json() + "\n")
     sys.stdout.flush()
+
+
+def find_last_words(lines: Sequence[str]) -> str | None:
+    """Return why a process says that it did not start, in any form of log lines; None if they do not say so."""
+    for line in reversed(lines):
+        told = _NOT_STARTED.search(line)
+        if told is None:
+            continue
+        if line.startswith("{"):
+            # A line that is cut off, or of another program: the next may be whole.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return str(json.loads(line)["error"])
+        elif told["error"]:
+            quoted = told["error"]
+            return re.sub(r"\\(.)", r"\1", quoted[1:-1]) if quoted.startswith('"') else quoted
+    return None
 
 
 def main() -> int:

@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.log_lines import (
+from contract.masking import Masker
+from orchestrator.operations.local_stack import find_last_words
+from telemetry.log_lines import (
     FIELDS,
     MAX_LINE_BYTES,
     LogFormat,
     LogLines,
+    RecordLines,
+    Said,
     describe_exception,
     escape_line,
-    find_last_words,
 )
-from contract.log_records import RecordLines, Said
-from contract.masking import Masker
 
 PASSWORD = "correct-horse-battery"
 FORMS: tuple[LogFormat, ...] = ("json", "console", "logfmt")

@@ -2,18 +2,19 @@
 line or drive a terminal.
 """
 
-import contextlib
 import json
+import logging
 import math
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
+from structlog.processors import JSONRenderer, LogfmtRenderer
 
 from contract.masking import MARK, SECRET_NAME, Masker
 
@@ -36,9 +37,10 @@ _SAID_CHARS = 500
 _SHRUNK = (MAX_VALUE_CHARS, 500, 100)
 _LAST_RESORT = 40
 _MOST_READ = 64 * 1024
+FOREIGN_EVENT = "library_said"
 _KEY = re.compile(r"[^A-Za-z0-9_.-]")
-_NOT_STARTED = re.compile(r"\bnot_started\b(?:.*?\berror=(?P<error>\"(?:[^\"\\]|\\.)*\"|\S+))?")
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_JSON = JSONRenderer(ensure_ascii=False, separators=(",", ":"))
+_LOGFMT = LogfmtRenderer(bool_as_flag=False)
 _COLORS = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical": "1;31"}
 
 
@@ -112,33 +114,18 @@ class LogLines:
         if self._form == "console":
             return self._show_to_person(level, event, instant, fields)
         whole = {"timestamp": instant, "level": level, "event": event} | fields
-        return _to_logfmt(whole) if self._form == "logfmt" else _JSON.encode(whole)
+        return _to_logfmt(whole) if self._form == "logfmt" else str(_JSON(None, "", whole))
 
     def _show_to_person(self, level: str, event: str, instant: str, fields: dict[str, Any]) -> str:
         clock = instant[11:23]
         if not self._is_colored:
             return f"{clock} {level:<8} {event:<24} {_to_logfmt(fields)}".rstrip()
-        pairs = " ".join(f"\x1b[2m{name}=\x1b[0m{_quote(value)}" for name, value in fields.items())
+        pairs = " ".join(
+            "\x1b[2m{}=\x1b[0m{}".format(*_to_logfmt({name: value}).split("=", 1)) for name, value in fields.items()
+        )
         return (
             f"\x1b[2m{clock}\x1b[0m \x1b[{_COLORS.get(level, '0')}m{level:<8}\x1b[0m \x1b[1m{event:<24}\x1b[0m {pairs}"
         )
-
-
-def find_last_words(lines: Sequence[str]) -> str | None:
-    """Why a process says that it did not start, in whatever form its last lines are; None when they do not say so."""
-    for line in reversed(lines):
-        told = _NOT_STARTED.search(line)
-        if told is None:
-            continue
-        if line.startswith("{"):
-            with contextlib.suppress(
-                ValueError, KeyError, TypeError
-            ):  # cut off, or a line of somebody else: the next may be whole
-                return str(json.loads(line)["error"])
-        elif told["error"]:
-            quoted = told["error"]
-            return re.sub(r"\\(.)", r"\1", quoted[1:-1]) if quoted.startswith('"') else quoted
-    return None
 
 
 @lru_cache(maxsize=512)
@@ -184,22 +171,8 @@ def _without_secrets(value: Any) -> Any:
 
 
 def _to_logfmt(fields: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={_quote(value)}" for name, value in fields.items())
-
-
-def _quote(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    text = ",".join(_plain(value)) if isinstance(value, list) else str(value)
-    if text and not any(character in ' ="' for character in text):
-        return text
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _plain(values: Iterable[object]) -> Iterable[str]:
-    return (str(value) for value in values)
+    joined = {name: ",".join(map(str, value)) if isinstance(value, list) else value for name, value in fields.items()}
+    return _LOGFMT(None, "", joined)
 
 
 def _find_exception(exc_info: object) -> BaseException | None:
@@ -257,3 +230,41 @@ def _exception_place(error: BaseException) -> str:
     ]
     shown = " > ".join(f"{'/'.join(file.split('/')[-3:])}:{line} {name}" for file, line, name in frames[-MAX_FRAMES:])
     return f"... > {shown}" if len(frames) > MAX_FRAMES else shown or "nowhere"
+
+
+_PLAIN = LogLines("logfmt", Masker())
+
+
+class Said:
+    """An event of ours as the message of a record: who formats records by itself sees key=value."""
+
+    def __init__(self, event: str, fields: Mapping[str, Any]) -> None:
+        self.event = event
+        self.fields = fields
+
+    def __str__(self) -> str:
+        return _PLAIN.text(self.event, self.fields)
+
+
+class RecordLines(logging.Formatter):
+    """Records as lines of `lines`."""
+
+    def __init__(self, lines: LogLines) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = record.msg
+        event, fields = (said.event, dict(said.fields)) if isinstance(said, Said) else (FOREIGN_EVENT, _quote(record))
+        if record.exc_info:
+            fields.setdefault("exc_info", record.exc_info)
+        return self._lines.build(record.levelname.lower(), event, record.created, fields)
+
+
+def _quote(record: logging.LogRecord) -> dict[str, Any]:
+    try:
+        message = record.getMessage()
+    except Exception:  # noqa: BLE001
+        # a library's mistake, of whatever kind: what it meant to say is shown as it stands
+        message = f"{record.msg} {record.args!r}"
+    return {"logger": record.name, "message": message}
