@@ -213,10 +213,11 @@ class _Reader:
     def _read_heredoc(self, draft: Draft, delimiter: Word, strips_tabs: bool) -> None:
         lines = []
         while self.at < len(self.text):
-            end = self.text.find("\n", self.at)
-            end = len(self.text) if end < 0 else end
-            line = self.text[self.at : end]
-            self.at = end + 1
+            pieces = [self._take_line()]
+            # bash joins such lines before it looks for the delimiter: `E\` and an empty line end `<<E`.
+            while not delimiter.is_quoted and _is_continued(pieces[-1]) and self.at < len(self.text):
+                pieces[-1:] = [pieces[-1][:-1], self._take_line()]
+            line = "".join(pieces)
             line = line.lstrip("\t") if strips_tabs else line
             if line == delimiter.text:
                 break
@@ -233,6 +234,13 @@ class _Reader:
             self.drafts.extend(inner.drafts)
             self.texts.extend(inner.texts)
             self.doubt(inner.opaque)
+
+    def _take_line(self) -> str:
+        end = self.text.find("\n", self.at)
+        end = len(self.text) if end < 0 else end
+        line = self.text[self.at : end]
+        self.at = end + 1
+        return line
 
     def _open(self, here: _List) -> None:
         draft = here.draft
@@ -592,6 +600,10 @@ class _Reader:
         # A NUL ends such a string.
         self._parts.append(decoded.partition("\x00")[0])
         self.at = end + 1
+
+
+def _is_continued(line: str) -> bool:
+    return (len(line) - len(line.rstrip("\\"))) % 2 == 1
 
 
 def _decode_ansi_c(match: "re.Match[str]") -> str:

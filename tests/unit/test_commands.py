@@ -235,6 +235,20 @@ def test_an_arithmetic_shift_begins_no_here_document_that_would_hide_a_command()
     assert ("rm", "x") in argvs("((a=1<<E))\nrm x\nE")
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["cat <<E\nE\\\n\nrm x\nE", "cat <<EF\nE\\\nF\nrm x\nEF", "cat <<-E\n\tE\\\n\nrm x\nE", "cat <<E\n\\\nE\nrm x\nE"],
+)
+def test_a_here_document_ends_at_a_delimiter_that_is_split_over_lines(text: str) -> None:
+    assert ("rm", "x") in argvs(text)
+
+
+def test_a_line_that_is_continued_into_the_delimiter_does_not_end_a_here_document() -> None:
+    assert argvs("cat <<E\na\\\nE\nrm x\nE") == [("cat",)]
+    assert argvs("cat <<'E'\nE\\\nrm x\nE") == [("cat",)]
+    assert argvs("cat <<E\na\\\\\nE\nrm x") == [("cat",), ("rm", "x")]
+
+
 def test_a_wrapper_is_marked_when_it_adds_no_power_of_its_own() -> None:
     marks = {
         command.program: command.is_wrapper
@@ -275,6 +289,7 @@ def test_single_quotes_keep_any_text_one_word(text: str) -> None:
         "sudo ",
         "{",
         "cat <<A\n",
+        "cat <<A\nx\\\n",
         "<<A ",
         "a|",
         "${",
