@@ -135,7 +135,7 @@ def test_a_setting_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, name
 
 def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"pip install 'toolcrew\[tracing\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'toolcrew\[ops\]'"):
         open_tracer(TracingSettings(tracing="otlp"), "test", print)
 
 
