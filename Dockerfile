@@ -100,8 +100,8 @@ FROM runtime AS orchestrator
 # The traces of runs, in a volume of their own.
 RUN install -d -o 10002 -g 10002 -m 0700 /var/lib/toolcrew-traces
 USER 10002:10002
-# It works what is handed over by `toolcrew batch submit --detach`, and is the place from which all other commands are used.
-CMD ["toolcrew", "batch", "work"]
+# It works what is handed over by `toolcrew batches submit --detach`, and is the place from which all other commands are used.
+CMD ["toolcrew", "serve", "batches"]
 
 # The HTTP API and its pages, and an orchestrator of what is started over them.
 FROM runtime AS api

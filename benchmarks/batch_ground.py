@@ -1,4 +1,4 @@
-"""`toolcrew batch submit` as its users type it, in a process of its own that is looked at while it works."""
+"""`toolcrew batches submit` as its users type it, in a process of its own that is looked at while it works."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ class BatchShell:
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         argv = [
             str(Path(sys.executable).with_name("toolcrew")),
-            "batch",
+            "batches",
             "submit",
             str(file),
             "--output",

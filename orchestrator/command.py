@@ -16,13 +16,14 @@ from contract.extras import explain_missing
 from orchestrator.cli.main import OPERATE, app, main
 from orchestrator.cli.runner import Tenant, open_client, refuse_key, run_work
 from orchestrator.logs import configure_logging
+from orchestrator.runs.batch_service import BatchService
 from orchestrator.settings import child_environment, load_settings, program
 
 CONCURRENCY = 64
 
 __all__ = ["app", "main"]
 
-serve_app = typer.Typer(no_args_is_help=True, help="Run a service: the API, an MCP server, a worker.")
+serve_app = typer.Typer(no_args_is_help=True, help="Run a service: the API, an MCP server, batches, a worker.")
 app.add_typer(serve_app, name="serve", rich_help_panel=OPERATE)
 
 
@@ -91,6 +92,47 @@ def serve_mcp(
     else:
         _refuse_with("stdio (leave --http out)", {"--tenant": tenant is not None, "--session": session is not None})
         run_work(_over_http(host, http, origin or []), as_json=False)
+
+
+@serve_app.command("batches")
+def serve_batches(
+    concurrency: Annotated[
+        int,
+        typer.Option(
+            "--concurrency",
+            min=1,
+            max=10_000,
+            help="Items at a time here; a batch's own limit holds over all orchestrators.",
+        ),
+    ] = CONCURRENCY,
+    tenant: Annotated[
+        list[str] | None, typer.Option("--tenant", help="Serve this tenant, and others that are given so. Else all.")
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace", min=0.0, max=86_400.0, help="Seconds that running items have to end when it is told to stop."
+        ),
+    ] = 60.0,
+    traces: Annotated[
+        bool, typer.Option("--traces/--no-traces", help="Write each run down in TOOLCREW_TRACES.")
+    ] = True,
+) -> None:
+    """Run the batches that are submitted with --detach, of every tenant, until SIGTERM or Ctrl-C.
+
+    Then running items end first; a second signal stops at once. Items that have not ended go to another orchestrator,
+    or to the next start.
+    """
+
+    async def serve() -> None:
+        settings = load_settings()
+        configure_logging(settings)
+        service = BatchService(settings, concurrency, tuple(tenant or ()), grace, traces)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, service.interrupt)
+        await service.run()
+
+    run_work(serve(), as_json=False)
 
 
 @serve_app.command("worker")

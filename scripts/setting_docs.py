@@ -45,7 +45,7 @@ nearest known name. Secrets are never printed.
 PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "The orchestrator",
-        "`toolcrew`, the SDK, `toolcrew serve api`, `toolcrew batch work`, Flower.",
+        "`toolcrew`, the SDK, `toolcrew serve api`, `toolcrew serve batches`, Flower.",
         OrchestratorSettings,
     ),
     (

@@ -66,5 +66,6 @@ def read_batch_events(path: Path) -> Iterator[BatchEvent]:
                     log.debug("happening_passed_over", path=str(path))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}): give the file that `toolcrew batch submit FILE` wrote"
+            f"{path} cannot be read ({error.strerror or error}): give the file that `toolcrew batches submit "
+            "FILE` wrote"
         ) from error

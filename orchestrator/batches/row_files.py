@@ -353,7 +353,7 @@ def _open_file(path: Path) -> tuple[Path, int]:
         # Looked at first: opening a pipe would wait for somebody who reads it.
         if path.exists() and not path.is_file():
             raise ConfigError(
-                f"{path} is no plain file, and rows are kept, not only printed: give a file (`toolcrew batch results "
+                f"{path} is no plain file, and rows are kept, not only printed: give a file (`toolcrew batches export "
                 "ID` prints what is in it)"
             )
         if real.parent.is_dir() and not os.access(real.parent, os.W_OK | os.X_OK):

@@ -44,8 +44,8 @@ def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequ
         f"by submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output"
     )
     if is_kept:
-        resume = f"with `{build_command('batch', 'resume', batch, tenant=tenant)}`"
-        retry = f"with `{build_command('batch', 'retry', batch, '--errors', tenant=tenant)}`"
+        resume = f"with `{build_command('batches', 'resume', batch, tenant=tenant)}`"
+        retry = f"with `{build_command('batches', 'resume', batch, '--retry', 'infrastructure', tenant=tenant)}`"
     if unfinished := snapshot.running + snapshot.queued:
         sentences.append(
             f"{unfinished:,} {'item has' if unfinished == 1 else 'items have'} no result yet: resume {resume}"
@@ -66,7 +66,7 @@ def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequ
         shown = [row for row, count in zip(rows, (snapshot.done, snapshot.failed), strict=True) if count]
         sentences.append(f"read the rows in {' and '.join(one_line(quote(row)) for row in shown)}")
     elif snapshot.ended and is_kept:
-        sentences.append(f"read the rows with `{build_command('batch', 'results', batch, tenant=tenant)}`")
+        sentences.append(f"read the rows with `{build_command('batches', 'export', batch, tenant=tenant)}`")
     return sentences
 
 

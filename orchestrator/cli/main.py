@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from orchestrator.cli.approvals import approvals_app
-from orchestrator.cli.batch import batch_app
+from orchestrator.cli.batches import batches_app
 from orchestrator.cli.call import call
 from orchestrator.cli.calls import calls_app
 from orchestrator.cli.changes import changes_app
@@ -32,7 +32,7 @@ from orchestrator.cli.up import up
 START, WORK, OPERATE = "Start here", "Runs, sessions and tools", "Operate a deployment"
 """The parts of the help, in this order. Every command is in one of them."""
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
-    START: {"up": up, "run": run, "call": call, "doctor": doctor, "batch": batch_app},
+    START: {"up": up, "run": run, "call": call, "doctor": doctor, "batches": batches_app},
     WORK: {
         "sessions": sessions_app,
         "runs": runs_app,
@@ -88,7 +88,7 @@ def begin(
 ) -> None:
     """Run the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names.
 
-    Without that variable `run`, `call`, `tools` and `batch submit` start a pool of their own.
+    Without that variable `run`, `call`, `tools` and `batches submit` start a pool of their own.
     """
 
 

@@ -104,7 +104,7 @@ def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
         report.note(
             "memory",
             f"{evicted} keys were evicted since Redis started",
-            "calls and runs may be lost: look at what failed (`toolcrew batch ls`)",
+            "calls and runs may be lost: look at what failed (`toolcrew batches list`)",
         )
 
 

@@ -1,4 +1,4 @@
-"""`toolcrew batch work`: an orchestrator as a service of its own, which works what others have handed over, of every
+"""`toolcrew serve batches`: an orchestrator as a service of its own, which works what others have handed over, of every
 tenant, until it is told to stop.
 """
 
@@ -82,7 +82,7 @@ def _check(settings: OrchestratorSettings) -> None:
     if settings.api_key is not None:
         raise ConfigError(
             "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant with the deployment's "
-            "own secret: unset it (`toolcrew batch resume BATCH` works a batch of one tenant)"
+            "own secret: unset it (`toolcrew batches resume BATCH` works a batch of one tenant)"
         )
     if settings.redis_url is None:
         raise ConfigError(

@@ -10,7 +10,7 @@ from store.runs import HostedRun, HostedState, RunPage
 
 
 class ClientRuns:
-    """Runs that live on without this program: some orchestrator works them (`toolcrew batch work`, `toolcrew serve
+    """Runs that live on without this program: some orchestrator works them (`toolcrew serve batches`, `toolcrew serve
     api`), any program of the tenant may follow them. Raises as HostedRuns does, and as the client's key does when it is
     good for nothing any more."""
 

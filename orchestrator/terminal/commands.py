@@ -14,4 +14,4 @@ def build_command(*words: str, tenant: str = DEFAULT_TENANT) -> str:
 
 def build_resubmission(batch: str, tenant: str = DEFAULT_TENANT) -> str:
     """Return the options with which the same file is submitted again to go on with a batch."""
-    return build_command("batch", "submit", "--id", batch, tenant=tenant).removeprefix("toolcrew batch submit ")
+    return build_command("batches", "submit", "--id", batch, tenant=tenant).removeprefix("toolcrew batches submit ")

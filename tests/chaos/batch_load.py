@@ -57,13 +57,13 @@ class BatchLoad:
 
     def submit(self) -> None:
         """The first of them: submits the file, again when it was killed, and works it."""
-        self._start("one", "batch", "submit", str(self._file), "--id", self.mark)
+        self._start("one", "batches", "submit", str(self._file), "--id", self.mark)
         first = self.orchestrators[0]
         wait_until(lambda: first.has_said(self.mark) or not first.is_running, 60, first.log)
 
     def join(self) -> None:
         """One more, which works the same batch and writes all of its rows, too."""
-        self._start("two", "batch", "resume", self.mark)
+        self._start("two", "batches", "resume", self.mark)
 
     def living(self) -> list["BatchOrchestrator"]:
         return [one for one in self.orchestrators if one.is_running]
@@ -86,7 +86,7 @@ class BatchLoad:
         """Go on with the batch once more, into the first one's files; nobody is struck any more, so that all must
         succeed.
         """
-        last = BatchOrchestrator(self, "last", ["batch", "resume", self.mark], self.orchestrators[0].output)
+        last = BatchOrchestrator(self, "last", ["batches", "resume", self.mark], self.orchestrators[0].output)
         self.orchestrators.append(last)
         last.start()
         wait_until(lambda: not last.is_running, within_s, lambda: f"the last resume still works: {last.log()[-1500:]}")

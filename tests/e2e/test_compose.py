@@ -196,16 +196,16 @@ def test_a_call_goes_through_the_whole_path(composed: ComposeStack) -> None:
 
 def test_a_batch_that_is_handed_over_is_worked_by_the_service(composed: ComposeStack) -> None:
     line = json.dumps({"id": "a", "tool": "bash_tool", "arguments": {"command": "echo $((6*7))"}})
-    submit = f"cat > /tmp/in.jsonl <<'END'\n{line}\nEND\ntoolcrew batch submit /tmp/in.jsonl --detach --id composed"
+    submit = f"cat > /tmp/in.jsonl <<'END'\n{line}\nEND\ntoolcrew batches submit /tmp/in.jsonl --detach --id composed"
     ran = composed.execute("orchestrator", "sh", "-c", submit)
     assert (ran.status, ran.out.split()) == (0, ["composed"]), f"{ran.err}\n{composed.tell()}"
-    status = ("toolcrew", "batch", "status", "composed", "--json")
+    status = ("toolcrew", "batches", "show", "composed", "--json")
     wait_until(
         lambda: '"completed"' in composed.execute("orchestrator", *status).out.split("request_counts")[0],
         ANSWER_S,
         composed.tell,
     )
-    row = json.loads(composed.execute("orchestrator", "toolcrew", "batch", "results", "composed").out)
+    row = json.loads(composed.execute("orchestrator", "toolcrew", "batches", "export", "composed").out)
     assert (row["custom_id"], row["response"]["body"]["output"].strip()) == ("a", "42")
 
 

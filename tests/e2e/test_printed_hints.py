@@ -25,12 +25,23 @@ def test_the_hint_of_a_stopped_command_goes_on_with_a_tenants_batch_when_it_is_p
     try:
         file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         file.write_text('{"id": "a", "tool": "bash_tool", "arguments": {"command": "sleep 8; echo done"}}\n')
-        argv = [TOOLCREW, "batch", "submit", str(file), "--tenant", "acme-hints", "--id", "hints", "--output", str(out)]
+        argv = [
+            TOOLCREW,
+            "batches",
+            "submit",
+            str(file),
+            "--tenant",
+            "acme-hints",
+            "--id",
+            "hints",
+            "--output",
+            str(out),
+        ]
         environment = footprint.environment(reach)
         process = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
         def is_running() -> bool:
-            status = toolcrew("batch", "status", "hints", "--tenant", "acme-hints", "--json")
+            status = toolcrew("batches", "show", "hints", "--tenant", "acme-hints", "--json")
             return status.returncode == 0 and json.loads(status.stdout)["request_counts"]["running"] == 1
 
         wait_until(is_running, 60, "the item did not begin")

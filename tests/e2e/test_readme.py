@@ -28,7 +28,7 @@ FAST = {
 BLOCKS = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
 
 
-BATCH = next(block for block in BLOCKS if "toolcrew batch submit" in block[0])
+BATCH = next(block for block in BLOCKS if "toolcrew batches submit" in block[0])
 
 
 def read_commands() -> list[str]:

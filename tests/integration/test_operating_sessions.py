@@ -153,7 +153,7 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
         "all of the call's processes run",
     )
 
-    killed = await toolcrew(stack, "kill", call_id, "--reason", "it runs away", "--json")
+    killed = await toolcrew(stack, "calls", "kill", call_id, "--reason", "it runs away", "--json")
 
     assert json.loads(killed.stdout) == {"call": call_id, "state": "done", "error_code": "CANCELLED", "was_over": False}
     assert not any("sleep 30" in one for one in commands_in(container).values())

@@ -298,24 +298,24 @@ def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(house: H
         '{"id": "s", "tool": "bash_tool", "arguments": {"command": "sleep 60"}}\n{"id": "t", "instruction": "never '
         'begun"}\n'
     )
-    house.toolcrew("batch", "submit", str(file), "--detach", "--id", "given")
+    house.toolcrew("batches", "submit", str(file), "--detach", "--id", "given")
     asyncio.run(serve(house, until("given", BatchState.COMPLETED)))
-    assert house.toolcrew("batch", "status", "given")["request_counts"]["completed"] == 3
-    house.toolcrew("batch", "submit", str(slow), "--detach", "--id", "stopped", "--concurrency", "1")
+    assert house.toolcrew("batches", "show", "given")["request_counts"]["completed"] == 3
+    house.toolcrew("batches", "submit", str(slow), "--detach", "--id", "stopped", "--concurrency", "1")
     asyncio.run(serve(house, cancel_once_it_is_worked("stopped")))
-    assert house.toolcrew("batch", "status", "stopped")["failed"] == {"cancelled": 2}
-    house.toolcrew("batch", "results", "given", "--output", str(out))
+    assert house.toolcrew("batches", "show", "stopped")["failed"] == {"cancelled": 2}
+    house.toolcrew("batches", "export", "given", "--output", str(out))
     assert len(out.read_text().splitlines()) == 3
     own = tmp_path / "own.jsonl"
-    house.toolcrew_lines("batch", "submit", str(file), "--output", str(own), "--id", "own")
-    house.toolcrew_lines("batch", "resume", "own")
+    house.toolcrew_lines("batches", "submit", str(file), "--output", str(own), "--id", "own")
+    house.toolcrew_lines("batches", "resume", "own")
     assert len(own.read_text().splitlines()) == 3
-    assert {line["type"] for line in house.toolcrew_lines("batch", "logs", "own")} >= {
+    assert {line["type"] for line in house.toolcrew_lines("batches", "show", "--logs", "own")} >= {
         "item_started",
         "call_done",
         "item_done",
     }
-    house.toolcrew("batch", "report", "own", "--html", str(tmp_path / "page.html"))
+    house.toolcrew("batches", "report", "own", "--html", str(tmp_path / "page.html"))
 
 
 async def serve(house: House, watch: Callable[[House], Awaitable[None]]) -> None:

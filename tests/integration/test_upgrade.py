@@ -97,10 +97,17 @@ def test_an_earlier_orchestrator_calls_on_hosts_of_both_releases(ground: Ground,
     assert {one["host"] for one in told["told"]} == {"old", "new"}
 
 
+def batch_service(tree: Path) -> list[str]:
+    """The command that runs detached batches, of that tree's release."""
+    if tree == ROOT:
+        return [sys.executable, "-m", "orchestrator", "serve", "batches", "--no-traces"]
+    return [*COMMAND, "batch", "work", "--no-traces"]
+
+
 def batch_in(ground: Ground, tree: Path, *arguments: str) -> str:
     """What a command about batches prints, of that tree's release."""
     done = subprocess.run(
-        [*COMMAND, "batch", *arguments],
+        [*COMMAND, "batches" if tree == ROOT else "batch", *arguments],
         cwd=tree,
         env=ground.environment(),
         capture_output=True,
@@ -126,9 +133,7 @@ def test_a_batch_that_one_release_has_submitted_is_worked_by_the_other(
     environment = ground.environment({"TOOLCREW_APPROVALS": "auto"})
     batch = f"upgrade-{int(submits_earlier)}"
     with (tmp_path / "service.log").open("wb") as log:
-        serving = subprocess.Popen(
-            [*COMMAND, "batch", "work", "--no-traces"], cwd=works, env=environment, stdout=log, stderr=log
-        )
+        serving = subprocess.Popen(batch_service(works), cwd=works, env=environment, stdout=log, stderr=log)
     try:
         batch_in(ground, submits, "submit", str(tmp_path / "in.jsonl"), "--id", batch, "--detach")
         with ground.open_redis() as store:
@@ -136,7 +141,10 @@ def test_a_batch_that_one_release_has_submitted_is_worked_by_the_other(
             wait_until(lambda: store.hget(key, "state") == b"completed", UP_S, (tmp_path / "service.log").read_text)
     finally:
         end_process(serving, UP_S)
-    rows = [json.loads(line) for line in batch_in(ground, submits, "results", batch).splitlines()]
+    rows = [
+        json.loads(line)
+        for line in batch_in(ground, submits, "export" if submits == ROOT else "results", batch).splitlines()
+    ]
     assert sorted((row["custom_id"], row["response"]["body"]["output"]) for row in rows) == [
         (f"i{number}", "done\n") for number in range(ITEMS)
     ]

@@ -119,12 +119,23 @@ def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
     body = {"name": "bash_tool", "arguments": {"command": "touch $TALLY/ran"}}
     (tmp_path / "in.jsonl").write_text(json.dumps({**line, "body": body}) + "\n")
     submitted = run_in(
-        submits, ground, *COMMAND, "batch", "submit", str(tmp_path / "in.jsonl"), "--id", "upgrade", "--detach"
+        submits,
+        ground,
+        *COMMAND,
+        "batches" if submits == ROOT else "batch",
+        "submit",
+        str(tmp_path / "in.jsonl"),
+        "--id",
+        "upgrade",
+        "--detach",
     )
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     said = tmp_path / "service.log"
     with said.open("wb") as log:
-        argv = [*COMMAND, "batch", "work", "--no-traces"]
+        if works == ROOT:
+            argv = [sys.executable, "-m", "orchestrator", "serve", "batches", "--no-traces"]
+        else:
+            argv = [*COMMAND, "batch", "work", "--no-traces"]
         serving = subprocess.Popen(
             argv, cwd=works, env=ground.environment({"TOOLCREW_APPROVALS": "auto"}), stdout=log, stderr=log
         )

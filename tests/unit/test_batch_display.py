@@ -74,7 +74,7 @@ def play(stage: Stage, told: list[BatchEvent], every_s: float = 0.05) -> str:
 def test_every_display_counts_what_it_is_shown_and_ends_with_a_summary(stage: Stage) -> None:
     shown = play(stage, tell_batch((Attempt(),), (failed(),)))
     assert (stage.progress.snapshot(BEGAN).done, stage.progress.snapshot(BEGAN).failed) == (1, 1)
-    assert "toolcrew batch retry b-1 --errors" in shown.rstrip("\n").rpartition("tokens")[2]
+    assert "toolcrew batches resume b-1 --retry infrastructure" in shown.rstrip("\n").rpartition("tokens")[2]
 
 
 def test_every_display_ends_before_anything_has_happened(stage: Stage) -> None:
@@ -92,7 +92,7 @@ def test_every_display_ends_cleanly_when_it_is_interrupted_and_says_how_to_go_on
 
     with pytest.raises(KeyboardInterrupt):
         watch()
-    assert "toolcrew batch resume b-1" in stage.text()
+    assert "toolcrew batches resume b-1" in stage.text()
     assert stage.out.getvalue().count("\x1b[?25l") == stage.out.getvalue().count("\x1b[?25h")
 
 
@@ -116,7 +116,7 @@ def test_no_display_is_driven_by_the_id_of_its_batch(stage: Stage) -> None:
     with stage.open(HOSTILE) as display:
         for batch_event in tell_batch((failed(),), total=2):
             display.show(batch_event)
-    assert "toolcrew batch resume" in stage.text()
+    assert "toolcrew batches resume" in stage.text()
     assert not DANGEROUS.search(stage.text().replace("\n", ""))
 
 
@@ -282,11 +282,11 @@ def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
     told = build_summary(progress.snapshot(BEGAN), batch="a b")
     commands = re.findall(r"`(.*?)`", " ".join(told.next))
     assert commands == [
-        "toolcrew batch resume 'a b'",
-        "toolcrew batch resume 'a b'",
-        "toolcrew batch retry 'a b' --errors",
+        "toolcrew batches resume 'a b'",
+        "toolcrew batches resume 'a b'",
+        "toolcrew batches resume 'a b' --retry infrastructure",
         "toolcrew traces show run0",
-        "toolcrew batch results 'a b'",
+        "toolcrew batches export 'a b'",
     ]
     assert any("fix these lines" in sentence for sentence in told.next)
     assert "failed 1: model C, as i0: m" in "\n".join(build_summary_lines(told))
@@ -306,7 +306,7 @@ def test_a_batch_that_went_well_has_nothing_to_be_tried_again() -> None:
     progress = Progress(1)
     progress.add(ItemDone(at=BEGAN, item="a", cost=1.5))
     told = build_summary(progress.snapshot(BEGAN), batch="b")
-    assert told.next == ("read the rows with `toolcrew batch results b`",)
+    assert told.next == ("read the rows with `toolcrew batches export b`",)
 
 
 @pytest.mark.parametrize(

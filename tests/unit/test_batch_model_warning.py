@@ -107,7 +107,7 @@ def test_submit_warns_before_anything_starts(
     file.write_text(json.dumps({"id": "a", **line}) + "\n")
     # The folder of the output does not exist, so that nothing is worked here.
     done = CliRunner().invoke(
-        app, ["batch", "submit", str(file), "--output", str(tmp_path / "no" / "o.jsonl")], env=environment
+        app, ["batches", "submit", str(file), "--output", str(tmp_path / "no" / "o.jsonl")], env=environment
     )
     assert (done.exit_code, f"toolcrew: warning: {FALLBACK_WARNING}" in done.stderr) == (1, is_told), done.output
 
@@ -118,7 +118,7 @@ def test_submit_refuses_the_name_of_a_shipped_model_while_a_server_is_named(
     file = tmp_path / "in.jsonl"
     file.write_text('{"id": "a", "instruction": "act", "model": "scripted"}\n')
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    done = CliRunner().invoke(app, ["batch", "submit", str(file), "--output", str(tmp_path / "o.jsonl")])
+    done = CliRunner().invoke(app, ["batches", "submit", str(file), "--output", str(tmp_path / "o.jsonl")])
     assert (
         done.exit_code,
         "the model 'scripted' is shipped with toolcrew, and OPENAI_BASE_URL names a server" in done.stderr,

@@ -42,7 +42,7 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
             catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(BASH, VERB)))
         )
         client.set(catalog_names_key("default", "web"), json.dumps(["webfetch_tool"]))
-    return lambda file: CliRunner().invoke(app, ["batch", "submit", str(file), "--detach"])
+    return lambda file: CliRunner().invoke(app, ["batches", "submit", str(file), "--detach"])
 
 
 @pytest.mark.parametrize(

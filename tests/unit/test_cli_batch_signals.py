@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from contract.errors import ConfigError
-from orchestrator.cli.batch_shift import Interrupts, find_rows
+from orchestrator.cli.batches_shift import Interrupts, find_rows
 from orchestrator.cli.run_files import Leaving
 from orchestrator.runs.batch_runs import Shift
 from orchestrator.traces.reading import find_attempts

@@ -52,7 +52,7 @@ REFUSED = {
 }
 # Commands that start a process of the deployment: any key is refused.
 PROCESSES = {
-    "batch work": ["batch", "work"],
+    "serve batches": ["serve", "batches"],
     "serve api": ["serve", "api", "--port", "0"],
     "up": ["up"],
     "serve worker": ["serve", "worker"],
@@ -68,15 +68,13 @@ LOCAL = {
 OWN = {
     "approvals decide": ["approvals", "decide", "QUESTION", "allow"],
     "approvals list": ["approvals", "list"],
-    "batch cancel": ["batch", "cancel", "rival-batch"],
-    "batch logs": ["batch", "logs", "rival-batch"],
-    "batch ls": ["batch", "ls"],
-    "batch report": ["batch", "report", "rival-batch", "-o", "page.html"],
-    "batch results": ["batch", "results", "rival-batch"],
-    "batch resume": ["batch", "resume", "rival-batch", "--output", "rows.jsonl"],
-    "batch retry": ["batch", "retry", "rival-batch", "--errors", "--output", "rows.jsonl"],
-    "batch status": ["batch", "status", "rival-batch"],
-    "batch submit": ["batch", "submit", "in.jsonl", "--detach", "--id", "acme-batch"],
+    "batches cancel": ["batches", "cancel", "rival-batch"],
+    "batches list": ["batches", "list"],
+    "batches report": ["batches", "report", "rival-batch", "-o", "page.html"],
+    "batches export": ["batches", "export", "rival-batch"],
+    "batches resume": ["batches", "resume", "rival-batch", "--output", "rows.jsonl"],
+    "batches show": ["batches", "show", "rival-batch"],
+    "batches submit": ["batches", "submit", "in.jsonl", "--detach", "--id", "acme-batch"],
     "call": ["call", "--session", "rival-session", "echo_tool", "text=x"],
     "calls list": ["calls", "list"],
     "calls show": ["calls", "show", "rival-call"],
@@ -101,7 +99,7 @@ OWN = {
 # Commands that would open a session: they are only tried for the other tenant.
 NEEDS_HOST = {"run", "sessions open", "serve mcp"}
 # Commands that change what is the tenant's own.
-CHANGES_OWN = {"batch submit", "calls kill"}
+CHANGES_OWN = {"batches submit", "calls kill"}
 
 
 def leaves(command: TyperCommand | TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[str, TyperCommand]]:
@@ -179,7 +177,7 @@ def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     asyncio.run(prepare())
     submitted = found.invoke(
-        ["batch", "submit", "in.jsonl", "--detach", "--id", "rival-batch", "--tenant", "rival"], ""
+        ["batches", "submit", "in.jsonl", "--detach", "--id", "rival-batch", "--tenant", "rival"], ""
     )
     assert submitted.exit_code == 0, submitted.output
     return found

@@ -85,14 +85,14 @@ def test_operators_list_the_batches_of_all_tenants(
 
     for tenant in ("acme", "bolt"):
         run("tenants", "add", tenant)
-        run("batch", "submit", str(file), "--detach", "--tenant", tenant, "--id", f"of-{tenant}")
+        run("batches", "submit", str(file), "--detach", "--tenant", tenant, "--id", f"of-{tenant}")
     key, operators = (
         run("keys", "create", "acme")[0],
         run("keys", "create", "acme", "--role", "operator")[0],
     )
 
     def listed(*arguments: str, key: str = "") -> set[tuple[str, ...]]:
-        return {tuple(line.split()[:2]) for line in run("batch", "ls", *arguments, key=key)[1:]}
+        return {tuple(line.split()[:2]) for line in run("batches", "list", *arguments, key=key)[1:]}
 
     assert listed() == listed(key=operators) == {("acme", "of-acme"), ("bolt", "of-bolt")}
     assert listed("--tenant", "bolt") == {("bolt", "of-bolt")}

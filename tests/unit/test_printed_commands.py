@@ -119,7 +119,7 @@ def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
     """Such commands name the tenant, which `build_command` does not forget. A call is found among those of all
     tenants.
     """
-    by_hand = re.compile(r"toolcrew (batch|runs|sessions|traces|skills) [a-z]+ [^`]*X")
+    by_hand = re.compile(r"toolcrew (batches|runs|sessions|traces|skills) [a-z]+ [^`]*X")
     found = {
         (path, command) for path, command in printed_commands() if by_hand.search(command) and "--tenant" not in command
     }
@@ -129,8 +129,8 @@ def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
 @pytest.mark.parametrize(
     ("words", "tenant", "command"),
     [
-        (("batch", "resume", "t2"), "acme", "toolcrew batch resume t2 --tenant acme"),
-        (("batch", "resume", "t2"), "default", "toolcrew batch resume t2"),
+        (("batches", "resume", "t2"), "acme", "toolcrew batches resume t2 --tenant acme"),
+        (("batches", "resume", "t2"), "default", "toolcrew batches resume t2"),
         (("traces", "show", "a b'c"), "acme", """toolcrew traces show 'a b'"'"'c' --tenant acme"""),
         (("traces", "show", "$(rm -rf ~)\x1b[2J"), "default", r"toolcrew traces show '$(rm -rf ~)\x1b[2J'"),
     ],
@@ -170,15 +170,15 @@ def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server
     pool = Pool(redis_server)
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text('{"id": "a", "instruction": "act"}\n{"id": "b", "instruction": "act"}\n')
-    submitted = pool.paste(f"toolcrew batch submit {file} --detach --id t2 --tenant acme --output {out}")
+    submitted = pool.paste(f"toolcrew batches submit {file} --detach --id t2 --tenant acme --output {out}")
     assert submitted.exit_code == 0, submitted.output
-    cancelled = pool.paste("toolcrew batch cancel t2 --tenant acme")
+    cancelled = pool.paste("toolcrew batches cancel t2 --tenant acme")
     assert cancelled.exit_code == 0, cancelled.output
-    log = pool.paste("toolcrew batch logs t2 --tenant acme --json")
+    log = pool.paste("toolcrew batches show --logs t2 --tenant acme --json")
     page = tmp_path / "page.html"
-    assert pool.paste(f"toolcrew batch report t2 --tenant acme -o {page}").exit_code == 0
+    assert pool.paste(f"toolcrew batches report t2 --tenant acme -o {page}").exit_code == 0
     hints = {*find_commands(submitted.output), *find_commands(log.output), *find_commands(page.read_text())}
-    assert {" ".join(hint.split()[1:3]) for hint in hints} >= {"batch status", "batch logs", "batch resume"}
+    assert {" ".join(hint.split()[1:3]) for hint in hints} >= {"batches show", "batches resume"}
     for hint in hints:
         check_command(hint)
         assert hint.endswith("--tenant acme"), hint
@@ -221,7 +221,7 @@ def test_the_hints_of_a_command_work_when_they_are_pasted(
 def test_the_hints_of_a_batch_with_an_unknown_tool_name_the_tenant(redis_server: RedisProcess, tmp_path: Path) -> None:
     pool, file = Pool(redis_server), tmp_path / "in.jsonl"
     file.write_text('{"id": "a", "tool": "zzz", "arguments": {}}\n')
-    (hint,) = find_commands(pool.paste(f"toolcrew batch submit {file} --detach --tenant acme").output)
+    (hint,) = find_commands(pool.paste(f"toolcrew batches submit {file} --detach --tenant acme").output)
     assert hint == "toolcrew tools list --tenant acme"
     assert pool.paste(hint).exit_code == 0
 
@@ -237,7 +237,7 @@ def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
     page = build_report([*batch_events, *ends], title="Batch t2", batch="t2", tenant="acme")
     for text in ("\n".join(summary.next), page):
         hints = find_commands(text)
-        assert {hint.split()[2] for hint in hints} == {"resume", "retry", "show", "results"}
+        assert {hint.split()[2] for hint in hints} == {"resume", "show", "export"}
         for hint in hints:
             check_command(hint)
             assert hint.endswith("--tenant acme")

@@ -1,4 +1,4 @@
-"""`toolcrew batch submit --ask` on a real pool: what is asked there is answered from other processes, also while nobody
+"""`toolcrew batches submit --ask` on a real pool: what is asked there is answered from other processes, also while nobody
 works the batch.
 """
 
@@ -83,7 +83,7 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk:
     lines.write_text("".join(json.dumps({"id": item, "instruction": f"[item {item}] act"}) + "\n" for item in ITEMS))
     other = desk.folder / "arguments.json"
     other.write_text(json.dumps({"command": "echo as it was changed"}))
-    arguments = ("batch", "submit", str(lines), "--ask", "--output", str(desk.output), "--id", "asking")
+    arguments = ("batches", "submit", str(lines), "--ask", "--output", str(desk.output), "--id", "asking")
     first = desk.start(*arguments)
     try:
         wait_until(lambda: set(desk.pending()) == set(ITEMS), 100, desk.said)
@@ -108,7 +108,7 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk:
         first.wait()
     assert desk.toolcrew("approvals", "decide", waiting["later", "allow"]["id"]).returncode == 0
     # Whoever goes on has less patience.
-    second = desk.start("batch", "resume", "asking", "--output", str(desk.output), TOOLCREW_APPROVAL_WAIT_S="2")
+    second = desk.start("batches", "resume", "asking", "--output", str(desk.output), TOOLCREW_APPROVAL_WAIT_S="2")
     assert second.wait(200) == 0, desk.said()
     answers = desk.answers()
     assert answers["changed"] == "it ran as it was changed"

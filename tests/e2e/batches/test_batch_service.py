@@ -1,4 +1,4 @@
-"""`toolcrew batch work` on a real pool: several orchestrators share what was handed over, come and go, and are nobody's
+"""`toolcrew serve batches` on a real pool: several orchestrators share what was handed over, come and go, and are nobody's
 way into their host.
 """
 
@@ -80,12 +80,12 @@ SCRIPT: list[dict[str, Any]] = [
 
 
 class Service:
-    """One `toolcrew batch work`, and what it says."""
+    """One `toolcrew serve batches`, and what it says."""
 
     def __init__(self, place: "Place", *options: str) -> None:
         self._log = place.folder / f"service-{secrets.token_hex(4)}.log"
         with self._log.open("wb") as log:
-            argv = [TOOLCREW, "batch", "work", *options]
+            argv = [TOOLCREW, "serve", "batches", *options]
             environment = place.footprint.environment(place.environment)
             self.process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
@@ -205,7 +205,7 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
     ours, theirs = [f"a{number}" for number in range(6)], [f"b{number}" for number in range(6)]
     key = await make_key(place)
     with place.service("--concurrency", "2") as first, place.service("--concurrency", "2") as second:
-        submit = ("batch", "submit", str(place.write("shared", ours)), "--detach", "--id", "shared")
+        submit = ("batches", "submit", str(place.write("shared", ours)), "--detach", "--id", "shared")
         done = run_toolcrew(place.footprint, *submit, environment={**place.environment, "TOOLCREW_API_KEY": key})
         assert (done.returncode, done.stdout.split()) == (0, ["shared"]), done.stderr
         async with place.client("zeta") as zeta:

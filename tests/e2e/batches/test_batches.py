@@ -96,28 +96,30 @@ def expected(count: int) -> dict[str, str]:
 
 def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
     done = shell.toolcrew(
-        "batch", "submit", str(shell.write(8)), "--output", str(shell.folder / "out.jsonl"), "--id", "rows"
+        "batches", "submit", str(shell.write(8)), "--output", str(shell.folder / "out.jsonl"), "--id", "rows"
     )
     assert (done.returncode, done.stdout.split()) == (0, ["rows"]), done.stderr
     assert answers(shell.rows()) == expected(8)
     assert shell.rows("out.errors.jsonl") == []
-    status = json.loads(shell.toolcrew("batch", "status", "rows", "--json").stdout)
+    status = json.loads(shell.toolcrew("batches", "show", "rows", "--json").stdout)
     assert (status["status"], status["request_counts"]["completed"]) == ("completed", 8)
-    logs = [json.loads(line) for line in shell.toolcrew("batch", "logs", "rows", "--json").stdout.splitlines()]
+    logs = [
+        json.loads(line) for line in shell.toolcrew("batches", "show", "--logs", "rows", "--json").stdout.splitlines()
+    ]
     kept = [json.loads(line) for line in (shell.folder / "out.events.jsonl").read_text().splitlines()]
     assert [told["type"] for told in logs[:-1]] == [told["type"] for told in kept]
     assert (logs[-1]["type"], logs[-1]["done"], logs[-1]["calls"]) == ("summary", 8, 8 * STEPS)
     page = shell.folder / "page.html"
     assert (
         shell.toolcrew(
-            "batch", "report", "rows", "--html", str(page), "--events", str(shell.folder / "out.events.jsonl")
+            "batches", "report", "rows", "--html", str(page), "--events", str(shell.folder / "out.events.jsonl")
         ).returncode
         == 0
     )
     assert "submitted with 8 items" in page.read_text()
     shown = shell.toolcrew("traces", "show", shell.rows()[0]["id"])
     assert (shown.returncode, shown.stdout.count("wc -l < acts") >= STEPS) == (0, True)
-    results = shell.toolcrew("batch", "results", "rows").stdout.splitlines()
+    results = shell.toolcrew("batches", "export", "rows").stdout.splitlines()
     assert sorted(map(json.loads, results), key=lambda row: str(row["id"])) == sorted(
         shell.rows(), key=lambda row: str(row["id"])
     )
@@ -126,14 +128,14 @@ def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
 def test_after_an_orchestrator_was_killed_the_batch_is_gone_with_where_it_was(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
     first = shell.start(
-        "batch", "submit", str(shell.write(12)), "--output", out, "--id", "killed", "--concurrency", "6"
+        "batches", "submit", str(shell.write(12)), "--output", out, "--id", "killed", "--concurrency", "6"
     )
     wait_until(lambda: shell.server.stats()["replies"] >= 12, 60, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGKILL)
     first.communicate()
     running = 12 - len(shell.rows())
     assert running > 0
-    done = shell.toolcrew("batch", "resume", "killed", "--output", out)
+    done = shell.toolcrew("batches", "resume", "killed", "--output", out)
     assert done.returncode == 0, done.stderr
     assert answers(shell.rows()) == expected(12)
     # A reply may have been paid for and not yet logged: one of each run that was killed.
@@ -143,16 +145,16 @@ def test_after_an_orchestrator_was_killed_the_batch_is_gone_with_where_it_was(sh
 def test_the_first_interrupt_ends_what_runs_and_the_batch_can_be_gone_on_with(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
     first = shell.start(
-        "batch", "submit", str(shell.write(10)), "--output", out, "--id", "interrupted", "--concurrency", "2"
+        "batches", "submit", str(shell.write(10)), "--output", out, "--id", "interrupted", "--concurrency", "2"
     )
     wait_until(lambda: shell.server.stats()["replies"] >= 2, 60, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=60)
     assert first.returncode == 130
-    assert "toolcrew batch resume interrupted" in said
+    assert "toolcrew batches resume interrupted" in said
     assert 2 <= len(shell.rows()) < 10
     assert shell.server.stats()["replies"] == len(shell.rows()) * (STEPS + 1)
-    assert shell.toolcrew("batch", "resume", "interrupted", "--output", out).returncode == 0
+    assert shell.toolcrew("batches", "resume", "interrupted", "--output", out).returncode == 0
     assert answers(shell.rows()) == expected(10)
     assert shell.server.stats()["replies_repeated"] == 0
 
@@ -160,7 +162,7 @@ def test_the_first_interrupt_ends_what_runs_and_the_batch_can_be_gone_on_with(sh
 def test_the_second_interrupt_stops_at_once_and_nothing_is_lost(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
     first = shell.start(
-        "batch", "submit", str(shell.write(6)), "--output", out, "--id", "stopped", "--concurrency", "3"
+        "batches", "submit", str(shell.write(6)), "--output", out, "--id", "stopped", "--concurrency", "3"
     )
     wait_until(lambda: shell.server.stats()["replies"] >= 3, 60, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGINT)
@@ -170,5 +172,5 @@ def test_the_second_interrupt_stops_at_once_and_nothing_is_lost(shell: Shell) ->
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
     assert first.returncode == 130
-    assert shell.toolcrew("batch", "resume", "stopped", "--output", out).returncode == 0
+    assert shell.toolcrew("batches", "resume", "stopped", "--output", out).returncode == 0
     assert answers(shell.rows()) == expected(6)

@@ -80,7 +80,7 @@ class TroubledShell(Shell):
         return [told for told in self.rows("out.events.jsonl") if told["type"] == kind]
 
     def counts(self, batch: str) -> dict[str, int]:
-        counts: dict[str, int] = json.loads(self.run("batch", "status", batch, "--json").stdout)["request_counts"]
+        counts: dict[str, int] = json.loads(self.run("batches", "show", batch, "--json").stdout)["request_counts"]
         return counts
 
 
@@ -111,7 +111,7 @@ def test_a_file_that_is_wrong_is_told_line_by_line_and_nothing_is_begun(shell: T
     ]
     file = shell.folder / "in.jsonl"
     file.write_bytes(b"\n".join(lines))
-    done = shell.run("batch", "submit", str(file), "--output", shell.out, "--id", "wrong")
+    done = shell.run("batches", "submit", str(file), "--output", shell.out, "--id", "wrong")
     assert (done.returncode, done.stdout, Path(shell.out).exists()) == (1, "", False)
     assert [number for number in range(1, 11) if f"  line {number}, column" in done.stderr] == [
         2,
@@ -124,22 +124,22 @@ def test_a_file_that_is_wrong_is_told_line_by_line_and_nothing_is_begun(shell: T
         9,
         10,
     ], done.stderr
-    assert shell.run("batch", "status", "wrong").returncode == 1
+    assert shell.run("batches", "show", "wrong").returncode == 1
 
 
 def test_an_output_that_is_the_input_or_another_batchs_is_told_and_left_as_it_is(shell: TroubledShell) -> None:
     file = shell.write(1)
     before = file.read_bytes()
-    done = shell.run("batch", "submit", str(file), "--output", str(file), "--id", "same")
+    done = shell.run("batches", "submit", str(file), "--output", str(file), "--id", "same")
     assert (done.returncode, file.read_bytes()) == (1, before)
     assert "line 1 of" in done.stderr
     assert "nothing was changed in it" in done.stderr
     row = {"id": "r", "custom_id": "i0", "response": None, "error": None}
     Path(shell.out).write_text(json.dumps(row) + "\n")
-    done = shell.run("batch", "submit", str(file), "--output", shell.out, "--id", "same")
+    done = shell.run("batches", "submit", str(file), "--output", shell.out, "--id", "same")
     assert done.returncode == 1
     assert "holds a row of another batch" in done.stderr
-    assert shell.run("batch", "status", "same").returncode == 1
+    assert shell.run("batches", "show", "same").returncode == 1
 
 
 def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell) -> None:
@@ -153,7 +153,7 @@ def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell)
     if subprocess.run([*in_namespace, "true"], capture_output=True, check=False).returncode == 99:
         missing("no file system can be mounted here")
     arguments = (
-        "batch",
+        "batches",
         "submit",
         str(shell.write(24)),
         "--output",
@@ -177,7 +177,16 @@ def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(
     script = [*SCRIPT, fault("status", status=503, retry_after=1, during_s=[2, 8])]
     with running_model_server(script) as server, TroubledShell(stack, footprint, server, tmp_path) as shell:
         told = Told(
-            shell, "batch", "submit", str(shell.write(16)), "--output", shell.out, "--id", "away", "--concurrency", "4"
+            shell,
+            "batches",
+            "submit",
+            str(shell.write(16)),
+            "--output",
+            shell.out,
+            "--id",
+            "away",
+            "--concurrency",
+            "4",
         )
         assert told.end() == 0, told.said()
         stats = server.stats()
@@ -194,23 +203,23 @@ def test_a_batch_whose_model_is_not_there_can_be_interrupted_and_gone_on_with(sh
     port = free_port()
     shell.environment["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/v1"
     told = Told(
-        shell, "batch", "submit", str(shell.write(6)), "--output", shell.out, "--id", "gone", "--concurrency", "3"
+        shell, "batches", "submit", str(shell.write(6)), "--output", shell.out, "--id", "gone", "--concurrency", "3"
     )
     told.wait_for("the batch waits for its model")
     told.process.send_signal(signal.SIGINT)
     assert told.end() == 130
-    assert "toolcrew batch resume gone" in told.said()
+    assert "toolcrew batches resume gone" in told.said()
     counts = shell.counts("gone")
     assert (counts["failed"], counts["waiting"], counts["running"]) == (0, 6, 0)
     with running_model_server(SCRIPT, port=port):
-        done = shell.run("batch", "resume", "gone", "--output", shell.out)
+        done = shell.run("batches", "resume", "gone", "--output", shell.out)
     assert done.returncode == 0, done.stderr
     assert answers(shell.rows()) == expected(6)
 
 
 def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledShell) -> None:
     arguments = (
-        "batch",
+        "batches",
         "submit",
         str(shell.write(20)),
         "--output",
@@ -225,12 +234,12 @@ def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledS
         asked = server.stats()["requests"]
     assert done.returncode == 1
     assert "check OPENAI_API_KEY" in done.stderr
-    assert "toolcrew batch resume refused" in done.stderr
+    assert "toolcrew batches resume refused" in done.stderr
     assert asked <= 2
     counts = shell.counts("refused")
     assert (counts["failed"], counts["waiting"], counts["running"]) == (0, 20, 0)
     # Its sandboxes are kept for whoever goes on with it; who does not has them removed.
-    assert shell.run("batch", "cancel", "refused").returncode == 0
+    assert shell.run("batches", "cancel", "refused").returncode == 0
 
 
 def test_what_a_tenant_may_have_makes_its_batch_wait_and_fail_nothing(shell: TroubledShell) -> None:
@@ -238,7 +247,7 @@ def test_what_a_tenant_may_have_makes_its_batch_wait_and_fail_nothing(shell: Tro
     try:
         done = shell.run(
             *(
-                "batch",
+                "batches",
                 "submit",
                 str(shell.write(5)),
                 "--output",

@@ -32,7 +32,7 @@ def work(stack: Stack, footprint: Footprint, folder: Path, batch: Path, script: 
         }
         out = str(folder / "out.jsonl")
         done = run_toolcrew(
-            footprint, "batch", "submit", str(batch), "--output", out, *options, environment=environment, within_s=250
+            footprint, "batches", "submit", str(batch), "--output", out, *options, environment=environment, within_s=250
         )
         stats = server.stats()
     assert done.returncode == 0, done.stderr

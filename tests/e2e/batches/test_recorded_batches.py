@@ -41,7 +41,7 @@ def test_a_recording_answers_as_the_endpoint_did(
         environment = {**places, **server.environment(), "OPENAI_API_KEY": KEY}
         out = tmp_path / f"{name}.jsonl"
         done = run_toolcrew(
-            footprint, "batch", "submit", str(tmp_path / "in.jsonl"), "--output", str(out), environment=environment
+            footprint, "batches", "submit", str(tmp_path / "in.jsonl"), "--output", str(out), environment=environment
         )
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in out.read_text().splitlines()]

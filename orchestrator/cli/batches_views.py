@@ -1,4 +1,4 @@
-"""`toolcrew batch ls|status|results|logs|report`: the state and the results of batches."""
+"""The views of `toolcrew batches`: list, show, export and report."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from orchestrator.sdk.client import ToolClient
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.batches import BatchEvent
 
-BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `ls` shows it.")]
+BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `list` shows it.")]
 Errors = Annotated[
     Path | None,
     typer.Option("--errors", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output."),
@@ -36,7 +36,7 @@ JsonAsItGoes = Annotated[
 _COLUMNS = ("tenant", "id", "status", "total", "completed", "failed", "waiting", "running", "created", "name")
 
 
-def batch_ls(tenant: OnlyTenant = None, as_json: Json = False) -> None:
+def batches_list(tenant: OnlyTenant = None, as_json: Json = False) -> None:
     """List the batches of the last 30 days of all registered tenants, the newest first; with a tenant's key its own."""
 
     async def work() -> list[dict[str, Any]]:
@@ -66,8 +66,29 @@ async def _listed_tenants(client: ToolClient, tenant: str | None) -> list[str]:
         return sorted({client.tenant, DEFAULT_TENANT, *await deployment.tenants.all()})
 
 
-def batch_status(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None:
-    """Show the counts and the state of a batch."""
+def batches_show(
+    batch: BatchId,
+    logs: Annotated[bool, typer.Option("--logs", help="Its latest failures, retries and notices instead.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Its progress instead, as `submit` shows it, until it has ended.")
+    ] = False,
+    tenant: Tenant = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, of events one a line.")] = False,
+) -> None:
+    """Show the counts and the state of a batch, or its events."""
+
+    def open_log(watched: Watched) -> Display:
+        if follow or as_json:
+            return open_display(watched, Console(), as_json=as_json)
+        return LogLines(watched, sys.stdout, has_past=True)
+
+    async def print_events() -> None:
+        async with open_pool_client(tenant) as client:
+            await client.batch_runs().tell(batch, open_log, follow=follow)
+
+    if logs or follow:
+        run_work(print_events(), as_json)
+        return
 
     async def work() -> dict[str, Any]:
         async with open_pool_client(tenant) as client:
@@ -88,7 +109,7 @@ def batch_status(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -
             typer.echo(escape_controls(f"{name:<12}{value}"))
 
 
-def batch_results(
+def batches_export(
     batch: BatchId,
     output: Annotated[
         Path | None, typer.Option("--output", help="Into this file, and failures beside it. Else all rows on stdout.")
@@ -114,33 +135,7 @@ def batch_results(
         typer.echo(json.dumps({"batch": batch, "rows": count}) if as_json else f"{count} rows", err=not as_json)
 
 
-def batch_logs(
-    batch: BatchId,
-    follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Show what happens, until the batch has ended.")
-    ] = False,
-    tenant: Tenant = None,
-    as_json: JsonAsItGoes = False,
-) -> None:
-    """Show the latest failures, retries and notices; with -f the progress of the batch, as `submit` shows it."""
-
-    def open_log(watched: Watched) -> Display:
-        is_live = follow or as_json
-        return (
-            open_display(watched, Console(), as_json=as_json)
-            if is_live
-            else LogLines(watched, sys.stdout, has_past=True)
-        )
-
-    async def work() -> None:
-        async with open_pool_client(tenant) as client:
-            runs = client.batch_runs()
-            await runs.tell(batch, open_log, follow=follow)
-
-    run_work(work(), as_json)
-
-
-def batch_report(
+def batches_report(
     batch: BatchId,
     page: Annotated[Path, typer.Option("-o", "--html", help="Where the page goes.")],
     events: Annotated[

@@ -1,9 +1,8 @@
-"""`toolcrew batch`: files of many instructions, worked to a row each; submitted, gone on with, cancelled."""
+"""`toolcrew batches`: submits, lists, shows, resumes and cancels batches."""
 
 import asyncio
 import json
 import os
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from contract.errors import ConfigError
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile, load_lines
-from orchestrator.cli.batch_options import (
+from orchestrator.cli.batches_options import (
     GivenLimits,
     build_defaults,
     check_lines,
@@ -23,21 +22,18 @@ from orchestrator.cli.batch_options import (
     parse_kinds,
     prepare_artifacts,
 )
-from orchestrator.cli.batch_shift import Interrupts, find_rows, place_of, work_batch
-from orchestrator.cli.batch_views import (
+from orchestrator.cli.batches_shift import Interrupts, find_rows, place_of, work_batch
+from orchestrator.cli.batches_views import (
     BatchId,
     Errors,
     JsonAsItGoes,
-    batch_logs,
-    batch_ls,
-    batch_report,
-    batch_results,
-    batch_status,
+    batches_export,
+    batches_list,
+    batches_report,
+    batches_show,
 )
 from orchestrator.cli.runner import Json, Tenant, open_client, open_pool_client, run_work
-from orchestrator.logs import configure_logging
 from orchestrator.runs.batch_runs import RowPaths
-from orchestrator.runs.batch_service import BatchService
 from orchestrator.runs.batches import check_batch_id, new_batch_id
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
@@ -45,8 +41,7 @@ from orchestrator.terminal.commands import build_command, build_resubmission
 from orchestrator.terminal.output import escape_controls
 from store.batches import BatchDefaults, FailureKind
 
-WORK_CONCURRENCY = 64
-batch_app = typer.Typer(no_args_is_help=True, help="Run many instructions from a file, and follow them.")
+batches_app = typer.Typer(no_args_is_help=True, help="Run many instructions from a file, and follow them.")
 
 Output = Annotated[
     Path | None, typer.Option("--output", help="Where rows of successes go, as items end. Else where they went before.")
@@ -62,7 +57,7 @@ Concurrency = Annotated[
 ]
 
 
-@batch_app.command("submit")
+@batches_app.command("submit")
 def submit(
     file: Annotated[Path, typer.Argument(help="JSON lines: {id, instruction, workspace}, or OpenAI's batch lines.")],
     output: Annotated[
@@ -141,48 +136,33 @@ def submit(
     raise typer.Exit(run_work(work(), as_json))
 
 
-@batch_app.command("resume")
+@batches_app.command("resume")
 def resume(
     batch: BatchId,
+    retry: Annotated[
+        str | None,
+        typer.Option(
+            "--retry",
+            metavar="KINDS",
+            help="Start only failed items again: model, tool, infrastructure, input, cancelled, with commas; or all.",
+        ),
+    ] = None,
     output: Output = None,
     errors: Errors = None,
     concurrency: Concurrency = None,
     tenant: Tenant = None,
     as_json: JsonAsItGoes = False,
 ) -> None:
-    """Go on with a batch, in its files: what waits or was interrupted is worked, what failed for the infrastructure or
-    was cancelled begun anew.
+    """Resume a batch in its files: items that wait, and those that were interrupted or cancelled or that failed because
+    of the infrastructure.
 
     Exit codes as `submit`.
     """
-    raise typer.Exit(run_work(_go_on(batch, None, output, errors, concurrency, tenant, as_json), as_json))
+    kinds = parse_kinds(retry) if retry is not None else None
+    raise typer.Exit(run_work(_go_on(batch, kinds, output, errors, concurrency, tenant, as_json), as_json))
 
 
-@batch_app.command("retry")
-def retry(
-    batch: BatchId,
-    errors_only: Annotated[bool, typer.Option("--errors", help="Begin failed items anew; which: --kinds.")] = False,
-    kinds: Annotated[
-        str, typer.Option("--kinds", help="Of model, tool, infrastructure, input, cancelled, with commas; or all.")
-    ] = "infrastructure",
-    output: Output = None,
-    errors: Annotated[
-        Path | None,
-        typer.Option(
-            "--errors-file", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output."
-        ),
-    ] = None,
-    concurrency: Concurrency = None,
-    tenant: Tenant = None,
-    as_json: JsonAsItGoes = False,
-) -> None:
-    """Begin failed items anew, by default those that failed for the infrastructure. Exit codes as `submit`."""
-    if not errors_only:
-        raise typer.BadParameter("say what to retry: --errors")
-    raise typer.Exit(run_work(_go_on(batch, parse_kinds(kinds), output, errors, concurrency, tenant, as_json), as_json))
-
-
-@batch_app.command("cancel")
+@batches_app.command("cancel")
 def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None:
     """Begin nothing of a batch any more, and end what runs. `resume` goes on with it."""
 
@@ -198,52 +178,10 @@ def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None
     )
 
 
-batch_app.command("ls")(batch_ls)
-batch_app.command("status")(batch_status)
-batch_app.command("results")(batch_results)
-batch_app.command("logs")(batch_logs)
-batch_app.command("report")(batch_report)
-
-
-@batch_app.command("work")
-def batch_work(
-    concurrency: Annotated[
-        int,
-        typer.Option(
-            "--concurrency",
-            min=1,
-            max=10_000,
-            help="Items at a time here; a batch's own limit holds over all orchestrators.",
-        ),
-    ] = WORK_CONCURRENCY,
-    tenant: Annotated[
-        list[str] | None, typer.Option("--tenant", help="Serve this tenant, and others that are given so. Else all.")
-    ] = None,
-    grace: Annotated[
-        float,
-        typer.Option(
-            "--grace", min=0.0, max=86_400.0, help="Seconds that running items have to end when it is told to stop."
-        ),
-    ] = 60.0,
-    traces: Annotated[
-        bool, typer.Option("--traces/--no-traces", help="Write each run down in TOOLCREW_TRACES.")
-    ] = True,
-) -> None:
-    """Work what is submitted with --detach, of every tenant, until SIGTERM or Ctrl-C.
-
-    Then running items are ended first; a second time stops now. What has not ended goes to another orchestrator, or to
-    the next start.
-    """
-
-    async def serve() -> None:
-        settings = load_settings()
-        configure_logging(settings)
-        service = BatchService(settings, concurrency, tuple(tenant or ()), grace, traces)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, service.interrupt)
-        await service.run()
-
-    run_work(serve(), as_json=False)
+batches_app.command("list")(batches_list)
+batches_app.command("show")(batches_show)
+batches_app.command("export")(batches_export)
+batches_app.command("report")(batches_report)
 
 
 async def _read(file: Path, batch: str | None, defaults: BatchDefaults, *, is_detached: bool) -> BatchFile:
@@ -287,8 +225,8 @@ async def _submit(
             await runs.queue.note_rows(runs.tenant, batch, place_of(paths))
             await runs.recall(batch, rows)
         if is_detached or paths is None or rows is None:
-            status = build_command("batch", "status", batch, tenant=runs.tenant)
-            logs = build_command("batch", "logs", "-f", batch, tenant=runs.tenant)
+            status = build_command("batches", "show", batch, tenant=runs.tenant)
+            logs = build_command("batches", "show", "--logs", "-f", batch, tenant=runs.tenant)
             console.print(f"queued; `{status}` and `{logs}` show how it stands", highlight=False, soft_wrap=True)
             return 0
         return await work_batch(
@@ -321,7 +259,7 @@ async def _go_on(
 
 
 def _listen(batch: str, tenant: str, console: Console, *, is_kept: bool) -> Interrupts:
-    again = f"`{build_command('batch', 'resume', batch, tenant=tenant)}` goes on with it"
+    again = f"`{build_command('batches', 'resume', batch, tenant=tenant)}` goes on with it"
     if not is_kept:
         again = (
             f"submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output goes on "

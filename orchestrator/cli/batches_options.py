@@ -116,7 +116,7 @@ def parse_kinds(text: str) -> list[FailureKind]:
         return [FailureKind(part.strip()) for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(
-            f"--kinds is one or more of {', '.join(FailureKind)}, with commas between, or all"
+            f"--retry is one or more of {', '.join(FailureKind)}, with commas between, or all"
         ) from None
 
 
