@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
-from orchestrator.batches.settled_items import SettledItems
 from orchestrator.terminal.commands import build_resubmission
 from store.batches import BatchEvent, BatchEventReader, BatchNotice, BatchRecord, BatchState, Outcome
 from store.runs import RunQueue
@@ -49,7 +48,7 @@ class Follower:
         self._queue, self._reader, self._tenant, self._batch = queue, reader, tenant, batch
         self._rows, self._show, self._tick = rows, show, tick
         self._written = 0
-        self._numbers = SettledItems()
+        self._numbers: dict[str, int] = {}
         self._gone: set[str] = set()
         self._write_after = 0.0
 
@@ -123,7 +122,7 @@ class Follower:
 
     def _note_written(self, ended: Sequence[tuple[int, str]]) -> None:
         for number, run in ended:
-            self._numbers.put(run, number)
+            self._numbers[run] = number
         self._written = ended[-1][0]
 
     async def _next(self) -> tuple[Sequence[tuple[int, str]], list[Outcome]] | None:

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from contract.calls import ToolResult
 from contract.envelope import decode_result, encode_result
 from contract.errors import ErrorCode
-from contract.names import blob_key, call_key, result_key
+from contract.names import blob_key, call_key, result_key, tenant_calls_key
 from contract.settings import BrokerSettings
 from orchestrator.dispatch import celery_transport
 from orchestrator.dispatch.celery_transport import CeleryTransport
@@ -262,9 +262,10 @@ async def test_a_result_whose_record_is_gone_is_said_to_be_lost(house: House) ->
     assert failed.value.code is ErrorCode.OUTCOME_UNKNOWN
 
 
-async def test_nothing_is_left_in_redis_but_the_ledger(house: House) -> None:
+async def test_nothing_is_left_in_redis_but_the_call_and_its_place_in_the_list(house: House) -> None:
     waiting = start(house, attempt())
     await house.answer(await house.taken(), "done")
     await waiting
     await house.hub.close()
-    assert await house.server.keys() == [call_key("default", "acme", "c1").encode()]
+    left = {call_key("default", "acme", "c1").encode(), tenant_calls_key("default", "acme").encode()}
+    assert set(await house.server.keys()) == left
