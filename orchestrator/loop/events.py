@@ -117,14 +117,14 @@ class ModelAnswered(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TextArrived(RunEvent):
-    """A piece of the model's text, as it comes."""
+    """A piece of the model's text arrived."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextWithdrawn(RunEvent):
-    """The reply broke off and came again with other words: the last `characters` of the step's text are void."""
+    """The reply was interrupted and came again with another text: the last `characters` of the step's text are void."""
 
     characters: int
 
@@ -136,7 +136,7 @@ class CallStarted(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ApprovalAsked(RunEvent):
-    """A call waits for somebody's yes, until `expires_at` (Unix seconds)."""
+    """A call waits for an approval, until `expires_at` (Unix seconds)."""
 
     call: ToolCall
     digest: str
@@ -147,9 +147,7 @@ class ApprovalAsked(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ApprovalDecided(RunEvent):
-    """The answer to it, or that there was none. `is_changed`: allowed with other arguments than those that were asked
-    about.
-    """
+    """The decision about a call, or that there was none. `is_changed`: the approver changed the arguments."""
 
     call_id: str
     digest: str
@@ -169,8 +167,8 @@ class CallSent(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxReady(RunEvent):
-    """The session that the run's calls go to. `start_s`: how long its sandbox took; `sandbox`: its id, "" when that is
-    not known yet.
+    """The session of the run's calls is open. `start_s`: how long its sandbox took to start; `sandbox`: its id, "" if
+    it is not known yet.
     """
 
     session: str
@@ -184,14 +182,14 @@ class SandboxReady(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxClosed(RunEvent):
-    """The run's own session has been closed."""
+    """The run's own session was closed."""
 
     session: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputArrived(RunEvent):
-    """A piece of a running call's output, as it comes. The result that follows has the whole of it."""
+    """A piece of a running call's output arrived. The result that follows has all of it."""
 
     call_id: str
     stream: str
@@ -226,7 +224,7 @@ class RunFinished(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunAborted(RunEvent):
-    """The run ended without a result: it was cancelled, or its model could not be asked."""
+    """The run ended without a result: it was cancelled, or its model did not answer."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Large parts of traces, by the hash of what they hold: written once, shared by the traces of a tenant."""
+"""Large parts of traces, named by the hash of their content: written once, shared by the traces of a tenant."""
 
 import hashlib
 import json
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 MAX_INLINE_BYTES = 16 * 1024
-"""A text or a field that is longer lies in a blob."""
+"""A longer text or field is stored in a blob."""
 REFERENCE, LITERAL = "$blob", "$literal"
-"""Keys of what stands in a line for a blob, and for an object of somebody's own that has a key like these."""
+"""Keys of the object that replaces a blob in a line, and of the one around an object that has such a key itself."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 _EMPTY: dict[str, Any] = {"object": {}, "list": []}
 
@@ -19,22 +19,22 @@ Kind = Literal["text", "object", "list"]
 
 
 class BlobFolder:
-    """The blobs beside the traces of one tenant: `blobs/ab/cdef...`."""
+    """The blobs next to the traces of one tenant: `blobs/ab/cdef...`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def path(self, digest: str) -> Path:
-        """Where a blob lies. Raises ValueError for what is no hash."""
+        """Return the path of a blob. Raises ValueError for a name that is not a hash."""
         if not _HASH.fullmatch(digest):
             raise ValueError("a blob is named by a SHA-256 in hexadecimal")
         return self._folder / digest[:2] / digest[2:]
 
     def put(self, data: bytes, digest: str) -> None:
-        """Write one, whole or not at all, unless it is there. Raises OSError."""
+        """Write a blob completely or not at all, unless it exists. Raises OSError."""
         path = self.path(digest)
         try:
-            # One that lost its content in a crash of the host is written again.
+            # A blob that lost its content in a crash of the host is written again.
             if path.stat().st_size == len(data):
                 return
         except FileNotFoundError:
@@ -49,7 +49,7 @@ class BlobFolder:
             raise
 
     def get(self, digest: str) -> bytes | None:
-        """Its bytes; None when it is not there, or not what its name says."""
+        """Return the bytes of a blob; None if it does not exist or its hash is not its name."""
         try:
             data = self.path(digest).read_bytes()
         except (OSError, ValueError):

@@ -23,7 +23,7 @@ _SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
 
 
 def build_atif(trace: Trace) -> dict[str, Any]:
-    """The document, checked against the whole schema. What ATIF has no field for lies in `extra`."""
+    """Return the document, validated against the whole schema. `extra` has what ATIF has no field for."""
     start = trace.start
     steps = [*_opening(trace), *(_agent_step(trace, step) for step in trace.steps)]
     for number, step in enumerate(steps, 1):
@@ -53,7 +53,7 @@ def build_atif(trace: Trace) -> dict[str, Any]:
 
 
 def split_thinking(message: dict[str, Any]) -> tuple[str, str | None]:
-    """A reply's text, and what it thought before, as far as that is told."""
+    """Return a reply's text, and its thinking if the server sent it."""
     content = message.get("content")
     text = content if isinstance(content, str) else ""
     thought = message.get("reasoning_content") or message.get("reasoning")
@@ -64,7 +64,7 @@ def split_thinking(message: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
-    """The messages of the first request: they are there before the agent does anything."""
+    """Yield the messages of the first request, which exist before the agent acts."""
     first = trace.steps[0] if trace.steps else None
     begin = first.asked if first is not None and first.asked is not None else trace.start
     timestamp = format_instant(begin.at) if begin is not None else None
@@ -75,7 +75,7 @@ def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
         source = _SOURCES.get(str(message.get("role")), "user")
         step: dict[str, Any] = {"timestamp": timestamp, "source": source, "message": _text(message.get("content"))}
         if source == "agent":
-            # Of an earlier conversation: nothing that this run has done.
+            # It is part of an earlier conversation, not of this run.
             step |= {"is_copied_context": True, "llm_call_count": 0}
         left = {key: value for key, value in message.items() if key not in ("role", "content")}
         yield step | ({"extra": {"message": left}} if left else {})
@@ -129,7 +129,7 @@ def _result(call: TraceCall, result: ToolResult) -> AtifObservationResult:
         "was_refused": call.was_refused,
     }
     if result.success:
-        # It is the content.
+        # The content has it.
         del extra["output"]
     return AtifObservationResult(
         source_call_id=call.call_id,
@@ -150,7 +150,7 @@ def _final_metrics(trace: Trace, steps: int) -> AtifFinalMetrics:
 
 
 def _text(content: Any) -> str:
-    """A message's text; of parts, those of text."""
+    """Return a message's text: that of its text parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
     return content if isinstance(content, str) else ""

@@ -17,8 +17,8 @@ STATUS_ERROR = 2
 
 
 def build_otel(trace: Trace, *, with_content: bool = False) -> dict[str, Any]:
-    """An ExportTraceServiceRequest. `with_content`: instruction, answer, arguments and results, too; without it no text
-    of the run is in it.
+    """Return an ExportTraceServiceRequest. It has texts of the run only `with_content`: instruction, answer, arguments
+    and results.
     """
     spans = _spans(trace, with_content) if trace.events else []
     resource = {"service.name": "toolcrew", "service.version": trace.start.release if trace.start else ""}

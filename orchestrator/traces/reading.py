@@ -162,6 +162,8 @@ class Trace:
     @property
     def clocks(self) -> Clocks:
         """Return the sum of the calls' clocks."""
+        if self.finished is not None:
+            return self.finished.clocks
         return sum((call.result.clocks for call in self.calls if call.result), Clocks())
 
     @property
@@ -254,7 +256,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:
-    """The trace of a run, by its id or by its path. Raises ConfigError when there is none, or when several tenants have
+    """Return the trace of a run by its id or its path. Raises ConfigError if there is none, or if several tenants have
     one.
     """
     if "/" in name or name.endswith((".jsonl", ".json")):

@@ -11,11 +11,11 @@ from orchestrator.traces.export_atif import split_thinking
 from orchestrator.traces.reading import Trace, TraceCall, TraceStep, format_instant
 
 MAX_LINES, MAX_CHARS = 20, 2000
-"""Of one text, unless all is asked for."""
+"""Limits of one text, unless the full one is asked for."""
 
 
 def build_lines(trace: Trace, *, is_full: bool = False) -> list[str]:
-    """The whole run. `is_full`: nothing is shortened, and the messages of requests are shown."""
+    """Return the whole run. `is_full`: shorten nothing, and show the messages of requests."""
     lines = [*_head(trace)]
     for step in trace.steps:
         lines += _step(step, is_full)
@@ -121,7 +121,7 @@ def _message_text(message: dict[str, Any]) -> str:
 
 
 def _block(head: str, text: str, is_full: bool) -> Iterator[str]:
-    """A text below its head, shortened unless all is wanted."""
+    """Yield a text after its head, shortened unless `is_full`."""
     shown = text if is_full or len(text) <= MAX_CHARS else text[:MAX_CHARS]
     lines = shown.rstrip("\n").split("\n")
     kept = lines if is_full else lines[:MAX_LINES]

@@ -1,5 +1,5 @@
-"""The file of one trace: lines are gathered, and written at least once a second. A full disk costs lines, never the
-run.
+"""Writes the file of one trace: gathers lines and writes them at least once a second. A full disk loses lines, but
+never ends the run.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ TAIL_BYTES = 1024 * 1024
 
 
 class TraceWriter:
-    """Appends lines to `path`. `on_failure` is called once, with a sentence, when some could not be written; they are
-    counted in `lost`.
+    """Appends lines to `path`. `lost` counts lines that could not be written; the first time, `on_failure` receives a
+    sentence.
 
-    The file is opened for each write: a thousand runs at a time hold no thousand descriptors.
+    The file is opened for each write: a thousand runs at a time do not hold a thousand descriptors.
     """
 
     def __init__(self, path: Path, on_failure: Callable[[str], None]) -> None:
@@ -30,11 +30,11 @@ class TraceWriter:
         self._bytes = 0
         self._gathered_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        # Whoever wrote before may have died in the middle of a line.
+        # An earlier writer may have died in the middle of a line.
         self._is_torn = _is_torn(path)
 
     def add(self, line: bytes) -> None:
-        """Take one line, without its end."""
+        """Add one line, without its end."""
         if not self._lines:
             self._gathered_at = time.monotonic()
             self._wake_later()
@@ -44,7 +44,7 @@ class TraceWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is gathered; what cannot be written is lost and counted."""
+        """Write the gathered lines. Lines that cannot be written are lost and counted."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -58,7 +58,7 @@ class TraceWriter:
             self.tell_failure(error)
 
     def tell_failure(self, error: OSError) -> None:
-        """Say it, the first time."""
+        """Report the first failure."""
         if not self._has_failed:
             self._has_failed = True
             self._on_failure(
@@ -67,7 +67,7 @@ class TraceWriter:
             )
 
     def _append(self, lines: list[bytes]) -> int:
-        """How many lines were written whole."""
+        """Return how many lines were written completely."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.path, flags, 0o600)
@@ -88,13 +88,13 @@ class TraceWriter:
         return len(lines) if written == len(data) else max(0, data[len(head) : written].count(b"\n"))
 
     def _wake_later(self) -> None:
-        # Without a loop the next line looks at the clock, and closing writes the rest.
+        # Without a loop the next line checks the clock, and closing writes the rest.
         with contextlib.suppress(RuntimeError):
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
 
 
 def read_last_lines(path: Path) -> list[bytes]:
-    """The whole lines at the end of a file, as far as they lie in its last megabyte; none when it is not there."""
+    """Return the complete lines in the last megabyte of a file; none if it does not exist."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
