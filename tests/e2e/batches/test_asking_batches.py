@@ -92,13 +92,13 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk:
         assert "removes" in waiting["changed"]["warning"]
         assert (
             desk.toolcrew(
-                "approvals", "decide", waiting["changed", "allow"]["id"], "--arguments", f"@{other}"
+                "approvals", "decide", waiting["changed"]["id"], "allow", "--arguments", f"@{other}"
             ).returncode
             == 0
         )
         assert (
             desk.toolcrew(
-                "approvals", "decide", waiting["refused", "deny"]["id"], "--reason", "not on my watch"
+                "approvals", "decide", waiting["refused"]["id"], "deny", "--reason", "not on my watch"
             ).returncode
             == 0
         )
@@ -106,7 +106,7 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk:
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
-    assert desk.toolcrew("approvals", "decide", waiting["later", "allow"]["id"]).returncode == 0
+    assert desk.toolcrew("approvals", "decide", waiting["later"]["id"], "allow").returncode == 0
     # Whoever goes on has less patience.
     second = desk.start("batches", "resume", "asking", "--output", str(desk.output), TOOLCREW_APPROVAL_WAIT_S="2")
     assert second.wait(200) == 0, desk.said()
@@ -116,7 +116,7 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk:
     assert answers["later"] == "it ran as it was asked"
     assert "nobody answered within 2 s" in answers["never"]
     assert desk.pending() == {}
-    late = desk.toolcrew("approvals", "decide", waiting["never", "allow"]["id"])
+    late = desk.toolcrew("approvals", "decide", waiting["never"]["id"], "allow")
     assert (late.returncode, "nobody waits for this answer" in late.stderr) == (1, True)
     told = json.loads(desk.toolcrew("changes", "list", "--json", "--tenant", "default").stdout)
     mine = {question["id"] for question in waiting.values()}
