@@ -103,17 +103,17 @@ def toolcrew(*arguments: str) -> str:
 
 def test_runs_are_followed_share_sessions_and_are_cancelled(environment: None) -> None:
     own, stopped = asyncio.run(work())
-    listed = json.loads(toolcrew("ls", "--json"))["runs"]
+    listed = json.loads(toolcrew("list", "--json"))["runs"]
     assert {own, stopped} <= {run["id"] for run in listed}
-    assert stopped in toolcrew("ls", "--state", "cancelled")
-    assert own not in toolcrew("ls", "--state", "cancelled")
+    assert stopped in toolcrew("list", "--state", "cancelled")
+    assert own not in toolcrew("list", "--state", "cancelled")
     shown = json.loads(toolcrew("show", own, "--transcript", "--json"))
     assert (shown["end"]["answer"], shown["metadata"]) == ("it said more", {"for": "a test"})
     assert [message["role"] for message in shown["transcript"]] == ["system", "user", "assistant", "tool", "assistant"]
     assert "it said more" in toolcrew("show", own, "--transcript")
-    lines = toolcrew("events", own, "-f").splitlines()
+    lines = toolcrew("show", own, "-f").splitlines()
     assert "RunEnded" in lines[-1]
-    events = [json.loads(line) for line in toolcrew("events", own, "--json").splitlines()]
+    events = [json.loads(line) for line in toolcrew("show", own, "--events", "--json").splitlines()]
     assert [event["type"] for event in events][-1] == "RunEnded"
     assert len(events) == len(lines)
     assert f"{stopped} cancelled" in toolcrew("cancel", stopped)
