@@ -275,5 +275,5 @@ def test_have_somebody_else_killed_for_want_of_memory(ground: Ground, hog: str) 
         done = session.bash(hog, timeout_s=20).done
 
         assert (done["oom"], session.watched.oom_kills() > 0) == (True, True)
-        assert sorted(session.programs().values()) == ["sleep 777", "sleep 888"]
+        assert sorted(session.programs().values()) == ["sleep 777", "sleep 888"], ground.log()[-4000:]
         assert session.is_well()
