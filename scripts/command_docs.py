@@ -85,7 +85,7 @@ def _names(option: TyperOption) -> str:
     if option.is_flag:
         return names
     value = "\\|".join(_words_of(option.type_descriptor.annotation)) if option.metavar is None else option.metavar
-    return f"{names} {value}" + (" (again and again)" if option.multiple else "")
+    return f"{names} {value}" + (" (repeatable)" if option.multiple else "")
 
 
 def _words_of(kind: Any) -> list[str]:

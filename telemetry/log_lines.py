@@ -235,8 +235,8 @@ def _exception_place(error: BaseException) -> str:
 _PLAIN = LogLines("logfmt", Masker())
 
 
-class Said:
-    """An event of ours as the message of a record: who formats records by itself sees key=value."""
+class LogEvent:
+    """An event as the message of a logging record. A program that formats records itself shows it as key=value."""
 
     def __init__(self, event: str, fields: Mapping[str, Any]) -> None:
         self.event = event
@@ -247,15 +247,18 @@ class Said:
 
 
 class RecordLines(logging.Formatter):
-    """Records as lines of `lines`."""
+    """Formats logging records as lines: our own events, and each message of a library as one event."""
 
     def __init__(self, lines: LogLines) -> None:
         super().__init__()
         self._lines = lines
 
     def format(self, record: logging.LogRecord) -> str:
-        said = record.msg
-        event, fields = (said.event, dict(said.fields)) if isinstance(said, Said) else (FOREIGN_EVENT, _quote(record))
+        message = record.msg
+        if isinstance(message, LogEvent):
+            event, fields = message.event, dict(message.fields)
+        else:
+            event, fields = FOREIGN_EVENT, _quote(record)
         if record.exc_info:
             fields.setdefault("exc_info", record.exc_info)
         return self._lines.build(record.levelname.lower(), event, record.created, fields)
@@ -265,6 +268,6 @@ def _quote(record: logging.LogRecord) -> dict[str, Any]:
     try:
         message = record.getMessage()
     except Exception:  # noqa: BLE001
-        # a library's mistake, of whatever kind: what it meant to say is shown as it stands
+        # A library passed arguments that do not fit its message: show both as they are.
         message = f"{record.msg} {record.args!r}"
     return {"logger": record.name, "message": message}

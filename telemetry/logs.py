@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from telemetry.log_lines import Said
+from telemetry.log_lines import LogEvent
 
 bound = structlog.contextvars.bound_contextvars
 """`with bound(run=..., tenant=...):` adds these fields to every event that is logged inside, also by tasks that are
@@ -27,7 +27,7 @@ def get_logger(name: str) -> Any:
     )
 
 
-def _to_record(_: object, method: str, fields: MutableMapping[str, Any]) -> tuple[tuple[Said], dict[str, Any]]:
+def _to_record(_: object, method: str, fields: MutableMapping[str, Any]) -> tuple[tuple[LogEvent], dict[str, Any]]:
     """Return the arguments of the standard library's logging call. The last processor."""
     if method == "exception":
         fields.setdefault("exc_info", True)
@@ -35,4 +35,4 @@ def _to_record(_: object, method: str, fields: MutableMapping[str, Any]) -> tupl
     error = fields.pop("exc_info", None)
     if error:
         fields["exc_info"] = error if isinstance(error, BaseException | tuple) else sys.exc_info()
-    return (Said(str(fields.pop("event")), fields),), {}
+    return (LogEvent(str(fields.pop("event")), fields),), {}

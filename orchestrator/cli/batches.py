@@ -226,7 +226,7 @@ async def _submit(
             await runs.recall(batch, rows)
         if is_detached or paths is None or rows is None:
             status = build_command("batches", "show", batch, tenant=runs.tenant)
-            logs = build_command("batches", "show", "--logs", "-f", batch, tenant=runs.tenant)
+            logs = build_command("batches", "show", "-f", batch, tenant=runs.tenant)
             console.print(f"queued; `{status}` and `{logs}` show how it stands", highlight=False, soft_wrap=True)
             return 0
         return await work_batch(

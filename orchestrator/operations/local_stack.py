@@ -503,15 +503,15 @@ def print_json(stack: StackInfo) -> None:
 def find_last_words(lines: Sequence[str]) -> str | None:
     """Return why a process says that it did not start, in any form of log lines; None if they do not say so."""
     for line in reversed(lines):
-        told = _NOT_STARTED.search(line)
-        if told is None:
+        found = _NOT_STARTED.search(line)
+        if found is None:
             continue
         if line.startswith("{"):
-            # A line that is cut off, or of another program: the next may be whole.
+            # The line is cut off, or another program wrote it: try the line before.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 return str(json.loads(line)["error"])
-        elif told["error"]:
-            quoted = told["error"]
+        elif found["error"]:
+            quoted = found["error"]
             return re.sub(r"\\(.)", r"\1", quoted[1:-1]) if quoted.startswith('"') else quoted
     return None
 

@@ -161,7 +161,7 @@ class Trace:
 
     @property
     def clocks(self) -> Clocks:
-        """Return the sum of the calls' clocks."""
+        """Return the clocks of the run: those of its end, else the sum of the calls' clocks."""
         if self.finished is not None:
             return self.finished.clocks
         return sum((call.result.clocks for call in self.calls if call.result), Clocks())

@@ -15,10 +15,10 @@ from orchestrator.operations.local_stack import find_last_words
 from telemetry.log_lines import (
     FIELDS,
     MAX_LINE_BYTES,
+    LogEvent,
     LogFormat,
     LogLines,
     RecordLines,
-    Said,
     describe_exception,
     escape_line,
 )
@@ -164,7 +164,7 @@ def test_records_of_libraries_are_one_event_with_their_words() -> None:
 
 def test_a_program_with_its_own_logging_sees_our_events_as_text() -> None:
     assert (
-        str(Said("call_not_served", {"error": "no\x1b room", "call": "c"}))
+        str(LogEvent("call_not_served", {"error": "no\x1b room", "call": "c"}))
         == 'event=call_not_served error="no\\\\x1b room" call=c'
     )
 
