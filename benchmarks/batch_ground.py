@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import child_process
+from contract.run_events import RunClaimed, RunEnded, RunEvent, RunRetried
 from orchestrator.batches.event_files import read_batch_events
-from store.batches import BatchEvent, ItemDone, ItemRetried, ItemStarted
 from tests.model_server.running import ModelServer
 
 LOOK_S = 0.2
@@ -94,21 +94,21 @@ def _answer(row: dict[str, Any]) -> str:
     return str(body["answer"] if "answer" in body else body["choices"][0]["message"]["content"])
 
 
-def _told(batch_events: Sequence[BatchEvent]) -> tuple[float, int, int]:
+def _told(batch_events: Sequence[RunEvent]) -> tuple[float, int, int]:
     """Seconds from the first beginning to the last end; how often an item was begun anew; and how many were worked at
     once, at most.
     """
-    ends = (ItemDone, ItemRetried)
+    ends = (RunEnded, RunRetried)
     changes = sorted(
-        (one.at, 1 if isinstance(one, ItemStarted) else -1)
+        (one.at, 1 if isinstance(one, RunClaimed) else -1)
         for one in batch_events
-        if isinstance(one, (ItemStarted, *ends))
+        if isinstance(one, (RunClaimed, *ends))
     )
     now = most = 0
     for _, change in changes:
         now += change
         most = max(most, now)
-    return changes[-1][0] - changes[0][0], sum(isinstance(one, ItemRetried) for one in batch_events), most
+    return changes[-1][0] - changes[0][0], sum(isinstance(one, RunRetried) for one in batch_events), most
 
 
 def _cpu_s(pid: int) -> float:

@@ -16,6 +16,9 @@ from pydantic import SecretStr
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
+from contract.calls import ToolResult
+from contract.functions.completions import Usage
+from contract.run_events import CallFinished, OnEvent, RunReady, StepFinished
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.batches.progress import Progress
@@ -28,17 +31,13 @@ from orchestrator.runs.places import Places
 from orchestrator.runs.runner import Runner
 from store.batches import (
     BatchDefaults,
-    BatchEvent,
     BatchEventReader,
     BatchEventWriter,
     BatchItem,
     BatchRecord,
     BatchState,
-    CallDone,
-    ItemReady,
     Outcome,
     RunBody,
-    StepDone,
 )
 from store.connection import open_redis
 from store.runs import RunClaim, RunQueue
@@ -173,16 +172,14 @@ class _PlayedWork:
         self.ended = 0
         self.drain: Callable[[], None] = lambda: None
 
-    async def work(
-        self, claim: RunClaim, journal: Journal, _: BatchDefaults, tell: Callable[[BatchEvent], None]
-    ) -> Outcome:
-        told: dict[str, Any] = {"item": claim.record.item.custom_id, "run": claim.run}
-        tell(ItemReady(at=time.time(), **told))
+    async def work(self, claim: RunClaim, journal: Journal, _: BatchDefaults, on_event: OnEvent) -> Outcome:
+        on_event(RunReady(run=claim.run))
         journal.begin()
         for step in range(STEPS):
             await journal.note_reply([{"choices": [{"index": 0, "delta": {"content": "a reply"}}]}])
-            tell(CallDone(at=time.time(), call=f"{claim.run}-{step}", tool="bash_tool", seconds=0.0, **told))
-            tell(StepDone(at=time.time(), step=step, **told))
+            result = ToolResult(call_id=f"{claim.run}-{step}", name="bash_tool", success=True)
+            on_event(CallFinished(run=claim.run, result=result))
+            on_event(StepFinished(run=claim.run, step=step, model_s=0.0, usage=Usage()))
         self.ended += 1
         if self.ended >= RUNS:
             self.drain()

@@ -15,9 +15,9 @@ from benchmarks.loop_step import SPEC, _answer
 from benchmarks.memory import memory_of_process
 from benchmarks.report import Report
 from benchmarks.sizes import size
+from contract.run_events import RunEvent, TextArrived
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.loop.agent import Agent
-from orchestrator.loop.events import RunEvent, TextArrived
 from orchestrator.models.openai import OpenAIModel
 
 WAITING = size(1000, 20)

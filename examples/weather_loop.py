@@ -13,9 +13,9 @@ import sys
 from contextlib import AsyncExitStack
 from typing import Any
 
+from contract.run_events import CallFinished, CallStarted, RunEvent, StepStarted
 from orchestrator import ContextEngine, create_output_controller, create_tool_registry, run_tool_loop
 from orchestrator.dialects.model import Message, Model
-from orchestrator.loop.events import CallFinished, CallStarted, RunEvent, StepStarted
 from orchestrator.models.choice import choose_model
 from orchestrator.sdk.tool_loop import Chat, ToolLoopRegistry, ToolLoopResult
 from orchestrator.settings import load_settings

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from contract import run_events as events
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.masking import Masker
+from contract.run_events import OnEvent, RunEvent
 from contract.specs import ToolSpec
 from contract.traceparent import SpanRef, attempt_span_id, call_span_id, run_span_id, trace_id_of
 from orchestrator.dialects.model import Model
-from orchestrator.loop import events
-from orchestrator.loop.events import OnEvent, RunEvent
 from orchestrator.settings import OrchestratorSettings, secrets_of_environment
 from orchestrator.traces.opening import build_masker
 from telemetry import names

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from store.batches import FailureKind, RunBody  # noqa: E402
+from contract.run_events import FailureKind  # noqa: E402
+from store.batches import RunBody  # noqa: E402
 from store.connection import open_redis  # noqa: E402
 from tests.api_ground import api_settings, open_api  # noqa: E402
 from tests.batch_story import Attempt  # noqa: E402

@@ -1,17 +1,20 @@
 """The records of batches: items and outcomes, the state of a batch, and the stream of its events."""
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import redis.asyncio
-from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
-from contract.calls import Clocks, Record
+from contract.calls import Record
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
+from contract.functions.completions import Usage
 from contract.names import tenant_key
+from contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, RunEnded, RunEvent, parse_event
 from contract.signing import SigningKeys
 from store.connection import broker_errors
 from store.tasks import check_cancelled
@@ -44,20 +47,6 @@ MAX_ID_CHARS = 256
 MAX_ITEMS = 50_000
 MAX_INPUT_BYTES = 200 * 1024 * 1024
 RUNS_URL, CALLS_URL, CHAT_URL = "/v1/agent/runs", "/v1/tools/execute", "/v1/chat/completions"
-
-
-class FailureKind(StrEnum):
-    """The origin of an item's failure. Only `infrastructure` is worth the same attempt again."""
-
-    MODEL = "model"
-    """The model gave no answer: cut, empty or malformed replies, a limit of the run, a request that it refuses."""
-    TOOL = "tool"
-    """The one call of the item failed: bad arguments, a timeout, a refusal."""
-    INFRASTRUCTURE = "infrastructure"
-    """No sandbox, no host, no Redis, no model endpoint, a process that died."""
-    INPUT = "input"
-    """Something that the line names does not exist or is not allowed: its workspace, a checkpoint, a tool, an image."""
-    CANCELLED = "cancelled"
 
 
 class RunLimits(Record):
@@ -121,14 +110,6 @@ class BatchItem(Record):
     work: RunBody | CallBody
     ground: Ground = Ground()
     priority: int = Field(default=0, ge=-100, le=100)
-
-
-class Failure(Record):
-    """The reason why an item has no result. `code`: an ErrorCode, a StopReason or one of runs/outcomes.py."""
-
-    kind: FailureKind
-    code: str
-    message: str
 
 
 class Outcome(Record):
@@ -268,125 +249,41 @@ def decode_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
 
 
-class _Event(Record):
-    """`at`: Unix seconds. `item`: its custom_id; `run`: the id of its run; `attempt`: which of the item's it belongs
-    to, from 1.
-    """
-
-    at: float
-    item: str
-    run: str = ""
-    attempt: int = Field(default=1, ge=1)
+def final_state(failure: Failure | None) -> str:
+    """Return the state of a run that has ended: succeeded, failed or cancelled."""
+    if failure is None:
+        return "succeeded"
+    return "cancelled" if failure.kind is FailureKind.CANCELLED else "failed"
 
 
-class ItemStarted(_Event):
-    """The item has started. `waited_s`: in the queue since it was submitted, or given back. `attempt` above 1: again,
-    after a failure; `is_resumed`: another process had started it and died."""
-
-    type: Literal["item_started"] = "item_started"
-    is_resumed: bool = False
-    waited_s: float = 0.0
-    orchestrator: str = ""
-
-
-class ItemReady(_Event):
-    """The item's sandbox and workspace are ready: limits of the run count from here. `setup_s`: since it was
-    started.
-    """
-
-    type: Literal["item_ready"] = "item_ready"
-    setup_s: float = 0.0
-
-
-class StepDone(_Event):
-    """A model has replied, and the calls of the reply are done. `model_s`: of the reply alone."""
-
-    type: Literal["step_done"] = "step_done"
-    step: int
-    model_s: float = 0.0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class CallDone(_Event):
-    """A tool call has its result. `error_code` None: it succeeded. `seconds`: from its request to its result."""
-
-    type: Literal["call_done"] = "call_done"
-    call: str
-    tool: str
-    seconds: float
-    error_code: str | None = None
-    clocks: Clocks = Clocks()
-
-
-class ItemDone(_Event):
-    """The one end of an item. `failure` None: it succeeded. `seconds`: since it was started; `cost` None: no prices are
-    known.
-    """
-
-    type: Literal["item_done"] = "item_done"
-    failure: FailureKind | None = None
-    code: str = ""
-    message: str = ""
-    seconds: float = 0.0
-    steps: int = 0
-    calls: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float | None = None
-
-
-class ItemRetried(_Event):
-    """The item is queued again after a failure. `attempt`: the next one, so at least 2."""
-
-    type: Literal["item_retried"] = "item_retried"
-    attempt: int = Field(ge=2)
-    failure: FailureKind
-    code: str = ""
-
-
-class BatchNotice(_Event):
-    """A message about the whole batch, `item` "": submitted, resumed, cancelling, an endpoint that does not answer.
-    `is_warning`: the summary repeats it.
-    """
-
-    type: Literal["batch_noted"] = "batch_noted"
-    item: str = ""
-    message: str
-    total: int | None = None
-    is_warning: bool = Field(default=False, exclude_if=lambda is_warning: not is_warning)
-
-
-BatchEvent = Annotated[
-    ItemStarted | ItemReady | StepDone | CallDone | ItemDone | ItemRetried | BatchNotice, Field(discriminator="type")
-]
-_ANY: TypeAdapter[BatchEvent] = TypeAdapter(BatchEvent)
-
-
-def build_recalled_end(outcome: Outcome, at: float) -> ItemDone:
+def build_recalled_end(outcome: Outcome, at: float) -> RunEnded:
     """Return the end of an item that ended before these events began, from its row, without times."""
-    body, failure = outcome.body or {}, outcome.failure
+    body = outcome.body or {}
     usage, cost, steps = body.get("usage"), body.get("cost"), body.get("steps")
     counts = usage if isinstance(usage, dict) else {}
-    fields = {
-        "at": at,
-        "item": outcome.custom_id,
-        "run": outcome.run,
-        "attempt": outcome.attempt,
-        "failure": failure.kind if failure is not None else None,
-        "code": failure.code if failure is not None else "",
-        "message": failure.message if failure is not None else "",
-        "steps": steps if isinstance(steps, int) else 0,
-        "prompt_tokens": counts.get("prompt_tokens") or 0,
-        "completion_tokens": counts.get("completion_tokens") or 0,
-        "cost": cost if isinstance(cost, float) else None,
-    }
-    return ItemDone.model_validate(fields)
+    return RunEnded(
+        run=outcome.run,
+        at=at,
+        attempt=outcome.attempt,
+        item=outcome.custom_id,
+        state=final_state(outcome.failure),
+        failure=outcome.failure,
+        steps=steps if isinstance(steps, int) else 0,
+        usage=Usage(_count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))),
+        cost=cost if isinstance(cost, float) else None,
+    )
 
 
-def parse_batch_event(text: str | bytes) -> BatchEvent:
-    """Parse one event. Raises ValidationError."""
-    return _ANY.validate_json(text)
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def parse_batch_event(text: str | bytes) -> RunEvent:
+    """Return one of PROGRESS_EVENTS. Raises ValueError for anything else."""
+    event = parse_event(json.loads(text))
+    if not isinstance(event, PROGRESS_EVENTS):
+        raise ValueError("this is no event of a batch")
+    return event
 
 
 KEPT = 20_000
@@ -408,14 +305,19 @@ class BatchEventWriter:
         self._unwritten: list[tuple[str, str]] = []
         self._dropped = 0
 
-    def tell(self, tenant: str, batch: str, batch_event: BatchEvent) -> None:
-        """Queue an event. Hosted runs have a stream of their own (store/run_events.py)."""
+    def add(self, tenant: str, batch: str, batch_event: RunEvent) -> None:
+        """Queue one of PROGRESS_EVENTS. Hosted runs have a stream of their own (store/run_events.py)."""
         if batch == HOSTED_BATCH:
             return
         if len(self._unwritten) >= MAX_UNWRITTEN:
             self._dropped += 1
             return
-        self._unwritten.append((batch_key(self._deployment, tenant, batch) + ":events", batch_event.model_dump_json()))
+        self._unwritten.append(
+            (
+                batch_key(self._deployment, tenant, batch) + ":events",
+                json.dumps(batch_event.to_json(), separators=(",", ":")),
+            )
+        )
 
     async def run(self) -> None:
         """Write until cancelled; then write the rest."""
@@ -457,13 +359,13 @@ class BatchEventReader:
         self._key = batch_key(deployment, tenant, batch) + ":events"
         self._after = after
 
-    async def read(self, wait_s: float) -> Sequence[BatchEvent]:
+    async def read(self, wait_s: float) -> Sequence[RunEvent]:
         """Return the events since the last read; wait up to `wait_s` for one. Raises BrokerUnavailable."""
         with broker_errors("the events of the batch were not read"):
             reply: Any = await self._client.xread(
                 {self._key: self._after}, count=AT_ONCE, block=max(1, int(wait_s * 1000))
             )
-        batch_events: list[BatchEvent] = []
+        batch_events: list[RunEvent] = []
         for entry in _entries(reply):
             self._after = entry[0].decode()
             batch_events.append(parse_batch_event(entry[1][b"h"]))

@@ -13,6 +13,7 @@ import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import tenant_key
+from contract.run_events import EventsMissed, RunEnded
 from store.batches import HOSTED_BATCH, RUN_TTL_S
 from store.connection import broker_errors
 from store.run_log import run_key
@@ -181,7 +182,7 @@ def _page(run: str, after: str, found: list[StoredEvent], tip: str, values: Mapp
 
 
 def _missed(run: str) -> str:
-    return build_event({"type": "EventsMissed", "run": run})
+    return build_event(EventsMissed(run=run).to_json())
 
 
 def not_found(run: str) -> ToolFailure:
@@ -407,7 +408,7 @@ class RunEventHub:
 
 def _is_end(entry: StoredEvent) -> bool:
     # Only few are parsed: an event may hold the word without being it.
-    return '"RunEnded"' in entry[1] and json.loads(entry[1])["type"] == "RunEnded"
+    return f'"{RunEnded.__name__}"' in entry[1] and json.loads(entry[1])["type"] == RunEnded.__name__
 
 
 def _streams_of(reply: Any) -> list[tuple[str, list[StoredEvent]]]:

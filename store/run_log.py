@@ -12,15 +12,24 @@ import json
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import redis.asyncio
-from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue
 
-from contract.calls import Record, ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from contract.json_limits import has_more_values_in_text
 from contract.names import tenant_key
+from contract.run_events import (
+    ArtifactsCopied,
+    CallFinished,
+    CallReviewed,
+    ModelReplied,
+    RunEvent,
+    SessionOpened,
+    SessionOpening,
+    parse_event,
+)
 from contract.signing import SigningKeys
 from store.batches import RUN_TTL_S
 from store.connection import SharedClock, broker_errors
@@ -49,75 +58,31 @@ def run_parts_key(deployment: str, tenant: str, run: str) -> str:
     return tenant_key(deployment, tenant, f"run.{run}:parts")
 
 
-class _Entry(Record):
-    """`at`: Unix seconds. `wall_s`: how long the run had worked by then, without set-up and without the time when it
+LOGGED = (SessionOpening, SessionOpened, ModelReplied, CallReviewed, CallFinished, ArtifactsCopied)
+"""The events from which another process resumes a run."""
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """One event of a log. `wall_s`: how long the run had worked by then, without set-up and without the time when it
     had no holder.
     """
 
-    at: float
+    event: RunEvent
     wall_s: float = 0.0
 
-
-class SessionOpening(_Entry):
-    """A session of that name is about to be opened."""
-
-    type: Literal["session_opening"] = "session_opening"
-    session: str
+    def to_text(self) -> str:
+        """Return the JSON that is signed."""
+        return json.dumps({"wall_s": self.wall_s, "event": self.event.to_json()}, separators=(",", ":"))
 
 
-class SessionOpened(_Entry):
-    """The session is open and has the item's workspace. `info`: the fields of SessionInfo."""
-
-    type: Literal["session_opened"] = "session_opened"
-    session: str
-    info: dict[str, JsonValue]
-
-
-class Replied(_Entry):
-    """A whole reply of the model, before any of its calls runs. `chunks` in the OpenAI wire shape, neighbours
-    joined.
-    """
-
-    type: Literal["replied"] = "replied"
-    chunks: tuple[dict[str, Any], ...]
-
-
-class Reviewed(_Entry):
-    """The decision of an approver: the call as it may run, or the result that refuses it."""
-
-    type: Literal["reviewed"] = "reviewed"
-    call: str
-    approved: ToolCall | None = None
-    refused: ToolResult | None = None
-
-
-class Resulted(_Entry):
-    """The one result of a call."""
-
-    type: Literal["resulted"] = "resulted"
-    call: str
-    result: ToolResult
-
-
-class Exported(_Entry):
-    """The item's artifacts were copied, and their session is no longer needed. `missing`: sentences about artifacts
-    that were not found.
-    """
-
-    type: Literal["exported"] = "exported"
-    paths: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-
-
-Entry = Annotated[
-    SessionOpening | SessionOpened | Replied | Reviewed | Resulted | Exported, Field(discriminator="type")
-]
-_ANY: TypeAdapter[Entry] = TypeAdapter(Entry)
-
-
-def parse_entry(text: str | bytes) -> Entry:
-    """Raises ValidationError for what another release wrote."""
-    return _ANY.validate_json(text)
+def parse_entry(text: str | bytes) -> LogEntry:
+    """Raises ValueError for an entry that another release wrote."""
+    data = json.loads(text)
+    event = parse_event(data["event"]) if isinstance(data, dict) and isinstance(data.get("event"), dict) else None
+    if not isinstance(event, LOGGED):
+        raise ValueError("the entry is no event that a log has")
+    return LogEntry(event, float(data.get("wall_s", 0.0)))
 
 
 INLINE_BYTES = 64 * 1024
@@ -166,12 +131,13 @@ class RunLog:
         deployment: str,
         keys: SigningKeys,
         attempt: RunAttempt,
-        entries: list[Entry],
+        entries: list[LogEntry],
         clock: SharedClock,
     ) -> None:
         self.clock = clock
         self._append = client.register_script(_APPEND)
         self._deployment, self._keys, self._attempt = deployment, keys, attempt
+        self.run = attempt.run
         self.entries = entries
         self.has_grown = False
         """Whether the run has progressed under this holder."""
@@ -198,13 +164,13 @@ class RunLog:
             raise RecordRefused(
                 f"the log of run {run} cannot be verified, so the run is not continued: retry the item. {error}"
             ) from error
-        except ValidationError as error:
+        except ValueError as error:
             raise ConfigError(
                 f"the log of run {run} is of another release: finish its batch with that one, or retry the item"
             ) from error
         return cls(client, deployment, keys, attempt, entries, clock)
 
-    async def append(self, entry: Entry) -> None:
+    async def append(self, entry: LogEntry) -> None:
         """Append an entry. Waits while Redis does not answer. Raises RunTaken when another process has the run."""
         async with self._one_at_a_time:
             self.entries.append(entry)
@@ -226,13 +192,13 @@ class RunLog:
     async def _add(self, index: int) -> str:
         attempt = self._attempt
         purpose = entry_purpose(attempt.tenant, attempt.run, attempt.number, index)
-        text = self._keys.seal(purpose, self.entries[index].model_dump_json())
+        text = self._keys.seal(purpose, self.entries[index].to_text())
         item, part = text, ""
         if len(text.encode()) > INLINE_BYTES:
             item, part = json.dumps({"part": index}), text
         names = (self._deployment, attempt.tenant, attempt.run)
         # Whoever comes next opens a session anew: a run that kills each of its holders there would come no further.
-        is_further = not isinstance(self.entries[index], SessionOpening)
+        is_further = not isinstance(self.entries[index].event, SessionOpening)
         reply = await self._append(
             keys=[run_key(*names), run_log_key(*names), run_parts_key(*names)],
             args=[attempt.claim, index, item, part, RUN_TTL_S, "1" if is_further else "0"],
@@ -319,14 +285,12 @@ def _session_of(keys: SigningKeys, tenant: str, run: str, attempt: int, index: i
     session.
     """
     try:
-        entry: Any = json.loads(keys.unseal(entry_purpose(tenant, run, attempt, index), item))
-    except EnvelopeRefused as error:
+        entry = parse_entry(keys.unseal(entry_purpose(tenant, run, attempt, index), item))
+    except (EnvelopeRefused, ValueError) as error:
         if not item.startswith(b'{"part"'):
             log.error("run_log_entry_refused", tenant=tenant, run=run, error=str(error))
         return None
-    is_of_session = isinstance(entry, dict) and str(entry.get("type")) in ("session_opening", "session_opened")
-    session = entry.get("session") if is_of_session else None
-    return session if isinstance(session, str) else None
+    return entry.event.session if isinstance(entry.event, SessionOpening | SessionOpened) else None
 
 
 # --- Transcripts ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,9 @@ from redis.exceptions import ConnectionError as LostConnection
 
 from contract.calls import Clocks, Record
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.functions.completions import Usage
 from contract.names import audit_key, deployment_key, runs_prefix, tenant_key
+from contract.run_events import Failure, FailureKind, RunEnded
 from contract.signing import UNSEAL_LUA, SigningKeys
 from store.audit import AUDIT_LUA
 from store.batches import (
@@ -35,13 +37,12 @@ from store.batches import (
     BatchItem,
     BatchRecord,
     BatchState,
-    Failure,
-    FailureKind,
     Outcome,
     RowPlace,
     batch_key,
     batches_key,
     decode_fields,
+    final_state,
     open_item,
     open_outcome,
     parse_batch,
@@ -55,7 +56,7 @@ from store.connection import broker_errors
 from store.run_events import not_found
 from store.run_log import (
     MAX_TRANSCRIPT_BYTES,
-    Entry,
+    LogEntry,
     RunAttempt,
     RunLog,
     close_left_sessions,
@@ -143,13 +144,6 @@ class HostedState(StrEnum):
         return self in (HostedState.SUCCEEDED, HostedState.FAILED, HostedState.CANCELLED)
 
 
-class RunUsage(Record):
-    """Tokens, as the model's server counted them."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class RunEnd(Record):
     """How a run ended. `failure` None: it succeeded. `answer`: the model's last text, also of a run that a limit
     stopped; `is_cut`: only its beginning, as in lists and events. `cost` None: no prices are known. `clocks`: those of
@@ -159,7 +153,7 @@ class RunEnd(Record):
     is_cut: bool = False
     stop_reason: str | None = None
     steps: int = 0
-    usage: RunUsage = RunUsage()
+    usage: Usage = Usage()
     cost: float | None = None
     clocks: Clocks = Clocks()
     failure: Failure | None = None
@@ -635,7 +629,7 @@ class RunQueue:
         packed: Any = await _ask(self._client.getrange(key, 0, MAX_TRANSCRIPT_BYTES))
         return unpack_transcript(run, packed) if packed else None
 
-    async def read_log(self, tenant: str, run: str, batch: str = HOSTED_BATCH) -> tuple[RunRecord, list[Entry]]:
+    async def read_log(self, tenant: str, run: str, batch: str = HOSTED_BATCH) -> tuple[RunRecord, list[LogEntry]]:
         """Return the record and the log of a run of that batch; HOSTED_BATCH: of a hosted run. The log of a batch's run
         is removed an hour after its end. Raises ToolFailure(FILE_NOT_FOUND), ConfigError.
         """
@@ -755,13 +749,23 @@ def build_end(outcome: Outcome) -> RunEnd:
     return RunEnd.model_validate({**values, "failure": outcome.failure}, strict=False)
 
 
-def end_event(run: str, at: float, end: RunEnd) -> str:
+def end_event(run: str, at: float, attempt: int, end: RunEnd) -> str:
     """Return the last event of a run as JSON, which its hash keeps, too. A long answer is cut."""
-    if len(end.answer) > SHOWN_ANSWER:
-        end = end.model_copy(update={"answer": end.answer[:SHOWN_ANSWER], "is_cut": True})
-    state = final_state(end.failure.kind.value if end.failure is not None else "")
-    event = {"type": "RunEnded", "run": run, "at": at, "state": state.value, **end.model_dump(mode="json")}
-    return json.dumps(event, separators=(",", ":"))
+    event = RunEnded(
+        run=run,
+        at=at,
+        attempt=attempt,
+        state=final_state(end.failure),
+        failure=end.failure,
+        answer=end.answer[:SHOWN_ANSWER],
+        is_cut=end.is_cut or len(end.answer) > SHOWN_ANSWER,
+        stop_reason=end.stop_reason,
+        steps=end.steps,
+        usage=end.usage,
+        cost=end.cost,
+        clocks=end.clocks,
+    )
+    return json.dumps(event.to_json(), separators=(",", ":"))
 
 
 def pack_end(outcome: Outcome) -> tuple[Outcome, str, bytes]:
@@ -772,20 +776,13 @@ def pack_end(outcome: Outcome) -> tuple[Outcome, str, bytes]:
     transcript = body.pop("transcript", None)
     stored = outcome.model_copy(update={"body": body}) if outcome.body is not None else outcome
     packed = pack_transcript(transcript) if transcript is not None else b""
-    return stored, end_event(outcome.run, time.time(), build_end(stored)), packed
+    return stored, end_event(outcome.run, time.time(), outcome.attempt, build_end(stored)), packed
 
 
 def parse_end(text: str) -> RunEnd:
     """Return the end that such an event describes. Raises ValidationError."""
     event: dict[str, Any] = json.loads(text)
     return RunEnd.model_validate({name: event[name] for name in RunEnd.model_fields if name in event}, strict=False)
-
-
-def final_state(failure: str) -> HostedState:
-    """Return the state of a run that has ended with that kind of failure; "": none."""
-    if not failure:
-        return HostedState.SUCCEEDED
-    return HostedState.CANCELLED if failure == FailureKind.CANCELLED.value else HostedState.FAILED
 
 
 def _state(fields: Mapping[str, str]) -> HostedState:
@@ -795,4 +792,7 @@ def _state(fields: Mapping[str, str]) -> HostedState:
         case RunState.RUNNING.value:
             return HostedState.WAITING_FOR_APPROVAL if int(fields.get("asking") or 0) else HostedState.RUNNING
         case _:
-            return final_state(fields.get("failure", ""))
+            failure = fields.get("failure", "")
+            if not failure:
+                return HostedState.SUCCEEDED
+            return HostedState.CANCELLED if failure == FailureKind.CANCELLED.value else HostedState.FAILED

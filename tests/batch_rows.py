@@ -5,8 +5,9 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from contract.run_events import Failure, FailureKind
 from orchestrator.batches.rows import build_row, build_row_line, parse_row
-from store.batches import Failure, FailureKind, Outcome
+from store.batches import Outcome
 
 
 def any_row(custom_id: str, run: str) -> bool:

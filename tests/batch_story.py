@@ -1,22 +1,100 @@
-"""Batches made up for tests of progress, displays and reports: every batch_event that a real one would have told."""
+"""Made-up batches for tests of progress, displays and reports: all events that a real batch would have."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from contract.calls import Clocks
-from store.batches import (
-    BatchEvent,
+from contract.calls import Clocks, ToolResult
+from contract.errors import ErrorCode
+from contract.functions.completions import Usage
+from contract.run_events import (
     BatchNotice,
-    CallDone,
+    CallFinished,
+    Failure,
     FailureKind,
-    ItemDone,
-    ItemReady,
-    ItemRetried,
-    ItemStarted,
-    StepDone,
+    RunClaimed,
+    RunEnded,
+    RunEvent,
+    RunReady,
+    RunRetried,
+    StepFinished,
 )
+from store.batches import final_state
 
 BEGAN = 1_700_000_000.0
+
+
+def claimed(at: float, item: str, *, run: str = "run", attempt: int = 1, **fields: Any) -> RunClaimed:
+    return RunClaimed(run=run, at=at, attempt=attempt, item=item, **fields)
+
+
+def step_finished(
+    at: float,
+    item: str,
+    step: int,
+    *,
+    run: str = "run",
+    attempt: int = 1,
+    model_s: float = 0.0,
+    tokens: tuple[int, int] = (0, 0),
+) -> StepFinished:
+    """Return the end of a step. `tokens`: of the prompt and of the completion."""
+    return StepFinished(run=run, at=at, attempt=attempt, item=item, step=step, model_s=model_s, usage=Usage(*tokens))
+
+
+def call_finished(
+    at: float,
+    item: str,
+    call: str,
+    tool: str = "t",
+    *,
+    run: str = "run",
+    attempt: int = 1,
+    seconds: float = 0.1,
+    error_code: str | None = None,
+    clocks: Clocks | None = None,
+) -> CallFinished:
+    # The names of hostile tools are longer than a result may have.
+    result = ToolResult.model_construct(
+        call_id=call,
+        name=tool,
+        success=error_code is None,
+        error_code=ErrorCode(error_code) if error_code is not None else None,
+        clocks=clocks or Clocks(),
+    )
+    return CallFinished(run=run, at=at, attempt=attempt, item=item, result=result, seconds=seconds)
+
+
+def retried(
+    at: float, item: str, attempt: int, failure: FailureKind, *, run: str = "run", code: str = ""
+) -> RunRetried:
+    return RunRetried(run=run, at=at, attempt=attempt, item=item, failure=Failure(kind=failure, code=code, message=""))
+
+
+def ended(
+    at: float,
+    item: str,
+    *,
+    run: str = "run",
+    attempt: int = 1,
+    failure: FailureKind | None = None,
+    code: str = "",
+    message: str = "",
+    tokens: tuple[int, int] = (0, 0),
+    **fields: Any,
+) -> RunEnded:
+    """Return the end of an item. `tokens`: of all prompts and of all completions."""
+    cause = Failure(kind=failure, code=code, message=message) if failure is not None else None
+    return RunEnded(
+        run=run,
+        at=at,
+        attempt=attempt,
+        item=item,
+        state=final_state(cause),
+        failure=cause,
+        usage=Usage(*tokens),
+        **fields,
+    )
 
 
 @dataclass(frozen=True)
@@ -39,52 +117,42 @@ class Attempt:
     tool: str = "bash_tool"
 
 
-def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[BatchEvent]:
-    """What is told of one item; `at`: when its first attempt was queued."""
+def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[RunEvent]:
+    """Yield the events of one item. `at`: when its first attempt was queued."""
+    run = f"run-{item}"
     for number, attempt in enumerate(attempts, 1):
-        run, at = f"run-{item}", at + attempt.waited_s
-        yield ItemStarted(at=at, item=item, run=run, attempt=number, waited_s=attempt.waited_s)
+        at += attempt.waited_s
+        yield claimed(at, item, run=run, attempt=number, waited_s=attempt.waited_s)
         began = at
-        yield ItemReady(at=at + 0.1, item=item, run=run, attempt=number, setup_s=0.1)
+        yield RunReady(run=run, at=at + 0.1, attempt=number, item=item, setup_s=0.1)
         if attempt.is_resumed:
-            yield ItemStarted(at=at + 0.2, item=item, run=run, attempt=number, is_resumed=True)
+            yield claimed(at + 0.2, item, run=run, attempt=number, is_resumed=True)
         calls = 0
         for step in range(1, attempt.steps + 1):
             at += attempt.step_s
             for call in range(attempt.calls_a_step):
                 calls += 1
-                code = "TIMEOUT" if calls % 7 == 0 else None
-                clocks = Clocks(queued_s=0.01 * step, run_s=0.1)
-                yield CallDone(
-                    at=at,
-                    item=item,
+                yield call_finished(
+                    at,
+                    item,
+                    f"{item}-{number}-{step}-{call}",
+                    attempt.tool,
                     run=run,
                     attempt=number,
-                    call=f"{item}-{number}-{step}-{call}",
-                    tool=attempt.tool,
                     seconds=0.2 * step,
-                    error_code=code,
-                    clocks=clocks,
+                    error_code="TIMEOUT" if calls % 7 == 0 else None,
+                    clocks=Clocks(queued_s=0.01 * step, run_s=0.1),
                 )
-            yield StepDone(
-                at=at,
-                item=item,
-                run=run,
-                attempt=number,
-                step=step,
-                model_s=0.7,
-                prompt_tokens=100,
-                completion_tokens=10,
-            )
+            yield step_finished(at, item, step, run=run, attempt=number, model_s=0.7, tokens=(100, 10))
         if attempt.is_cut:
             return
         if attempt.is_retried:
             failure = attempt.failure or FailureKind.INFRASTRUCTURE
-            yield ItemRetried(at=at, item=item, run=run, attempt=number + 1, failure=failure, code=attempt.code)
+            yield retried(at, item, number + 1, failure, run=run, code=attempt.code)
             continue
-        yield ItemDone(
-            at=at,
-            item=item,
+        yield ended(
+            at,
+            item,
             run=run,
             attempt=number,
             failure=attempt.failure,
@@ -93,18 +161,17 @@ def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[Batc
             seconds=at - began,
             steps=attempt.steps,
             calls=calls,
-            prompt_tokens=100 * attempt.steps,
-            completion_tokens=10 * attempt.steps,
+            tokens=(100 * attempt.steps, 10 * attempt.steps),
             cost=attempt.cost,
         )
 
 
-def tell_batch(*items: tuple[Attempt, ...], every_s: float = 0.1, total: int | None = None) -> list[BatchEvent]:
+def tell_batch(*items: tuple[Attempt, ...], every_s: float = 0.1, total: int | None = None) -> list[RunEvent]:
     """A whole batch, by time; item `i-0` first."""
-    told: list[BatchEvent] = [BatchNotice(at=BEGAN, message="submitted", total=len(items) if total is None else total)]
+    told: list[RunEvent] = [BatchNotice(at=BEGAN, message="submitted", total=len(items) if total is None else total)]
     for number, attempts in enumerate(items):
         told += tell_item(f"i-{number}", *attempts, at=BEGAN + number * every_s)
-    return sorted(told, key=lambda batch_event: batch_event.at)
+    return sorted(told, key=lambda event: event.at)
 
 
 def failed(

@@ -12,6 +12,7 @@ import redis.asyncio
 from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.run_events import RunEvent
 from contract.specs import ToolSpec
 from orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
 from orchestrator.approvals.approvers import Approver
@@ -26,7 +27,7 @@ from orchestrator.runs.journal import Journal
 from orchestrator.runs.models import Models
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, BatchEvent, BatchItem, CallBody, Outcome, RunBody
+from store.batches import BatchDefaults, BatchItem, CallBody, Outcome, RunBody
 from store.calls import CallStore
 from store.run_log import RunLog
 from store.runs import RunClaim
@@ -63,7 +64,7 @@ def failed(code: Any, message: str = "no") -> Answer:
 
 
 class ItemGround(RunGround):
-    """One process with its pool. `answers`: by verb or tool, instead of a success. `batch_events`: what was told.
+    """One process with its pool. `answers`: by verb or tool, instead of a success. `events`: all events of its runs.
     `places`: shared by processes of one pool.
     """
 
@@ -81,7 +82,7 @@ class ItemGround(RunGround):
         super().__init__(client)
         self.model = turns if not isinstance(turns, Sequence) else ScriptedModel(turns)
         self.answers: dict[str, Answer] = dict(answers or {})
-        self.batch_events: list[BatchEvent] = []
+        self.events: list[RunEvent] = []
         self.places = places or MemorySessionStore()
         self.transport = AnsweringTransport(self._answer)
         self.blobs = MemoryAsyncBlobs()
@@ -144,9 +145,7 @@ class ItemGround(RunGround):
 
     async def worked(self, claim: RunClaim, defaults: BatchDefaults | None = None) -> Outcome:
         """How the item ends."""
-        return await self.work.work(
-            claim, await self.journal(claim), defaults or BatchDefaults(), self.batch_events.append
-        )
+        return await self.work.work(claim, await self.journal(claim), defaults or BatchDefaults(), self.events.append)
 
     async def _answer(self, call: ToolCall, context: ToolContext) -> ToolResult:
         name = call.name.removeprefix("session.")

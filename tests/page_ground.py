@@ -13,36 +13,28 @@ from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, 
 from contract.approvals import digest_call
 from contract.calls import Clocks, KillReport, ToolCall, ToolResult
 from contract.names import call_key, catalog_key, host_key, hosts_key, tenant_calls_key
-from contract.specs import Catalog, seal_catalog
-from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.approvals.asking import build_record
-from orchestrator.dialects.model import Usage
-from orchestrator.loop.events import (
+from contract.run_events import (
     CallFinished,
     CallSent,
     CallStarted,
+    FailureKind,
     OutputArrived,
     RunStarted,
     StepFinished,
     StepStarted,
     TextArrived,
 )
+from contract.specs import Catalog, seal_catalog
+from orchestrator.approvals.approvers import ApprovalRequest
+from orchestrator.approvals.asking import build_record
+from orchestrator.dialects.model import Usage
 from orchestrator.runs.event_publisher import RunEventBuffer, RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys, NewKey
 from store.approvals import ApprovalQuestion, ApprovalQueue
 from store.audit import Actor
-from store.batches import (
-    BatchDefaults,
-    BatchEventWriter,
-    BatchItem,
-    BatchRecord,
-    BatchState,
-    FailureKind,
-    Outcome,
-    RunBody,
-)
+from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecord, BatchState, Outcome, RunBody
 from store.runs import RunQueue
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
@@ -187,8 +179,8 @@ class World:
         await self.runs.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
         writer = BatchEventWriter(self.redis, DEPLOYMENT)
         for item, attempt in stories:
-            for batch_event in tell_item(item, attempt, at=time.time() - 60):
-                writer.tell(tenant, batch, batch_event)
+            for event in tell_item(item, attempt, at=time.time() - 60):
+                writer.add(tenant, batch, event)
         await writer.flush()
 
     async def ask(self, command: str, *, tenant: str = "acme", number: int = 1, **fields: Any) -> ApprovalQuestion:

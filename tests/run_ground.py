@@ -5,7 +5,8 @@ from typing import Any
 
 import redis.asyncio
 
-from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, Failure, FailureKind, Outcome, RunBody
+from contract.run_events import Failure, FailureKind
+from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, Outcome, RunBody
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 

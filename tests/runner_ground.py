@@ -10,22 +10,13 @@ import redis.asyncio
 from structlog.testing import capture_logs
 
 from contract.errors import BrokerUnavailable
+from contract.run_events import Failure, FailureKind, RunEnded, RunEvent
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.brake import Brake
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.places import Places
 from orchestrator.runs.runner import Runner
-from store.batches import (
-    BatchDefaults,
-    BatchEvent,
-    BatchEventWriter,
-    BatchState,
-    Failure,
-    FailureKind,
-    ItemDone,
-    Outcome,
-    parse_batch_event,
-)
+from store.batches import BatchDefaults, BatchEventWriter, BatchState, Outcome, parse_batch_event
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -33,7 +24,7 @@ from tests.run_ground import RunGround
 
 SOON_S = 20.0
 BATCH = ("acme", "b")
-Work = Callable[[RunClaim, Journal, Callable[[BatchEvent], None]], Awaitable[Outcome]]
+Work = Callable[[RunClaim, Journal, Callable[[RunEvent], None]], Awaitable[Outcome]]
 
 
 def outcome_of(claim: RunClaim, kind: FailureKind | None = None, body: dict[str, Any] | None = None) -> Outcome:
@@ -63,7 +54,7 @@ class Worker:
         self._work = work
 
     async def work(
-        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]
+        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Callable[[RunEvent], None]
     ) -> Outcome:
         self.begun.append((claim.run, claim.record.attempt))
         self.has_begun.set()
@@ -105,12 +96,12 @@ class House(RunGround):
         while (await self.queue.batch(*BATCH)).state is not state:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    async def batch_events(self) -> list[BatchEvent]:
+    async def batch_events(self) -> list[RunEvent]:
         told = await self.client.xrange("toolcrew:d:t:acme:batch.b:events")
         return [parse_batch_event(fields[b"h"]) for _, fields in told]
 
-    async def ends(self) -> list[ItemDone]:
-        return [told for told in await self.batch_events() if isinstance(told, ItemDone)]
+    async def ends(self) -> list[RunEnded]:
+        return [told for told in await self.batch_events() if isinstance(told, RunEnded)]
 
 
 class WatchedQueue(RunQueue):

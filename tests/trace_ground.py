@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from contract.calls import Clocks, SandboxInfo, ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.masking import Masker
+from contract.run_events import CallSent, OnEvent
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.events import CallSent, OnEvent
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.traces.recorder import TraceRecorder, open_trace

@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.run_events import FailureKind
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
@@ -21,7 +22,7 @@ from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.batch_status import build_status
 from store.audit import entry_text
-from store.batches import BatchDefaults, BatchRecord, FailureKind, RunLimits
+from store.batches import BatchDefaults, BatchRecord, RunLimits
 from store.idempotency import KEPT_S
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from contract.clock import format_instant
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.json_limits import is_deeper
+from contract.run_events import Failure
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
@@ -19,7 +20,7 @@ from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.batches.strict_json import MAX_DEPTH
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.hosted import HostedRuns
-from store.batches import Failure, Ground, RunBody, RunLimits
+from store.batches import Ground, RunBody, RunLimits
 from store.run_events import parse_id
 from store.runs import HostedRun, HostedState
 

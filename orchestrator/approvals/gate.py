@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from contract.approvals import Decision, canonical_json, digest_call
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
+from contract.run_events import ApprovalAsked, ApprovalDecided, OnEvent
 from contract.schema import Checks, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals.approvers import ApprovalRequest, Approver
 from orchestrator.approvals.policies import ApprovalPolicy, Verdict
 from orchestrator.large_arguments import check_off_loop
-from orchestrator.loop.events import ApprovalAsked, ApprovalDecided, OnEvent
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
-from contract.calls import Record
+from contract.run_events import BatchNotice, RunEnded, RunEvent, RunRetried
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.figures import (
     MAX_NOTE_CHARS,
@@ -20,7 +20,6 @@ from orchestrator.batches.figures import (
 )
 from orchestrator.batches.progress import Progress, Snapshot
 from orchestrator.batches.summary import Summary, build_summary, build_summary_lines
-from store.batches import BatchEvent, BatchNotice, ItemDone, ItemRetried
 
 STATUS_EVERY_S = 5.0
 
@@ -64,13 +63,13 @@ class Display:
         if not isinstance(error, BrokenPipeError):
             self._show_summary(self._watched.summary())
 
-    def show(self, batch_event: BatchEvent) -> None:
+    def show(self, event: RunEvent) -> None:
         """Count an event and show it."""
-        is_new = self._watched.progress.add(batch_event)
-        if batch_event.at < self._opened_at:
+        is_new = self._watched.progress.add(event)
+        if event.at < self._opened_at:
             # A resumed batch may have paused for days: earlier ends say nothing about the rate.
             self._ended_before = self._watched.progress.ended
-        self._show_event(batch_event, is_new)
+        self._show_event(event, is_new)
         self.tick()
 
     def tick(self) -> None:
@@ -80,7 +79,7 @@ class Display:
             self._next_at = now + self._every_s
             self._show_status(self._watched.progress.snapshot(self._watched.wall()))
 
-    def _show_event(self, batch_event: BatchEvent, is_new: bool) -> None: ...
+    def _show_event(self, event: RunEvent, is_new: bool) -> None: ...
 
     def _show_status(self, s: Snapshot) -> None: ...
 
@@ -110,15 +109,15 @@ class JsonLines(Display):
         super().__init__(watched, STATUS_EVERY_S)
         self._out = out
 
-    def _show_event(self, batch_event: BatchEvent, is_new: bool) -> None:
-        self._write(batch_event)
+    def _show_event(self, event: RunEvent, is_new: bool) -> None:
+        self._write(event.to_json())
 
     def _show_summary(self, summary: Summary) -> None:
-        self._write(summary)
+        self._write(summary.model_dump(mode="json"))
 
-    def _write(self, record: Record) -> None:
+    def _write(self, data: dict[str, Any]) -> None:
         # ASCII: every encoding of stdout has it, and no terminal obeys it.
-        self._out.write(json.dumps(record.model_dump(mode="json"), separators=(",", ":")) + "\n")
+        self._out.write(json.dumps(data, separators=(",", ":")) + "\n")
         self._out.flush()
 
 
@@ -132,10 +131,10 @@ class LogLines(Display):
         self._out, self._has_past = out, has_past
         self._last_counts = ""
 
-    def _show_event(self, batch_event: BatchEvent, is_new: bool) -> None:
-        is_shown = is_new and (self._has_past or batch_event.at >= self._opened_at)
-        if is_shown and (line := _describe(batch_event)):
-            self._write(batch_event.at, line)
+    def _show_event(self, event: RunEvent, is_new: bool) -> None:
+        is_shown = is_new and (self._has_past or event.at >= self._opened_at)
+        if is_shown and (line := _describe(event)):
+            self._write(event.at, line)
 
     def _show_status(self, s: Snapshot) -> None:
         counts = f"{self._counts(s)}; {s.steps:,} steps"
@@ -152,13 +151,14 @@ class LogLines(Display):
         self._out.flush()
 
 
-def _describe(batch_event: BatchEvent) -> str:
+def _describe(event: RunEvent) -> str:
     """Return the line of a failure, retry or notice, "" for another event."""
-    if isinstance(batch_event, BatchNotice):
-        return one_line(batch_event.message, MAX_NOTE_CHARS)
-    if not isinstance(batch_event, ItemDone | ItemRetried) or batch_event.failure is None:
+    if isinstance(event, BatchNotice):
+        return one_line(event.message, MAX_NOTE_CHARS)
+    if not isinstance(event, RunEnded | RunRetried) or event.failure is None:
         return ""
-    cause = f"{one_line(batch_event.item, 80)} failed ({batch_event.failure} {one_line(batch_event.code, 64)})"
-    if isinstance(batch_event, ItemRetried):
+    failure = event.failure
+    cause = f"{one_line(event.item, 80)} failed ({failure.kind} {one_line(failure.code, 64)})"
+    if isinstance(event, RunRetried):
         return f"{cause} and is queued again"
-    return f"{cause}: {one_line(batch_event.message) or 'no message'}"
+    return f"{cause}: {one_line(failure.message) or 'no message'}"

@@ -1,14 +1,14 @@
 """The file of the events of a batch, next to its rows: one event a line. The report reads it."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from pydantic import ValidationError
-
 from contract.errors import ConfigError
-from store.batches import BatchEvent, parse_batch_event
+from contract.run_events import RunEvent
+from store.batches import parse_batch_event
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -41,11 +41,11 @@ class BatchEventFile:
             except OSError as failure:
                 log.warning("batch_events_not_kept", path=str(self.path), lost=self.lost, error=str(failure))
 
-    def add(self, batch_event: BatchEvent) -> None:
+    def add(self, event: RunEvent) -> None:
         """Append an event."""
         assert self._file is not None
         try:
-            self._file.write(batch_event.model_dump_json() + "\n")
+            self._file.write(json.dumps(event.to_json(), separators=(",", ":")) + "\n")
             self._file.flush()
         except OSError as error:
             self.lost += 1
@@ -53,7 +53,7 @@ class BatchEventFile:
                 log.warning("batch_events_not_kept", path=str(self.path), error=str(error))
 
 
-def read_batch_events(path: Path) -> Iterator[BatchEvent]:
+def read_batch_events(path: Path) -> Iterator[RunEvent]:
     """Read the events of a file. Lines that a crash has left incomplete are skipped. Raises ConfigError for a file that
     cannot be read.
     """
@@ -62,8 +62,8 @@ def read_batch_events(path: Path) -> Iterator[BatchEvent]:
             for line in lines:
                 try:
                     yield parse_batch_event(line)
-                except ValidationError:
-                    log.debug("happening_passed_over", path=str(path))
+                except ValueError:
+                    log.debug("batch_event_skipped", path=str(path))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror or error}): give the file that `toolcrew batches submit "

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from contract.calls import Record
-from store.batches import BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemRetried, ItemStarted, StepDone
+from contract.run_events import (
+    BatchNotice,
+    CallFinished,
+    Failure,
+    FailureKind,
+    RunClaimed,
+    RunEnded,
+    RunEvent,
+    RunRetried,
+    StepFinished,
+)
 
 MAX_NOTES = 20
 MAX_WARNINGS = 5
@@ -118,7 +128,7 @@ class Progress:
         self._stages = Counter[Stage]()
         """Of running and ended items; all others are queued."""
         self._failures = Counter[tuple[FailureKind, str]]()
-        self._examples: dict[tuple[FailureKind, str], ItemDone] = {}
+        self._examples: dict[tuple[FailureKind, str], RunEnded] = {}
         self._spent: tuple[int, ...] = _NOTHING
         # A sum of floats depends on their order, a sum of integers does not.
         self._nano_cost = self._costs = self._costs_unknown = 0
@@ -128,26 +138,28 @@ class Progress:
         self.last_at = 0.0
         """The time of the last event."""
 
-    def add(self, batch_event: BatchEvent) -> bool:
+    def add(self, event: RunEvent) -> bool:
         """Count an event. Returns False if it has been counted before."""
-        self.last_at = batch_event.at if self._first_at is None else max(batch_event.at, self.last_at)
-        self._first_at = batch_event.at if self._first_at is None else min(batch_event.at, self._first_at)
-        if isinstance(batch_event, BatchNotice):
-            return self._add_notice(batch_event)
-        key = batch_event.item, batch_event.attempt
-        self._move(batch_event)
-        if isinstance(batch_event, ItemStarted) and batch_event.is_resumed:
+        self.last_at = event.at if self._first_at is None else max(event.at, self.last_at)
+        self._first_at = event.at if self._first_at is None else min(event.at, self._first_at)
+        if isinstance(event, BatchNotice):
+            return self._add_notice(event)
+        key = event.item, event.attempt
+        self._move(event)
+        if isinstance(event, RunClaimed) and event.is_resumed:
             is_new = key not in self._resumed
             self._resumed.add(key)
             return is_new
         attempt = self._attempts.setdefault(key, _Attempt())
-        mark: Hashable = type(batch_event)
-        if isinstance(batch_event, StepDone | CallDone):
-            mark = batch_event.step if isinstance(batch_event, StepDone) else batch_event.call
+        mark: Hashable = type(event).__name__
+        if isinstance(event, StepFinished):
+            mark = event.step
+        elif isinstance(event, CallFinished):
+            mark = (event.result.call_id,)
         if attempt is None or mark in attempt.marks:
             return False
         attempt.marks.add(mark)
-        self._spend(attempt, batch_event)
+        self._spend(attempt, event)
         if attempt.reported and attempt.counted[:2] == attempt.reported[:2]:
             self._attempts[key] = None
         return True
@@ -203,7 +215,7 @@ class Progress:
         example = self._examples.get((kind, code))
         if example is None:
             return FailureGroup(kind=kind, code=code, count=count)
-        message = example.message[:MAX_MESSAGE_CHARS]
+        message = example.failure.message[:MAX_MESSAGE_CHARS] if example.failure is not None else ""
         return FailureGroup(kind=kind, code=code, count=count, item=example.item, run=example.run, message=message)
 
     def _add_notice(self, notice: BatchNotice) -> bool:
@@ -216,29 +228,29 @@ class Progress:
             self._notes = sorted({*self._notes, (notice.at, message)})[-MAX_NOTES:]
         return before != (self._notes, self._warnings)
 
-    def _spend(self, attempt: _Attempt, batch_event: BatchEvent) -> None:
+    def _spend(self, attempt: _Attempt, event: RunEvent) -> None:
         before = attempt.spent()
-        match batch_event:
-            case StepDone(prompt_tokens=prompt, completion_tokens=completion):
-                attempt.counted = _add(attempt.counted, (1, 0, prompt, completion))
-            case CallDone():
+        match event:
+            case StepFinished(usage=usage):
+                attempt.counted = _add(attempt.counted, (1, 0, usage.prompt_tokens, usage.completion_tokens))
+            case CallFinished():
                 attempt.counted = _add(attempt.counted, (0, 1, 0, 0))
-            case ItemDone(prompt_tokens=prompt, completion_tokens=completion):
-                attempt.reported = batch_event.steps, batch_event.calls, prompt, completion
-                self._costs += batch_event.cost is not None
-                self._costs_unknown += batch_event.cost is None
-                self._nano_cost += round((batch_event.cost or 0) * _NANO)
+            case RunEnded(usage=usage):
+                attempt.reported = event.steps, event.calls, usage.prompt_tokens, usage.completion_tokens
+                self._costs += event.cost is not None
+                self._costs_unknown += event.cost is None
+                self._nano_cost += round((event.cost or 0) * _NANO)
         self._spent = _add(self._spent, (after - old for after, old in zip(attempt.spent(), before, strict=True)))
 
-    def _move(self, batch_event: BatchEvent) -> None:
+    def _move(self, event: RunEvent) -> None:
         """Move an item to the stage of its event. It only moves up: an event of an earlier attempt or stage comes
         late.
         """
-        name, stage = batch_event.item, Stage.RUNNING
-        if isinstance(batch_event, ItemDone | ItemRetried):
-            stage = Stage.ENDED if isinstance(batch_event, ItemDone) else Stage.QUEUED
+        name, stage = event.item, Stage.RUNNING
+        if isinstance(event, RunEnded | RunRetried):
+            stage = Stage.ENDED if isinstance(event, RunEnded) else Stage.QUEUED
         item = self._items.setdefault(name, _Item())
-        if (batch_event.attempt, stage) <= (item.attempt, item.stage):
+        if (event.attempt, stage) <= (item.attempt, item.stage):
             return
         self._stages[item.stage] -= 1
         self._stages[stage] += 1
@@ -246,15 +258,15 @@ class Progress:
             self._failures[item.failure] -= 1
             if (example := self._examples.get(item.failure)) is not None and example.item == name:
                 del self._examples[item.failure]
-        self._retried += batch_event.attempt - item.attempt
-        item.attempt, item.stage, item.failure = batch_event.attempt, stage, None
-        if isinstance(batch_event, ItemDone) and batch_event.failure is not None:
-            item.failure = self._add_failure(batch_event, batch_event.failure)
+        self._retried += event.attempt - item.attempt
+        item.attempt, item.stage, item.failure = event.attempt, stage, None
+        if isinstance(event, RunEnded) and event.failure is not None:
+            item.failure = self._add_failure(event, event.failure)
 
-    def _add_failure(self, end: ItemDone, kind: FailureKind) -> tuple[FailureKind, str]:
+    def _add_failure(self, end: RunEnded, failure: Failure) -> tuple[FailureKind, str]:
         # Tools and models choose the codes: beyond MAX_GROUPS they share a group of their kind.
-        is_known = (kind, end.code) in self._failures or len(self._failures) < MAX_GROUPS
-        key = kind, end.code if is_known else OTHER_CODES
+        is_known = (failure.kind, failure.code) in self._failures or len(self._failures) < MAX_GROUPS
+        key = failure.kind, failure.code if is_known else OTHER_CODES
         self._failures[key] += 1
         self._examples.setdefault(key, end)
         return key

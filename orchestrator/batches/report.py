@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from contract.calls import MAX_NAME_CHARS
+from contract.run_events import CallFinished, RunClaimed, RunEnded, RunEvent, RunReady, RunRetried, StepFinished
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.figures import (
     format_cost,
@@ -21,7 +22,6 @@ from orchestrator.batches.progress import Progress, Snapshot, Stage
 from orchestrator.batches.report_page import build_page, figure, paragraph, table
 from orchestrator.batches.report_plots import Line, add_up, limit_time, plot_lines
 from orchestrator.batches.summary import Summary, build_summary
-from store.batches import BatchEvent, CallDone, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
 
 MAX_FAILED_ROWS = 500
 MAX_GROUP_ROWS = 50
@@ -35,7 +35,7 @@ _TIMES = ("times", "mean", "p50", "p95", "max")
 
 
 def build_report(
-    events: Iterable[BatchEvent], *, title: str, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
+    events: Iterable[RunEvent], *, title: str, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> str:
     """Return the page, below 2 MB for the largest batch. The same events give the same page, also when they are
     repeated.
@@ -46,12 +46,12 @@ def build_report(
 
 
 def build_sections(
-    batch_events: Iterable[BatchEvent], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
+    batch_events: Iterable[RunEvent], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> list[tuple[str, str, Markup]]:
     """Return the sections of the page: (id, heading, content) each, in the classes of its style sheet."""
     report = _Report(total)
-    for batch_event in batch_events:
-        report.add(batch_event)
+    for event in batch_events:
+        report.add(event)
     return report.sections(batch, tenant)
 
 
@@ -66,43 +66,43 @@ class _Report:
         self._queued: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self._errors: dict[str, int] = defaultdict(int)
         self._ended: list[tuple[float, str, int, str, str]] = []
-        self._failed: dict[str, ItemDone] = {}
+        self._failed: dict[str, RunEnded] = {}
         self._started: dict[tuple[str, int], tuple[float, str]] = {}
         """Attempts without an end."""
         self._low = math.inf
 
-    def add(self, batch_event: BatchEvent) -> None:
-        self._low = min(limit_time(batch_event.at), self._low)
-        if not self._progress.add(batch_event):
+    def add(self, event: RunEvent) -> None:
+        self._low = min(limit_time(event.at), self._low)
+        if not self._progress.add(event):
             return
-        if (failed := self._failed.get(batch_event.item)) is not None and batch_event.attempt > failed.attempt:
-            del self._failed[batch_event.item]
-        match batch_event:
-            case ItemStarted() if not batch_event.is_resumed:
-                self._started[batch_event.item, batch_event.attempt] = limit_time(batch_event.at), batch_event.run
-                self._times["items in the queue"].append(max(0.0, batch_event.waited_s))
-            case ItemReady():
-                self._times["sandboxes and workspaces"].append(max(0.0, batch_event.setup_s))
-            case StepDone():
-                self._times["replies of the model"].append(max(0.0, batch_event.model_s))
-            case CallDone():
-                self._add_call(batch_event)
-            case ItemRetried():
-                started = self._started.pop((batch_event.item, batch_event.attempt - 1), None)
+        if (failed := self._failed.get(event.item)) is not None and event.attempt > failed.attempt:
+            del self._failed[event.item]
+        match event:
+            case RunClaimed() if not event.is_resumed:
+                self._started[event.item, event.attempt] = limit_time(event.at), event.run
+                self._times["items in the queue"].append(max(0.0, event.waited_s))
+            case RunReady():
+                self._times["sandboxes and workspaces"].append(max(0.0, event.setup_s))
+            case StepFinished():
+                self._times["replies of the model"].append(max(0.0, event.model_s))
+            case CallFinished():
+                self._add_call(event)
+            case RunRetried():
+                started = self._started.pop((event.item, event.attempt - 1), None)
                 if started is not None:
-                    self._add_run(started[0], limit_time(batch_event.at))
-            case ItemDone():
-                self._add_end(batch_event)
+                    self._add_run(started[0], limit_time(event.at))
+            case RunEnded():
+                self._add_end(event)
 
-    def _add_call(self, call: CallDone) -> None:
-        tool = call.tool[:MAX_NAME_CHARS]
+    def _add_call(self, call: CallFinished) -> None:
+        tool = call.result.name[:MAX_NAME_CHARS]
         if tool not in self._calls and len(self._calls) >= MAX_TOOLS:
             tool = OTHER_TOOLS
         self._calls.setdefault(tool, array("d")).append(max(0.0, call.seconds))
-        self._queued[tool].append(max(0.0, call.clocks.queued_s))
-        self._errors[tool] += call.error_code is not None
+        self._queued[tool].append(max(0.0, call.result.clocks.queued_s))
+        self._errors[tool] += call.result.error_code is not None
 
-    def _add_end(self, end: ItemDone) -> None:
+    def _add_end(self, end: RunEnded) -> None:
         at = limit_time(end.at)
         started, _ = self._started.pop((end.item, end.attempt), (limit_time(end.at - end.seconds), ""))
         self._low = min(started, self._low)
@@ -111,13 +111,21 @@ class _Report:
         self._amounts["succeeded" if end.failure is None else "failed"].append((at, 1))
         if end.failure is not None and len(self._failed) < MAX_FAILED_ROWS:
             self._failed[end.item] = end
-        self._amounts["tokens in"].append((at, end.prompt_tokens))
-        self._amounts["tokens out"].append((at, end.completion_tokens))
+        self._amounts["tokens in"].append((at, end.usage.prompt_tokens))
+        self._amounts["tokens out"].append((at, end.usage.completion_tokens))
         if end.cost is not None:
             self._amounts["cost"].append((at, end.cost))
         # An end that is taken from a row has no time.
         if end.seconds > 0:
-            self._ended.append((end.seconds, end.item, end.attempt, end.run, end.failure or "succeeded"))
+            self._ended.append(
+                (
+                    end.seconds,
+                    end.item,
+                    end.attempt,
+                    end.run,
+                    end.failure.kind if end.failure is not None else "succeeded",
+                )
+            )
 
     def _add_run(self, started: float, ended: float) -> None:
         self._amounts["running"] += [(started, 1), (ended, -1)]
@@ -152,14 +160,15 @@ class _Report:
         )
         rows = [
             (
-                one_line(item.item, MAX_NAME_CHARS),
-                item.failure or "",
-                one_line(item.code, MAX_CODE_CHARS),
-                str(item.attempt),
-                format_time(item.at),
-                item.message,
+                one_line(end.item, MAX_NAME_CHARS),
+                end.failure.kind.value,
+                one_line(end.failure.code, MAX_CODE_CHARS),
+                str(end.attempt),
+                format_time(end.at),
+                end.failure.message,
             )
-            for item in shown
+            for end in shown
+            if end.failure is not None
         ]
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in snapshot.failures.items())
         columns = ("item", "kind", "code", "attempt", "ended", "message")

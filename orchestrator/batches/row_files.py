@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from contract.errors import ConfigError, ErrorCode, OperatorError
+from contract.run_events import Failure, FailureKind
 from orchestrator.batches.row_scan import Belongs, Scan, read_rows, scan_rows
 from orchestrator.batches.rows import Row, build_row, build_row_line, parse_outcome, parse_row
-from store.batches import Failure, FailureKind, Outcome
+from store.batches import Outcome
 
 MAX_HELD_BYTES = 64 * 1024 * 1024
 """Of newer failures, which take the place of older ones when the files are settled; with more, that is done at once."""

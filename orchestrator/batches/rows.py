@@ -7,9 +7,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import ToolResult
+from contract.run_events import Failure, FailureKind
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
-from store.batches import CHAT_URL, MAX_ID_CHARS, Failure, FailureKind, Outcome
+from store.batches import CHAT_URL, MAX_ID_CHARS, Outcome
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Literal
 
+from contract.run_events import FailureKind
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.figures import (
     MAX_NOTE_CHARS,
@@ -15,7 +16,6 @@ from orchestrator.batches.figures import (
 )
 from orchestrator.batches.progress import FailureGroup, Snapshot
 from orchestrator.terminal.commands import build_command, build_resubmission
-from store.batches import FailureKind
 
 MAX_SHOWN_GROUPS = 10
 

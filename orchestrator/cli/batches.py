@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from contract.errors import ConfigError
+from contract.run_events import FailureKind
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile, load_lines
 from orchestrator.cli.batches_options import (
@@ -39,7 +40,7 @@ from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 from orchestrator.terminal.commands import build_command, build_resubmission
 from orchestrator.terminal.output import escape_controls
-from store.batches import BatchDefaults, FailureKind
+from store.batches import BatchDefaults
 
 batches_app = typer.Typer(no_args_is_help=True, help="Run many instructions from a file, and follow them.")
 

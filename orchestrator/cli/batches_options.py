@@ -9,10 +9,11 @@ from typing import get_args
 import typer
 
 from contract.errors import ConfigError
+from contract.run_events import FailureKind
 from orchestrator.batches.lines import BatchFile
 from orchestrator.models.choice import FALLBACK_WARNING, find_shipped
 from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, BatchItem, FailureKind, RunBody, RunLimits
+from store.batches import BatchDefaults, BatchItem, RunBody, RunLimits
 
 DIALECTS = tuple(name for kind in get_args(RunBody.model_fields["dialect"].annotation) for name in get_args(kind))
 

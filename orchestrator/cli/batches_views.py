@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from contract.errors import ConfigError
+from contract.run_events import RunEvent
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.displays import Display, LogLines, Watched
 from orchestrator.batches.event_files import read_batch_events
@@ -23,7 +24,6 @@ from orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from orchestrator.runs.batch_status import build_status
 from orchestrator.sdk.client import ToolClient
 from orchestrator.terminal.output import escape_controls, table_rows
-from store.batches import BatchEvent
 
 BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `list` shows it.")]
 Errors = Annotated[
@@ -165,7 +165,7 @@ def batches_report(
     typer.echo(json.dumps({"batch": batch, "page": str(page)}) if as_json else str(page))
 
 
-def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[BatchEvent], total: int = 0) -> None:
+def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[RunEvent], total: int = 0) -> None:
     text = build_report(batch_events, title=f"Batch {batch}", batch=batch, tenant=tenant, total=total)
     try:
         page.write_text(text, encoding="utf-8")

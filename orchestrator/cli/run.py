@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 
 from contract.errors import ConfigError, OperatorError, ToolFailure
+from contract.run_events import CallFinished, RunEvent
 from orchestrator.cli.approvals import asks_elsewhere
 from orchestrator.cli.run_files import Leaving
 from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, run_work
 from orchestrator.cli.session_options import Network, Restore, Workspace
 from orchestrator.dispatch.sessions import Checkpoint, Session
 from orchestrator.loop.agent import RunResult
-from orchestrator.loop.events import CallFinished, RunEvent
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import RunView, escape_controls

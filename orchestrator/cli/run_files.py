@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import ConfigError
+from contract.run_events import RunEvent
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.loop.events import RunEvent
 from orchestrator.settings import load_settings
 from orchestrator.terminal.commands import build_command
 from orchestrator.traces.export_atif import build_atif

@@ -7,17 +7,14 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 
 from contract.calls import Clocks, ToolResult
 from contract.errors import ContextWindowExceeded, ModelInterrupted
 from contract.registry import Switch
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import Dialect, Event, MalformedCall, ReplyEnd, ReplyReader, Text
-from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
-from orchestrator.dialects.thinking import strip_thinking
-from orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
-from orchestrator.loop.context_window import ContextWindow
-from orchestrator.loop.events import (
+from contract.run_events import (
     CallFinished,
     CallStarted,
     ModelAnswered,
@@ -33,6 +30,12 @@ from orchestrator.loop.events import (
     TextWithdrawn,
     Warned,
 )
+from contract.specs import ToolSpec
+from orchestrator.dialects.base import Dialect, Event, MalformedCall, ReplyEnd, ReplyReader, Text
+from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
+from orchestrator.dialects.thinking import strip_thinking
+from orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
+from orchestrator.loop.context_window import ContextWindow
 from orchestrator.loop.limits import ReActOptions, Spending, StopReason
 from orchestrator.loop.reply_stream import ReadAhead, ShownText
 from orchestrator.loop.transcript import Transcript
@@ -163,7 +166,13 @@ class _Run:
     async def work(self) -> RunResult:
         agent = self._agent
         self._tell(
-            RunStarted(run=self._id, instruction=self._request, model=agent.model.name, dialect=agent.dialect.name)
+            RunStarted(
+                run=self._id,
+                instruction=self._request,
+                model=agent.model.name,
+                dialect=agent.dialect.name,
+                release=_find_release(),
+            )
         )
         try:
             reason = await self._until_done()
@@ -314,7 +323,7 @@ class _Run:
             self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing
         )
         reply = self._current = _Reply(request, reader)
-        self._tell(ModelAsked.build(self._id, self._spending.steps, request, self._last_request))
+        self._tell(build_asked(self._id, self._spending.steps, request, self._last_request))
         self._last_request = request
         is_broken = False
         async with ReadAhead(self._agent.model.stream(request)) as chunks:
@@ -387,3 +396,27 @@ class _Run:
 
     def _tell(self, event: RunEvent) -> None:
         self._agent.on_event(event)
+
+
+def build_asked(run: str, step: int, request: ModelRequest, before: ModelRequest) -> ModelAsked:
+    """Return the event of a request as its difference to the one before."""
+    pairs = zip(before.messages, request.messages, strict=False)
+    kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return ModelAsked(
+        run=run,
+        step=step,
+        messages=len(request.messages),
+        tools=len(request.tools),
+        kept=kept,
+        new_messages=request.messages[kept:],
+        new_tools=request.tools if request.tools != before.tools else None,
+        extra=request.extra,
+    )
+
+
+@cache
+def _find_release() -> str:
+    try:
+        return version("toolcrew")
+    except PackageNotFoundError:
+        return ""

@@ -4,17 +4,18 @@ against repetition.
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.registry import Switch
+from contract.run_events import CallFinished, CallStarted, RunEvent
 from contract.schema import coerce_text, find_nearest
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.observations import UNKNOWN_TOOL
-from orchestrator.loop.events import CallFinished, CallStarted, RunEvent
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -92,6 +93,7 @@ class CallRunner:
         return spec is not None and spec.read_only
 
     async def _one(self, request: Requested) -> ToolResult:
+        began = time.monotonic()
         if isinstance(request, MalformedCall):
             result = ToolResult.failed(_call(request), ErrorCode.INVALID_ARGUMENTS, request.reason)
         else:
@@ -99,7 +101,9 @@ class CallRunner:
                 call = self._resolved(request)
                 self._tell(CallStarted(run=self._run, call=call))
                 result = self._unknown(call) or await self._outcome(call)
-        self._tell(CallFinished(run=self._run, result=result))
+        # A result of the log was measured by the process that made the call.
+        seconds = max(time.monotonic() - began, result.clocks.total_s)
+        self._tell(CallFinished(run=self._run, result=result, seconds=seconds))
         return result
 
     def _unknown(self, call: ToolCall) -> ToolResult | None:

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from contract.metrics import APPROVALS, APPROVALS_ASKED, ITERATIONS, MODEL_SECONDS, RUNS_ENDED, TOKENS
-from orchestrator.loop.events import (
+from contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,

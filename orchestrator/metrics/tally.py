@@ -4,7 +4,7 @@ import asyncio
 import secrets
 
 from contract.errors import BrokerUnavailable
-from orchestrator.loop.events import OnEvent
+from contract.run_events import OnEvent
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.metrics.run_meter import Replay, RunMeter
 from store.connection import RedisClient

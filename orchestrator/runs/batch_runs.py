@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import ConfigError
+from contract.run_events import RunEvent
 from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.event_files import BatchEventFile
 from orchestrator.batches.lines import BatchFile
@@ -30,7 +31,7 @@ from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batches import BatchEvent, BatchEventReader, BatchEventWriter, BatchRecord, Outcome, build_recalled_end
+from store.batches import BatchEventReader, BatchEventWriter, BatchRecord, Outcome, build_recalled_end
 from store.runs import RunQueue
 from store.tasks import retry_until_available
 
@@ -157,7 +158,7 @@ class BatchRuns:
             settled = await self.queue.settle(self.tenant, batch, fit)
             for outcome in fit:
                 if outcome.run in settled:
-                    self._writer.tell(self.tenant, batch, build_recalled_end(outcome, time.time()))
+                    self._writer.add(self.tenant, batch, build_recalled_end(outcome, time.time()))
             await self._writer.flush()
             recalled += len(settled)
         return recalled
@@ -188,10 +189,10 @@ class BatchRuns:
         await asyncio.to_thread(rows.settle)
         return count
 
-    async def batch_events(self, batch: str) -> list[BatchEvent]:
+    async def batch_events(self, batch: str) -> list[RunEvent]:
         """What has happened of late, as far as Redis keeps it."""
         reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
-        told: list[BatchEvent] = []
+        told: list[RunEvent] = []
         while some := await reader.read(0.0):
             told += some
         return told
@@ -208,8 +209,8 @@ class BatchRuns:
                 ).run()
                 await self._show_untold(batch, watched.progress, display.show)
                 return
-            for batch_event in await self.batch_events(batch):
-                display.show(batch_event)
+            for event in await self.batch_events(batch):
+                display.show(event)
             await self._show_untold(batch, watched.progress, display.show)
 
     async def work(
@@ -240,10 +241,10 @@ class BatchRuns:
             on_shift(shift)
             with open_display(watched) as display:
 
-                def show(batch_event: BatchEvent) -> None:
+                def show(event: RunEvent) -> None:
                     if kept is not None:
-                        kept.add(batch_event)
-                    display.show(batch_event)
+                        kept.add(event)
+                    display.show(event)
 
                 reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
                 follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=show, tick=display.tick)
@@ -254,9 +255,9 @@ class BatchRuns:
                 await self._show_untold(batch, watched.progress, show)
             return await self.batches.status(batch), watched.summary()
 
-    async def _show_untold(self, batch: str, progress: Progress, show: Callable[[BatchEvent], object]) -> None:
+    async def _show_untold(self, batch: str, progress: Progress, show: Callable[[RunEvent], object]) -> None:
         """Show the ends that nobody told, so that what is shown is what there is: of items that were cancelled before
-        they had begun, and of those whose batch_events are no longer kept."""
+        they had begun, and of those whose events are no longer kept."""
         record, stands = await self.batches.status(batch), progress.snapshot(time.time())
         if (stands.done, stands.failed) == (record.succeeded, sum(record.failed.values())):
             return

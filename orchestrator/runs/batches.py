@@ -7,10 +7,11 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.run_events import BatchNotice, FailureKind
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile
 from orchestrator.terminal.commands import build_resubmission
-from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchNotice, BatchRecord, BatchState, FailureKind
+from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecord, BatchState
 from store.runs import AT_ONCE, BatchCancelled, RunQueue
 
 DEFAULT_CONCURRENCY = 16
@@ -176,5 +177,5 @@ class Batches:
         await self._queue.change(self.tenant, batch, concurrency=limit, defaults=told, is_detached=is_detached)
 
     async def _note(self, batch: str, message: str, total: int | None = None) -> None:
-        self._writer.tell(self.tenant, batch, BatchNotice(at=time.time(), message=message, total=total))
+        self._writer.add(self.tenant, batch, BatchNotice(message=message, total=total))
         await self._writer.flush()

@@ -3,18 +3,20 @@ a few events a second.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import BrokerUnavailable
-from orchestrator.loop.events import (
+from contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
+    EventsOmitted,
     OutputArrived,
+    OutputOmitted,
     RunEvent,
+    RunResumed,
     StepFinished,
     StepStarted,
     TextArrived,
@@ -64,15 +66,7 @@ class RunEventBuffer:
 
     def resume(self) -> None:
         """Note that a former holder has published events: those from the next step on are void."""
-        self._add(
-            {
-                "type": "RunResumed",
-                "run": self.run,
-                "at": time.time(),
-                "step": self.told_step + 1,
-                "attempt": self.attempt,
-            }
-        )
+        self._add(self._fields(RunResumed(run=self.run, step=self.told_step + 1)))
 
     def on_event(self, event: RunEvent) -> None:
         """Returns at once."""
@@ -102,15 +96,7 @@ class RunEventBuffer:
             self._add_piece(event, (event.call_id, event.stream), event.text)
         elif fields <= MAX_OUTPUT_CHARS:
             # Once: the result has the whole of it.
-            self._add(
-                {
-                    "type": "OutputOmitted",
-                    "run": self.run,
-                    "at": event.at,
-                    "attempt": self.attempt,
-                    "call_id": event.call_id,
-                }
-            )
+            self._add(self._fields(OutputOmitted(run=self.run, at=event.at, call_id=event.call_id)))
 
     def _add_piece(self, event: RunEvent, piece: Piece, text: str) -> None:
         if self._chars + len(text) > MAX_BUFFERED_CHARS:
@@ -144,7 +130,7 @@ class RunEventBuffer:
             return None
         self._open.clear()
         if self._omitted:
-            self._pending.append({"type": "EventsOmitted", "run": self.run, "at": time.time(), "count": self._omitted})
+            self._pending.append(self._fields(EventsOmitted(run=self.run, count=self._omitted)))
             self._omitted = 0
         some = self._pending[:AT_ONCE]
         steps = [fields["step"] for fields in some if fields["type"] == StepFinished.__name__]

@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.run_events import BatchNotice, RunEvent
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from orchestrator.terminal.commands import build_resubmission
-from store.batches import BatchEvent, BatchEventReader, BatchNotice, BatchRecord, BatchState, Outcome
+from store.batches import BatchEventReader, BatchRecord, BatchState, Outcome
 from store.runs import RunQueue
 from store.tasks import check_cancelled
 from telemetry.logs import get_logger
@@ -30,7 +31,7 @@ class BatchForgotten(OperatorError):
 
 
 class Follower:
-    """`show`: gets every batch_event; `tick`: called a few times a second. `rows` None: outcomes stay where they
+    """`show`: gets every event; `tick`: called a few times a second. `rows` None: outcomes stay where they
     are.
     """
 
@@ -42,7 +43,7 @@ class Follower:
         batch: str,
         *,
         rows: RowFiles | None,
-        show: Callable[[BatchEvent], object],
+        show: Callable[[RunEvent], object],
         tick: Callable[[], None],
     ) -> None:
         self._queue, self._reader, self._tenant, self._batch = queue, reader, tenant, batch
@@ -148,7 +149,6 @@ class Follower:
         )
         self._show(
             BatchNotice(
-                at=time.time(),
                 message=f"{told} with `{build_resubmission(self._batch, self._tenant)}` and the same --output",
             )
         )
@@ -175,8 +175,8 @@ class Follower:
 
     def _cannot_write(self, error: RowsNotWritten) -> None:
         self._write_after = time.monotonic() + WRITE_AGAIN_S
-        self._show(BatchNotice(at=time.time(), message=f"{error}; it is tried again every {WRITE_AGAIN_S:g} s"))
+        self._show(BatchNotice(message=f"{error}; it is tried again every {WRITE_AGAIN_S:g} s"))
 
     async def _hear(self) -> None:
-        for batch_event in await self._reader.read(LOOK_S):
-            self._show(batch_event)
+        for event in await self._reader.read(LOOK_S):
+            self._show(event)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
+from contract.run_events import CallFinished, ModelReplied
 from contract.signing import SigningKeys
 from orchestrator.batches.detached import find_paths
 from orchestrator.dialects.base import CallRequested, MalformedCall
@@ -24,7 +25,7 @@ from store.audit import Actor, build_entry, entry_text
 from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, Ground, RunBody
 from store.connection import RedisClient
 from store.run_events import RunEventHub, not_found
-from store.run_log import Entry, Replied, Resulted
+from store.run_log import LogEntry
 from store.runs import (
     MAX_BODY_BYTES,
     MAX_KEPT,
@@ -44,7 +45,7 @@ from store.sessions import SessionStore
 from store.tenants import RedisTenants
 
 
-def build_transcript(run: str, record: RunRecord, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def build_transcript(run: str, record: RunRecord, entries: Sequence[LogEntry]) -> list[dict[str, Any]]:
     """What has been said so far: the request, each reply, and the results of its calls. Results are tool messages here,
     however the model is told of them. Without the system prompt, which is made when the run is worked."""
     messages: list[dict[str, Any]] = []
@@ -52,20 +53,20 @@ def build_transcript(run: str, record: RunRecord, entries: Sequence[Entry]) -> l
         messages += [dict(message) for message in record.item.work.history]
         messages.append({"role": "user", "content": record.item.work.instruction})
     name, step, known = run if record.attempt == 1 else f"{run}-{record.attempt}", 0, dict[str, str]()
-    for entry in entries:
-        if isinstance(entry, Replied):
+    for event in (entry.event for entry in entries):
+        if isinstance(event, ModelReplied):
             step += 1
             reader = NativeDialect().open_reader(name, step, reads_tags=False)
-            events = [event for chunk in entry.chunks for event in reader.feed(chunk)]
+            parts = [part for chunk in event.chunks for part in reader.feed(chunk)]
             last, end = reader.finish()
-            for event in [*events, *last]:
-                if isinstance(event, CallRequested) and event.model_id:
-                    known[event.call.id] = event.model_id
-                elif isinstance(event, MalformedCall) and event.model_id:
-                    known[event.call_id] = event.model_id
+            for part in [*parts, *last]:
+                if isinstance(part, CallRequested) and part.model_id:
+                    known[part.call.id] = part.model_id
+                elif isinstance(part, MalformedCall) and part.model_id:
+                    known[part.call_id] = part.model_id
             messages.append(end.message)
-        elif isinstance(entry, Resulted):
-            messages += _observed(known, entry.result)
+        elif isinstance(event, CallFinished):
+            messages += _observed(known, event.result)
     return messages
 
 

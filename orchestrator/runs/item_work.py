@@ -4,7 +4,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,14 @@ from pydantic import TypeAdapter
 
 from contract.calls import ToolResult
 from contract.errors import ConfigError, ErrorCode, ModelDenied, OperatorError, ToolFailure
+from contract.run_events import (
+    ArtifactsCopied,
+    BatchNotice,
+    CallFinished,
+    Failure,
+    OnEvent,
+    RunReady,
+)
 from orchestrator.admission import until_admitted
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import QueueApprover
@@ -23,7 +31,6 @@ from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.sessions import Session, SessionInfo, Start, build_call
-from orchestrator.loop.events import CallFinished, CallStarted, OnEvent, RunEvent, StepFinished
 from orchestrator.loop.limits import Prices, ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
 from orchestrator.runs.brake import Brake, HeldModel, NotNow
@@ -40,27 +47,19 @@ from store.batches import (
     CHAT_URL,
     HOSTED_BATCH,
     BatchDefaults,
-    BatchEvent,
     BatchItem,
-    BatchNotice,
     CallBody,
-    CallDone,
-    Failure,
     Ground,
-    ItemReady,
     Outcome,
     RunBody,
     RunLimits,
-    StepDone,
 )
-from store.run_log import Exported
 from store.runs import RunClaim
 from store.tasks import is_being_cancelled, retry_until_available
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-Tell = Callable[[BatchEvent], None]
 LEAST_WALL_S = 1.0
 """For a run that is gone on with when its time is up: what its log has is worked through again, so that its end tells
 of all of it.
@@ -85,14 +84,14 @@ class ItemWork:
         self._interrupted: dict[tuple[str, str], RunSpans] = {}
         self._warned: set[tuple[str, str]] = set()
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
         """How the item ended. Its session is closed by then, but when this is cancelled, or raises: whoever goes on
         with the run has it.
 
         Raises NotNow for a run that has to wait, ModelDenied when no run of this process can go on.
         """
         with self._traced(claim, journal) as spans:
-            outcome = await self._ended(claim, journal, defaults, tell)
+            outcome = await self._ended(claim, journal, defaults, on_event)
             if spans is not None:
                 spans.finish(outcome.failure.code if outcome.failure is not None else None)
         return outcome
@@ -129,7 +128,7 @@ class ItemWork:
             self._interrupted[claim.tenant, claim.run] = spans
             raise
 
-    async def _ended(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
+    async def _ended(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
         item, began = claim.record.item, time.monotonic()
         own_model = item.work.model if isinstance(item.work, RunBody) else None
         session: Session | None = None
@@ -140,17 +139,9 @@ class ItemWork:
             session = (
                 await retry_until_available(lambda: self._session(claim, journal)) if _needs_session(item) else None
             )
-            tell(
-                ItemReady(
-                    at=time.time(),
-                    item=item.custom_id,
-                    run=claim.run,
-                    attempt=claim.record.attempt,
-                    setup_s=time.monotonic() - began,
-                )
-            )
+            on_event(RunReady(run=claim.run, setup_s=time.monotonic() - began))
             journal.begin()
-            body, failure = await self._worked(claim, journal, defaults, session, tell)
+            body, failure = await self._worked(claim, journal, defaults, session, on_event)
         except Exception as error:  # the edge of an item: whatever it is, the item has an end, and the batch goes on
             if (instead := self.brake.judge(error, own_model)) is not None:
                 session = None
@@ -197,15 +188,15 @@ class ItemWork:
         return session
 
     async def _worked(
-        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, session: Session | None, tell: Tell
+        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, session: Session | None, on_event: OnEvent
     ) -> tuple[dict[str, Any], Failure | None]:
         """The body of the item's row, and why it is no success."""
         work = claim.record.item.work
         if isinstance(work, RunBody):
-            return await self._run(claim, work, journal, defaults, session, tell)
+            return await self._run(claim, work, journal, defaults, session, on_event)
         assert session is not None
-        result = await self._called(claim, journal, work, session, tell)
-        artifacts = await self._artifacts(claim.record.item, journal, defaults, session, tell)
+        result = await self._called(claim, journal, work, session, on_event)
+        artifacts = await self._artifacts(claim.record.item, journal, defaults, session, on_event)
         return build_call_body(result, **artifacts), judge_call(result)
 
     async def _run(
@@ -215,7 +206,7 @@ class ItemWork:
         journal: Journal,
         defaults: BatchDefaults,
         session: Session | None,
-        tell: Tell,
+        on_event: OnEvent,
     ) -> tuple[dict[str, Any], Failure | None]:
         """The agent run of an item."""
         item, agent_run = claim.record.item, _run_name(claim)
@@ -229,12 +220,12 @@ class ItemWork:
             )
         chosen = await self._models.get(work.model or defaults.model)
         if chosen.is_fallback:
-            self._warn_once(claim, FALLBACK_WARNING, tell)
+            self._warn_once(claim, FALLBACK_WARNING, on_event)
         held = HeldModel(chosen.model, self.brake, claim.run)
         spans = current_run() if self._pool.tracer is not None else None
         async with AsyncExitStack() as stack:
             place = await stack.enter_async_context(self.places.run())
-            on_event, live = await stack.enter_async_context(self._heard(claim, _Telling(claim, tell).on_event))
+            on_event, live = await stack.enter_async_context(self._listen(claim, on_event))
             if self._traces is not None:
                 on_event = stack.enter_context(self._traces.open(claim.tenant, agent_run, on_event)).on_event
             if spans is not None:
@@ -262,37 +253,37 @@ class ItemWork:
             if run.stop_reason is StopReason.MAX_WALL:
                 held.check_heard()
         artifacts = (
-            await self._artifacts(item, journal, defaults, session, tell) if session is not None else _CopiedOut()
+            await self._artifacts(item, journal, defaults, session, on_event) if session is not None else _CopiedOut()
         )
         name, began_at, is_standing = chosen.model.name, claim.record.started_at, claim.record.batch == HOSTED_BATCH
         body = build_answer_body(item.url, run, model=name, created=began_at, has_transcript=is_standing, **artifacts)
         return body, judge_run(run)
 
-    def _warn_once(self, claim: RunClaim, message: str, tell: Tell) -> None:
+    def _warn_once(self, claim: RunClaim, message: str, on_event: OnEvent) -> None:
         """Add a warning to the item's batch, once for all its items."""
         batch = claim.tenant, claim.record.batch
         if batch not in self._warned and claim.record.batch != HOSTED_BATCH:
             self._warned.add(batch)
-            tell(BatchNotice(at=time.time(), message=message, is_warning=True))
+            on_event(BatchNotice(message=message, is_warning=True))
 
     def _approver(self, defaults: BatchDefaults, place: RunPlace) -> Approver:
         approver = self._parts.people if defaults.asks_people else self._parts.approver
         return PlacedApprover(approver, place) if isinstance(approver, QueueApprover) else approver
 
     @asynccontextmanager
-    async def _heard(self, claim: RunClaim, tell: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
-        """Around a run: whom its events are told to, and whoever shows its replies while they come."""
-        yield tell, None
+    async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
+        """Yield the listener of a run's events, and what shows its replies while they arrive; None: nothing does."""
+        yield on_event, None
 
     async def _called(
-        self, claim: RunClaim, journal: Journal, work: CallBody, session: Session, tell: Tell
+        self, claim: RunClaim, journal: Journal, work: CallBody, session: Session, on_event: OnEvent
     ) -> ToolResult:
         """The one call of an item that is no run."""
-        call_id, telling = _run_name(claim), _Telling(claim, tell)
-        known = journal.result_of(call_id)
-        if known is not None:
-            telling.call_done(known, 0.0)
-            return known
+        call_id = _run_name(claim)
+        result = journal.result_of(call_id)
+        if result is not None:
+            on_event(CallFinished(run=claim.run, result=result, seconds=result.clocks.total_s))
+            return result
         began = time.monotonic()
         call = build_call(work.name, work.arguments, call_id)
         if isinstance(call, ToolResult):
@@ -311,11 +302,11 @@ class ItemWork:
             result = await until_admitted(lambda: session.send(request))
         await journal.note_result(call_id, result)
         self._pool.dispatcher.settle(claim.tenant, call_id)
-        telling.call_done(result, time.monotonic() - began)
+        on_event(CallFinished(run=claim.run, result=result, seconds=time.monotonic() - began))
         return result
 
     async def _artifacts(
-        self, item: BatchItem, journal: Journal, defaults: BatchDefaults, session: Session, tell: Tell
+        self, item: BatchItem, journal: Journal, defaults: BatchDefaults, session: Session, on_event: OnEvent
     ) -> "_CopiedOut":
         """The files that the item's line names, copied out, and what of them there is not, as the row has it; nothing
         when it names none.
@@ -324,10 +315,10 @@ class ItemWork:
             return {}
         exported = journal.artifacts or await self._export(item, journal, defaults.artifacts, session)
         for sentence in exported.missing:
-            tell(BatchNotice(at=time.time(), message=f"{item.custom_id}: {sentence}"))
+            on_event(BatchNotice(message=f"{item.custom_id}: {sentence}"))
         return {"artifacts": exported.paths, "missing": exported.missing}
 
-    async def _export(self, item: BatchItem, journal: Journal, folder_of_all: str, session: Session) -> Exported:
+    async def _export(self, item: BatchItem, journal: Journal, folder_of_all: str, session: Session) -> ArtifactsCopied:
         target = artifact_folder(Path(folder_of_all), item.custom_id)
         with tempfile.TemporaryDirectory(prefix="toolcrew-artifacts-") as folder:
             await session.export(folder)
@@ -361,50 +352,6 @@ class _CopiedOut(TypedDict, total=False):
 
     artifacts: tuple[str, ...]
     missing: tuple[str, ...]
-
-
-class _Telling:
-    """Makes batch_events of the events of one run."""
-
-    def __init__(self, claim: RunClaim, tell: Tell) -> None:
-        self._item, self._run, self._attempt = claim.record.item.custom_id, claim.run, claim.record.attempt
-        self._tell = tell
-        self._begun: dict[str, float] = {}
-
-    def on_event(self, event: RunEvent) -> None:
-        if isinstance(event, CallStarted):
-            self._begun[event.call.id] = time.monotonic()
-        elif isinstance(event, CallFinished):
-            began = self._begun.pop(event.result.call_id, None)
-            self.call_done(event.result, time.monotonic() - began if began is not None else 0.0)
-        elif isinstance(event, StepFinished):
-            self._tell(
-                StepDone(
-                    at=event.at,
-                    item=self._item,
-                    run=self._run,
-                    attempt=self._attempt,
-                    step=event.step,
-                    model_s=event.model_s,
-                    prompt_tokens=event.usage.prompt_tokens,
-                    completion_tokens=event.usage.completion_tokens,
-                )
-            )
-
-    def call_done(self, result: ToolResult, seconds: float) -> None:
-        """A call has ended."""
-        code = result.error_code.value if result.error_code is not None else None
-        # Of one that comes out of the log its own clocks tell how long it took.
-        seconds = max(seconds, result.clocks.total_s)
-        told = {
-            "at": time.time(),
-            "item": self._item,
-            "run": self._run,
-            "attempt": self._attempt,
-            "call": result.call_id,
-            "tool": result.name,
-        }
-        self._tell(CallDone.model_validate({**told, "seconds": seconds, "error_code": code, "clocks": result.clocks}))
 
 
 def _needs_session(item: BatchItem) -> bool:

@@ -4,16 +4,25 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
+
+from pydantic import JsonValue
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable
+from contract.run_events import (
+    ArtifactsCopied,
+    CallFinished,
+    CallReviewed,
+    ModelReplied,
+    RunEvent,
+    SessionOpened,
+    SessionOpening,
+)
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.runs.chunks import join_chunks
 from orchestrator.runs.live_text import LiveText
-from store.run_log import Entry, Exported, Replied, Resulted, Reviewed, RunLog, RunTaken, SessionOpened, SessionOpening
-
-AnyEntry = TypeVar("AnyEntry", SessionOpening, SessionOpened, Reviewed, Resulted)
+from store.run_log import LogEntry, RunLog, RunTaken
 
 
 class Journal:
@@ -29,13 +38,13 @@ class Journal:
     ) -> None:
         # Entries may be continued on a host whose clock differs.
         self._log, self._on_taken, self._clock = run_log, on_taken, clock or run_log.clock
-        known = list(run_log.entries)
-        self._replies = [entry for entry in known if isinstance(entry, Replied)]
-        self._reviews = {entry.call: entry for entry in known if isinstance(entry, Reviewed)}
-        self._results = {entry.call: entry.result for entry in known if isinstance(entry, Resulted)}
-        self.artifacts = next((entry for entry in known if isinstance(entry, Exported)), None)
+        logged = [entry.event for entry in run_log.entries]
+        self._replies = [event for event in logged if isinstance(event, ModelReplied)]
+        self._reviews = {event.call_id: event for event in logged if isinstance(event, CallReviewed)}
+        self._results = {event.result.call_id: event.result for event in logged if isinstance(event, CallFinished)}
+        self.artifacts = next((event for event in logged if isinstance(event, ArtifactsCopied)), None)
         """Those that have been copied out; None: none have been yet."""
-        self.is_resumed = bool(known)
+        self.is_resumed = bool(logged)
         """Whether another process, or this one before, has begun with the run."""
         self.has_lost_session = any(_is_session_lost(result) for result in self._results.values())
         """Whether a call has found the run's session gone: what the model is told from there on would be worth
@@ -43,7 +52,7 @@ class Journal:
         """
         self._given = 0
         self._begun_at: float | None = None
-        self.spent_wall_s = max((entry.wall_s for entry in known), default=0.0)
+        self.spent_wall_s = max((entry.wall_s for entry in run_log.entries), default=0.0)
         """How long the run had worked when its log ended."""
 
     @property
@@ -59,7 +68,7 @@ class Journal:
     @property
     def began_at(self) -> float | None:
         """When what is in the log began, Unix seconds; None: nothing is."""
-        return self._log.entries[0].at if self._log.entries else None
+        return self._log.entries[0].event.at if self._log.entries else None
 
     @property
     def has_grown(self) -> bool:
@@ -110,37 +119,33 @@ class Journal:
         return self._results.get(call)
 
     async def note_opening(self, session: str) -> None:
-        await self._append(SessionOpening(at=self._clock(), wall_s=self._wall_s(), session=session))
+        await self._append(SessionOpening(run=self._log.run, at=self._clock(), session=session))
 
-    async def note_opened(self, session: str, info: dict[str, object]) -> None:
-        await self._append(
-            SessionOpened.model_validate(
-                {"at": self._clock(), "wall_s": self._wall_s(), "session": session, "info": info}
-            )
-        )
+    async def note_opened(self, session: str, info: dict[str, JsonValue]) -> None:
+        await self._append(SessionOpened(run=self._log.run, at=self._clock(), session=session, info=info))
 
     async def note_reply(self, chunks: Iterable[Chunk]) -> None:
-        await self._append(Replied(at=self._clock(), wall_s=self._wall_s(), chunks=tuple(chunks)))
+        await self._append(ModelReplied(run=self._log.run, at=self._clock(), chunks=tuple(chunks)))
 
     async def note_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
         approved, refused = (reviewed, None) if isinstance(reviewed, ToolCall) else (None, reviewed)
         await self._append(
-            Reviewed(at=self._clock(), wall_s=self._wall_s(), call=call, approved=approved, refused=refused)
+            CallReviewed(run=self._log.run, at=self._clock(), call_id=call, approved=approved, refused=refused)
         )
 
     async def note_result(self, call: str, result: ToolResult) -> None:
         self.has_lost_session = self.has_lost_session or _is_session_lost(result)
-        await self._append(Resulted(at=self._clock(), wall_s=self._wall_s(), call=call, result=result))
+        await self._append(CallFinished(run=self._log.run, at=self._clock(), result=result))
 
-    async def note_artifacts(self, paths: Iterable[str], missing: Iterable[str]) -> Exported:
-        """Gives what was noted."""
-        entry = Exported(at=self._clock(), wall_s=self._wall_s(), paths=tuple(paths), missing=tuple(missing))
-        await self._append(entry)
-        return entry
+    async def note_artifacts(self, paths: Iterable[str], missing: Iterable[str]) -> ArtifactsCopied:
+        """Return the event that was logged."""
+        event = ArtifactsCopied(run=self._log.run, at=self._clock(), paths=tuple(paths), missing=tuple(missing))
+        await self._append(event)
+        return event
 
-    async def _append(self, entry: Entry) -> None:
+    async def _append(self, event: RunEvent) -> None:
         try:
-            await self._log.append(entry)
+            await self._log.append(LogEntry(event, self._wall_s()))
         except RunTaken:
             await self._stop()
 
@@ -153,7 +158,8 @@ class Journal:
         raise AssertionError("nobody sets it")
 
     def _last(self, kinds: tuple[type[SessionOpening], type[SessionOpened]]) -> SessionOpening | SessionOpened | None:
-        return next((entry for entry in reversed(self._log.entries) if isinstance(entry, kinds)), None)
+        events = (entry.event for entry in reversed(self._log.entries))
+        return next((event for event in events if isinstance(event, kinds)), None)
 
     def _wall_s(self) -> float:
         return self.spent_wall_s + (time.monotonic() - self._begun_at if self._begun_at is not None else 0.0)

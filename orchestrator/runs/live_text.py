@@ -4,9 +4,9 @@ need not wait so long.
 
 from collections.abc import Callable
 
+from contract.run_events import OnEvent, RunEvent, TextArrived, TextWithdrawn
 from orchestrator.dialects.base import ReplyReader, Text
 from orchestrator.dialects.model import Chunk
-from orchestrator.loop.events import OnEvent, RunEvent, TextArrived, TextWithdrawn
 
 
 class LiveText:

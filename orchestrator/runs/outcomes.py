@@ -16,9 +16,10 @@ from contract.errors import (
     OperatorError,
     ToolFailure,
 )
+from contract.run_events import Failure, FailureKind
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
-from store.batches import Failure, FailureKind, Outcome
+from store.batches import Outcome
 from store.runs import RunClaim
 
 _INPUT_CODES = frozenset(

@@ -11,6 +11,7 @@ from contract.call_events import MODEL
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.registry import Switch, filter_specs, switches_for
+from contract.run_events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady, Warned
 from contract.schema import find_aliases
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL
@@ -30,7 +31,6 @@ from orchestrator.dispatch.sessions import Session, SessionInfo
 from orchestrator.dispatch.tenant_catalog import Offer, is_offered, refuse_unasked, with_tenant_rules
 from orchestrator.large_arguments import check_off_loop
 from orchestrator.loop.agent import Agent, RunCall
-from orchestrator.loop.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady, Warned
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_dialect, know_model

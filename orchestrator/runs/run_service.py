@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 
 from contract.calls import ToolCall
 from contract.errors import BrokerUnavailable, ErrorCode, ModelDenied
+from contract.run_events import CallFinished, CallSent, Failure, FailureKind, OnEvent, RunEvent
 from orchestrator.approvals import DEFAULT_POLICY
 from orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from orchestrator.approvals.policies import load_policy
 from orchestrator.batches.detached import find_paths
 from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.loop.events import CallFinished, CallSent, OnEvent, RunEvent
 from orchestrator.models.choice import LOCAL
 from orchestrator.runs.batch_runs import until_first
 from orchestrator.runs.brake import NotNow
 from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.item_work import ItemWork, Tell
+from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
@@ -29,17 +29,7 @@ from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batches import (
-    HOSTED_BATCH,
-    BatchDefaults,
-    BatchEvent,
-    BatchEventWriter,
-    CallDone,
-    Failure,
-    FailureKind,
-    Outcome,
-    RunBody,
-)
+from store.batches import HOSTED_BATCH, BatchDefaults, BatchEventWriter, Outcome, RunBody
 from store.runs import RunClaim, RunQueue
 from telemetry.logs import get_logger
 
@@ -137,10 +127,10 @@ class ServiceWork(ItemWork):
         self._sent: dict[tuple[str, str], set[str]] = {}
         """Of each run in a session that is not its own: the calls that are under way."""
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
         log.info("run_begun", **_names(claim), is_resumed=claim.is_resumed)
         try:
-            outcome = await self._checked(claim, journal, defaults, tell)
+            outcome = await self._checked(claim, journal, defaults, on_event)
         except (asyncio.CancelledError, NotNow, ModelDenied) as reason:
             log.info("run_put_back", **_names(claim), reason=type(reason).__name__)
             raise
@@ -153,7 +143,7 @@ class ServiceWork(ItemWork):
         )
         return outcome
 
-    async def _checked(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
+    async def _checked(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
         work = claim.record.item.work
         model = (work.model or defaults.model) if isinstance(work, RunBody) else None
         refusal = _refuse(claim, defaults, model)
@@ -164,7 +154,7 @@ class ServiceWork(ItemWork):
             )
         try:
             async with self._using(model):
-                return await self._while_served(claim, journal, defaults, tell)
+                return await self._while_served(claim, journal, defaults, on_event)
         except ModelDenied as error:
             if model is None:
                 raise
@@ -190,18 +180,20 @@ class ServiceWork(ItemWork):
                 del self._users[name]
                 await self._models.close(name)
 
-    async def _while_served(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
+    async def _while_served(
+        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent
+    ) -> Outcome:
         """As `ItemWork.work`, ended when the tenant is served no more: its model would be asked again and again what to
         do about that.
         """
         unserved = asyncio.Event()
 
-        def heed(batch_event: BatchEvent) -> None:
-            tell(batch_event)
-            if isinstance(batch_event, CallDone) and batch_event.error_code == ErrorCode.UNKNOWN_TENANT.value:
+        def watch(event: RunEvent) -> None:
+            on_event(event)
+            if isinstance(event, CallFinished) and event.result.error_code is ErrorCode.UNKNOWN_TENANT:
                 unserved.set()
 
-        working = asyncio.ensure_future(super().work(claim, journal, defaults, heed))
+        working = asyncio.ensure_future(super().work(claim, journal, defaults, watch))
         watching = asyncio.ensure_future(unserved.wait())
         try:
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -234,15 +226,15 @@ class ServiceWork(ItemWork):
         self._sent.pop((claim.tenant, claim.run), None)
 
     @asynccontextmanager
-    async def _heard(self, claim: RunClaim, tell: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
+    async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
         if claim.record.batch != HOSTED_BATCH or self._publisher is None:
-            yield tell, None
+            yield on_event, None
             return
         async with self._publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:
             live, sent = LiveText(claim.run, buffer.on_event), set[str]()
 
             def tell_all(event: RunEvent) -> None:
-                tell(event)
+                on_event(event)
                 live.on_event(event)
                 if isinstance(event, CallSent):
                     sent.add(event.call.id)

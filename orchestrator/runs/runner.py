@@ -5,31 +5,29 @@ import random
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
+from contract.run_events import (
+    PROGRESS_EVENTS,
+    BatchNotice,
+    CallFinished,
+    Failure,
+    FailureKind,
+    RunClaimed,
+    RunEnded,
+    RunEvent,
+    RunRetried,
+    StepFinished,
+)
 from orchestrator.dialects.model import Usage
 from orchestrator.loop.limits import Prices
 from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
 from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
-from store.batches import (
-    HOSTED_BATCH,
-    BatchDefaults,
-    BatchEvent,
-    BatchEventWriter,
-    BatchNotice,
-    CallDone,
-    Failure,
-    FailureKind,
-    ItemDone,
-    ItemRetried,
-    ItemStarted,
-    Outcome,
-    StepDone,
-)
+from store.batches import HOSTED_BATCH, BatchDefaults, BatchEventWriter, Outcome, final_state
 from store.connection import RedisClient
 from store.run_log import RunLog
 from store.runs import HOSTED_DEFAULTS, LEASE_S, BatchCancelled, RunClaim, RunQueue
@@ -85,12 +83,12 @@ class _Working:
         has_grown = self.journal is not None and self.journal.has_grown
         return self.is_tried and not has_grown and time.monotonic() - self.began < TRIAL_S
 
-    def count(self, batch_event: BatchEvent) -> None:
-        """Note what its end has to tell the number of."""
-        if isinstance(batch_event, StepDone):
-            self.steps.add(batch_event.step)
-        elif isinstance(batch_event, CallDone):
-            self.calls.add(batch_event.call)
+    def count(self, event: RunEvent) -> None:
+        """Count the steps and calls that the end of the run reports."""
+        if isinstance(event, StepFinished):
+            self.steps.add(event.step)
+        elif isinstance(event, CallFinished):
+            self.calls.add(event.result.call_id)
 
     def cost(self, body: Mapping[str, Any], usage: Usage) -> float | None:
         """What its row says, or what its tokens cost where rows have no place for that."""
@@ -208,16 +206,13 @@ class Runner:
             await self._give_back(claim, working, LOOK_S * random.uniform(1.0, 2.0))
             return
         working.is_tried = record.losses >= DOUBTFUL_LOSSES
-        told = {"item": record.item.custom_id, "run": claim.run, "attempt": record.attempt}
-        waited_s = max(0.0, record.started_at - record.queued_at)
-        started = {
-            **told,
-            "at": time.time(),
-            "is_resumed": claim.is_resumed,
-            "waited_s": waited_s,
-            "orchestrator": self.queue.owner,
-        }
-        self.writer.tell(claim.tenant, record.batch, ItemStarted.model_validate(started))
+        claimed = RunClaimed(
+            run=claim.run,
+            orchestrator=self.queue.owner,
+            is_resumed=claim.is_resumed,
+            waited_s=max(0.0, record.started_at - record.queued_at),
+        )
+        self._publish(claim, claimed)
         try:
             run_log, defaults = await self._loaded(claim)
         except ConfigError as error:
@@ -229,12 +224,12 @@ class Runner:
         working.journal = Journal(run_log, lambda: self._lose(working))
         working.prices = prices_of(defaults)
 
-        def tell(batch_event: BatchEvent) -> None:
-            working.count(batch_event)
-            self.writer.tell(claim.tenant, record.batch, batch_event)
+        def on_event(event: RunEvent) -> None:
+            working.count(event)
+            self._publish(claim, event)
 
         try:
-            outcome = await self.work.work(claim, working.journal, defaults, tell)
+            outcome = await self.work.work(claim, working.journal, defaults, on_event)
             check_cancelled()
         except NotNow as reason:
             await self._hold(claim, reason)
@@ -287,7 +282,18 @@ class Runner:
             self._held.clear()
 
     def _note(self, batch: tuple[str, str], message: str) -> None:
-        self.writer.tell(*batch, BatchNotice(at=time.time(), message=message))
+        self.writer.add(*batch, BatchNotice(message=message))
+
+    def _publish(self, claim: RunClaim, event: RunEvent) -> None:
+        """Add an event of a run to the stream of its batch, if the progress of a batch is counted from such events."""
+        record = claim.record
+        if isinstance(event, CallFinished):
+            event = event.without_output()
+        if isinstance(event, PROGRESS_EVENTS) and not isinstance(event, BatchNotice):
+            # In the loop, an attempt after the first has another name for its run.
+            event = replace(event, run=claim.run, attempt=record.attempt, item=record.item.custom_id)
+        if isinstance(event, PROGRESS_EVENTS):
+            self.writer.add(claim.tenant, record.batch, event)
 
     async def _ended(self, claim: RunClaim, working: _Working, outcome: Outcome, defaults: BatchDefaults) -> None:
         """Note the outcome, or have the item begun anew. However long Redis is away: what a run came to is not lost for
@@ -314,25 +320,23 @@ class Runner:
 
     def _tell_end(self, claim: RunClaim, working: _Working, outcome: Outcome, *, is_retried: bool) -> None:
         failure, body, record = outcome.failure, outcome.body or {}, claim.record
-        told = {"at": time.time(), "item": record.item.custom_id, "run": claim.run, "attempt": record.attempt}
         if is_retried and failure is not None:
-            again = {**told, "attempt": record.attempt + 1, "failure": failure.kind, "code": failure.code}
-            self.writer.tell(claim.tenant, record.batch, ItemRetried.model_validate(again))
+            item, attempt = record.item.custom_id, record.attempt + 1
+            retried = RunRetried(run=claim.run, attempt=attempt, item=item, failure=failure)
+            self.writer.add(claim.tenant, record.batch, retried)
             return
         usage = _usage_of(body)
-        done = {
-            **told,
-            "failure": failure.kind if failure is not None else None,
-            "code": failure.code if failure is not None else "",
-            "message": failure.message if failure is not None else "",
-            "seconds": time.monotonic() - working.began,
-            "steps": max(_number(body.get("steps")), len(working.steps)),
-            "calls": len(working.calls),
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cost": working.cost(body, usage),
-        }
-        self.writer.tell(claim.tenant, record.batch, ItemDone.model_validate(done))
+        ended = RunEnded(
+            run=claim.run,
+            state=final_state(failure),
+            failure=failure,
+            steps=max(_number(body.get("steps")), len(working.steps)),
+            calls=len(working.calls),
+            usage=usage,
+            cost=working.cost(body, usage),
+            seconds=time.monotonic() - working.began,
+        )
+        self._publish(claim, ended)
 
     async def _interrupted(self, claim: RunClaim, working: _Working) -> None:
         """This process does not go on with a run: it was taken, its batch is cancelled, or the process ends."""

@@ -10,6 +10,7 @@ from typing import Literal
 from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import Switch, ToolState, find_state, switch_field
+from contract.run_events import OnEvent, SandboxClosed
 from contract.schema import find_nearest
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT
@@ -21,7 +22,6 @@ from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from orchestrator.dispatch.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.dispatch.tenant_catalog import Offer
 from orchestrator.loop.agent import RunResult
-from orchestrator.loop.events import OnEvent, SandboxClosed
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.operations.local_stack import StackInfo, embedded_stack

@@ -16,6 +16,7 @@ from contract.errors import ErrorCode
 from contract.functions.call_context import CallContext, CallHandler, ModelAdapter
 from contract.functions.session_state import SessionState
 from contract.registry import ToolRegistry
+from contract.run_events import OnEvent
 from contract.signing import SigningKeys
 from contract.specs import SkillSummary, ToolSpec
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover, review
@@ -29,7 +30,6 @@ from orchestrator.functions.function_tools import LocalTool, as_tool
 from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
 from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.events import OnEvent
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.adapter import BudgetedModel
 from orchestrator.models.capabilities import CapabilityCache

@@ -11,13 +11,13 @@ from typing import Any, Protocol, cast
 from contract.calls import ToolCall, ToolResult
 from contract.functions.call_context import CallHandler
 from contract.registry import ToolRegistry
+from contract.run_events import OnEvent
 from contract.specs import ToolSpec
 from orchestrator.dialects.decisions import TOOL_DECISION_SCHEMA, ToolDecisionOutput, parse_tool_decision
 from orchestrator.dialects.json_decision import JsonDecisionDialect, build_tool_system_prompt
 from orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
 from orchestrator.functions.function_tools import LocalTool
 from orchestrator.loop.agent import Agent
-from orchestrator.loop.events import OnEvent
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.loop.transcript import Transcript
 from orchestrator.sdk.local_tools import FITTING_ID, BoundTools, LocalTools

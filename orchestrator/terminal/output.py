@@ -10,7 +10,7 @@ from rich.text import Text as RichText
 
 from contract.calls import Clocks, ToolResult
 from contract.errors import ErrorCode
-from orchestrator.loop.events import (
+from contract.run_events import (
     ApprovalAsked,
     CallFinished,
     CallStarted,

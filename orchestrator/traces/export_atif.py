@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from contract.calls import ToolResult
+from contract.run_events import Warned
 from contract.traceparent import trace_id_of
 from orchestrator.dialects.thinking import THINK, THINK_END, strip_thinking
-from orchestrator.loop.events import Warned
 from orchestrator.traces.atif_schema import (
     AtifAgent,
     AtifFinalMetrics,

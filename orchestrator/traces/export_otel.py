@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from contract.run_events import ModelAnswered, ModelAsked
 from contract.traceparent import call_span_id, derive_id, run_span_id, trace_id_of
-from orchestrator.loop.events import ModelAnswered, ModelAsked
 from orchestrator.traces.reading import Trace, TraceCall
 from telemetry import names
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from contract.masking import Masker, passwords_of, secrets_of_settings
-from orchestrator.loop.events import OnEvent
+from contract.run_events import OnEvent
 from orchestrator.settings import OrchestratorSettings, secrets_of_environment
 from orchestrator.traces.recorder import TraceRecorder, open_trace
 

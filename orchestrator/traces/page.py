@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from orchestrator.loop.events import RunEvent, SandboxReady
+from contract.run_events import RunEvent, SandboxReady
 from orchestrator.terminal.output import format_clocks
 from orchestrator.terminal.text import escape_controls
 from orchestrator.traces.export_atif import split_thinking

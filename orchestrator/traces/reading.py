@@ -10,8 +10,7 @@ from typing import Any
 
 from contract.calls import Clocks, ToolResult
 from contract.errors import ConfigError, ErrorCode
-from orchestrator.dialects.model import Message, Usage
-from orchestrator.loop.events import (
+from contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
@@ -29,6 +28,7 @@ from orchestrator.loop.events import (
     Warned,
     parse_event,
 )
+from orchestrator.dialects.model import Message, Usage
 from orchestrator.traces.blobs import BlobFolder, resolve
 from orchestrator.traces.recorder import VERSION, trace_path
 

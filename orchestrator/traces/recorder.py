@@ -12,7 +12,7 @@ from typing import Any
 from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS
 from contract.errors import ConfigError
 from contract.masking import Masker
-from orchestrator.loop.events import (
+from contract.run_events import (
     OnEvent,
     OutputArrived,
     RunAborted,

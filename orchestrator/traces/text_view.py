@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from contract.run_events import SandboxReady
 from orchestrator.dialects.model import Usage
-from orchestrator.loop.events import SandboxReady
 from orchestrator.terminal.output import escape_controls, format_clocks
 from orchestrator.traces.export_atif import split_thinking
 from orchestrator.traces.reading import Trace, TraceCall, TraceStep, format_instant

@@ -14,6 +14,7 @@ from contract.calls import ToolResult
 from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.names import api_keys_key, catalog_key, switches_key, tenants_key
 from contract.registry import Switch
+from contract.run_events import CallFinished, ModelReplied
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
@@ -26,7 +27,7 @@ from store.call_events import call_event_keys
 from store.catalog import RedisCatalog
 from store.connection import open_redis
 from store.idempotency import IdempotencyStore
-from store.run_log import Replied, Resulted, RunAttempt, RunLog, run_key, run_log_key
+from store.run_log import LogEntry, RunAttempt, RunLog, run_key, run_log_key
 from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants, WorkerTenants
 from tests.builders import KEY, build_spec
@@ -291,8 +292,10 @@ async def test_what_a_run_came_to_cannot_be_forged_or_copied(ground: RunGround) 
 
 # The log of a run: its replies make an orchestrator send calls
 
-REPLY = Replied(at=1.0, chunks=({"choices": [{"delta": {"tool_calls": []}}]},))
-RESULT = Resulted(at=2.0, call="c1", result=ToolResult(call_id="c1", name="echo", success=True, output="done"))
+REPLY = LogEntry(ModelReplied(run="b-1", at=1.0, chunks=({"choices": [{"delta": {"tool_calls": []}}]},)))
+RESULT = LogEntry(
+    CallFinished(run="b-1", at=2.0, result=ToolResult(call_id="c1", name="echo", success=True, output="done"))
+)
 
 
 async def write_log(ground: RunGround) -> list[bytes]:
@@ -310,11 +313,11 @@ async def write_log(ground: RunGround) -> list[bytes]:
 
 
 LOGS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
-    "an unsigned reply": lambda told: [told[0], told[1], REPLY.model_dump_json().encode()],
+    "an unsigned reply": lambda told: [told[0], told[1], REPLY.to_text().encode()],
     "a reply with another secret": lambda told: [
         told[0],
         told[1],
-        GUESS.seal("log acme b-1 1 2", REPLY.model_dump_json()).encode(),
+        GUESS.seal("log acme b-1 1 2", REPLY.to_text()).encode(),
     ],
     "a changed result": lambda told: [told[0], told[1].replace(b"done", b"DONE")],
     "entries in another order": lambda told: [told[1], told[0]],

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from contract.errors import ErrorCode
+from contract.run_events import CallFinished, CallStarted, RunEvent, TextArrived
 from orchestrator.approvals import AutoApprover
 from orchestrator.dialects.model import Message
 from orchestrator.dialects.tags import build_tag_call
 from orchestrator.dispatch.sessions import Session
-from orchestrator.loop.events import CallFinished, CallStarted, RunEvent, TextArrived
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.scripted import Calls, Reply, ScriptedModel
 from orchestrator.sdk.client import ToolClient

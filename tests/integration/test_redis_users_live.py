@@ -311,9 +311,9 @@ def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(house: H
     house.toolcrew_lines("batches", "resume", "own")
     assert len(own.read_text().splitlines()) == 3
     assert {line["type"] for line in house.toolcrew_lines("batches", "show", "--logs", "own")} >= {
-        "item_started",
-        "call_done",
-        "item_done",
+        "RunClaimed",
+        "CallFinished",
+        "RunEnded",
     }
     house.toolcrew("batches", "report", "own", "--html", str(tmp_path / "page.html"))
 

@@ -11,6 +11,7 @@ import pytest
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
+from contract.run_events import CallFinished, RunEvent
 from contract.specs import ToolSpec
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tag_values import build_tag_call
@@ -21,7 +22,6 @@ from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import InProcessTransport, Transport
 from orchestrator.functions.function_tools import tool
 from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.events import CallFinished, RunEvent
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from contract.run_events import CallStarted, RunEvent, TextArrived
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import tool
 from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.events import CallStarted, RunEvent, TextArrived
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.choice import choose_dialect
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from contract.run_events import CallFinished, CallStarted, RunEvent, TextArrived
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import tool
 from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.events import CallFinished, CallStarted, RunEvent, TextArrived
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.sdk.local_tools import LocalTools
 from tests.fakes import StreamModel

@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import BUILTIN_TOOLS
 from contract.registry import ToolRegistry
+from contract.run_events import CallFinished, RunEvent
 from contract.specs import SkillSummary
 from orchestrator.functions.function_tools import tool
-from orchestrator.loop.events import CallFinished, RunEvent
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from orchestrator.sdk.local_tools import LocalTools

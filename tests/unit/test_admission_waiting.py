@@ -10,6 +10,7 @@ import typer
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
+from contract.run_events import CallFinished, RunEvent, Warned
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import (
@@ -23,7 +24,6 @@ from orchestrator.admission import (
 from orchestrator.api.calls import NewCall, _stream
 from orchestrator.cli.runner import run_work
 from orchestrator.dispatch.sessions import Session
-from orchestrator.loop.events import CallFinished, RunEvent, Warned
 from orchestrator.models.scripted import Calls, ScriptedModel
 from store.connection import open_redis
 from store.overview import OverviewReader, TenantSummary

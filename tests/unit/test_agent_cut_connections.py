@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from contract.calls import ToolCall, ToolResult
+from contract.run_events import RunEvent, TextArrived, TextWithdrawn
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import Chunk
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect, build_tag_call
 from orchestrator.loop.agent import Agent
-from orchestrator.loop.events import RunEvent, TextArrived, TextWithdrawn
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.retries import RetryPolicy

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.displays import Display, JsonLines, LogLines, Watched
 from orchestrator.batches.figures import format_cost, format_count, format_rate, format_seconds, format_time
 from orchestrator.batches.live_progress import LiveProgress, open_display
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.summary import build_summary, build_summary_lines
-from store.batches import BatchEvent, BatchNotice, FailureKind, ItemDone, parse_batch_event
-from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
+from store.batches import parse_batch_event
+from tests.batch_story import BEGAN, Attempt, ended, failed, tell_batch, tell_item
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e\ud800\r\nnext: `rm -rf /`"
 DANGEROUS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]")
@@ -62,7 +63,7 @@ def stage(request: pytest.FixtureRequest) -> Stage:
     return Stage(request.param)
 
 
-def play(stage: Stage, told: list[BatchEvent], every_s: float = 0.05) -> str:
+def play(stage: Stage, told: list[RunEvent], every_s: float = 0.05) -> str:
     with stage.open() as display:
         for batch_event in told:
             stage.now += every_s
@@ -232,10 +233,10 @@ def test_the_rate_counts_what_has_ended_since_the_display_was_opened() -> None:
     stage = Stage("lines")
     with stage.open() as display:
         for number in range(60):
-            display.show(ItemDone(at=BEGAN - 86_400, item=f"before-{number}", seconds=1))
+            display.show(ended(at=BEGAN - 86_400, item=f"before-{number}", seconds=1))
         for number in range(20):
             stage.now += 1
-            display.show(ItemDone(at=BEGAN + stage.now, item=str(number), seconds=1))
+            display.show(ended(at=BEGAN + stage.now, item=str(number), seconds=1))
         stage.progress.add(BatchNotice(at=BEGAN, message="", total=100))
         stage.now += 5
         display.tick()
@@ -278,7 +279,7 @@ def test_the_display_is_chosen_by_where_it_is_shown() -> None:
 def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
     progress = Progress(9)
     for number, kind in enumerate(FailureKind):
-        progress.add(ItemDone(at=BEGAN, item=f"i{number}", run=f"run{number}", failure=kind, code="C", message="m"))
+        progress.add(ended(at=BEGAN, item=f"i{number}", run=f"run{number}", failure=kind, code="C", message="m"))
     told = build_summary(progress.snapshot(BEGAN), batch="a b")
     commands = re.findall(r"`(.*?)`", " ".join(told.next))
     assert commands == [
@@ -294,7 +295,7 @@ def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
 
 def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
     progress = Progress(1)
-    progress.add(ItemDone(at=BEGAN, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
+    progress.add(ended(at=BEGAN, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
     told = build_summary(progress.snapshot(BEGAN), batch="b", rows=("out.jsonl", "my errors.jsonl"))
     assert told.next == (
         "1 failed because of a tool, and would fail again: their rows say why",
@@ -304,7 +305,7 @@ def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
 
 def test_a_batch_that_went_well_has_nothing_to_be_tried_again() -> None:
     progress = Progress(1)
-    progress.add(ItemDone(at=BEGAN, item="a", cost=1.5))
+    progress.add(ended(at=BEGAN, item="a", cost=1.5))
     told = build_summary(progress.snapshot(BEGAN), batch="b")
     assert told.next == ("read the rows with `toolcrew batches export b`",)
 

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from contract.names import catalog_key
+from contract.run_events import BatchNotice, RunEvent
 from contract.specs import Catalog, seal_catalog
 from orchestrator.batches.displays import LogLines, Watched
 from orchestrator.batches.progress import MAX_WARNINGS, Progress
@@ -19,7 +20,6 @@ from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from orchestrator.models.scripted import EVERYTHING
 from orchestrator.runs.models import Models
 from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchEvent, BatchNotice
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.item_ground import Made, build_run, echo_then, open_maker
@@ -42,14 +42,14 @@ async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_
     await ground.submit(2, work=build_run().work)
     for claim in await ground.queue.claim(2, ("acme", "b")):
         await ground.worked(claim)
-    notes = [told for told in ground.batch_events if isinstance(told, BatchNotice)]
+    notes = [told for told in ground.events if isinstance(told, BatchNotice)]
     assert [(note.message, note.is_warning) for note in notes] == [(FALLBACK_WARNING, True)]
 
 
 async def test_a_named_model_warns_of_nothing(make: Made) -> None:
     ground = make(echo_then("one"))
     await ground.worked(await ground.put(build_run()))
-    assert [told for told in ground.batch_events if isinstance(told, BatchNotice)] == []
+    assert [told for told in ground.events if isinstance(told, BatchNotice)] == []
 
 
 def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
@@ -62,7 +62,7 @@ def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
 
 
 def test_the_report_begins_with_the_warning() -> None:
-    batch_events: list[BatchEvent] = [BatchNotice(at=1.0, message="submitted", total=1), warning()]
+    batch_events: list[RunEvent] = [BatchNotice(at=1.0, message="submitted", total=1), warning()]
     page = build_report(batch_events, title="Batch b")
     assert page.index("Warning: no model is named") < page.index("Totals")
 

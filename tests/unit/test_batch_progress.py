@@ -7,15 +7,31 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.run_events import (
+    BatchNotice,
+    FailureKind,
+    RunEnded,
+    RunEvent,
+)
 from orchestrator.batches.progress import MAX_GROUPS, MAX_NOTES, Progress, Snapshot, Stage
-from store.batches import BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemRetried, ItemStarted, StepDone
-from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
+from tests.batch_story import (
+    BEGAN,
+    Attempt,
+    call_finished,
+    claimed,
+    ended,
+    failed,
+    retried,
+    step_finished,
+    tell_batch,
+    tell_item,
+)
 
 RETRIED = Attempt(is_retried=True, code="HOST_LOST")
 NOW = BEGAN + 1000
 
 
-def stand(told: list[BatchEvent], now: float = NOW, total: int = 0) -> Snapshot:
+def stand(told: list[RunEvent], now: float = NOW, total: int = 0) -> Snapshot:
     progress = Progress(total)
     for batch_event in told:
         progress.add(batch_event)
@@ -59,7 +75,7 @@ def test_tokens_of_items_that_run_are_counted_as_they_come() -> None:
 
 
 def test_the_end_of_an_item_counts_for_what_nobody_heard() -> None:
-    snapshot = stand([ItemDone(at=BEGAN, item="a", steps=3, calls=4, prompt_tokens=50, completion_tokens=5)])
+    snapshot = stand([ended(at=BEGAN, item="a", steps=3, calls=4, tokens=(50, 5))])
     assert (snapshot.steps, snapshot.calls, snapshot.prompt_tokens, snapshot.cost) == (3, 4, 50, None)
 
 
@@ -74,7 +90,7 @@ def test_items_are_in_the_count_before_the_total_is_told() -> None:
 
 
 def test_an_item_that_another_process_continues_is_counted_once() -> None:
-    told: list[BatchEvent] = [ItemStarted(at=BEGAN, item="a"), ItemStarted(at=BEGAN + 900, item="a", is_resumed=True)]
+    told: list[RunEvent] = [claimed(at=BEGAN, item="a"), claimed(at=BEGAN + 900, item="a", is_resumed=True)]
     for order in (told, told[::-1], told * 2):
         snapshot = stand(order, BEGAN + 910)
         assert (snapshot.running, snapshot.resumed) == (1, 1)
@@ -91,7 +107,7 @@ def test_which_ends_have_been_heard_of_is_known_by_attempt() -> None:
     known = [
         batch_event.item
         for batch_event in tell_batch((Attempt(),), (Attempt(),), (Attempt(),))
-        if isinstance(batch_event, ItemDone)
+        if isinstance(batch_event, RunEnded)
     ]
     assert [(progress.has_end(name, 1), progress.has_end(name, 2)) for name in known] == [
         (True, False),
@@ -102,7 +118,7 @@ def test_which_ends_have_been_heard_of_is_known_by_attempt() -> None:
 
 
 def test_a_clock_that_is_ahead_makes_no_time_negative() -> None:
-    snapshot = stand([ItemStarted(at=BEGAN + 60, item="a", waited_s=-3)], BEGAN)
+    snapshot = stand([claimed(at=BEGAN + 60, item="a", waited_s=-3)], BEGAN)
     assert (snapshot.wall_s, snapshot.items_per_s) == (0, 0)
 
 
@@ -139,7 +155,7 @@ def test_an_example_is_never_an_item_that_has_been_tried_again() -> None:
     first, *others = (list(tell_item(name, failed())) for name in ("a", "b", "c", "d", "e"))
     told = [*first, *(batch_event for other in others for batch_event in other)]
     assert stand(told).groups[0].item == "a"
-    retry = ItemRetried(at=NOW, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE)
+    retry = retried(at=NOW, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE)
     (group,) = stand([*told, retry, *tell_item("f", failed(), at=NOW)]).groups
     assert (group.item, group.count) == ("f", 5)
 
@@ -155,9 +171,9 @@ def test_notes_are_told_once_and_the_newest_are_kept() -> None:
 
 
 def test_a_late_word_of_an_earlier_attempt_moves_nothing() -> None:
-    told: list[BatchEvent] = [
-        ItemDone(at=BEGAN, item="a", attempt=2),
-        ItemDone(at=BEGAN + 9, item="a", failure=FailureKind.MODEL),
+    told: list[RunEvent] = [
+        ended(at=BEGAN, item="a", attempt=2),
+        ended(at=BEGAN + 9, item="a", failure=FailureKind.MODEL),
     ]
     assert (stand(told).done, stand(told).failed) == (1, 0)
 
@@ -182,7 +198,7 @@ batches = st.lists(st.lists(attempts, min_size=1, max_size=3).map(tuple), max_si
 
 @settings(max_examples=80, deadline=None)
 @given(told=batches, shuffle=st.randoms(use_true_random=False))
-def test_any_order_and_any_repetition_give_the_same_totals(told: list[BatchEvent], shuffle: object) -> None:
+def test_any_order_and_any_repetition_give_the_same_totals(told: list[RunEvent], shuffle: object) -> None:
     again = [*told, *shuffle.choices(told, k=len(told))]  # type: ignore[attr-defined]
     shuffle.shuffle(again)  # type: ignore[attr-defined]
     assert without_examples(stand(again)) == without_examples(stand(told))
@@ -190,7 +206,7 @@ def test_any_order_and_any_repetition_give_the_same_totals(told: list[BatchEvent
 
 @settings(max_examples=60, deadline=None)
 @given(told=batches, shuffle=st.randoms(use_true_random=False), total=st.integers(0, 8))
-def test_every_item_stands_somewhere_at_every_moment(told: list[BatchEvent], shuffle: object, total: int) -> None:
+def test_every_item_stands_somewhere_at_every_moment(told: list[RunEvent], shuffle: object, total: int) -> None:
     shuffle.shuffle(told)  # type: ignore[attr-defined]
     progress = Progress(total)
     for batch_event in told:
@@ -203,7 +219,7 @@ def test_every_item_stands_somewhere_at_every_moment(told: list[BatchEvent], shu
 
 @settings(max_examples=60, deadline=None)
 @given(told=batches, shuffle=st.randoms(use_true_random=False))
-def test_what_is_told_again_is_not_new(told: list[BatchEvent], shuffle: object) -> None:
+def test_what_is_told_again_is_not_new(told: list[RunEvent], shuffle: object) -> None:
     shuffle.shuffle(told)  # type: ignore[attr-defined]
     progress = Progress()
     for batch_event in told:
@@ -212,8 +228,8 @@ def test_what_is_told_again_is_not_new(told: list[BatchEvent], shuffle: object) 
 
 
 def test_a_long_item_has_each_of_its_many_calls_counted_once() -> None:
-    calls: list[BatchEvent] = [CallDone(at=BEGAN, item="a", call=str(n), tool="t", seconds=0.1) for n in range(3000)]
-    steps: list[BatchEvent] = [StepDone(at=BEGAN, item="a", step=n) for n in range(3000)]
+    calls: list[RunEvent] = [call_finished(at=BEGAN, item="a", call=str(n), tool="t", seconds=0.1) for n in range(3000)]
+    steps: list[RunEvent] = [step_finished(at=BEGAN, item="a", step=n) for n in range(3000)]
     snapshot = stand([*calls, *steps, *calls[::-1], *steps])
     assert (snapshot.calls, snapshot.steps) == (3000, 3000)
 

@@ -12,11 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.calls import Clocks
+from contract.run_events import (
+    BatchNotice,
+    FailureKind,
+    RunEvent,
+)
 from orchestrator.batches.markup import Markup, element, text
 from orchestrator.batches.report import MAX_FAILED_ROWS, MAX_TOOLS, OTHER_TOOLS, build_report
 from orchestrator.batches.report_plots import POINTS, add_up
-from store.batches import BatchEvent, BatchNotice, CallDone, FailureKind, ItemDone, ItemRetried, ItemStarted, StepDone
-from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
+from tests.batch_story import (
+    BEGAN,
+    Attempt,
+    call_finished,
+    claimed,
+    ended,
+    failed,
+    retried,
+    step_finished,
+    tell_batch,
+    tell_item,
+)
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -75,12 +90,12 @@ KNOWN = Page(
 )
 
 
-def hostile_batch(word: str) -> Iterator[BatchEvent]:
+def hostile_batch(word: str) -> Iterator[RunEvent]:
     yield BatchNotice(at=BEGAN, message=word, total=4)
     yield from tell_item(word, Attempt(tool=word))
     yield from tell_item(f"{word}2", failed(code=word, message=word))
     yield from tell_item(f"{word}3", Attempt(is_cut=True, tool=word))
-    yield ItemDone(at=BEGAN, item="x", run=word, failure=FailureKind.MODEL, code=word, message=word)
+    yield ended(at=BEGAN, item="x", run=word, failure=FailureKind.MODEL, code=word, message=word)
 
 
 @pytest.mark.parametrize("word", HOSTILE)
@@ -176,7 +191,7 @@ def test_an_item_that_succeeded_at_last_is_in_no_table_of_failures() -> None:
 
 def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_below_two_megabytes() -> None:
     told = [
-        ItemDone(
+        ended(
             at=BEGAN + n,
             item=f"{n}{'&' * 250}",
             failure=FailureKind.MODEL,
@@ -187,17 +202,17 @@ def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_bel
         for n in range(2000)
     ]
     calls = [
-        CallDone(at=BEGAN, item="a", call=str(n), tool=f"{n}" + "'" * 500, seconds=0.0001 * 1.1 ** (n % 180))
+        call_finished(at=BEGAN, item="a", call=str(n), tool=f"{n}" + "'" * 500, seconds=0.0001 * 1.1 ** (n % 180))
         for n in range(20_000)
     ]
     assert len(build_report([*told, *calls], title="&" * 500).encode()) < 2_000_000
 
 
 def test_the_page_of_many_items_stays_small() -> None:
-    def told() -> Iterator[BatchEvent]:
+    def told() -> Iterator[RunEvent]:
         for number in range(5000):
             at = BEGAN + number
-            yield ItemDone(
+            yield ended(
                 at=at + 40,
                 item=str(number),
                 seconds=40,
@@ -215,7 +230,7 @@ def test_a_clock_that_is_nonsense_breaks_no_page(at: float) -> None:
     told = [
         *tell_batch((Attempt(),)),
         *tell_item("x", failed(), at=at),
-        StepDone(at=at, item="y", step=1, prompt_tokens=5),
+        step_finished(at=at, item="y", step=1, tokens=(5, 0)),
     ]
     page = Page(build_report(told, title="t"))
     assert not re.search(r"\b(nan|inf)\b", " ".join(page.values("x") + page.values("points") + page.values("width")))
@@ -247,7 +262,7 @@ def test_the_number_of_running_items_is_right_at_every_moment_that_is_drawn(runs
 
 
 def test_an_item_cancelled_in_the_queue_never_ran() -> None:
-    told = [ItemDone(at=BEGAN + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
+    told = [ended(at=BEGAN + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
     page = Page(build_report([*told, *tell_item("a", Attempt(steps=9))], title="t"))
     assert "running: 1 at most" in page.text()
 
@@ -259,11 +274,11 @@ def test_an_element_cannot_be_given_a_name_that_is_none() -> None:
 
 
 def test_an_attempt_that_was_retried_ran_until_then() -> None:
-    told: list[BatchEvent] = [
-        ItemStarted(at=BEGAN, item="a"),
-        ItemRetried(at=BEGAN + 5, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE),
-        ItemStarted(at=BEGAN + 10, item="a", attempt=2),
-        ItemDone(at=BEGAN + 20, item="a", attempt=2, seconds=10),
+    told: list[RunEvent] = [
+        claimed(at=BEGAN, item="a"),
+        retried(at=BEGAN + 5, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE),
+        claimed(at=BEGAN + 10, item="a", attempt=2),
+        ended(at=BEGAN + 20, item="a", attempt=2, seconds=10),
     ]
     shown = Page(build_report(told, title="t"))
     (running,) = [value for tag, name, value in shown.attributes if name == "points" and value.count(" ") == POINTS][1:]
@@ -274,7 +289,7 @@ def test_an_attempt_that_was_retried_ran_until_then() -> None:
 def test_times_of_a_tool_have_its_errors_and_waits() -> None:
     seconds = [0.1 * number for number in range(1, 101)]
     calls = [
-        CallDone(
+        call_finished(
             at=BEGAN,
             item="a",
             call=str(number),
@@ -291,8 +306,8 @@ def test_times_of_a_tool_have_its_errors_and_waits() -> None:
 
 
 def test_tools_that_a_model_makes_up_share_a_row() -> None:
-    calls: list[BatchEvent] = [
-        CallDone(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)
+    calls: list[RunEvent] = [
+        call_finished(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)
     ]
     texts = Page(build_report(calls, title="t")).texts
     assert texts[texts.index(OTHER_TOOLS) + 1] == str(1000 - MAX_TOOLS)

@@ -11,6 +11,7 @@ from pydantic import JsonValue, ValidationError
 
 from contract.calls import Clocks, ToolResult
 from contract.errors import ErrorCode
+from contract.run_events import Failure, FailureKind
 from orchestrator.batches.rows import (
     build_answer_body,
     build_call_body,
@@ -24,7 +25,7 @@ from orchestrator.dialects.model import Usage
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
-from store.batches import CHAT_URL, RUNS_URL, Failure, FailureKind, Outcome
+from store.batches import CHAT_URL, RUNS_URL, Outcome
 
 calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)

@@ -12,7 +12,9 @@ import pytest
 import redis.asyncio
 from pydantic import SecretStr
 
+from contract.calls import ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ModelDenied, ToolFailure
+from contract.run_events import CallFinished, FailureKind, OnEvent, RunEvent
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BadBatch, load_lines
@@ -24,7 +26,7 @@ from orchestrator.runs.models import Models
 from orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, BatchEvent, BatchEventWriter, CallDone, FailureKind, Ground, Outcome
+from store.batches import BatchDefaults, BatchEventWriter, Ground, Outcome
 from store.run_log import RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
@@ -201,17 +203,10 @@ async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(grou
 class Unserved(ItemWork):
     """A call of it is told that its tenant is none any more; by itself it never ends."""
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
-        told = {
-            "at": 0.0,
-            "item": "item-1",
-            "run": claim.run,
-            "attempt": 1,
-            "call": "c1",
-            "tool": "bash_tool",
-            "seconds": 0.0,
-        }
-        tell(CallDone.model_validate({**told, "error_code": "UNKNOWN_TENANT"}))
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+        call = ToolCall(id="c1", name="bash_tool")
+        refused = ToolResult.failed(call, ErrorCode.UNKNOWN_TENANT, "the tenant was removed")
+        on_event(CallFinished(run=claim.run, result=refused))
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")
 
@@ -223,7 +218,7 @@ class UnservedService(ServiceWork, Unserved):
 async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_next_steps(ground: RunGround) -> None:
     claim, journal = await take(ground)
     await journal.note_opening("s1")
-    pool, told = FakePool(Tenants("acme")), list[BatchEvent]()
+    pool, told = FakePool(Tenants("acme")), list[RunEvent]()
     service = UnservedService(cast(Any, pool), cast(Any, None), cast(Any, None), None)
     async with asyncio.timeout(30):
         outcome = await service.work(claim, journal, BatchDefaults(), told.append)
@@ -247,7 +242,7 @@ class Asking(ItemWork):
 
     may_end: asyncio.Event
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
         await self._models.get(defaults.model)
         if defaults.model == "held":
             await self.may_end.wait()
@@ -327,7 +322,7 @@ class Endless(ItemWork):
 
     begun: asyncio.Event
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
         self.begun.set()
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")

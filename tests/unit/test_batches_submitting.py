@@ -9,9 +9,10 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.run_events import FailureKind
 from orchestrator.batches.lines import BatchFile
 from orchestrator.runs.batches import Batches, run_id
-from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchState, FailureKind
+from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchState
 from store.runs import AT_ONCE, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess

@@ -9,9 +9,9 @@ import pytest
 from contract.calls import MAX_ERROR_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.registry import Switch
+from contract.run_events import CallFinished, CallStarted, RunEvent
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.loop.call_runner import CallRunner
-from orchestrator.loop.events import CallFinished, CallStarted, RunEvent
 from tests.builders import build_spec
 
 SOON_S = 10.0

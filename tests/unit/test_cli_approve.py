@@ -15,10 +15,10 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
+from contract.run_events import ApprovalAsked
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy
 from orchestrator.cli.main import app
-from orchestrator.loop.events import ApprovalAsked
 from orchestrator.terminal.output import RunView
 from store.api_keys import ApiKeys
 from store.approvals import ApprovalQueue

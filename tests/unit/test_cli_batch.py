@@ -195,7 +195,7 @@ def test_items_that_were_cancelled_before_they_began_are_told_as_such(toolcrew: 
     toolcrew("cancel", "b")
     for follow in ((), ("-f",)):
         told = [json.loads(line) for line in toolcrew("show", "--logs", "b", "--json", *follow).stdout.splitlines()]
-        ends = {one["item"]: one["failure"] for one in told if one["type"] == "item_done"}
+        ends = {one["item"]: one["failure"]["kind"] for one in told if one["type"] == "RunEnded"}
         assert ends == dict.fromkeys(("i0", "i1", "i2"), "cancelled")
         assert (told[-1]["failed"], told[-1]["queued"], told[-1]["has_ended"]) == (3, 0, True)
     assert (

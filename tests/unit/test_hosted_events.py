@@ -13,8 +13,7 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ModelInterrupted
-from orchestrator.dialects.model import Usage
-from orchestrator.loop.events import (
+from contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
@@ -23,6 +22,7 @@ from orchestrator.loop.events import (
     StepStarted,
     TextArrived,
 )
+from orchestrator.dialects.model import Usage
 from orchestrator.runs.event_publisher import MAX_BUFFERED_CHARS, MAX_OUTPUT_CHARS, RunEventBuffer
 from store import run_events
 from store.run_events import MAX_EVENT_BYTES, RunEventStore, build_event, is_before

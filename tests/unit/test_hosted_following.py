@@ -8,8 +8,8 @@ import pytest
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.run_events import FailureKind
 from store import run_events
-from store.batches import FailureKind
 from store.run_events import RunEventHub, RunEventStore, parse_id
 from tests.conftest import RedisProcess
 from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted, types

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.run_events import FailureKind
 from orchestrator.runs.hosted import HostedRuns
-from store.batches import FailureKind, RunBody
+from store.batches import RunBody
 from store.runs import HostedState
 from tests.builders import KEY
 from tests.conftest import RedisProcess

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.loop.events import CallFinished, CallStarted, OutputArrived, RunEvent
+from contract.run_events import CallFinished, CallStarted, OutputArrived, RunEvent
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from tests.builders import build_spec

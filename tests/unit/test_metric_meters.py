@@ -14,12 +14,7 @@ import redis.asyncio
 
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.dialects.model import Message
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.middleware import MeteredCalls
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.loop.events import (
+from contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
@@ -31,6 +26,11 @@ from orchestrator.loop.events import (
     RunStarted,
     StepStarted,
 )
+from orchestrator.dialects.model import Message
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.middleware import MeteredCalls
+from orchestrator.dispatch.request import Request
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.loop.limits import Usage
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.tally import Tally

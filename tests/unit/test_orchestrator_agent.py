@@ -8,12 +8,7 @@ import pytest
 
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ErrorCode, ModelUnavailable
-from orchestrator.dialects.base import Dialect, MalformedCall, ReplyEnd, Text, Usage
-from orchestrator.dialects.model import Chunk, Model, ModelRequest
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.events import (
+from contract.run_events import (
     CallFinished,
     CallStarted,
     ModelAnswered,
@@ -26,6 +21,11 @@ from orchestrator.loop.events import (
     TextArrived,
     Warned,
 )
+from orchestrator.dialects.base import Dialect, MalformedCall, ReplyEnd, Text, Usage
+from orchestrator.dialects.model import Chunk, Model, ModelRequest
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tags import TagsDialect
+from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from tests.builders import build_spec

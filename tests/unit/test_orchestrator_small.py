@@ -11,12 +11,9 @@ from rich.console import Console
 
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.cli.call import parse_arguments
-from orchestrator.dialects.model import ModelRequest, Usage
-from orchestrator.loop.events import (
+from contract.run_events import (
     CallFinished,
     CallStarted,
-    ModelAsked,
     RunEvent,
     RunFinished,
     RunStarted,
@@ -26,6 +23,9 @@ from orchestrator.loop.events import (
     Warned,
     parse_event,
 )
+from orchestrator.cli.call import parse_arguments
+from orchestrator.dialects.model import ModelRequest, Usage
+from orchestrator.loop.agent import build_asked
 from orchestrator.loop.limits import Prices, ReActOptions, Spending, StopReason
 from orchestrator.loop.transcript import Transcript
 from orchestrator.operations import redis_server as redis_server_module
@@ -124,7 +124,7 @@ def test_a_line_of_json_a_message() -> None:
 EVENTS: list[RunEvent] = [
     RunStarted(run="r", instruction="do", model="m", dialect="native"),
     StepStarted(run="r", step=1),
-    ModelAsked.build("r", 1, ModelRequest([{"role": "user"}], [{"type": "function"}], {"seed": 1}), ModelRequest([])),
+    build_asked("r", 1, ModelRequest([{"role": "user"}], [{"type": "function"}], {"seed": 1}), ModelRequest([])),
     TextArrived(run="r", text="hi"),
     CallStarted(run="r", call=ToolCall(id="c", name="echo", arguments={"a": [1]})),
     CallFinished(run="r", result=RESULT),
@@ -143,7 +143,7 @@ def test_an_event_is_plain_json_with_its_name(event: RunEvent) -> None:
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_an_event_is_parsed_from_its_json(event: RunEvent) -> None:
     data = json.loads(json.dumps(event.to_trace()))
-    assert parse_event({**data, "attempt": 2, "later": "field"}) == event
+    assert parse_event({**data, "later": "field"}) == event
     assert parse_event({**data, "type": "LaterType"}) is None
     with pytest.raises(ValueError, match="run"):
         parse_event({**data, "run": None})
@@ -152,8 +152,16 @@ def test_an_event_is_parsed_from_its_json(event: RunEvent) -> None:
 def test_a_request_in_a_stream_has_sizes_and_in_a_trace_what_is_new() -> None:
     before = ModelRequest([{"role": "system"}, {"role": "user"}], [{"type": "function"}])
     request = ModelRequest([{"role": "system"}, {"role": "user", "content": "x"}], before.tools)
-    event = ModelAsked.build("r", 2, request, before)
-    assert event.to_json() == {"type": "ModelAsked", "run": "r", "at": event.at, "step": 2, "messages": 2, "tools": 1}
+    event = build_asked("r", 2, request, before)
+    assert event.to_json() == {
+        "type": "ModelAsked",
+        "run": "r",
+        "at": event.at,
+        "attempt": 1,
+        "step": 2,
+        "messages": 2,
+        "tools": 1,
+    }
     assert (event.kept, event.new_messages, event.new_tools) == (1, request.messages[1:], None)
 
 

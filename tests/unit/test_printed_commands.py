@@ -17,6 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from contract.names import catalog_key, catalog_names_key
+from contract.run_events import BatchNotice, FailureKind, RunEnded
 from contract.session_locations import seal_start
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
@@ -26,7 +27,6 @@ from orchestrator.batches.progress import Progress
 from orchestrator.batches.report import build_report
 from orchestrator.command import app
 from orchestrator.terminal.commands import build_command
-from store.batches import BatchNotice, FailureKind, ItemDone
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.builders import build_spec
@@ -230,7 +230,7 @@ def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
     progress = Progress(4)
     kinds = (FailureKind.INFRASTRUCTURE, FailureKind.MODEL, FailureKind.CANCELLED)
     batch_events = [BatchNotice(at=1.0, message="submitted", total=4)]
-    ends = [ItemDone(at=2.0, item=f"i{at}", run=f"run{at}", failure=kind, code="X") for at, kind in enumerate(kinds)]
+    ends = [RunEnded(at=2.0, item=f"i{at}", run=f"run{at}", failure=kind, code="X") for at, kind in enumerate(kinds)]
     for batch_event in (*batch_events, *ends):
         progress.add(batch_event)
     summary = Watched("t2", progress, tenant="acme").summary()

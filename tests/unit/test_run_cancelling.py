@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
+from contract.run_events import FailureKind
 from orchestrator.runs.follower import Follower
-from store.batches import BatchEventReader, BatchState, FailureKind
+from store.batches import BatchEventReader, BatchState
 from store.runs import BatchCancelled
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome

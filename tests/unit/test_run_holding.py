@@ -10,22 +10,14 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ModelDenied
+from contract.run_events import BatchNotice, RunEvent, RunRetried
 from orchestrator.runs import brake as brake_module
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.brake import Brake, NotNow
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.places import Places
 from orchestrator.runs.runner import Runner
-from store.batches import (
-    BatchDefaults,
-    BatchEvent,
-    BatchEventWriter,
-    BatchNotice,
-    BatchState,
-    ItemRetried,
-    Outcome,
-    parse_batch_event,
-)
+from store.batches import BatchDefaults, BatchEventWriter, BatchState, Outcome, parse_batch_event
 from store.runs import RunClaim
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
@@ -44,7 +36,7 @@ class Troubled:
         self._troubles = list(troubles)
 
     async def work(
-        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Callable[[BatchEvent], None]
+        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Callable[[RunEvent], None]
     ) -> Outcome:
         self.begun.append((claim.run, claim.record.attempt, claim.is_resumed))
         if not journal.is_resumed:
@@ -89,7 +81,7 @@ async def work(ground: RunGround, troubled: Troubled, *, only: tuple[str, str] |
         await running
 
 
-async def told(ground: RunGround) -> list[BatchEvent]:
+async def told(ground: RunGround) -> list[RunEvent]:
     entries: Any = await ground.client.xrange("toolcrew:d:t:acme:batch.b:events")
     return [parse_batch_event(fields[b"h"]) for _, fields in entries]
 
@@ -105,7 +97,7 @@ async def test_a_run_that_has_to_wait_is_gone_on_with_in_the_same_attempt(ground
     await work(ground, troubled)
     assert troubled.begun == [("b-1", 1, False), ("b-1", 1, True), ("b-1", 1, True)]
     assert (await ground.queue.batch(*BATCH)).succeeded == 1
-    assert not any(isinstance(one, ItemRetried) for one in await told(ground))
+    assert not any(isinstance(one, RunRetried) for one in await told(ground))
 
 
 async def test_who_watches_is_told_once_what_is_waited_for_and_when_it_is_there(ground: RunGround) -> None:

@@ -11,12 +11,13 @@ import pytest
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable
+from contract.run_events import PROGRESS_EVENTS, CallFinished, FailureKind, RunReady, StepFinished
 from orchestrator.approvals import ApprovalPolicy, Decision, Rule
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.runs import item_work
-from store.batches import BatchDefaults, CallDone, FailureKind, ItemReady, RunLimits, StepDone
+from store.batches import BatchDefaults, RunLimits
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
 from tests.item_ground import (
@@ -89,7 +90,8 @@ async def test_a_run_that_had_answered_is_neither_asked_nor_run_again(make: Made
     assert after.body is not None
     assert (after.body["answer"], after.body["usage"]) == (before.body["answer"], before.body["usage"])
     assert (second.asked(), second.sent()) == (0, ["close"] if "close" in second.sent() else [])
-    assert [type(told) for told in second.batch_events] == [ItemReady, CallDone, StepDone, StepDone]
+    counted = [type(event) for event in second.events if isinstance(event, PROGRESS_EVENTS)]
+    assert counted == [RunReady, CallFinished, StepFinished, StepFinished]
 
 
 async def test_a_call_out_of_the_log_is_told_with_the_time_that_it_took(make: Made) -> None:
@@ -103,7 +105,7 @@ async def test_a_call_out_of_the_log_is_told_with_the_time_that_it_took(make: Ma
         claim = await first.put(item)
         await first.worked(claim)
         await second.worked(await second.taken_over(claim))
-        (told,) = [told for told in second.batch_events if isinstance(told, CallDone)]
+        (told,) = [told for told in second.events if isinstance(told, CallFinished)]
         assert told.seconds >= 0.05
 
 
@@ -173,7 +175,7 @@ async def test_a_run_whose_time_was_used_up_ends_so_with_all_that_its_log_has(
     claim = await second.taken_over(claim)
     journal = await second.journal(claim)
     journal.spent_wall_s = 60.0
-    outcome = await second.work.work(claim, journal, BatchDefaults(), second.batch_events.append)
+    outcome = await second.work.work(claim, journal, BatchDefaults(), second.events.append)
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.MODEL, "max_wall")
     assert outcome.body is not None

@@ -10,10 +10,11 @@ import pytest
 
 from contract.calls import ToolResult
 from contract.errors import ContextWindowExceeded, ErrorCode, ModelRefused
+from contract.run_events import PROGRESS_EVENTS, CallFinished, FailureKind, RunReady, StepFinished
 from contract.tenancy import TenantPolicy
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
-from store.batches import CallDone, FailureKind, ItemReady, RunLimits, StepDone
+from store.batches import RunLimits
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -44,7 +45,14 @@ async def test_a_run_that_answers_is_a_success_and_its_session_is_closed(make: M
 async def test_what_happens_is_told(make: Made) -> None:
     ground = make(echo_then("two", "a", "b"))
     await ground.worked(await ground.put(build_run()))
-    assert [type(told) for told in ground.batch_events] == [ItemReady, CallDone, StepDone, CallDone, StepDone, StepDone]
+    assert [type(event) for event in ground.events if isinstance(event, PROGRESS_EVENTS)] == [
+        RunReady,
+        CallFinished,
+        StepFinished,
+        CallFinished,
+        StepFinished,
+        StepFinished,
+    ]
 
 
 async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None:

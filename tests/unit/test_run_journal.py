@@ -222,4 +222,4 @@ async def test_entries_have_the_time_of_redis(ground: RunGround, monkeypatch: py
     run_log = await RunLog.load(ground.client, "d", KEY, claim.attempt)
     journal = Journal(run_log, lambda: None)
     await journal.note_result("c1", done("c1"))
-    assert run_log.entries[-1].at - time.time() == pytest.approx(5 * 3600, abs=60)
+    assert run_log.entries[-1].event.at - time.time() == pytest.approx(5 * 3600, abs=60)

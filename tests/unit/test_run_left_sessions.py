@@ -8,14 +8,13 @@ import redis.asyncio
 from structlog.testing import capture_logs
 
 from contract.names import place_key
+from contract.run_events import ModelReplied, SessionOpened, SessionOpening
 from orchestrator.runs import runner as runner_module
 from store import run_log
 from store.batches import BatchState
 from store.run_log import (
-    Replied,
+    LogEntry,
     RunLog,
-    SessionOpened,
-    SessionOpening,
     close_left_sessions,
     entry_purpose,
     run_key,
@@ -39,10 +38,10 @@ class Ground(House):
         """As a process does that works the run and dies while it opens each but the last."""
         run_log = await RunLog.load(self.client, "d", KEY, claim.attempt)
         for session in sessions:
-            await run_log.append(SessionOpening(at=1.0, session=session))
+            await run_log.append(LogEntry(SessionOpening(run=claim.run, at=1.0, session=session)))
             await self.places.open(claim.tenant, session, "host.a.b1", start="{}", ttl_s=60.0, limit=100)
-        await run_log.append(SessionOpened(at=1.0, session=sessions[-1], info={}))
-        await run_log.append(Replied(at=1.0, chunks=({"choices": []},)))
+        await run_log.append(LogEntry(SessionOpened(run=claim.run, at=1.0, session=sessions[-1], info={})))
+        await run_log.append(LogEntry(ModelReplied(run=claim.run, at=1.0, chunks=({"choices": []},))))
 
     async def closed(self, *sessions: str) -> list[bool]:
         keys = [place_key("d", "acme", session) for session in sessions]

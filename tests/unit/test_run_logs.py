@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from redis.exceptions import ConnectionError as LostConnection
 
 from contract.calls import ToolResult
+from contract.run_events import CallFinished, ModelReplied, SessionOpening
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 from orchestrator.runs.chunks import join_chunks
 from store import run_log
-from store.run_log import INLINE_BYTES, Replied, Resulted, RunAttempt, RunLog, RunTaken, SessionOpening
+from store.run_log import INLINE_BYTES, LogEntry, RunAttempt, RunLog, RunTaken
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
@@ -38,17 +39,22 @@ async def load(ground: RunGround, word: str) -> RunLog:
     return await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 1, word))
 
 
-def opening(number: int) -> SessionOpening:
-    return SessionOpening(at=number, session=f"s{number}")
+def opening(number: int) -> LogEntry:
+    return LogEntry(SessionOpening(run="b-1", at=number, session=f"s{number}"))
 
 
-def result(text: str) -> Resulted:
-    return Resulted(at=1.0, call="c1", result=ToolResult(call_id="c1", name="echo", success=True, output=text))
+def result(text: str) -> LogEntry:
+    found = ToolResult(call_id="c1", name="echo", success=True, output=text)
+    return LogEntry(CallFinished(run="b-1", at=1.0, result=found))
 
 
 async def test_what_was_appended_is_there_for_whoever_comes_next(ground: RunGround) -> None:
     log = await claimed(ground)
-    entries = [opening(1), Replied(at=2.0, wall_s=1.5, chunks=({"choices": []},)), result("done")]
+    entries = [
+        opening(1),
+        LogEntry(ModelReplied(run="b-1", at=2.0, chunks=({"choices": []},)), wall_s=1.5),
+        result("done"),
+    ]
     for entry in entries:
         await log.append(entry)
     (word,) = await ground.client.hmget("toolcrew:d:t:acme:run.b-1", "claim")

@@ -8,12 +8,13 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
+from contract.run_events import FailureKind, ModelReplied, RunEvent, SessionOpening
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import ORCHESTRATOR_LOST
 from orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
-from store.batches import BatchState, FailureKind, Outcome
-from store.run_log import Replied, RunAttempt, RunLog, SessionOpening
+from store.batches import BatchState, Outcome
+from store.run_log import LogEntry, RunAttempt, RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -72,16 +73,16 @@ async def test_a_run_that_kills_whoever_works_it_ends_for_the_infrastructure_and
 
 
 @pytest.mark.parametrize(
-    ("entry", "left"),
-    [(Replied(at=1.0, chunks=()), 0), (SessionOpening(at=1.0, session="s"), 2)],
+    ("event", "left"),
+    [(ModelReplied(run="b-1", at=1.0, chunks=()), 0), (SessionOpening(run="b-1", at=1.0, session="s"), 2)],
     ids=["a reply", "a session that is about to be opened"],
 )
-async def test_a_run_that_comes_further_starts_counting_again(house: House, entry: Any, left: int) -> None:
+async def test_a_run_that_comes_further_starts_counting_again(house: House, event: RunEvent, left: int) -> None:
     await house.submit(1)
     (claim,) = await claimed_and_lost(house, 2)
     assert (claim.record.losses, await losses(house)) == (2, 2)
     run_log = await RunLog.load(house.client, "d", KEY, RunAttempt("acme", "b-1", claim.record.attempt, claim.token))
-    await run_log.append(entry)
+    await run_log.append(LogEntry(event))
     assert (await losses(house), run_log.has_grown) == (left, left == 0)
 
 

@@ -15,12 +15,12 @@ from contract.errors import (
     SandboxUnavailable,
     ToolFailure,
 )
+from contract.run_events import FailureKind
 from orchestrator.dialects.model import Usage
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
 from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, status_of
-from store.batches import FailureKind
 from tests.builders import build_call
 
 ERRORS: list[tuple[Exception, FailureKind]] = [

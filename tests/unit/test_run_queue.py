@@ -6,7 +6,8 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ToolFailure
-from store.batches import BatchState, FailureKind
+from contract.run_events import FailureKind
+from store.batches import BatchState
 from store.runs import AT_ONCE, RunState
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome

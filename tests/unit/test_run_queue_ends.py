@@ -8,9 +8,10 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ConfigError, ToolFailure
+from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.follower import Follower
-from store.batches import RUN_TTL_S, BatchEvent, BatchEventReader, BatchNotice, BatchState, FailureKind
+from store.batches import RUN_TTL_S, BatchEventReader, BatchState
 from store.runs import AT_ONCE, BatchCancelled, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -68,7 +69,7 @@ async def test_who_watches_a_batch_is_told_once_of_items_that_can_have_no_row(
     await lose(ground, "b-1", "b-2")
     (claim,) = await ground.queue.claim(9)
     await ground.queue.finish(claim, build_outcome(claim))
-    shown: list[BatchEvent] = []
+    shown: list[RunEvent] = []
     reader = BatchEventReader(ground.client, "d", "acme", "b")
     with RowFiles.open(tmp_path / "o.jsonl", tmp_path / "e.jsonl", lambda _, run, /: run == "b-3") as rows:
         await Follower(ground.queue, reader, "acme", "b", rows=rows, show=shown.append, tick=lambda: None).run()

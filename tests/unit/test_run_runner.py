@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable
+from contract.functions.completions import Usage
+from contract.run_events import CallFinished, FailureKind, RunEnded, RunRetried, StepFinished
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
-from store.batches import BatchDefaults, BatchState, CallDone, FailureKind, ItemDone, ItemRetried, Outcome, StepDone
+from store.batches import BatchDefaults, BatchState, Outcome
 from store.run_log import RunLog
 from store.runs import RunClaim, RunState
 from tests.conftest import RedisProcess
@@ -65,8 +68,8 @@ async def test_what_fails_for_the_infrastructure_is_begun_anew_so_often_and_then
     async with house.working(house.runner(worker)):
         await house.until(BatchState.COMPLETED)
     assert worker.begun == [("b-1", attempt) for attempt in (1, 2, 3)]
-    told = [one for one in await house.batch_events() if isinstance(one, ItemRetried | ItemDone)]
-    assert [(type(one), one.attempt) for one in told] == [(ItemRetried, 2), (ItemRetried, 3), (ItemDone, 3)]
+    told = [one for one in await house.batch_events() if isinstance(one, RunRetried | RunEnded)]
+    assert [(type(one), one.attempt) for one in told] == [(RunRetried, 2), (RunRetried, 3), (RunEnded, 3)]
     (record,) = await house.queue.runs([("acme", "b-1")])
     assert record is not None
     assert record.outcome is not None
@@ -210,18 +213,19 @@ async def test_a_log_of_another_release_fails_its_item_and_is_not_thrown_away_by
     async with house.working(house.runner(worker)):
         await house.until(BatchState.COMPLETED)
     (end,) = await house.ends()
-    assert (worker.begun, end.failure, end.attempt) == ([], FailureKind.INFRASTRUCTURE, 1)
-    assert "retry the item" in end.message
+    assert end.failure is not None
+    assert (worker.begun, end.failure.kind, end.attempt) == ([], FailureKind.INFRASTRUCTURE, 1)
+    assert "retry the item" in end.failure.message
     assert await house.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
     assert not await house.client.exists("toolcrew:d:t:acme:run.b-1:log")
 
 
 async def test_an_end_tells_what_the_item_took(house: House) -> None:
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
-        told = {"at": 1.0, "item": claim.record.item.custom_id, "run": claim.run}
         for number in (1, 2, 2):
-            tell(CallDone.model_validate({**told, "call": f"c{number}", "tool": "echo", "seconds": 0.1}))
-            tell(StepDone.model_validate({**told, "step": number}))
+            result = ToolResult(call_id=f"c{number}", name="echo", success=True)
+            tell(CallFinished(run=claim.run, result=result, seconds=0.1))
+            tell(StepFinished(run=claim.run, step=number, model_s=0.0, usage=Usage()))
         usage = {"prompt_tokens": 1000, "completion_tokens": 10}
         bodies: dict[str, dict[str, Any]] = {
             "b-1": {"usage": usage},
@@ -236,7 +240,7 @@ async def test_an_end_tells_what_the_item_took(house: House) -> None:
     async with house.working(house.runner(Worker(work))):
         await house.until(BatchState.COMPLETED)
     ends = {end.run: end for end in await house.ends()}
-    assert [(ends[run].calls, ends[run].steps, ends[run].prompt_tokens) for run in sorted(ends)] == [
+    assert [(ends[run].calls, ends[run].steps, ends[run].usage.prompt_tokens) for run in sorted(ends)] == [
         (2, 2, 1000),
         (2, 3, 1000),
         (2, 2, 0),

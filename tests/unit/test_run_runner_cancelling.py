@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from contract.calls import ToolResult
+from contract.run_events import CallFinished, FailureKind
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
-from store.batches import BatchState, CallDone, FailureKind, Outcome
+from store.batches import BatchState, Outcome
 from store.runs import RunClaim
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
@@ -24,7 +26,7 @@ async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_what_runs_of_a_cancelled_batch_ends_as_cancelled_with_its_session_removed(house: House) -> None:
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
-        tell(CallDone(at=1.0, item="item-1", run=claim.run, call="c1", tool="echo", seconds=0.1))
+        tell(CallFinished(run=claim.run, result=ToolResult(call_id="c1", name="echo", success=True)))
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
 
@@ -37,7 +39,7 @@ async def test_what_runs_of_a_cancelled_batch_ends_as_cancelled_with_its_session
     record = await house.queue.batch(*BATCH)
     assert (record.failed[FailureKind.CANCELLED], worker.abandoned) == (3, ["b-1"])
     (end,) = await house.ends()
-    assert (end.failure, end.calls, end.attempt) == (FailureKind.CANCELLED, 1, 1)
+    assert (end.failure and end.failure.kind, end.calls, end.attempt) == (FailureKind.CANCELLED, 1, 1)
 
 
 async def test_an_outcome_that_is_being_noted_is_not_disturbed_by_a_cancelled_batch(house: House) -> None:
@@ -65,7 +67,9 @@ async def test_a_failure_in_a_batch_that_is_being_cancelled_is_an_end(house: Hou
     worker = Worker(work)
     async with house.working(house.runner(worker)):
         await house.until(BatchState.CANCELLED)
-    assert [(end.failure, end.attempt) for end in await house.ends()] == [(FailureKind.INFRASTRUCTURE, 1)]
+    assert [(end.failure and end.failure.kind, end.attempt) for end in await house.ends()] == [
+        (FailureKind.INFRASTRUCTURE, 1)
+    ]
 
 
 async def test_a_process_that_stops_while_its_batch_is_being_cancelled_leaves_nothing_that_nobody_goes_on_with(

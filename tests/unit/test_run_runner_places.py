@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from contract.run_events import RunEvent
 from orchestrator.runs.journal import Journal
-from store.batches import BatchEvent, BatchState, Outcome
+from store.batches import BatchState, Outcome
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -46,7 +47,7 @@ class Story:
         self.queue, self.worker = queue, Worker(self._work)
         self.answered, self.is_back, self.has_begun, self.may_end = (asyncio.Event() for _ in range(4))
 
-    async def _work(self, claim: RunClaim, journal: Journal, tell: Callable[[BatchEvent], None]) -> Outcome:
+    async def _work(self, claim: RunClaim, journal: Journal, tell: Callable[[RunEvent], None]) -> Outcome:
         async with self.worker.places.run() as place:
             if claim.run == "b-1":
                 self.queue.may_claim.clear()

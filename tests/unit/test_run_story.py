@@ -98,7 +98,7 @@ def test_only_what_has_changed_since_is_taken() -> None:
     assert story.take_changed() == []
     tell(story, "TextArrived", text="x")
     assert [step.number for step in story.take_changed()] == [2]
-    tell(story, "RunEnded")
+    tell(story, "RunEnded", state="succeeded")
     assert ([step.number for step in story.take_changed()], story.is_ended) == ([2], True)
 
 
@@ -118,5 +118,5 @@ def test_an_event_of_which_only_the_kind_was_kept_is_noted_and_does_no_harm() ->
         "Warned",
     ):
         story.add(kept.replace("CallStarted", kind))
-    assert story.notes[0] == "What CallStarted tells was too large to be kept: the transcript has it."
+    assert story.notes[0] == "A CallStarted event was too large for the stream: the transcript has it."
     assert len(story.notes) == 8

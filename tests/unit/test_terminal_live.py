@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from contract.calls import ToolCall, ToolResult
-from orchestrator.loop.events import CallFinished, CallStarted, OutputArrived, RunEvent, TextArrived
+from contract.run_events import CallFinished, CallStarted, OutputArrived, RunEvent, TextArrived
 from orchestrator.terminal.output import (
     MAX_LINE_CHARS,
     MAX_LIVE_LINES,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from contract.masking import Masker
-from orchestrator.loop.events import CallFinished, CallSent, CallStarted, RunEvent, RunStarted, SandboxReady
+from contract.run_events import CallFinished, CallSent, CallStarted, RunEvent, RunStarted, SandboxReady
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from orchestrator.traces.reading import load_trace

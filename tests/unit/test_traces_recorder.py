@@ -18,11 +18,7 @@ from hypothesis import given, settings
 from contract.calls import MAX_NAME_CHARS, MAX_OUTPUT_CHARS, SandboxInfo, ToolCall, ToolResult
 from contract.errors import ConfigError, ModelUnavailable
 from contract.masking import Masker
-from orchestrator.approvals import ApprovalPolicy, CallbackApprover, Decision, review
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tags import TagsDialect, build_tag_call
-from orchestrator.loop.agent import Agent
-from orchestrator.loop.events import (
+from contract.run_events import (
     CallFinished,
     OutputArrived,
     RunEvent,
@@ -32,6 +28,10 @@ from orchestrator.loop.events import (
     TextArrived,
     parse_event,
 )
+from orchestrator.approvals import ApprovalPolicy, CallbackApprover, Decision, review
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tags import TagsDialect, build_tag_call
+from orchestrator.loop.agent import Agent
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.traces.blobs import MAX_INLINE_BYTES

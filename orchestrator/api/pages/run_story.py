@@ -6,15 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.calls import ToolCall, ToolResult
-from orchestrator.loop.events import (
+from contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
     CallSent,
     CallStarted,
+    EventsMissed,
+    EventsOmitted,
     ModelAnswered,
     OutputArrived,
+    RunEnded,
     RunEvent,
+    RunResumed,
     StepFinished,
     StepStarted,
     TextArrived,
@@ -100,30 +104,28 @@ class RunStory:
     def add(self, text: str) -> None:
         """Take one event of the stream. An event of a type that only a later release knows changes nothing."""
         data = json.loads(text)
-        attempt = int(data.get("attempt", 1))
-        match data.get("type"):
-            case "RunResumed":
-                self._resume(attempt, int(data["step"]))
-            case "EventsMissed":
-                self.notes.append("What was told before is no longer kept: the transcript has it.")
-            case "EventsOmitted":
+        try:
+            event = parse_event(data)
+        except ValueError:
+            # The stream keeps only the type of an event that is too large.
+            self.notes.append(f"A {data.get('type')} event was too large for the stream: the transcript has it.")
+            return
+        match event:
+            case RunResumed():
+                self._resume(event.attempt, event.step)
+            case EventsMissed():
+                self.notes.append("Earlier events are no longer stored: the transcript has them.")
+            case EventsOmitted():
                 self.notes.append(
-                    f"{data.get('count', 'Some')} pieces of text or output were not told while Redis was away: the "
-                    "transcript has them."
+                    f"{event.count} pieces of text or output were left out while Redis did not answer: the transcript "
+                    "has them."
                 )
-            case "RunEnded":
+            case RunEnded():
                 self._end()
-            case kind:
-                try:
-                    event = parse_event(data)
-                except ValueError:
-                    # The stream keeps only the type of an event that is too large.
-                    self.notes.append(f"What {kind} tells was too large to be kept: the transcript has it.")
-                    return
-                if isinstance(event, StepStarted):
-                    self._begin(attempt, event.step, event.at)
-                elif isinstance(event, _OF_STEPS):
-                    self._in_step(event, attempt, is_cut=bool(data.get("is_cut")))
+            case StepStarted():
+                self._begin(event.attempt, event.step, event.at)
+            case _ if isinstance(event, _OF_STEPS):
+                self._in_step(event, is_cut=bool(data.get("is_cut")))
 
     def _begin(self, attempt: int, number: int, at: float) -> None:
         step = StepView(attempt, number, at)
@@ -144,10 +146,10 @@ class RunStory:
                 step.is_over = True
                 self._changed[step.id] = step
 
-    def _in_step(self, event: RunEvent, attempt: int, *, is_cut: bool) -> None:
+    def _in_step(self, event: RunEvent, *, is_cut: bool) -> None:
         if self._now is None:
             # Its begin is no longer kept.
-            self._begin(attempt, getattr(event, "step", 0), event.at)
+            self._begin(event.attempt, getattr(event, "step", 0), event.at)
         step = self._now
         assert step is not None
         self._changed[step.id] = step

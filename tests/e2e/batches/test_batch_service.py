@@ -18,6 +18,7 @@ import redis.asyncio
 from docker import APIClient
 from pydantic import SecretStr
 
+from contract.run_events import CallFinished, FailureKind, RunClaimed
 from contract.tenancy import TenantPolicy
 from orchestrator.approvals import AutoApprover
 from orchestrator.batches.lines import load_lines
@@ -25,19 +26,7 @@ from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
-from store.batches import (
-    BatchDefaults,
-    BatchItem,
-    BatchRecord,
-    BatchState,
-    CallBody,
-    CallDone,
-    FailureKind,
-    Ground,
-    ItemStarted,
-    Outcome,
-    RunLimits,
-)
+from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, CallBody, Ground, Outcome, RunLimits
 from store.connection import open_redis
 from store.runs import RunQueue
 from store.tenants import RedisTenants
@@ -236,7 +225,7 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
         await check_rows(default.batch_runs(), "shared", ours)
         await check_rows(zeta.batch_runs(), "shared", theirs)
         told = await default.batch_runs().batch_events("shared")
-    assert len({event.orchestrator for event in told if isinstance(event, ItemStarted)}) >= 2
+    assert len({event.orchestrator for event in told if isinstance(event, RunClaimed)}) >= 2
     assert left <= third.runs("run_ended")
     # A reply may have been paid for and not yet logged: one of each run that was killed.
     assert place.server.stats()["replies_repeated"] <= len(left) <= 2
@@ -340,7 +329,7 @@ async def test_an_interactive_call_does_not_wait_for_a_batch(place: Place, servi
             await runs.batches.submit(file, batch="slow", is_detached=True)
 
             async def ends() -> list[float]:
-                return [told.at for told in await runs.batch_events("slow") if isinstance(told, CallDone)]
+                return [told.at for told in await runs.batch_events("slow") if isinstance(told, CallFinished)]
 
             while len(await ends()) < 2:
                 assert service.process.poll() is None

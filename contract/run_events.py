@@ -1,0 +1,412 @@
+"""The events of a run: one vocabulary for its log, `on_event`, the terminal, `--json`, the event stream of the HTTP
+API, traces, and the progress of a batch.
+
+A run's log (store/run_log.py) has the events from which another process resumes the run: SessionOpening, SessionOpened,
+ModelReplied, CallReviewed, CallFinished and ArtifactsCopied. The event stream of a hosted run (store/run_events.py) has
+all others. The stream of a batch (store/batches.py) has the PROGRESS_EVENTS of all its runs.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+from pydantic import ConfigDict, JsonValue, TypeAdapter
+
+from contract.calls import Clocks, Record, ToolCall, ToolResult
+from contract.functions.completions import Usage
+
+
+class FailureKind(StrEnum):
+    """The origin of a run's failure. Only after `infrastructure` is the same attempt worth another try."""
+
+    MODEL = "model"
+    """The model gave no answer: cut, empty or malformed replies, a limit of the run, a request that it refuses."""
+    TOOL = "tool"
+    """The one call of the item failed: bad arguments, a timeout, a refusal."""
+    INFRASTRUCTURE = "infrastructure"
+    """No sandbox, no host, no Redis, no model endpoint, a process that died."""
+    INPUT = "input"
+    """Something that the line names does not exist or is not allowed: its workspace, a checkpoint, a tool, an image."""
+    CANCELLED = "cancelled"
+
+
+class Failure(Record):
+    """The reason why a run has no result. `code`: an ErrorCode, a StopReason or one of runs/outcomes.py."""
+
+    kind: FailureKind
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """Base of all events. `at`: Unix seconds. `attempt`: of the run, from 1. `item`: the custom_id of its batch line;
+    "" for a run that is no line of a batch.
+    """
+
+    # Pydantic reads it when it parses an event.
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
+
+    run: str
+    at: float = field(default_factory=time.time)
+    attempt: int = 1
+    item: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, with the name of the class as `type`."""
+        data = {name: _plain(getattr(self, name)) for name in (f.name for f in dataclasses.fields(self))}
+        if not self.item:
+            del data["item"]
+        return {"type": type(self).__name__, **data}
+
+    def to_trace(self) -> dict[str, Any]:
+        """Return what a trace stores: the fields of `to_json`, and those that are too large for a stream."""
+        return self.to_json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(RunEvent):
+    """Begins each attempt of a run."""
+
+    instruction: str
+    model: str
+    dialect: str
+    release: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStarted(RunEvent):
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAsked(RunEvent):
+    """A request of so many `messages` and `tools` is sent to the model. If it fails, another one follows.
+
+    Its messages are the first `kept` ones of the request before it in the run, then `new_messages`, in the OpenAI wire
+    shape. `new_tools`: the tool definitions; None if they are those of the request before it. The lists belong to the
+    loop: do not change them.
+    """
+
+    step: int
+    messages: int
+    tools: int
+    kept: int = 0
+    new_messages: list[dict[str, Any]] = field(default_factory=list)
+    new_tools: list[dict[str, Any]] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in self.to_trace().items() if name not in _TRACE_ONLY}
+
+    def to_trace(self) -> dict[str, Any]:
+        return super().to_json()
+
+
+_TRACE_ONLY = ("kept", "new_messages", "new_tools", "extra")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAnswered(RunEvent):
+    """A reply was read to its end, or was interrupted. `model_s`: seconds since the request, without the calls that ran
+    during the reply.
+    """
+
+    step: int
+    message: dict[str, Any]
+    finish_reason: str | None
+    usage: Usage
+    model_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextArrived(RunEvent):
+    """A piece of the model's text arrived."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextWithdrawn(RunEvent):
+    """The reply was interrupted and came again with another text: the last `characters` of the step's text are void."""
+
+    characters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallStarted(RunEvent):
+    call: ToolCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApprovalAsked(RunEvent):
+    """A call waits for an approval, until `expires_at` (Unix seconds)."""
+
+    call: ToolCall
+    digest: str
+    reason: str
+    warning: str
+    expires_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApprovalDecided(RunEvent):
+    """The decision about a call, or that there was none. `is_changed`: the approver changed the arguments."""
+
+    call_id: str
+    digest: str
+    is_allowed: bool
+    reason: str
+    is_changed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSent(RunEvent):
+    """A call is sent to the pool. Its arguments are those that run: completed, and changed if an approver changed
+    them.
+    """
+
+    call: ToolCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxReady(RunEvent):
+    """The session of the run's calls is open. `start_s`: how long its sandbox took to start; `sandbox`: its id, "" if
+    it is not known yet.
+    """
+
+    session: str
+    host: str
+    image: str
+    network: str
+    sandbox: str = ""
+    generation: int = 1
+    start_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxClosed(RunEvent):
+    """The run's own session was closed."""
+
+    session: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputArrived(RunEvent):
+    """A piece of a running call's output arrived. The result that follows has all of it."""
+
+    call_id: str
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFinished(RunEvent):
+    """The one result of a call. `seconds`: from the request of the call to its result."""
+
+    result: ToolResult
+    seconds: float = 0.0
+
+    def without_output(self) -> "CallFinished":
+        """Return the event as a batch's stream stores it: how the call ended and its times."""
+        result = self.result
+        brief = ToolResult(
+            call_id=result.call_id,
+            name=result.name,
+            success=result.success,
+            error_code=result.error_code,
+            clocks=result.clocks,
+        )
+        return dataclasses.replace(self, result=brief)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFinished(RunEvent):
+    step: int
+    model_s: float
+    usage: Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned(RunEvent):
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished(RunEvent):
+    answer: str
+    stop_reason: str
+    clocks: Clocks
+    usage: Usage = field(default_factory=Usage)
+    cost: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunAborted(RunEvent):
+    """The run ended without a result: it was cancelled, or its model did not answer."""
+
+    reason: str
+
+
+# --- The life of a durable run ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunClaimed(RunEvent):
+    """An orchestrator has claimed the run. `is_resumed`: another process had started this attempt and died. `waited_s`:
+    in the queue since it was submitted, or put back.
+    """
+
+    orchestrator: str = ""
+    is_resumed: bool = False
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOpening(RunEvent):
+    """A session of that name is about to be opened for the run."""
+
+    session: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOpened(RunEvent):
+    """The run's own session is open and has its workspace. `info`: the fields of SessionInfo."""
+
+    session: str
+    info: dict[str, JsonValue]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReady(RunEvent):
+    """The run's session is ready: its limits count from here. `setup_s`: since it was claimed."""
+
+    setup_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReplied(RunEvent):
+    """A whole reply of the model, before any of its calls runs. `chunks` in the OpenAI wire shape, neighbours
+    joined.
+    """
+
+    chunks: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallReviewed(RunEvent):
+    """An approver has decided: the call as it may run, or the result that refuses it."""
+
+    call_id: str
+    approved: ToolCall | None = None
+    refused: ToolResult | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArtifactsCopied(RunEvent):
+    """The run's artifacts were copied, and its session is no longer needed. `missing`: a sentence for each artifact
+    that was not found.
+    """
+
+    paths: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResumed(RunEvent):
+    """Another process continues the run: its events from `step` on are void and come again."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRetried(RunEvent):
+    """The run is queued again after a failure. `attempt`: the next one, so at least 2."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(RunEvent):
+    """The one end of a durable run. `state`: succeeded, failed or cancelled. `answer`: the model's last text; `is_cut`:
+    only its beginning. `cost` None: no prices are known. `clocks`: those of its calls, summed. `seconds`: since it was
+    claimed.
+    """
+
+    state: str
+    failure: Failure | None = None
+    answer: str = ""
+    is_cut: bool = False
+    stop_reason: str | None = None
+    steps: int = 0
+    calls: int = 0
+    usage: Usage = field(default_factory=Usage)
+    cost: float | None = None
+    clocks: Clocks = field(default_factory=Clocks)
+    seconds: float = 0.0
+
+
+# --- Events about the stream itself ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOmitted(RunEvent):
+    """No more output of the running call is published. Its result has all of it."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventsOmitted(RunEvent):
+    """So many pieces of text or output were not published while Redis did not answer."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventsMissed(RunEvent):
+    """Older events of the run are no longer stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchNotice(RunEvent):
+    """A message about a whole batch, `run` "": submitted, resumed, cancelling, an endpoint that does not answer.
+    `is_warning`: the summary repeats it.
+    """
+
+    run: str = ""
+    message: str
+    total: int | None = None
+    is_warning: bool = False
+
+
+OnEvent = Callable[[RunEvent], None]
+PROGRESS_EVENTS = (RunClaimed, RunReady, StepFinished, CallFinished, RunRetried, RunEnded, BatchNotice)
+"""The events that the progress and the report of a batch are counted from."""
+_TYPES = {kind.__name__: kind for kind in RunEvent.__subclasses__()}
+
+
+def parse_event(data: Mapping[str, Any]) -> RunEvent | None:
+    """Return the event that `to_json` or `to_trace` wrote; None if this release does not know its type.
+
+    Unknown fields are ignored. Raises ValueError for data that is not an event.
+    """
+    name = data.get("type")
+    if not isinstance(name, str):
+        raise ValueError("the data is not an event: it has no type")
+    return _adapter(name).validate_python(data, extra="ignore") if name in _TYPES else None
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[RunEvent]:
+    return TypeAdapter(_TYPES[name])
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
