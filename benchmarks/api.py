@@ -165,7 +165,6 @@ async def _serving(broker: BrokerSettings, key: str) -> AsyncIterator[_Api]:
     environment = {
         "TOOLCREW_REDIS_URL": broker.redis_url.get_secret_value(),
         "TOOLCREW_API_RATE": "1000000",
-        "TOOLCREW_API_BURST": "1000000",
     }
     with tempfile.TemporaryDirectory() as folder, child_process(argv, environment, Path(folder) / "log") as child:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)

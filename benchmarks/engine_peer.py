@@ -14,6 +14,7 @@ from typing import Any
 import docker
 import docker.errors
 
+from workers.sandboxd.daemon import SANDBOX_MAX_LIFE_S
 from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
 from workers.sandboxd.plans import Plans, Profile
@@ -42,9 +43,7 @@ def sandbox_config() -> Mapping[str, Any]:
             engine.close()
 
     settings = SandboxdSettings()
-    profile = Profile(
-        seccomp=load_seccomp_profile(), cgroup_version=asyncio.run(ask()), life_s=settings.sandbox_max_life_s
-    )
+    profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=asyncio.run(ask()), life_s=SANDBOX_MAX_LIFE_S)
     return profile.build_config(Plans(settings).standard(), WorkspaceMount(), LABELS)
 
 

@@ -132,7 +132,6 @@ async def _serving(broker: BrokerSettings) -> AsyncIterator[int]:
     environment = {
         "TOOLCREW_REDIS_URL": broker.redis_url.get_secret_value(),
         "TOOLCREW_API_RATE": "1000000",
-        "TOOLCREW_API_BURST": "1000000",
     }
     with tempfile.TemporaryDirectory() as folder, child_process(argv, environment, Path(folder) / "log"):
         await _until_ready(port)

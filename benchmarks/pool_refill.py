@@ -71,11 +71,9 @@ class Load:
             self._errors.append(error)
 
 
-def run(rounds: int = ROUNDS, refill_per_s: float | None = None, calls_per_s: float = CALLS_PER_S) -> Report:
-    """`refill_per_s`: another than the setting's default."""
-    settings = {"TOOLCREW_POOL_TARGET": str(REFILL)}
-    if refill_per_s is not None:
-        settings["TOOLCREW_POOL_REFILL_PER_S"] = str(refill_per_s)
+def run(rounds: int = ROUNDS, calls_per_s: float = CALLS_PER_S) -> Report:
+    """Measure the calls without and with a refill of the pool."""
+    settings = {"TOOLCREW_POOL_SIZE": str(REFILL)}
     quiet: list[float] = []
     beside: list[float] = []
     quiet_s = refill_s = 0.0

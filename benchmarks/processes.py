@@ -15,6 +15,7 @@ from pathlib import Path
 
 from contract.errors import SandboxUnavailable
 from workers.sandbox_client import SandboxClient
+from workers.sandboxd.daemon import END_FOR_GOOD
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 60.0
@@ -34,7 +35,7 @@ class RunningSandboxd:
 
 @contextlib.contextmanager
 def child_process(
-    argv: Sequence[str], environment: Mapping[str, str], log: Path
+    argv: Sequence[str], environment: Mapping[str, str], log: Path, end_signal: int = signal.SIGTERM
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A child that ends with this block, and, should this process be killed, with it."""
     with log.open("ab") as logfile:
@@ -51,7 +52,7 @@ def child_process(
     try:
         yield child
     finally:
-        child.terminate()
+        child.send_signal(end_signal)
         try:
             child.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -75,12 +76,13 @@ def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[Runn
             "TOOLCREW_DEPLOYMENT": name,
             "TOOLCREW_SANDBOXD_STATE": str(folder / "state"),
             "TOOLCREW_SANDBOXD_LEASES": str(folder / "leases"),
-            "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "false",
-            "TOOLCREW_POOL_TARGET": "0",
+            "TOOLCREW_POOL_SIZE": "0",
             "TOOLCREW_LOG_LEVEL": "WARNING",
             **(settings or {}),
         }
-        with child_process([sys.executable, "-m", "workers.sandboxd"], environment, folder / "log") as child:
+        with child_process(
+            [sys.executable, "-m", "workers.sandboxd"], environment, folder / "log", END_FOR_GOOD
+        ) as child:
             until = time.monotonic() + START_LIMIT_S
             while True:
                 try:

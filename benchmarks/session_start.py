@@ -78,9 +78,7 @@ def _cases_of(stack: contextlib.ExitStack, kind: str) -> dict[str, Case]:
     _check_kind(without, kind)
     pooled = _client(
         stack,
-        stack.enter_context(
-            running_sandboxd({**settings, "TOOLCREW_POOL_TARGET": str(POOL), "TOOLCREW_POOL_REFILL_PER_S": "10"})
-        ),
+        stack.enter_context(running_sandboxd({**settings, "TOOLCREW_POOL_SIZE": str(POOL)})),
     )
     name = pooled.open("bench", "warm")
     return {

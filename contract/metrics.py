@@ -257,8 +257,7 @@ QUEUE_OLDEST_CALL = _gauge(
 )
 TENANT_CALLS = _gauge(
     "toolcrew_tenant_calls",
-    "Calls of a tenant that run or are on their way (in_flight), and that wait for a slot (waiting). Left out with "
-    "TOOLCREW_METRICS_TENANTS=false.",
+    "Calls of a tenant that run or are on their way (in_flight), and that wait for a slot (waiting).",
     "who is busy, and who waits",
     "tenant",
     "state",

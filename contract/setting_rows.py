@@ -52,15 +52,10 @@ def build_rows(settings: BaseModel) -> Iterator[SettingRow]:
             default = value
         yield SettingRow(
             name=variable_names(name, field)[0],
-            value=_shown_of(name, value, masker),
-            default=_shown_of(name, default, masker),
+            value=_shown(value, masker),
+            default=_shown(default, masker),
             origin="environment" if is_given and value != SecretStr("") else "default",
         )
-
-
-def _shown_of(name: str, value: object, masker: Masker) -> str | None:
-    """Modes as they are written: in octal."""
-    return f"{value:04o}" if name.endswith("_mode") and isinstance(value, int) else _shown(value, masker)
 
 
 def _shown(value: object, masker: Masker) -> str | None:

@@ -52,7 +52,6 @@ class OrchestratorSettings(BaseSettings):
     approval_policy: Path | None = None
     """A file of rules: who may call what unasked, and what nobody may."""
     model_file: Path | None = None
-    model_cache: Path = Field(default_factory=lambda: _cache_home() / "toolcrew" / "models")
     model_timeout_s: float = Field(default=120.0, gt=0)
     model_streaming: bool = True
     """False: a reply comes whole, and `model_timeout_s` bounds the wait for all of it."""
@@ -72,10 +71,6 @@ class OrchestratorSettings(BaseSettings):
     """The folder of the runs' traces (docs/traces.md)."""
     api_rate: float = Field(default=200.0, gt=0)
     """Requests a second that one API key may make of one process of the API, on the average."""
-    api_burst: int = Field(default=400, ge=1)
-    """And at once."""
-    metrics_tenants: bool = True
-    """False leaves the tenants out of the metrics (docs/metrics.md): they are two series each."""
     workspace_store: str | None = None
     """sandboxd's; here it only says whether a checkpoint would outlive an embedded stack."""
     log_level: LogLevel = "INFO"
@@ -95,9 +90,14 @@ class OrchestratorSettings(BaseSettings):
     """False leaves it out of an embedded stack, which then starts sooner and is smaller."""
 
     @property
+    def model_folder(self) -> Path:
+        """The folder of downloaded weights."""
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toolcrew" / "models"
+
+    @property
     def capability_folder(self) -> Path:
-        """Where it is kept what models can do."""
-        return self.model_cache / "capabilities"
+        """The folder that records what each model can do."""
+        return self.model_folder / "capabilities"
 
     def broker(self, url: str | None = None) -> BrokerSettings:
         """What both sides must agree on. Raises ConfigError when no Redis is named."""
@@ -171,10 +171,6 @@ def secrets_of_environment() -> dict[str, str]:
 
 def _state_home() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-
-
-def _cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:

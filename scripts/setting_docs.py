@@ -66,7 +66,6 @@ PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
 MADE = {
     "host": "this host's name",
     "concurrency": "16; 4 in processes",
-    "model_cache": "`toolcrew/models` in the user's cache folder",
     "traces": "`toolcrew/traces` in the user's state folder",
     "sandboxd_socket": "`sandboxd.sock` in the user's runtime folder",
     "egress_socket": "`egress.sock` beside it",
@@ -87,7 +86,6 @@ PLAIN = {
     "dialect": "How the model asks for tools; `auto`: what it can do ([dialects.md](dialects.md)).",
     "approvals": "What becomes of calls that need approval ([approvals.md](approvals.md)).",
     "model_file": "Weights of the local model, instead of those that are loaded ([local-model.md](local-model.md)).",
-    "model_cache": "Where weights are kept.",
     "model_timeout_s": "How long a reply may take to begin, and then between its parts.",
     "openai_base_url": "The endpoint of the model.",
     "openai_api_key": "Its key.",
@@ -102,19 +100,15 @@ PLAIN = {
     "sandbox_runtime": "The engine's runtime of the default class; `runsc` is gVisor.",
     "sandbox_memory_reserve_bytes": "Memory of a sandbox.",
     "sandbox_workspace_bytes": "Size of a workspace.",
-    "sandbox_workspace_inodes": "Files in a workspace.",
     "sandbox_cpus": "Processors of a sandbox.",
     "sandbox_pids": "Processes of a sandbox.",
     "max_sessions": "Open sessions at a time.",
-    "pool_refill_per_s": "How many sandboxes a second the pool makes at the most.",
+    "refuse_ranges": "Networks that web tools and sandboxes must not reach, beside the private ones.",
+    "nat64_prefix": "The /96 behind which a host without IPv4 finds IPv4.",
     "searxng_url": "A SearXNG of one's own.",
     "tavily_api_key": "Turns Tavily on.",
     "brave_api_key": "Turns Brave on.",
     "exa_api_key": "Turns Exa on.",
-    "tavily_url": "Where Tavily is.",
-    "brave_url": "Where Brave is.",
-    "exa_url": "Where Exa is.",
-    "webfetch_ports": "Ports that pages are fetched from.",
     "egress_socket": "Where the proxy listens.",
 }  # fmt: skip
 
@@ -158,8 +152,6 @@ def docstrings(settings: type[BaseModel]) -> dict[str, str]:
 
 
 def _type_of(field: FieldInfo) -> str:
-    if "mode" in str(field.metadata):
-        return "mode in octal"
     text = _name_of(field.annotation)
     bounds = [
         f"{sign} {getattr(one, attr):g}"

@@ -30,7 +30,7 @@ ROLES = {
 def api_settings(redis_url: str, **fields: Any) -> OrchestratorSettings:
     """Settings that nothing of the environment changes, but what `fields` say."""
     return OrchestratorSettings.model_validate(
-        {"redis_url": SecretStr(redis_url), "api_key": None, "api_rate": 10_000.0, "api_burst": 10_000, **fields}
+        {"redis_url": SecretStr(redis_url), "api_key": None, "api_rate": 10_000.0, **fields}
     )
 
 

@@ -65,7 +65,6 @@ def open_api_process(
         "TOOLCREW_REDIS_URL": redis_url,
         "TOOLCREW_LOG_FORMAT": "json",
         "TOOLCREW_API_RATE": "100000",
-        "TOOLCREW_API_BURST": "100000",
     }
     with open(log, "wb") as out:
         process = subprocess.Popen(

@@ -195,7 +195,7 @@ def open_ground(api: APIClient, environment: Mapping[str, str] | None = None) ->
             "TOOLCREW_DEPLOYMENT": f"attacks-{folder.name[4:]}",
             "TOOLCREW_SANDBOXD_STATE": str(folder / "state"),
             "TOOLCREW_SANDBOXD_LEASES": str(folder / "leases"),
-            "TOOLCREW_POOL_TARGET": "0",
+            "TOOLCREW_POOL_SIZE": "0",
             **(environment or {}),
         }
         with (folder / "sandboxd.log").open("wb") as log:

@@ -20,6 +20,7 @@ from contract.errors import SandboxUnavailable
 from tests.attack_ground import CAPTURE
 from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_footprint, wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
+from workers.sandboxd.daemon import END_FOR_GOOD
 
 _QUICK = """
 from workers.sandboxd import monitor
@@ -82,9 +83,9 @@ class Daemon:
         self.signal(signal.SIGKILL)
         self._ended()
 
-    def stop(self) -> int:
+    def stop(self, *, for_good: bool = False) -> int:
         """In order; gives the exit code."""
-        self.signal(signal.SIGTERM)
+        self.signal(END_FOR_GOOD if for_good else signal.SIGTERM)
         return self._ended()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from tests.web_servers import StubResolver, WebServer
 from workers.egress.allowances import Allowances
-from workers.egress.daemon import serve
+from workers.egress.daemon import MAX_CONNECTIONS, serve
 from workers.egress.destinations import Destinations, Names
 from workers.egress.limits import ProxyLimits
 from workers.egress.serving import Proxy
@@ -136,6 +136,7 @@ def open_ground(
     names: dict[str, list[list[str]]] | None = None,
     limits: ProxyLimits | None = None,
     addresses: AddressRules | None = None,
+    max_connections: int = MAX_CONNECTIONS,
     **settings: Any,
 ) -> Iterator[Ground]:
     """A proxy that knows site.example and `names`; `settings` are those of EgressSettings."""
@@ -145,23 +146,21 @@ def open_ground(
     def build() -> Proxy:
         # Locks and semaphores belong to the loop that runs them.
         rules = addresses or AddressRules()
-        most = settings.get("egress_max_connections", 2048)
-        return Proxy(
-            Destinations(Names(lambda: resolver), rules, chosen), Allowances(max_tenant_connections=most), chosen
-        )
+        allowances = Allowances(max_tenant_connections=max_connections)
+        return Proxy(Destinations(Names(lambda: resolver), rules, chosen), allowances, chosen)
 
     with tempfile.TemporaryDirectory() as folder, capture_logs() as logs:
         ground = Ground(Path(folder) / "egress.sock", resolver, logs)
-        with _running(EgressSettings(egress_socket=ground.path, **settings), build):
+        with _running(EgressSettings(egress_socket=ground.path, **settings), build, max_connections):
             yield ground
 
 
 @contextmanager
-def _running(settings: EgressSettings, build: Callable[[], Proxy]) -> Iterator[None]:
+def _running(settings: EgressSettings, build: Callable[[], Proxy], max_connections: int) -> Iterator[None]:
     loop, stop, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
     async def run() -> None:
-        serving = asyncio.ensure_future(serve(settings, build(), stop))
+        serving = asyncio.ensure_future(serve(settings, build(), stop, max_connections))
         while not settings.egress_socket.exists() and not serving.done():  # noqa: ASYNC110  # a file has no event
             await asyncio.sleep(0.005)
         ready.set()

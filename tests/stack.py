@@ -151,7 +151,7 @@ class Footprint:
         }
         name, value = self._mark.split("=")
         # A warm pool, Flower and the API are for those tests that ask for them: most stacks serve a session or two.
-        without = {"TOOLCREW_POOL_TARGET": "0", "TOOLCREW_EMBEDDED_FLOWER": "false", "TOOLCREW_EMBEDDED_API": "false"}
+        without = {"TOOLCREW_POOL_SIZE": "0", "TOOLCREW_EMBEDDED_FLOWER": "false", "TOOLCREW_EMBEDDED_API": "false"}
         own = {"TMPDIR": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state"), "COLUMNS": "200"}
         return {**plain, name: value, **own, **without, **(overrides or {})}
 

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AliasChoices,
+    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     IPvAnyNetwork,
     JsonValue,
     SecretStr,
-    field_validator,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -60,19 +58,13 @@ def default_leases() -> Path:
     return default_socket().parent / "leases"
 
 
-def _parse_mode(value: object) -> object:
-    """A mode's text is octal; one without the leading 0 might be meant as either, and is refused."""
-    if not isinstance(value, str):
-        return value
-    if not re.fullmatch("0o?[0-7]+", value):
-        raise ValueError("must be a mode in octal with a leading 0, such as 0660")
-    return int(value, 8)
-
-
-def _check_nat64(prefix: IPv6Network | None) -> IPv6Network | None:
-    if prefix is not None and prefix.prefixlen != 96:
+def _check_nat64(prefix: IPv6Network) -> IPv6Network:
+    if prefix.prefixlen != 96:
         raise ValueError("must be a /96, such as 64:ff9b::/96")
     return prefix
+
+
+Nat64Prefix = Annotated[IPv6Network, AfterValidator(_check_nat64)]
 
 
 def _default_slots(known: dict[str, Any]) -> int:
@@ -199,8 +191,6 @@ class SandboxdSettings(BaseSettings):
     )
 
     sandboxd_socket: Path = Field(default_factory=default_socket)
-    sandboxd_socket_mode: Annotated[int, BeforeValidator(_parse_mode), Field(ge=0, le=0o777)] = 0o600
-    """As a text in octal with its leading 0, as everywhere: `0660`."""
     sandboxd_allow_uids: list[int] = []
     deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Labels the containers beside the name: nothing of another deployment on the same engine is touched."""
@@ -210,8 +200,6 @@ class SandboxdSettings(BaseSettings):
     """Workspaces, records and checkpoints; None: a folder of its name below /var/lib/toolcrew, or in the user's state
     folder.
     """
-    sandboxd_keep_sessions: bool = True
-    """At sandboxd's end: leave the sessions' files for the next one of its name. False: nothing is left."""
     sandboxd_leases: Path = Field(default_factory=default_leases)
     """A lock file for each living sandboxd of this host: what one that died has left is removed by the next that sees
     it.
@@ -225,21 +213,13 @@ class SandboxdSettings(BaseSettings):
     that this host can have.
     """
     sandbox_workspace_bytes: int = Field(default=256 * MIB, ge=MIB)
-    sandbox_workspace_inodes: int = Field(default=65_536, ge=256)
     sandbox_cpus: float = Field(default=1.0, gt=0)
     sandbox_pids: int = Field(default=128, ge=16)
-    sandbox_max_life_s: float = Field(default=86_400.0, ge=60, le=7 * 86_400.0)
-    """When a sandbox ends by itself, whoever else has died. Its session gets another one around the same workspace."""
     max_sandboxes: int = Field(default=200, ge=1)
     """Containers at a time. Idle sessions give theirs up for others and get one again at their next call."""
     max_sessions: int = Field(default=1000, ge=1)
-    pool_target: int = Field(
-        default=2, ge=0, le=1000, validation_alias=AliasChoices("TOOLCREW_POOL_TARGET", "TOOLCREW_POOL_SIZE")
-    )
+    pool_size: int = Field(default=2, ge=0, le=1000)
     """Never-used sandboxes kept ready of the default class's image; of other images: `pool` of a class."""
-    pool_memory_floor_bytes: int = Field(default=1024 * MIB, ge=0)
-    """The pool is not filled while the host has less memory than this available."""
-    pool_refill_per_s: float = Field(default=1.0, gt=0, le=100)
     idle_pause_s: float = Field(default=30.0, gt=0)
     """A session without a call and without a background job is frozen after this time, and thawed by its next call."""
     idle_evict_s: float = Field(default=300.0, gt=0)
@@ -290,27 +270,14 @@ class WebSettings(BaseSettings):
     """`host` or `host:port`: hosts that the name and address rules let pass, and with a port the port rule too."""
     webfetch_only_hosts: list[str] = []
     """When there are any, no other host is fetched from; `*.example.org` stands for the names below example.org."""
-    webfetch_ports: list[Annotated[int, Field(ge=1, le=65535)]] = [80, 443]
     webfetch_per_minute: int = Field(default=120, ge=1)
     """Pages that one tenant may fetch from the network in a minute."""
-    webfetch_refuse_ranges: list[IPvAnyNetwork] = []
-    """Networks of the operator's own, as `192.0.2.0/24`, that are refused beside the private ones."""
-    webfetch_nat64_prefix: IPv6Network | None = None
-    """The /96 behind which a host without IPv4 finds IPv4: what is embedded in it is judged."""
-    websearch_order: list[Literal["searxng", "tavily", "brave", "exa"]] = ["searxng", "tavily", "brave", "exa"]
-    """Of the configured services, the next is asked when one fails; one that is not listed is not asked."""
+    refuse_ranges: list[IPvAnyNetwork] = []
+    nat64_prefix: Nat64Prefix | None = None
     searxng_url: SecretStr | None = None
     tavily_api_key: SecretStr | None = None
     brave_api_key: SecretStr | None = None
     exa_api_key: SecretStr | None = None
-    tavily_url: str = "https://api.tavily.com"
-    brave_url: str = "https://api.search.brave.com"
-    exa_url: str = "https://api.exa.ai"
-
-    @field_validator("webfetch_nat64_prefix")
-    @classmethod
-    def _is_96(cls, prefix: IPv6Network | None) -> IPv6Network | None:
-        return _check_nat64(prefix)
 
 
 class EgressSettings(BaseSettings):
@@ -321,24 +288,13 @@ class EgressSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
 
     egress_socket: Path = Field(default_factory=lambda: default_socket().parent / "egress.sock")
-    egress_socket_mode: Annotated[int, BeforeValidator(_parse_mode), Field(ge=0, le=0o777)] = 0o600
-    """As a text in octal with its leading 0: `0660`."""
     egress_allow_uids: list[int] = []
     """Who may connect beside our own uid: sandboxd's."""
-    egress_max_connections: int = Field(default=2048, ge=1, le=100_000)
-    """Of all sessions at a time; half of them are the most that one tenant may have."""
-    egress_refuse_ranges: list[IPvAnyNetwork] = []
-    """Networks of the operator's own that are refused beside the private ones."""
-    egress_nat64_prefix: IPv6Network | None = None
-    """The /96 behind which a host without IPv4 finds IPv4: what is embedded in it is judged."""
+    refuse_ranges: list[IPvAnyNetwork] = []
+    nat64_prefix: Nat64Prefix | None = None
     log_level: LogLevel = "INFO"
     log_format: LogFormat | None = None
     """None: console in a terminal, else json (docs/logs.md)."""
-
-    @field_validator("egress_nat64_prefix")
-    @classmethod
-    def _is_96(cls, prefix: IPv6Network | None) -> IPv6Network | None:
-        return _check_nat64(prefix)
 
     def allowed_uids(self) -> frozenset[int]:
         """Uids that may connect: our own, and those listed."""

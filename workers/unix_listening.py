@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 import struct
+from collections.abc import Collection
 from pathlib import Path
 
 BACKLOG = 1024
@@ -34,6 +35,11 @@ def open_listener(path: Path, mode: int, *, owner: str, variable: str) -> socket
     finally:
         os.umask(before)
     return listener
+
+
+def socket_mode(uids: Collection[int]) -> int:
+    """Return the mode of a socket that these users may connect to. The daemon checks the uid of every peer."""
+    return 0o600 if set(uids) <= {os.geteuid()} else 0o666
 
 
 def refuse_second(path: Path, *, owner: str) -> None:

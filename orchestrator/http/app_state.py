@@ -23,6 +23,8 @@ from telemetry.logs import get_logger
 from telemetry.settings import load_tracing_settings
 
 MAX_KEYS = 10_000
+BURST_S = 2.0
+"""A key may make the requests of this many seconds at once."""
 
 
 class RateLimiter:
@@ -106,7 +108,7 @@ class AppState:
 
     def __init__(self, settings: OrchestratorSettings) -> None:
         self.settings = settings
-        self.rates = RateLimiter(settings.api_rate, settings.api_burst)
+        self.rates = RateLimiter(settings.api_rate, max(1, round(BURST_S * settings.api_rate)))
         self._clients: dict[tuple[str, str], ToolClient] = {}
         self.sessions = SessionCache()
         self.background = BackgroundTasks()
@@ -185,7 +187,7 @@ class AppState:
     def _built(self, pool: PoolConnection) -> ConnectedParts:
         settings, deployment = self.settings, self.settings.deployment
         approvals = ApprovalQueue(pool.redis, deployment, pool.keys, settings.approvers)
-        metrics = MetricsPage(pool.redis, deployment, has_tenants=settings.metrics_tenants)
+        metrics = MetricsPage(pool.redis, deployment)
         return ConnectedParts(
             pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, HostedRuns.on(pool, deployment), metrics
         )

@@ -24,16 +24,14 @@ _NUMBERS = (bytes, int, float)
 
 
 class MetricsPage:
-    """The page of one deployment, for any number of readers. `has_tenants`: with the running and waiting calls of each
-    tenant.
+    """The page of one deployment, for any number of readers.
 
     A number or message that another program wrote and that cannot be read is left out and counted. It is never an
     error.
     """
 
-    def __init__(self, client: RedisClient, deployment: str, *, has_tenants: bool = True) -> None:
+    def __init__(self, client: RedisClient, deployment: str) -> None:
         self._client = client
-        self._has_tenants = has_tenants
         self._hosts = HostStore(client, deployment)
         self._store = MetricsStore(client, deployment)
         self._is_reported = False
@@ -97,12 +95,10 @@ class MetricsPage:
 
     async def _add_tenants(self, samples: Samples, counts: StoredCounts) -> None:
         samples.set(metrics.TENANTS, len(counts.registered))
-        if self._has_tenants:
-            for name, (in_flight, waiting) in zip(
-                counts.tenants, await self._store.read_tenants(counts.tenants), strict=True
-            ):
-                samples.set(metrics.TENANT_CALLS, in_flight, name, "in_flight")
-                samples.set(metrics.TENANT_CALLS, waiting, name, "waiting")
+        calls = await self._store.read_tenants(counts.tenants)
+        for name, (in_flight, waiting) in zip(counts.tenants, calls, strict=True):
+            samples.set(metrics.TENANT_CALLS, in_flight, name, "in_flight")
+            samples.set(metrics.TENANT_CALLS, waiting, name, "waiting")
 
     async def _add_deployment(self, samples: Samples) -> None:
         state = await self._store.read_deployment()
@@ -179,8 +175,6 @@ def _number(stored: object) -> float | None:
     return value if math.isfinite(value) and value >= 0 else None
 
 
-async def render_metrics(
-    client: RedisClient, deployment: str, *, has_tenants: bool = True, is_open: bool = False
-) -> bytes:
+async def render_metrics(client: RedisClient, deployment: str, *, is_open: bool = False) -> bytes:
     """Return the page once. Callers that return it often keep a MetricsPage. Raises BrokerUnavailable."""
-    return await MetricsPage(client, deployment, has_tenants=has_tenants).render(is_open=is_open)
+    return await MetricsPage(client, deployment).render(is_open=is_open)

@@ -111,7 +111,7 @@ async def choose_model(
         return
     if shipped == LOCAL:
         weights = await asyncio.to_thread(
-            load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, progress=progress
+            load_weights, user_file=settings.model_file, cache_dir=settings.model_folder, progress=progress
         )
         from orchestrator.models.local import LocalModelServer
 

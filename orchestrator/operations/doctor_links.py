@@ -87,7 +87,7 @@ async def examine_model(settings: OrchestratorSettings, report: Report) -> None:
         return
     try:
         weights = await asyncio.to_thread(
-            load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, hub_url=None
+            load_weights, user_file=settings.model_file, cache_dir=settings.model_folder, hub_url=None
         )
     except ConfigError:
         text = (

@@ -196,7 +196,6 @@ class LocalStack:
             "TOOLCREW_DEPLOYMENT": self._settings.deployment,
             "TOOLCREW_SANDBOXD_NAME": data.sandboxd_name if data is not None else f"local-{secrets.token_hex(4)}",
             "TOOLCREW_SANDBOXD_STATE": str(data.sandboxd if data is not None else self._folder / "sandboxd"),
-            "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "true",
         }
 
     async def watch(self) -> str:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from docker import APIClient
 
+from orchestrator.http import app_state
 from tests.api_ground import ApiGround, open_api
 from tests.api_stack import ApiStack, open_api_stack
 from tests.conftest import RedisProcess
@@ -21,3 +22,9 @@ def api_stack(engine: APIClient) -> Iterator[ApiStack]:
     """Shared: leave it as it was."""
     with open_api_stack(engine) as opened:
         yield opened
+
+
+@pytest.fixture
+def five_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a key make five requests at once where `api_rate` is 0.01."""
+    monkeypatch.setattr(app_state, "BURST_S", 500.0)

@@ -172,9 +172,11 @@ async def test_a_tenant_whose_bodies_fill_its_share_is_refused_and_another_is_se
             await asyncio.sleep(0.02)
 
 
-async def test_the_rate_of_a_key_is_checked_before_a_body_is_read(redis_server: RedisProcess) -> None:
+async def test_the_rate_of_a_key_is_checked_before_a_body_is_read(
+    redis_server: RedisProcess, five_at_once: None
+) -> None:
     async with (
-        open_api(redis_server.url, api_rate=0.01, api_burst=5) as api,
+        open_api(redis_server.url, api_rate=0.01) as api,
         unfinished_bodies(api, 10, 1000) as readers,
     ):
         answers = await asyncio.gather(*(asyncio.wait_for(reader.readline(), 20) for reader in readers[5:]))
@@ -182,8 +184,10 @@ async def test_the_rate_of_a_key_is_checked_before_a_body_is_read(redis_server: 
         assert (await api["rival"].post("/v1/runs", json={"instruction": "x"})).status_code == 202
 
 
-async def test_a_request_with_a_body_counts_once_towards_the_rate(redis_server: RedisProcess) -> None:
-    async with open_api(redis_server.url, api_rate=0.01, api_burst=5) as api:
+async def test_a_request_with_a_body_counts_once_towards_the_rate(
+    redis_server: RedisProcess, five_at_once: None
+) -> None:
+    async with open_api(redis_server.url, api_rate=0.01) as api:
         answers = [
             await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": "a"})
             for _ in range(6)

@@ -125,8 +125,8 @@ async def send_raw(api: ApiGround, header: str, body: bytes) -> bytes:
         writer.close()
 
 
-async def test_a_key_has_its_share_of_requests(redis_server: RedisProcess) -> None:
-    async with open_api(redis_server.url, api_rate=0.01, api_burst=5) as ground:
+async def test_a_key_has_its_share_of_requests(redis_server: RedisProcess, five_at_once: None) -> None:
+    async with open_api(redis_server.url, api_rate=0.01) as ground:
         answers = [await ground["acme"].get("/v1/batches") for _ in range(6)]
         assert [answer.status_code for answer in answers] == [200] * 5 + [429]
         assert int(answers[-1].headers["retry-after"]) >= 1

@@ -44,7 +44,7 @@ def build_settings(folder: Path, **fields: Any) -> SandboxdSettings:
         "sandboxd_state": folder / "state" / "one",
         "sandboxd_leases": folder / "leases",
         "deployment": "badhosts",
-        "pool_target": 0,
+        "pool_size": 0,
     }
     return SandboxdSettings(**{**own, "sandbox_image": IMAGE, "sandbox_workspace": "tmpfs", **fields})
 

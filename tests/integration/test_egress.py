@@ -164,7 +164,6 @@ def sandboxd_environment(folder: Path, ports: list[int]) -> dict[str, str]:
         "TOOLCREW_SANDBOXD_NAME": f"egress-{secrets.token_hex(4)}",
         "TOOLCREW_SANDBOXD_STATE": str(folder / "state"),
         "TOOLCREW_SANDBOXD_LEASES": str(folder / "leases"),
-        "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "false",
         "TOOLCREW_EGRESS_SOCKET": str(folder / "egress.sock"),
         "TOOLCREW_TENANT_CLASSES": json.dumps(classes),
     }

@@ -24,8 +24,7 @@ def daemons(engine: APIClient) -> Iterator[Daemons]:
 def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_told_what_it_lost(daemons: Daemons) -> None:
     store = str(daemons.folder / "store")
     one, two = (
-        daemons.start(name, workspace_store=store, sandbox_workspace="tmpfs", pool_target="0")
-        for name in ("one", "two")
+        daemons.start(name, workspace_store=store, sandbox_workspace="tmpfs", pool_size="0") for name in ("one", "two")
     )
     with one.client() as client:
         name = client.open("acme", "s1")
@@ -58,7 +57,7 @@ def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_told_what
 
 def test_what_status_tells_of_a_host_is_what_placing_needs(daemons: Daemons) -> None:
     classes = '{"apart": {"pids": 64, "images": ["other:1"]}}'
-    daemon = daemons.start(tenant_classes=classes, max_sandboxes="7", max_sessions="9", pool_target="0")
+    daemon = daemons.start(tenant_classes=classes, max_sandboxes="7", max_sessions="9", pool_size="0")
     status = daemon.status()
     figures = {
         name: status[name] for name in ("classes", "max_sandboxes", "max_sessions", "sandboxes", "sessions", "store")

@@ -48,7 +48,7 @@ def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(
 def test_a_sandboxd_killed_among_starts_and_calls_leaves_nothing_once_the_next_has_ended(
     daemons: Daemons, engine: APIClient
 ) -> None:
-    daemon = daemons.start(sandbox_workspace="auto", pool_target="2", pool_refill_per_s="20", idle_pause_s="0.3")
+    daemon = daemons.start(sandbox_workspace="auto", pool_size="2", idle_pause_s="0.3")
     played = Rounds(daemon.running, engine)
     _fill(daemon, played, engine)
     assert set(played.traces.left(daemon.running, engine)) >= {"containers", "mounts", "processes", "records"}, (
@@ -59,11 +59,10 @@ def test_a_sandboxd_killed_among_starts_and_calls_leaves_nothing_once_the_next_h
 
     daemon.kill()
 
-    daemon.environment["TOOLCREW_SANDBOXD_KEEP_SESSIONS"] = "false"
-    daemon.environment["TOOLCREW_POOL_TARGET"] = "0"
+    daemon.environment["TOOLCREW_POOL_SIZE"] = "0"
     daemon.start()
     assert daemon.containers() == {}
-    assert daemon.stop() == 0
+    assert daemon.stop(for_good=True) == 0
     assert Rounds(daemon.running, engine).traces.left(daemon.running, engine) == {}
     assert played.settle(SOON_S) == {}
 

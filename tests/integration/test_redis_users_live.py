@@ -153,7 +153,6 @@ def _open_house(ground: Ground, server: Server, site: WebServer) -> House:
         worker_queues="",
         tool_modules='["redis_probe_tools"]',
         webfetch_allow_hosts=json.dumps([f"127.0.0.1:{site.port}"]),
-        webfetch_ports=json.dumps([site.port]),
     )
     port = free_port()
     told = {

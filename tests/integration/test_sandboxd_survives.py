@@ -32,9 +32,7 @@ def daemons(engine: APIClient) -> Iterator[Daemons]:
 def pooled(engine: APIClient) -> Iterator[Daemon]:
     """Shared by tests that leave it as it was."""
     with open_daemons(engine) as opened:
-        yield opened.start(
-            sandbox_workspace="auto", pool_target="2", pool_refill_per_s="20", sandboxd_keep_sessions="false"
-        )
+        yield opened.start(sandbox_workspace="auto", pool_size="2")
 
 
 def need_images() -> None:
@@ -118,9 +116,7 @@ def test_a_frozen_container_of_a_killed_sandboxd_goes_by_another_of_the_deployme
 
     killed.kill()
 
-    daemons.start(
-        "foreign", deployment="another-deployment", sandboxd_keep_sessions="false"
-    )  # it has swept when it answers
+    daemons.start("foreign", deployment="another-deployment")  # it has swept when it answers
     assert is_frozen(killed, container)
     neighbour.signal(signal.SIGCONT)
     wait_until(lambda: container not in killed.containers(), SOON_S, "the neighbour removes it")
@@ -128,11 +124,11 @@ def test_a_frozen_container_of_a_killed_sandboxd_goes_by_another_of_the_deployme
 
 
 def test_two_deployments_with_one_name_on_one_engine_leave_each_other_alone(daemons: Daemons) -> None:
-    ours = daemons.start("ours", sandboxd_keep_sessions="false")
+    ours = daemons.start("ours")
     with ours.client() as client:
         name = client.open("acme", "s")
         container = full_id(ours, bash(client, name, "true"))
-        theirs = daemons.describe("theirs", deployment="theirs", sandboxd_keep_sessions="false")
+        theirs = daemons.describe("theirs", deployment="theirs")
         theirs.environment |= {
             "TOOLCREW_SANDBOXD_NAME": ours.name,
             "TOOLCREW_SANDBOXD_LEASES": str(daemons.folder / "other-leases"),

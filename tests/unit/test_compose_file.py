@@ -12,6 +12,7 @@ import yaml
 
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from orchestrator.settings import OrchestratorSettings
+from workers.egress.daemon import MAX_CONNECTIONS
 from workers.settings import EgressSettings, SandboxdSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +131,6 @@ def test_the_egress_proxy_and_sandboxd_meet_at_a_socket_that_nobody_else_sees(mo
     folder = proxy.egress_socket.parent
     assert f"install -d -o {proxy_uid} -g {sandboxd_gid} -m 0750 {folder}" in find_stages()["runtime"]
     assert sandboxd_gid != proxy_gid
-    assert proxy.egress_socket_mode == 0o666
     assert {name for name in SERVICES if "egress-socket" in find_mounts(name).values()} == {"sandboxd", "egress"}
     assert f"egress-socket:{folder}:ro" in load_service("sandboxd")["volumes"]
 
@@ -140,10 +140,7 @@ def test_what_tenants_may_reach_is_told_to_sandboxd_alone() -> None:
 
 
 def test_the_egress_proxy_may_open_two_files_a_connection() -> None:
-    assert (
-        load_service("egress")["ulimits"]["nofile"]
-        >= 2 * int(load_environment("egress")["TOOLCREW_EGRESS_MAX_CONNECTIONS"]) + 256
-    )
+    assert load_service("egress")["ulimits"]["nofile"] >= 2 * MAX_CONNECTIONS + 256
 
 
 def test_the_worker_is_on_the_network_without_a_way_out_and_on_no_other() -> None:
@@ -293,7 +290,6 @@ def test_the_socket_of_sandboxd_is_for_the_worker_alone(monkeypatch: pytest.Monk
         monkeypatch.setenv(key, value)
     settings = SandboxdSettings()
     assert settings.sandboxd_allow_uids == [worker_uid]
-    assert settings.sandboxd_socket_mode == 0o660
     assert find_user("sandboxd")[1] == worker_gid
     assert f"install -d -o 0 -g {worker_gid} -m 0750 {settings.sandboxd_socket.parent}" in find_stages()["runtime"]
     web_uid, web_gid = find_user("web-worker")

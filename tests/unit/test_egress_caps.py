@@ -205,7 +205,7 @@ async def test_what_is_remembered_of_sessions_is_bounded_and_never_of_those_in_u
 
 
 def test_more_connections_than_the_proxy_can_hold_are_told_so(echo: int) -> None:
-    with open_ground(egress_max_connections=1) as ground:
+    with open_ground(max_connections=1) as ground:
         with ground.tunnel(build_rules(echo), f"site.example:{echo}"):
             data = ground.ask(build_rules(echo), b"")
         assert (status_of(data), "as many connections as it can hold" in body_of(data)) == (503, True)

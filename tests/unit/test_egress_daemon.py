@@ -82,7 +82,7 @@ def test_another_user_is_not_served_unless_named(tmp_path: Path) -> None:
         "with contextlib.suppress(OSError): print(s.recv(12))"
     )
     data = build_opening({"hosts": ["a.example"]}) + get("b.example/")
-    with open_ground(egress_socket_mode="0666", egress_allow_uids=[4321]) as ground:
+    with open_ground(egress_allow_uids=[4321]) as ground:
         ground.path.parent.chmod(0o755)
 
         def knock(uid: int) -> bytes:
@@ -108,10 +108,8 @@ def test_looking_whether_the_proxy_is_there_leaves_no_line() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("EGRESS_SOCKET_MODE", "660"),
         ("EGRESS_ALLOW_UIDS", "x"),
-        ("EGRESS_MAX_CONNECTIONS", "0"),
-        ("EGRESS_NAT64_PREFIX", "64:ff9b::/64"),
+        ("NAT64_PREFIX", "64:ff9b::/64"),
     ],
 )
 def test_a_setting_that_is_wrong_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:

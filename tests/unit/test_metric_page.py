@@ -305,14 +305,6 @@ async def test_state_of_admission_that_somebody_else_wrote_breaks_nothing(
     assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] == 0
 
 
-async def test_tenants_can_be_left_out(redis_server: RedisProcess, client: "redis.Redis") -> None:
-    client.hset(tenants_key(DEPLOYMENT), "acme", "{}")
-    async with redis.asyncio.Redis.from_url(redis_server.url) as opened:
-        text = await MetricsPage(opened, DEPLOYMENT, has_tenants=False).render()
-    assert b'tenant="' not in text
-    assert read_page(text)[key("toolcrew_tenants")] == 1
-
-
 async def test_runs_batches_and_questions_are_told(page: MetricsPage, client: "redis.Redis") -> None:
     runs = runs_prefix(DEPLOYMENT)
     client.zadd(f"{runs}batches", {"acme|b1": 1, "strange": 2})

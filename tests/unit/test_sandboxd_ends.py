@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, open_host, running_sandboxd
 from tests.sandboxd_calls import SOON_S
@@ -19,7 +19,7 @@ from workers.sandbox_client import SandboxClient
 from workers.sandboxd.daemon import cancelled_by_signals
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import NewSession
-from workers.settings import load_sandboxd_settings
+from workers.unix_listening import socket_mode
 
 
 def container_of(entry: Session) -> str:
@@ -176,14 +176,7 @@ async def test_a_kept_connection_that_stands_is_used_again(tmp_path: Path) -> No
         assert client._sock is kept
 
 
-@pytest.mark.parametrize(("text", "mode"), [("0660", 0o660), ("0o600", 0o600)])
-def test_the_sockets_mode_is_told_in_octal(monkeypatch: pytest.MonkeyPatch, text: str, mode: int) -> None:
-    monkeypatch.setenv("TOOLCREW_SANDBOXD_SOCKET_MODE", text)
-    assert load_sandboxd_settings().sandboxd_socket_mode == mode
-
-
-@pytest.mark.parametrize("text", ["432", "660", "0888", "rw", "07777"])
-def test_a_mode_that_could_be_meant_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("TOOLCREW_SANDBOXD_SOCKET_MODE", text)
-    with pytest.raises(ConfigError, match="TOOLCREW_SANDBOXD_SOCKET_MODE"):
-        load_sandboxd_settings()
+def test_the_socket_is_open_to_other_users_only_when_some_may_connect() -> None:
+    own = os.geteuid()
+    assert socket_mode({own}) == 0o600
+    assert socket_mode({own, own + 1}) == 0o666

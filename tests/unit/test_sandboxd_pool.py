@@ -189,7 +189,7 @@ async def test_each_plan_of_a_class_has_a_pool_of_its_own_and_they_are_filled_at
         "small": TenantClass(pids=64, pool={"default": 1}),
         "same": TenantClass(pool={"default": 1}),
     }
-    plans = Plans(SETTINGS.model_copy(update={"tenant_classes": classes, "pool_target": 1}))
+    plans = Plans(SETTINGS.model_copy(update={"tenant_classes": classes, "pool_size": 1}))
     small, python = plans.choose(SandboxTerms(tenant_class="small")), plans.choose(SandboxTerms(), "python")
     assert plans.pooled() == {PLAN: 2, python: 1, small: 1}
     async with open_host(tmp_path) as host:

@@ -15,7 +15,7 @@ from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFail
 from contract.tenancy import SandboxTerms
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import call, frame, raw_exchange
-from workers.sandboxd.plans import Plans, SandboxPlan, load_plans
+from workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, load_plans
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import NewSession
@@ -71,7 +71,9 @@ def test_terms_never_give_more_than_the_class_has(terms: SandboxTerms, image: st
     assert plan.image in allowed.intersection(terms.images if terms.images is not None else allowed)
     assert plan.network == "none" or (most.network == "egress" and terms.network != "none" and network != "none")
     assert plan.workspace_bytes == min(most.workspace_bytes, terms.workspace_bytes or most.workspace_bytes)
-    assert replace(plan, image=most.image, network=most.network, workspace_bytes=most.workspace_bytes) == most
+    assert plan.workspace_inodes == plan.workspace_bytes // BYTES_PER_INODE
+    sizes = {"workspace_bytes": most.workspace_bytes, "workspace_inodes": most.workspace_inodes}
+    assert replace(plan, image=most.image, network=most.network, **sizes) == most
 
 
 @given(any_terms, any_terms, asked_images, asked_networks)

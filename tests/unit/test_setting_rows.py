@@ -23,16 +23,12 @@ def rows_of(settings: Any) -> dict[str, tuple[str | None, str]]:
 
 def test_values_are_told_as_one_writes_them_and_what_was_not_given_is_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
-        "SANDBOXD_SOCKET_MODE": "0660",
         "EGRESS_UIDS": "[7]",
-        "SANDBOXD_KEEP_SESSIONS": "false",
     }.items():
         monkeypatch.setenv(f"TOOLCREW_{name}", value)
     rows = rows_of(SandboxdSettings())
 
-    assert rows["TOOLCREW_SANDBOXD_SOCKET_MODE"] == ("0660", "environment")
     assert rows["TOOLCREW_EGRESS_UIDS"] == ("[7]", "environment")
-    assert rows["TOOLCREW_SANDBOXD_KEEP_SESSIONS"] == ("false", "environment")
     assert rows["TOOLCREW_MAX_SANDBOXES"] == ("200", "default")
     assert rows["TOOLCREW_WORKSPACE_STORE"] == (None, "default")
 
@@ -59,11 +55,9 @@ def test_no_secret_is_told_and_of_redis_where_it_is() -> None:
             "OPENAI_BASE_URL": "http://user:geheim6@host/v1",
         }
     )
-    web = WebSettings(
-        searxng_url=SecretStr("https://geheim7@host/?key=geheim8"), tavily_url="https://user:geheim9@host/"
-    )
+    web = WebSettings(searxng_url=SecretStr("https://geheim7@host/?key=geheim8"))
     worker = WorkerSettings(
-        redis_url=SecretStr("redis://:gehe/im@h:1/0"), tool_config={"dsn": "pg://user:geheim10@host/db"}
+        redis_url=SecretStr("redis://:gehe/im@h:1/0"), tool_config={"dsn": "pg://user:geheim9@host/db"}
     )
     rows = [row for settings in (orchestrator, web, worker) for row in build_rows(settings)]
 

@@ -15,7 +15,7 @@ from workers.egress.limits import ProxyLimits
 from workers.egress.serving import Proxy
 from workers.lifeline import hold_lifeline
 from workers.settings import EgressSettings
-from workers.unix_listening import find_peer_uid, open_listener, unlink_own
+from workers.unix_listening import find_peer_uid, open_listener, socket_mode, unlink_own
 from workers.web.addresses import AddressRules
 from workers.web.resolver import SystemResolver
 
@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 ORPHAN_GRACE_S = 5.0
 """How long the proxy outlives the keeper of an embedded stack; it has nothing to save."""
+MAX_CONNECTIONS = 2048
+"""Connections of all sessions at a time. One tenant may have half of them."""
 _SPARE_FILES = 256
 _ACCEPT_PAUSE_S = 0.1
 
@@ -32,15 +34,15 @@ async def run(settings: EgressSettings) -> None:
     open too few files.
     """
     hold_lifeline(ORPHAN_GRACE_S)
-    _allow_files(settings.egress_max_connections)
+    _allow_files(MAX_CONNECTIONS)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     names = Names(lambda: SystemResolver(LOOKUPS_A_TENANT))
-    addresses = AddressRules(settings.egress_refuse_ranges, settings.egress_nat64_prefix)
+    addresses = AddressRules(settings.refuse_ranges, settings.nat64_prefix)
     limits = ProxyLimits()
     # One tenant alone cannot keep the others out.
-    allowances = Allowances(max_tenant_connections=max(1, settings.egress_max_connections // 2))
+    allowances = Allowances(max_tenant_connections=MAX_CONNECTIONS // 2)
     proxy = Proxy(Destinations(names, addresses, limits), allowances, limits)
     try:
         await serve(settings, proxy, stop)
@@ -49,12 +51,15 @@ async def run(settings: EgressSettings) -> None:
     log.info("egress_stopped")
 
 
-async def serve(settings: EgressSettings, proxy: Proxy, stop: asyncio.Event) -> None:
+async def serve(
+    settings: EgressSettings, proxy: Proxy, stop: asyncio.Event, max_connections: int = MAX_CONNECTIONS
+) -> None:
     """Listen until `stop`; then end every connection. Raises OSError when the socket cannot be had."""
     path = settings.egress_socket
-    listener = open_listener(path, settings.egress_socket_mode, owner="egress proxy", variable="TOOLCREW_EGRESS_SOCKET")
+    uids = settings.allowed_uids()
+    listener = open_listener(path, socket_mode(uids), owner="egress proxy", variable="TOOLCREW_EGRESS_SOCKET")
     inode = path.stat().st_ino
-    connections = _Listener(proxy, settings.allowed_uids(), settings.egress_max_connections)
+    connections = _Listener(proxy, uids, max_connections)
     accepting = asyncio.ensure_future(connections.accept(listener))
     stopping = asyncio.ensure_future(stop.wait())
     log.info("egress_ready", socket=str(path))
@@ -129,5 +134,5 @@ def _allow_files(max_connections: int) -> None:
         if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < wanted:
             raise ConfigError(
                 f"{max_connections} connections need {wanted} open files, and this process may have {hard}: "
-                "raise the limit (ulimit -n) or lower TOOLCREW_EGRESS_MAX_CONNECTIONS"
+                "raise the limit (ulimit -n)"
             )

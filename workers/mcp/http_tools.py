@@ -59,7 +59,7 @@ def build_http_sources(
     servers: Mapping[str, HttpEntry], settings: WebSettings, resolver: Resolver | None = None
 ) -> tuple[HttpSource, ...]:
     """Nobody is asked yet."""
-    addresses, tls = AddressRules(settings.webfetch_refuse_ranges, settings.webfetch_nat64_prefix), build_tls()
+    addresses, tls = AddressRules(settings.refuse_ranges, settings.nat64_prefix), build_tls()
     return tuple(
         HttpSource(HttpServer(name, entry, addresses, resolver or SystemResolver(), tls))
         for name, entry in servers.items()

@@ -40,7 +40,7 @@ from workers.sandboxd.sessions import Sessions
 from workers.sandboxd.skill_store import SkillStore
 from workers.sandboxd.suspension import open_suspension_store
 from workers.settings import SandboxdSettings
-from workers.unix_listening import refuse_second, unlink_own
+from workers.unix_listening import refuse_second, socket_mode, unlink_own
 
 log = structlog.get_logger(__name__)
 
@@ -52,10 +52,14 @@ ORPHAN_GRACE_S = 15.0
 """How long sandboxd outlives the keeper of an embedded stack: as long as that would have waited for the removal of all
 sandboxes.
 """
+POOL_REFILL_PER_S = 1.0
+"""Starts of sandboxes for the pool, so that calls keep most of the host."""
+POOL_MEMORY_FLOOR_BYTES = 1024**3
+"""The pool is not filled while the host has less memory available."""
+SANDBOX_MAX_LIFE_S = 86_400.0
+"""A sandbox ends itself after this time even if sandboxd is dead. Its session gets a new one on the same workspace."""
 END_FOR_GOOD = signal.SIGUSR1
-"""Ends as SIGTERM does, and keeps nothing whatever the setting says: the embedded stack goes, and with it the folder of
-its sandboxd.
-"""
+"""Ends like SIGTERM and keeps no sessions: for a deployment that is removed, such as an embedded stack."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, END_FOR_GOOD)
 
 
@@ -90,9 +94,7 @@ class Daemon:
             settings.sandbox_image,
         )
         self.factory.check_start = StartCheck(choice.workspaces.is_hard).check
-        limits = PoolLimits(
-            0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2
-        )
+        limits = PoolLimits(0, POOL_REFILL_PER_S, POOL_MEMORY_FLOOR_BYTES, SANDBOX_MAX_LIFE_S / 2)
         self.pools = WarmPools(self.factory, plans.pooled(), limits)
         store = open_suspension_store(settings.state() / "parcels", settings.host_free_bytes)
         self.sessions = Sessions(
@@ -146,10 +148,10 @@ class Daemon:
     async def close(self, *, for_good: bool = False) -> None:
         """Give up or remove every container. `for_good`: there will be no next sandboxd to keep anything for."""
         await self.pools.close()
-        if self.setup.settings.sandboxd_keep_sessions and not for_good:
-            await self.sessions.suspend_all(SUSPEND_S)
-        else:
+        if for_good:
             await self.sessions.close_all()
+        else:
+            await self.sessions.suspend_all(SUSPEND_S)
         await self.factory.end()
 
 
@@ -180,7 +182,7 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
         profile = Profile(
             seccomp=load_seccomp_profile(),
             cgroup_version=facts.cgroup_version,
-            life_s=settings.sandbox_max_life_s,
+            life_s=SANDBOX_MAX_LIFE_S,
             skills_volume=skills.volume,
         )
         stack.push_async_callback(skills.close)
@@ -355,7 +357,7 @@ async def _run(settings: SandboxdSettings, engine: Engine, asked: Sequence[int])
 async def _serve(settings: SandboxdSettings, server: Server, daemon: Daemon, asked: Sequence[int]) -> None:
     """Until it is cancelled, by a signal that is then among those asked."""
     path = settings.sandboxd_socket
-    listening = await server.listen(path, settings.sandboxd_socket_mode)
+    listening = await server.listen(path, socket_mode(settings.allowed_uids()))
     inode = path.stat().st_ino
     log.info("sandboxd_ready", socket=str(path), image=settings.sandbox_image, runtime=settings.sandbox_runtime)
     try:

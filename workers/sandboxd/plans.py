@@ -17,6 +17,10 @@ MAX_NAME_CHARS = 64
 """Of a class, as terms name it."""
 
 
+BYTES_PER_INODE = 4096
+"""A workspace holds one file for each block of this size."""
+
+
 @dataclass(frozen=True)
 class SandboxPlan:
     """All that decides a container: sessions with equal plans may get the same never-used sandbox. Sizes in bytes."""
@@ -56,9 +60,8 @@ class Plans:
         """
         granted = self._class(terms)
         chosen = self._plan(granted, self._image(granted, terms, image), _network(granted, terms, network))
-        return replace(
-            chosen, workspace_bytes=min(chosen.workspace_bytes, terms.workspace_bytes or chosen.workspace_bytes)
-        )
+        size = min(chosen.workspace_bytes, terms.workspace_bytes or chosen.workspace_bytes)
+        return replace(chosen, workspace_bytes=size, workspace_inodes=size // BYTES_PER_INODE)
 
     def revise(self, terms: SandboxTerms, plan: SandboxPlan) -> SandboxPlan:
         """A session's plan as class and terms have it now, never more than it was: its image where that is still
@@ -92,7 +95,7 @@ class Plans:
         """How many sandboxes to keep ready of which plan; classes with equal plans share them. Raises ValueError for an
         image that is not allowed.
         """
-        wanted = {self.standard(): self._settings.pool_target}
+        wanted = {self.standard(): self._settings.pool_size}
         for name, terms in self.classes.items():
             for image, target in terms.pool.items():
                 if image not in self._images(terms):
@@ -162,12 +165,13 @@ class Plans:
 
     def _plan(self, granted: TenantClass, image: str, network: NetworkPolicy) -> SandboxPlan:
         settings = self._settings
+        size = granted.workspace_bytes or settings.sandbox_workspace_bytes
         return SandboxPlan(
             image=image,
             runtime=granted.runtime or settings.sandbox_runtime,
             network=network,
-            workspace_bytes=granted.workspace_bytes or settings.sandbox_workspace_bytes,
-            workspace_inodes=settings.sandbox_workspace_inodes,
+            workspace_bytes=size,
+            workspace_inodes=size // BYTES_PER_INODE,
             memory_reserve_bytes=granted.memory_reserve_bytes or settings.sandbox_memory_reserve_bytes,
             cpus=granted.cpus or settings.sandbox_cpus,
             pids=granted.pids or settings.sandbox_pids,

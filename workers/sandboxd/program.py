@@ -57,7 +57,7 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
     was_there = settings.state().exists()
     state = settings.state() / name
     await asyncio.to_thread(_clear_killed, settings.state())
-    own = {"sandboxd_name": name, "sandboxd_state": state, "sandboxd_keep_sessions": False, "pool_target": 0}
+    own = {"sandboxd_name": name, "sandboxd_state": state, "pool_size": 0}
     try:
         async with open_daemon(settings.model_copy(update=own), engine) as daemon:
             workspaces = daemon.choice.workspaces

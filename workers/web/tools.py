@@ -24,6 +24,12 @@ from workers.web.urls import parse_url
 from workers.web.webfetch import build_webfetch
 from workers.web.websearch import build_websearch
 
+WEB_PORTS = frozenset({80, 443})
+"""TOOLCREW_WEBFETCH_ALLOW_HOSTS allows another port of one host."""
+TAVILY_URL = "https://api.tavily.com"
+BRAVE_URL = "https://api.search.brave.com"
+EXA_URL = "https://api.exa.ai"
+
 
 def _is_set(secret: SecretStr | None) -> TypeGuard[SecretStr]:
     return secret is not None and bool(secret.get_secret_value().strip())
@@ -41,41 +47,36 @@ def build_web_tools(
 def build_egress_rules(settings: WebSettings) -> EgressRules:
     """Where webfetch_tool may go by these settings."""
     return EgressRules(
-        addresses=AddressRules(settings.webfetch_refuse_ranges, settings.webfetch_nat64_prefix),
-        ports=frozenset(settings.webfetch_ports),
+        addresses=AddressRules(settings.refuse_ranges, settings.nat64_prefix),
+        ports=WEB_PORTS,
         allowed_hosts=frozenset(host.lower() for host in settings.webfetch_allow_hosts),
         only_hosts=frozenset(host.lower() for host in settings.webfetch_only_hosts),
     )
 
 
 def build_providers(settings: WebSettings, resolver: Resolver) -> tuple[SearchProvider, ...]:
-    """The search services that are configured, in the order of the settings. Raises ConfigError."""
+    """Return the configured search services: the operator's own first. Raises ConfigError."""
     tls = build_tls()
-
-    def endpoint(name: str, base_url: str, address_setting: str, setting: str) -> Endpoint:
-        try:
-            parse_url(base_url)
-        except ToolFailure as failure:
-            raise ConfigError(f"{address_setting}: {failure.message}") from None
-        return Endpoint(name, base_url, setting, resolver, tls=tls)
 
     def with_key(
         name: str, base_url: str, key: SecretStr, build: Callable[[Endpoint, SecretStr], SearchProvider]
     ) -> SearchProvider:
-        prefix = f"TOOLCREW_{name.upper()}"
-        return build(
-            endpoint(name, base_url, f"{prefix}_URL", f"{prefix}_API_KEY"), SecretStr(key.get_secret_value().strip())
-        )
+        endpoint = Endpoint(name, base_url, f"TOOLCREW_{name.upper()}_API_KEY", resolver, tls=tls)
+        return build(endpoint, SecretStr(key.get_secret_value().strip()))
 
-    configured: dict[str, SearchProvider] = {}
+    configured: list[SearchProvider] = []
     if _is_set(settings.searxng_url):
         address = settings.searxng_url.get_secret_value()
-        told = "TOOLCREW_SEARXNG_URL, and that the instance's settings list the json format"
-        configured["searxng"] = Searxng(endpoint("searxng", address, "TOOLCREW_SEARXNG_URL", told))
+        try:
+            parse_url(address)
+        except ToolFailure as failure:
+            raise ConfigError(f"TOOLCREW_SEARXNG_URL: {failure.message}") from None
+        advice = "TOOLCREW_SEARXNG_URL, and that the instance's settings list the json format"
+        configured.append(Searxng(Endpoint("searxng", address, advice, resolver, tls=tls)))
     if _is_set(settings.tavily_api_key):
-        configured["tavily"] = with_key("tavily", settings.tavily_url, settings.tavily_api_key, Tavily)
+        configured.append(with_key("tavily", TAVILY_URL, settings.tavily_api_key, Tavily))
     if _is_set(settings.brave_api_key):
-        configured["brave"] = with_key("brave", settings.brave_url, settings.brave_api_key, Brave)
+        configured.append(with_key("brave", BRAVE_URL, settings.brave_api_key, Brave))
     if _is_set(settings.exa_api_key):
-        configured["exa"] = with_key("exa", settings.exa_url, settings.exa_api_key, Exa)
-    return tuple(configured[name] for name in settings.websearch_order if name in configured)
+        configured.append(with_key("exa", EXA_URL, settings.exa_api_key, Exa))
+    return tuple(configured)
