@@ -11,9 +11,7 @@ import pytest
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable
-from contract.run_events import PROGRESS_EVENTS, CallFinished, FailureKind, RunReady, StepFinished
-from orchestrator.approvals import ApprovalPolicy, Decision, Rule
-from orchestrator.approvals.approvers import ApprovalRequest
+from contract.run_events import CallFinished, FailureKind
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.runs import item_work
@@ -66,34 +64,6 @@ def hangs_at(text: str, reached: asyncio.Event) -> Callable[[ToolCall, ToolConte
 # Going on
 
 
-async def test_another_process_goes_on_in_the_same_session_and_repeats_nothing(make: Made) -> None:
-    reached = asyncio.Event()
-    first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["two"])
-    claim = await first.put(build_run())
-    await broken_off(first, claim, reached)
-    outcome = await second.worked(await second.taken_over(claim))
-    assert outcome.body is not None
-    assert (outcome.body["answer"], outcome.body["steps"], second.asked()) == ("two", 3, 1)
-    # The call that had been sent is sent under its own id: the pool knows it.
-    assert second.sent() == ["echo", "close"]
-    assert first.sent() == ["open", "echo", "echo"]
-    assert second.transport.calls[0].id == first.transport.calls[2].id
-    assert second.transport.contexts[0].session == first.transport.contexts[0].session
-
-
-async def test_a_run_that_had_answered_is_neither_asked_nor_run_again(make: Made) -> None:
-    first, second = make(echo_then("one", "a")), make([])
-    claim = await first.put(build_run())
-    before = await first.worked(claim)
-    after = await second.worked(await second.taken_over(claim))
-    assert before.body is not None
-    assert after.body is not None
-    assert (after.body["answer"], after.body["usage"]) == (before.body["answer"], before.body["usage"])
-    assert (second.asked(), second.sent()) == (0, ["close"] if "close" in second.sent() else [])
-    counted = [type(event) for event in second.events if isinstance(event, PROGRESS_EVENTS)]
-    assert counted == [RunReady, CallFinished, StepFinished, StepFinished]
-
-
 async def test_a_call_out_of_the_log_is_told_with_the_time_that_it_took(make: Made) -> None:
     async def slow(call: ToolCall, _: ToolContext) -> ToolResult:
         await asyncio.sleep(0.05)
@@ -140,30 +110,6 @@ async def test_a_single_call_that_has_ended_is_not_made_again(make: Made) -> Non
     assert "echo" not in second.sent()
 
 
-async def test_somebody_who_was_asked_is_not_asked_again(make: Made) -> None:
-    asked: list[ApprovalRequest] = []
-
-    class Asker:
-        async def decide(self, request: ApprovalRequest) -> Decision:
-            asked.append(request)
-            return Decision(True)
-
-    reached = asyncio.Event()
-
-    async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
-        reached.set()
-        await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
-
-    policy = ApprovalPolicy((Rule("ask", "echo"),))
-    first = make(echo_then("one", "a"), approver=Asker(), policy=policy, answers={"echo": hang})
-    second = make(["one"], approver=Asker(), policy=policy)
-    claim = await first.put(build_run())
-    await broken_off(first, claim, reached)
-    assert (await second.worked(await second.taken_over(claim))).failure is None
-    assert len(asked) == 1
-
-
 async def test_a_run_whose_time_was_used_up_ends_so_with_all_that_its_log_has(
     make: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,27 +140,6 @@ async def test_a_run_whose_sandbox_was_removed_meanwhile_is_not_told_to_its_mode
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INFRASTRUCTURE, SandboxUnavailable.code.value)
     assert second.asked() == 0
-
-
-async def test_artifacts_that_have_been_copied_need_no_session_any_more(make: Made, tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    made.mkdir()
-    (made / "out.txt").write_text("x")
-    first, second = make(), make([])
-
-    def export(call: ToolCall, context: ToolContext) -> ToolResult:
-        first.blobs.kept["k"] = archive_of(made)
-        return ToolResult(call_id=call.id, name=call.name, success=True, blob="k")
-
-    first.answers["export"] = export
-    claim = await first.put(with_ground(build_run(), artifacts=("*.txt",)))
-    defaults = BatchDefaults(artifacts=str(tmp_path / "artifacts"))
-    before = await first.worked(claim, defaults)
-    assert before.body is not None
-    assert before.body["artifacts"] == ["out.txt"]
-    after = await second.worked(await second.taken_over(claim), defaults)
-    assert (after.failure, after.body) == (None, before.body)
-    assert "export" not in second.sent()
 
 
 async def test_a_file_whose_name_is_no_text_is_an_artifact_like_any_other(make: Made, tmp_path: Path) -> None:

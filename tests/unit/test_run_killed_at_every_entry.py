@@ -1,0 +1,154 @@
+"""A run whose process dies at any entry of its log: another process ends it as if nothing had happened.
+
+The process stops for good right before an entry is written, or right after. It runs no clean-up, as after `kill -9`.
+tests/chaos kills real processes.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.run_events import (
+    PROGRESS_EVENTS,
+    ArtifactsCopied,
+    CallFinished,
+    CallReviewed,
+    ModelReplied,
+    RunReady,
+    SessionOpened,
+    SessionOpening,
+    StepFinished,
+)
+from orchestrator.approvals import ApprovalPolicy, Decision, Rule
+from orchestrator.approvals.approvers import ApprovalRequest
+from orchestrator.runs.journal import Journal
+from store.batches import BatchDefaults, Outcome
+from store.run_log import LOGGED, LogEntry, RunLog
+from store.runs import RunClaim
+from tests.builders import KEY
+from tests.conftest import RedisProcess
+from tests.item_ground import ItemGround, Made, archive_of, build_run, echo_then, open_maker, with_ground
+
+SOON_S = 15.0
+STEP = [ModelReplied, CallReviewed, CallFinished]
+ENTRIES = [SessionOpening, SessionOpened, *STEP, *STEP, ModelReplied, ArtifactsCopied]
+TURNS = echo_then("two", "a", "b")
+
+
+@pytest.fixture
+async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
+    async with open_maker(redis_server) as made:
+        yield made
+
+
+class Counted:
+    """The outside world of the run: what it has paid for, whom it has asked and what it has done."""
+
+    def __init__(self, make: Made, folder: Path) -> None:
+        self._make, self._folder = make, folder
+        (folder / "made").mkdir()
+        (folder / "made" / "out.txt").write_text("x")
+        self.reviews: list[str] = []
+        self.processes: list[ItemGround] = []
+
+    async def decide(self, request: ApprovalRequest) -> Decision:
+        self.reviews.append(request.call.id)
+        return Decision(True)
+
+    def open_process(self, asked_before: int = 0) -> ItemGround:
+        """Return a process whose model goes on with the conversation after so many replies."""
+
+        def export(call: ToolCall, _: ToolContext) -> ToolResult:
+            process.blobs.kept["k"] = archive_of(self._folder / "made")
+            return ToolResult(call_id=call.id, name=call.name, success=True, blob="k")
+
+        policy = ApprovalPolicy((Rule("ask", "echo"),))
+        process: ItemGround = self._make(TURNS[asked_before:], approver=self, policy=policy, answers={"export": export})
+        self.processes.append(process)
+        return process
+
+    async def work(self, process: ItemGround, claim: RunClaim, run_log: RunLog) -> Outcome:
+        task = asyncio.current_task()
+        assert task is not None
+        defaults = BatchDefaults(artifacts=str(self._folder / "artifacts"))
+        return await process.work.work(claim, Journal(run_log, task.cancel), defaults, process.events.append)
+
+    def sent(self, verb: str) -> list[str]:
+        """Return the ids of the calls of that tool or verb that all processes have sent."""
+        return [
+            call.id
+            for process in self.processes
+            for call in process.transport.calls
+            if call.name.removeprefix("session.") == verb
+        ]
+
+
+class StoppingLog:
+    """A log whose process stops for good at one entry."""
+
+    def __init__(self, run_log: RunLog, position: int, *, is_written: bool) -> None:
+        self.stopped = asyncio.Event()
+        self._append, self._position, self._is_written = run_log.append, position, is_written
+        self._run_log = run_log
+        run_log.append = self.append  # type: ignore[method-assign]
+
+    async def append(self, entry: LogEntry) -> None:
+        is_last = len(self._run_log.entries) == self._position
+        if not is_last or self._is_written:
+            await self._append(entry)
+        if is_last:
+            self.stopped.set()
+            await asyncio.Event().wait()
+
+
+def test_every_kind_of_entry_is_among_them() -> None:
+    assert set(ENTRIES) == set(LOGGED)
+
+
+@pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("position", range(len(ENTRIES)), ids=lambda at: f"{at}-{ENTRIES[at].__name__}")
+async def test_another_process_ends_the_run_and_nothing_is_paid_asked_or_done_twice(
+    make: Made, tmp_path: Path, position: int, is_written: bool
+) -> None:
+    world = Counted(make, tmp_path)
+    first = world.open_process()
+    claim = await first.put(with_ground(build_run(), artifacts=("*.txt",)))
+    run_log = await RunLog.load(first.client, "d", KEY, claim.attempt)
+    stopping = StoppingLog(run_log, position, is_written=is_written)
+    working = asyncio.create_task(world.work(first, claim, run_log))
+    async with asyncio.timeout(SOON_S):
+        await stopping.stopped.wait()
+
+    logged = ENTRIES[: position + is_written]
+    second = world.open_process(logged.count(ModelReplied))
+    again = await second.taken_over(claim)
+    continued = await RunLog.load(second.client, "d", KEY, again.attempt)
+    assert [type(entry.event) for entry in continued.entries] == logged
+    async with asyncio.timeout(SOON_S):
+        outcome = await world.work(second, again, continued)
+
+    assert outcome.failure is None
+    body: dict[str, Any] = dict(outcome.body or {})
+    assert (body["answer"], body["steps"], body["artifacts"]) == ("two", 3, ["out.txt"])
+    # Work whose result was not logged is done again: one reply, one review, or one call under the same id.
+    lost = None if is_written else ENTRIES[position]
+    assert first.asked() + second.asked() == 3 + (lost is ModelReplied)
+    assert len(world.reviews) == 2 + (lost is CallReviewed)
+    assert len(world.sent("echo")) == 2 + (lost is CallFinished)
+    assert len(set(world.sent("echo"))) == 2
+    assert len(world.sent("export")) == 1 + (lost is ArtifactsCopied)
+    counted = [type(event) for event in second.events if isinstance(event, PROGRESS_EVENTS)]
+    assert counted == [RunReady, CallFinished, StepFinished, CallFinished, StepFinished, StepFinished]
+    is_opened_again = logged == [SessionOpening]
+    assert len(world.sent("open")) == (2 if is_opened_again and lost is SessionOpened else 1)
+    assert second.places.known == {}
+    expected = [SessionOpening, *ENTRIES] if is_opened_again else ENTRIES
+    assert [type(entry.event) for entry in continued.entries] == expected
+
+    # The stopped process, if it lives after all, changes nothing any more.
+    working.cancel()
+    await asyncio.wait({working}, timeout=SOON_S)
