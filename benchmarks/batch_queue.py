@@ -24,10 +24,10 @@ from contract.signing import SigningKeys
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.batch_runs import until_first
-from orchestrator.runs.brake import Brake
 from orchestrator.runs.follower import Follower
 from orchestrator.runs.journal import Journal
-from orchestrator.runs.places import Places
+from orchestrator.runs.run_gate import RunGate
+from orchestrator.runs.run_slots import RunSlots
 from orchestrator.runs.runner import Runner
 from store.batches import (
     BatchDefaults,
@@ -168,7 +168,7 @@ class _PlayedWork:
     """
 
     def __init__(self) -> None:
-        self.brake, self.places = Brake(), Places()
+        self.gate, self.slots = RunGate(), RunSlots()
         self.ended = 0
         self.drain: Callable[[], None] = lambda: None
 

@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 from contract.errors import BrokerUnavailable
 from contract.run_events import Failure, FailureKind, RunEnded, RunEvent
 from orchestrator.runs import runner as runner_module
-from orchestrator.runs.brake import Brake
 from orchestrator.runs.journal import Journal
-from orchestrator.runs.places import Places
+from orchestrator.runs.run_gate import RunGate
+from orchestrator.runs.run_slots import RunSlots
 from orchestrator.runs.runner import Runner
 from store.batches import BatchDefaults, BatchEventWriter, BatchState, Outcome, parse_batch_event
 from store.runs import RunClaim, RunQueue
@@ -46,7 +46,7 @@ class Worker:
     """
 
     def __init__(self, work: Work | None = None) -> None:
-        self.brake, self.places = Brake(), Places()
+        self.gate, self.slots = RunGate(), RunSlots()
         self.begun: list[tuple[str, int]] = []
         self.abandoned: list[str] = []
         self.has_begun = asyncio.Event()

@@ -1,6 +1,4 @@
-"""`toolcrew serve batches`: an orchestrator as a service of its own, which works what others have handed over, of every
-tenant, until it is told to stop.
-"""
+"""`toolcrew serve batches`: an orchestrator that works runs and detached batches of every tenant until it is stopped."""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
@@ -17,14 +15,15 @@ from telemetry.settings import load_tracing_settings
 log = get_logger(__name__)
 
 POOL_AGAIN_S = 2.0
-"""How often it is looked for a pool that is not there yet."""
+"""Pause before a pool that is not up yet is tried again."""
 
 
 @dataclass
 class BatchService:
-    """`concurrency`: runs at a time here. `tenants`: those that are served; none: all. `grace_s`: how long what runs
-    may go on after the first `interrupt`; what has not ended by then is given back, for another process to go on with.
-    `has_traces`: each run is written down."""
+    """The service's configuration and life. `concurrency`: runs at a time in this process. `tenants`: those that are
+    served; empty: all. `grace_s`: time that running runs have to end after the first `interrupt`. `has_traces`: write a
+    trace of each run.
+    """
 
     settings: OrchestratorSettings
     concurrency: int
@@ -34,12 +33,12 @@ class BatchService:
     _stopping: Stopping = field(default_factory=Stopping)
 
     def interrupt(self) -> None:
-        """The first time: begin nothing any more. The second time: give back what runs, now."""
+        """The first time, start no more runs. The second time, give back the running ones at once."""
         self._stopping.interrupt()
 
     async def run(self) -> None:
-        """Until it was interrupted. Raises ConfigError for settings with which nothing can be served; a pool that is
-        not there is waited for.
+        """Serve until interrupted; wait for a pool that is not up yet. Raises ConfigError for settings that cannot
+        work.
         """
         _check(self.settings)
         async with AsyncExitStack() as stack:
@@ -60,17 +59,17 @@ class BatchService:
         return open_runner(self.settings, pool, self.concurrency, tenants=self.tenants, has_traces=self.has_traces)
 
     async def _pool(self, stack: AsyncExitStack) -> PoolConnection | None:
-        """The pool, as soon as Redis answers and a worker is there; None when it is interrupted before."""
-        told = ""
+        """Open the pool when Redis answers and a worker is there. Returns None if interrupted before."""
+        logged = ""
         while not self._stopping.draining.is_set():
             try:
                 return await stack.enter_async_context(
                     open_pool(self.settings.broker(), queue_wait_s=self.settings.queue_wait_s, settings=self.settings)
                 )
             except (BrokerUnavailable, ConfigError) as error:
-                if str(error) != told:
-                    told = str(error)
-                    log.warning("pool_not_there", error=told)
+                if str(error) != logged:
+                    logged = str(error)
+                    log.warning("pool_not_there", error=logged)
             with suppress(TimeoutError):
                 async with asyncio.timeout(POOL_AGAIN_S):
                     await self._stopping.draining.wait()
@@ -78,7 +77,7 @@ class BatchService:
 
 
 def _check(settings: OrchestratorSettings) -> None:
-    """Raises ConfigError for what waiting does not mend."""
+    """Raise ConfigError for settings that waiting does not fix."""
     if settings.api_key is not None:
         raise ConfigError(
             "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant with the deployment's "

@@ -33,13 +33,13 @@ from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.sessions import Session, SessionInfo, Start, build_call
 from orchestrator.loop.limits import Prices, ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
-from orchestrator.runs.brake import Brake, HeldModel, NotNow
 from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
-from orchestrator.runs.places import PlacedApprover, Places, RunPlace
+from orchestrator.runs.run_gate import GatedModel, RunDeferred, RunGate
 from orchestrator.runs.run_parts import RunAs, RunParts
+from orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
 from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.traces.opening import Traces
 from orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
@@ -79,7 +79,7 @@ class ItemWork:
         self._models = models
         self._traces = traces
         self._turns = SessionTurns(pool.dispatcher.room)
-        self.brake, self.places = Brake(), Places()
+        self.gate, self.slots = RunGate(), RunSlots()
         """What whoever claims runs for it goes by."""
         self._interrupted: dict[tuple[str, str], RunSpans] = {}
         self._warned: set[tuple[str, str]] = set()
@@ -88,7 +88,7 @@ class ItemWork:
         """How the item ended. Its session is closed by then, but when this is cancelled, or raises: whoever goes on
         with the run has it.
 
-        Raises NotNow for a run that has to wait, ModelDenied when no run of this process can go on.
+        Raises RunDeferred for a run that has to wait, ModelDenied when no run of this process can go on.
         """
         with self._traced(claim, journal) as spans:
             outcome = await self._ended(claim, journal, defaults, on_event)
@@ -124,7 +124,7 @@ class ItemWork:
         try:
             with within_run(spans):
                 yield spans
-        except (asyncio.CancelledError, NotNow, ModelDenied):
+        except (asyncio.CancelledError, RunDeferred, ModelDenied):
             self._interrupted[claim.tenant, claim.run] = spans
             raise
 
@@ -133,7 +133,7 @@ class ItemWork:
         own_model = item.work.model if isinstance(item.work, RunBody) else None
         session: Session | None = None
         try:
-            self.brake.check_model(own_model)
+            self.gate.check_model(own_model)
             # A tenant that may do nothing has no chats either.
             await retry_until_available(lambda: self._pool.tenants.policy(claim.tenant))
             session = (
@@ -143,7 +143,7 @@ class ItemWork:
             journal.begin()
             body, failure = await self._worked(claim, journal, defaults, session, on_event)
         except Exception as error:  # the edge of an item: whatever it is, the item has an end, and the batch goes on
-            if (instead := self.brake.judge(error, own_model)) is not None:
+            if (instead := self.gate.classify(error, own_model)) is not None:
                 session = None
                 raise instead from error
             body, failure = None, judge_error(error)
@@ -180,7 +180,7 @@ class ItemWork:
             restore=ground.restore,
             network=ground.network,
         )
-        async with self.places.lent():
+        async with self.slots.lend():
             async with self._turns.turn(claim.tenant, ground.image):
                 await journal.note_opening(name)
                 session = await Session.open(pool.dispatcher, pool.blobs, tenant=claim.tenant, start=start, name=name)
@@ -221,10 +221,10 @@ class ItemWork:
         chosen = await self._models.get(work.model or defaults.model)
         if chosen.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)
-        held = HeldModel(chosen.model, self.brake, claim.run)
+        held = GatedModel(chosen.model, self.gate, claim.run)
         spans = current_run() if self._pool.tracer is not None else None
         async with AsyncExitStack() as stack:
-            place = await stack.enter_async_context(self.places.run())
+            slot = await stack.enter_async_context(self.slots.run())
             on_event, live = await stack.enter_async_context(self._listen(claim, on_event))
             if self._traces is not None:
                 on_event = stack.enter_context(self._traces.open(claim.tenant, agent_run, on_event)).on_event
@@ -240,18 +240,18 @@ class ItemWork:
                 shows_output=live is not None,
                 live=live,
                 priority="batch",
-                approver=self._approver(defaults, place),
-                until_ready=place.until_placed,
+                approver=self._approver(defaults, slot),
+                until_ready=slot.wait,
                 book=journal,
                 logged=lambda _: LoggedModel(held, journal, work.sampling, is_over=is_over, live=live),
                 is_chat=item.url == CHAT_URL,
             )
-            with self.brake.asking(claim.run):
+            with self.gate.request(claim.run):
                 agent = await retry_until_available(lambda: self._parts.build_agent(session, chosen, wanted))
-            agent = replace(agent, run_call=place.around(agent.run_call))
+            agent = replace(agent, run_call=slot.wrap(agent.run_call))
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
             if run.stop_reason is StopReason.MAX_WALL:
-                held.check_heard()
+                held.check_answered()
         artifacts = (
             await self._artifacts(item, journal, defaults, session, on_event) if session is not None else _CopiedOut()
         )
@@ -266,9 +266,9 @@ class ItemWork:
             self._warned.add(batch)
             on_event(BatchNotice(message=message, is_warning=True))
 
-    def _approver(self, defaults: BatchDefaults, place: RunPlace) -> Approver:
+    def _approver(self, defaults: BatchDefaults, slot: RunSlot) -> Approver:
         approver = self._parts.people if defaults.asks_people else self._parts.approver
-        return PlacedApprover(approver, place) if isinstance(approver, QueueApprover) else approver
+        return SlotReleasingApprover(approver, slot) if isinstance(approver, QueueApprover) else approver
 
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:

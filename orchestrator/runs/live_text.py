@@ -1,6 +1,4 @@
-"""The text of a run's replies while they come: the loop hears a reply when it is whole and remembered, whoever watches
-need not wait so long.
-"""
+"""Shows the text of a reply while it arrives. The loop of a durable run gets a reply only when it is whole and logged."""
 
 from collections.abc import Callable
 
@@ -10,44 +8,45 @@ from orchestrator.dialects.model import Chunk
 
 
 class LiveText:
-    """One run's. It reads each reply beside the loop, in the loop's dialect, and acts on nothing; what the loop then
-    tells of text that has been shown is left out."""
+    """The live text of one run. It reads each reply in the loop's dialect and only publishes text. Text events of the
+    loop that repeat shown text are dropped.
+    """
 
-    def __init__(self, run: str, tell: OnEvent) -> None:
+    def __init__(self, run: str, on_event: OnEvent) -> None:
         self._run = run
-        self._tell = tell
+        self._publish = on_event
         self._open_reader: Callable[[], ReplyReader] | None = None
         self._reader: ReplyReader | None = None
         self._shown = 0
 
     def use(self, open_reader: Callable[[], ReplyReader]) -> None:
-        """How the run's replies are read."""
+        """Set how the run's replies are read."""
         self._open_reader = open_reader
 
     def begin(self) -> None:
-        """A reply is asked for."""
+        """Start a reply."""
         self._reader = self._open_reader() if self._open_reader is not None else None
         self._shown = 0
 
     def feed(self, chunk: Chunk) -> None:
-        """A piece of it has come."""
+        """Publish the text of a chunk."""
         for event in self._reader.feed(chunk) if self._reader is not None else ():
             if isinstance(event, Text) and event.text:
                 self._shown += len(event.text)
-                self._tell(TextArrived(run=self._run, text=event.text))
+                self._publish(TextArrived(run=self._run, text=event.text))
 
     def withdraw(self) -> None:
-        """It broke off, and nobody else has heard of it."""
+        """Withdraw the shown text of a reply that broke off."""
         if self._shown:
-            self._tell(TextWithdrawn(run=self._run, characters=self._shown))
+            self._publish(TextWithdrawn(run=self._run, characters=self._shown))
         self._shown = 0
 
-    def on_event(self, event: RunEvent) -> None:
-        """What the loop tells."""
+    def pass_on(self, event: RunEvent) -> None:
+        """Pass on an event of the loop, without text that was shown before."""
         if isinstance(event, TextArrived) and self._shown:
-            text, known = event.text[self._shown :], min(self._shown, len(event.text))
-            self._shown -= known
+            text = event.text[self._shown :]
+            self._shown -= min(self._shown, len(event.text))
             if not text:
                 return
             event = TextArrived(run=event.run, at=event.at, text=text)
-        self._tell(event)
+        self._publish(event)

@@ -9,33 +9,33 @@ from orchestrator.settings import OrchestratorSettings
 
 
 class Models:
-    """By name. An async context manager: at its end all are closed. `given`: what is used instead of the one that
-    nobody names.
+    """Open models by name. An async context manager: leaving it closes all. `default`: used for runs that name no
+    model, in place of the one of the environment.
     """
 
-    def __init__(self, settings: OrchestratorSettings, given: Model | ChosenModel | None = None) -> None:
+    def __init__(self, settings: OrchestratorSettings, default: Model | ChosenModel | None = None) -> None:
         self._settings = settings
-        self._given = given
+        self._default = default
         self._open: dict[str | None, tuple[ChosenModel, AsyncExitStack]] = {}
         self._opening = asyncio.Lock()
 
     async def get(self, name: str | None) -> ChosenModel:
-        """The model of that name; None: as the environment says. Raises ConfigError, ModelUnavailable."""
+        """Return the model of that name; None: that of the environment. Raises ConfigError, ModelUnavailable."""
         if name not in self._open:
             async with self._opening:
                 if name not in self._open:
-                    asked = self._given if name is None and self._given is not None else name
+                    source = self._default if name is None and self._default is not None else name
                     stack = AsyncExitStack()
-                    self._open[name] = await stack.enter_async_context(choose_model(self._settings, asked)), stack
+                    self._open[name] = await stack.enter_async_context(choose_model(self._settings, source)), stack
         return self._open[name][0]
 
     @property
     def names(self) -> set[str | None]:
-        """Of those that are open."""
+        """Return the names of the open models."""
         return set(self._open)
 
     async def close(self, name: str | None) -> None:
-        """Close one that no run uses. Whoever asks for it later has it opened again."""
+        """Close a model that no run uses. A later `get` opens it again."""
         opened = self._open.pop(name, None)
         if opened is not None:
             await opened[1].aclose()

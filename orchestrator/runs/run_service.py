@@ -1,5 +1,5 @@
-"""Works the runs and the batches of every tenant that were handed over: by itself (batch_service.py), or beside the
-API.
+"""Works the runs and the detached batches of every tenant, as a service of its own (batch_service.py) or in the process
+of the API.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from orchestrator.batches.detached import find_paths
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
 from orchestrator.runs.batch_runs import until_first
-from orchestrator.runs.brake import NotNow
 from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import judge_error, status_of
+from orchestrator.runs.run_gate import RunDeferred
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
@@ -36,9 +36,7 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_IDLE_MODELS = 8
-"""Models that lines or batches name and no run uses now; each holds connections of its own, and anybody may name any
-number.
-"""
+"""Open models that no run uses now. Each has connections of its own, and tenants may name any number of models."""
 
 
 @asynccontextmanager
@@ -50,10 +48,12 @@ async def open_runner(
     tenants: tuple[str, ...] = (),
     has_traces: bool = True,
 ) -> AsyncIterator[Runner]:
-    """What works runs and batch items of all tenants, or of those, on a pool: `concurrency` at a time, once its `run`
-    is awaited. `has_traces`: each run is written down. Raises ConfigError for a policy file that is none."""
-    # Nobody sits at a service: what would have to be asked about is refused, or allowed by a rule, where it is not
-    # asked by the queue.
+    """Yield a runner of runs and batch items of all tenants, or of `tenants`, on a pool. It starts when its `run` is
+    awaited. `concurrency`: runs at a time. `has_traces`: write a trace of each run. Raises ConfigError for a policy
+    file that is invalid.
+    """
+    # A service has no terminal: a call that needs an approval is decided by a rule or by the queue of approvals, else
+    # it is refused.
     questions = open_approvals(settings, pool.redis, pool.keys)
     approver = choose_pool_approver(settings, questions, is_interactive=False)
     policy = load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
@@ -69,13 +69,13 @@ async def open_runner(
 
 @dataclass(frozen=True)
 class Stopping:
-    """How a service is told to stop."""
+    """The two stages in which a service stops."""
 
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     def interrupt(self) -> None:
-        """The first time: begin nothing any more. The second time: give back what runs, now."""
+        """The first time, start no more runs. The second time, give back the running ones at once."""
         if self.draining.is_set():
             self.stopped.set()
         self.draining.set()
@@ -83,21 +83,22 @@ class Stopping:
 
 @dataclass(frozen=True)
 class RunService:
-    """A runner until it is interrupted. `grace_s`: how long what runs may go on after the first interrupt; what has not
-    ended by then is given back, for another process to go on with."""
+    """A runner with an orderly stop. `grace_s`: time that running runs have to end after the first interrupt. The
+    others are given back, and another process continues them.
+    """
 
     runner: Runner
     grace_s: float = 60.0
     stopping: Stopping = field(default_factory=Stopping)
 
     async def run(self) -> None:
-        """Until it was interrupted, and what ran has ended or is given back. Raises ModelDenied when the model refuses
-        this process.
+        """Return when the service was interrupted and every run has ended or is given back. Raises ModelDenied when the
+        model refuses this process.
         """
         await until_first(self.runner.run(), self._until_over())
 
     async def _until_over(self) -> None:
-        """Returns when what still runs is to be given back."""
+        """Wait until the running runs are to be given back."""
         await self.stopping.draining.wait()
         log.info("draining", running=self.runner.running, grace_s=self.grace_s)
         self.runner.drain()
@@ -108,8 +109,9 @@ class RunService:
 
 
 class ServiceWork(ItemWork):
-    """Works items of whoever hands some over: it reads and writes no path of this machine that a record names, whatever
-    its batch says, and works for nobody who is no tenant any more."""
+    """Works items of any tenant. It never reads or writes a path of this machine that a record names, and stops a run
+    whose tenant is removed.
+    """
 
     def __init__(
         self,
@@ -119,19 +121,19 @@ class ServiceWork(ItemWork):
         traces: Traces | None,
         publisher: RunEventPublisher | None = None,
     ) -> None:
-        """`publisher`: of the events of programs' runs; None: nobody hears of those."""
+        """`publisher`: publishes the events of hosted runs; None: they are not published."""
         super().__init__(pool, parts, models, traces)
         self._publisher = publisher
         self._users: dict[str, int] = {}
-        """Of each model that is named: how many runs; those named longest ago first."""
+        """Model name -> how many runs use it, the least recently named first."""
         self._sent: dict[tuple[str, str], set[str]] = {}
-        """Of each run in a session that is not its own: the calls that are under way."""
+        """(tenant, run) -> ids of its running calls, for runs in a session that is not their own."""
 
     async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
         log.info("run_begun", **_names(claim), is_resumed=claim.is_resumed)
         try:
             outcome = await self._checked(claim, journal, defaults, on_event)
-        except (asyncio.CancelledError, NotNow, ModelDenied) as reason:
+        except (asyncio.CancelledError, RunDeferred, ModelDenied) as reason:
             log.info("run_put_back", **_names(claim), reason=type(reason).__name__)
             raise
         failure = outcome.failure
@@ -158,14 +160,14 @@ class ServiceWork(ItemWork):
         except ModelDenied as error:
             if model is None:
                 raise
-            # Who names a model that is refused must not end what others have here.
+            # A line that names a refused model ends by itself: runs of other models continue.
             await self.abandon(claim, journal)
             return _failed(claim, judge_error(error))
 
     @asynccontextmanager
     async def _using(self, model: str | None) -> AsyncIterator[None]:
-        """While a run uses a model that its line or batch names; afterwards the idle ones that were used longest ago
-        are closed.
+        """Wrap a run that uses a model named by its line or batch. Afterwards, close the least recently used idle
+        models.
         """
         if model is None:
             yield
@@ -183,8 +185,8 @@ class ServiceWork(ItemWork):
     async def _while_served(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent
     ) -> Outcome:
-        """As `ItemWork.work`, ended when the tenant is served no more: its model would be asked again and again what to
-        do about that.
+        """Work the item as `ItemWork.work` does, but end it when its tenant is removed: each call would fail, and the
+        model would be asked about it until a limit.
         """
         unserved = asyncio.Event()
 
@@ -198,30 +200,30 @@ class ServiceWork(ItemWork):
         try:
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # Cancelled by itself, an item leaves its session to whoever goes on with it; so when we are.
+            # A cancelled item leaves its session open for the process that continues it.
             for task in (working, watching):
                 task.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
         if not unserved.is_set():
             return working.result()
         await self.abandon(claim, journal)
-        gone = (
+        message = (
             f"tenant {claim.tenant} was removed while this item ran: register it again and retry the item, or leave it"
         )
-        return _failed(claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.UNKNOWN_TENANT.value, message=gone))
+        return _failed(claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.UNKNOWN_TENANT.value, message=message))
 
     async def abandon(self, claim: RunClaim, journal: Journal) -> None:
-        """As `ItemWork.abandon`. Of a session that is not the run's own only the run's calls are ended."""
+        """Abandon the run as `ItemWork.abandon` does. In a session that is not its own, end only the run's calls."""
         await super().abandon(claim, journal)
         session = claim.record.item.ground.session
         for call in self._sent.pop((claim.tenant, claim.run), ()):
             order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call})
-            # When Redis is away the call runs into its own limit.
+            # While Redis does not answer, the call ends at its own time limit.
             with suppress(BrokerUnavailable):
                 await self._pool.dispatcher.command(order, claim.tenant, session)
 
     def drop_spans(self, claim: RunClaim) -> None:
-        """As `ItemWork.drop_spans`: nothing of the run is known here any more."""
+        """Forget the run: another process continues it."""
         super().drop_spans(claim)
         self._sent.pop((claim.tenant, claim.run), None)
 
@@ -233,9 +235,9 @@ class ServiceWork(ItemWork):
         async with self._publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:
             live, sent = LiveText(claim.run, buffer.on_event), set[str]()
 
-            def tell_all(event: RunEvent) -> None:
+            def listen(event: RunEvent) -> None:
                 on_event(event)
-                live.on_event(event)
+                live.pass_on(event)
                 if isinstance(event, CallSent):
                     sent.add(event.call.id)
                 elif isinstance(event, CallFinished):
@@ -243,18 +245,18 @@ class ServiceWork(ItemWork):
 
             if claim.record.item.ground.session is not None:
                 self._sent[claim.tenant, claim.run] = sent
-            yield tell_all, live
+            yield listen, live
 
 
 def _refuse(claim: RunClaim, defaults: BatchDefaults, model: str | None) -> str | None:
-    """Why a service does not work an item, however its record came to be; None: it does."""
+    """Return why a service does not work the item; None if it does."""
     if model == LOCAL:
         return "a service starts no model of its own for a batch: name one of its endpoint, or submit without --detach"
     return next(find_paths(claim.record.item, defaults.artifacts), None)
 
 
 def _names(claim: RunClaim) -> dict[str, object]:
-    """What is logged of a run: whose it is, and nothing of what is in it."""
+    """Return the log fields of a run: its names, nothing of its content."""
     return {"tenant": claim.tenant, "batch": claim.record.batch, "run": claim.run, "attempt": claim.record.attempt}
 
 

@@ -23,10 +23,10 @@ from contract.run_events import (
 )
 from orchestrator.dialects.model import Usage
 from orchestrator.loop.limits import Prices
-from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
 from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
+from orchestrator.runs.run_gate import QUOTA_RETRY_S, RunDeferred
 from store.batches import HOSTED_BATCH, BatchDefaults, BatchEventWriter, Outcome, final_state
 from store.connection import RedisClient
 from store.run_log import RunLog
@@ -131,7 +131,7 @@ class Runner:
 
         Raises ModelDenied when the model refuses this process: what runs is given back, and nothing has failed for it.
         """
-        self.work.places.serve(self.concurrency, self._working)
+        self.work.slots.configure(self.concurrency, self._working)
         renewing = asyncio.create_task(self._renew_regularly(), name="renew-runs")
         heeding = asyncio.create_task(self._heed_cancels(), name="heed-cancels")
         writing = asyncio.create_task(self.writer.run(), name="write-batch_events")
@@ -153,9 +153,9 @@ class Runner:
             check_cancelled()
             self._freed.clear()
             self._tell_answered()
-            free = self.work.places.room()
-            if not self._is_draining and (room := self.work.brake.room(free, len(self._working))) > 0:
-                with self.work.places.reserved(room):
+            free = self.work.slots.count_free()
+            if not self._is_draining and (room := self.work.gate.admit(free, len(self._working))) > 0:
+                with self.work.slots.reserve(room):
                     await self._claim(room)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -231,7 +231,7 @@ class Runner:
         try:
             outcome = await self.work.work(claim, working.journal, defaults, on_event)
             check_cancelled()
-        except NotNow as reason:
+        except RunDeferred as reason:
             await self._hold(claim, reason)
         except ModelDenied as error:
             if self.only is None and error.is_unknown_model and defaults.model is not None:
@@ -255,15 +255,15 @@ class Runner:
                 log.warning("run_not_loaded", run=claim.run, error=str(error))
                 await asyncio.sleep(LOOK_S)
 
-    async def _hold(self, claim: RunClaim, reason: NotNow) -> None:
+    async def _hold(self, claim: RunClaim, reason: RunDeferred) -> None:
         """Put a run back that has to wait, as it is. Who watches its batch is told once what for."""
-        batch, after_s = (claim.tenant, claim.record.batch), ROOM_AGAIN_S * random.uniform(1.0, 2.0)
+        batch, after_s = (claim.tenant, claim.record.batch), QUOTA_RETRY_S * random.uniform(1.0, 2.0)
         if reason.cause == "endpoint":
             after_s = 0.0
             self._note_once(self._held, batch, f"the batch waits for its model, and no item fails for it: {reason}")
         elif reason.cause == "quota":
             if self.only is not None:
-                self.work.brake.note_quota(len(self._working) - 1)
+                self.work.gate.note_quota(len(self._working) - 1)
             self._note_once(
                 self._crowded, batch, f"items beyond what the tenant may have wait, and none fails for it: {reason}"
             )
@@ -276,7 +276,7 @@ class Runner:
 
     def _tell_answered(self) -> None:
         """Tell the batches whose runs had to wait for the model that it is there."""
-        if self.work.brake.away_s is None:
+        if self.work.gate.down_s is None:
             for batch in self._held:
                 self._note(batch, "the model answers again: the batch goes on")
             self._held.clear()

@@ -1,5 +1,5 @@
-"""Items get their sessions in turn: a thousand that are begun at once neither overrun the hosts nor fail for being
-many.
+"""Opens the sessions of items in turn, as hosts have room: a thousand items that start at once neither overload the
+hosts nor fail.
 """
 
 import asyncio
@@ -15,22 +15,23 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 LOOK_S = 0.5
-PATIENCE_S = 300.0
-"""So long no session of ours ends: then items stop waiting for sandboxes of their own, and share those that there
-are.
+MAX_STALL_S = 300.0
+"""When no session of this process has ended for so long, items no longer wait for a free sandbox: hosts that suspend
+idle sessions can still open more.
 """
 
 Kind = tuple[str, str | None]
-"""Tenant and image: for each hosts may have room or not."""
+"""Tenant and image: hosts may have room for one kind and not for another."""
 AskRoom = Callable[[str, str | None], Awaitable[HostRoom | None]]
 
 
 class SessionTurns:
-    """One process's. Whoever came first is first; one that waits asks for all of its kind. A turn is waited for as long
-    as it takes: what hosts have open ends, at the latest when its time to live does."""
+    """The turns of one process, first come first served for each kind. A turn never times out: open sessions end, at
+    the latest at the end of their time to live.
+    """
 
     def __init__(self, ask_room: AskRoom, clock: Callable[[], float] = time.monotonic) -> None:
-        """`ask_room`: what hosts have for a tenant's sessions of an image (Dispatcher.room)."""
+        """`ask_room`: returns the room that hosts have for a tenant's sessions of an image (Dispatcher.room)."""
         self._ask_room = ask_room
         self._clock = clock
         self._queues: defaultdict[Kind, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -40,8 +41,8 @@ class SessionTurns:
 
     @asynccontextmanager
     async def turn(self, tenant: str, image: str | None) -> AsyncIterator[None]:
-        """Around the opening of one session, when a host has room for it. Raises as `ask_room` does, but waits while
-        Redis is away.
+        """Wait until a host has room, then wrap the opening of one session. Raises as `ask_room` does, but waits while
+        Redis does not answer.
         """
         kind = (tenant, image)
         async with self._queues[kind]:
@@ -56,23 +57,23 @@ class SessionTurns:
             self._changed.set()
 
     def note_end(self) -> None:
-        """A session of ours has ended: its host tells of it in a moment."""
+        """Note that a session of this process has ended. Its host reports the room a moment later."""
         self._ended_at = self._clock()
 
     async def _is_next(self, kind: Kind, began: float) -> bool:
         try:
             room = await self._ask_room(*kind)
         except BrokerUnavailable as error:
-            # Nobody fails for what passes by the time that it is his turn.
+            # Redis may answer again before it is the item's turn: no item fails for this.
             log.warning("room_not_known", tenant=kind[0], error=str(error))
             return False
         if room is None:
             return True
         if self._opening[kind] >= room.at_once:
             return False
-        is_patient = self._clock() - max(began, self._ended_at) < PATIENCE_S
-        # Those that are about to be opened may not be among what was placed yet.
-        return (room.sandboxes if is_patient else room.sessions) > self._opening[kind]
+        is_moving = self._clock() - max(began, self._ended_at) < MAX_STALL_S
+        # Sessions that are being opened here may not be counted by the hosts yet.
+        return (room.sandboxes if is_moving else room.sessions) > self._opening[kind]
 
     async def _wait(self) -> None:
         self._changed.clear()

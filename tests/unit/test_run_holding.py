@@ -11,11 +11,11 @@ import redis.asyncio
 
 from contract.errors import ModelDenied
 from contract.run_events import BatchNotice, RunEvent, RunRetried
-from orchestrator.runs import brake as brake_module
+from orchestrator.runs import run_gate as gate_module
 from orchestrator.runs import runner as runner_module
-from orchestrator.runs.brake import Brake, NotNow
 from orchestrator.runs.journal import Journal
-from orchestrator.runs.places import Places
+from orchestrator.runs.run_gate import RunDeferred, RunGate
+from orchestrator.runs.run_slots import RunSlots
 from orchestrator.runs.runner import Runner
 from store.batches import BatchDefaults, BatchEventWriter, BatchState, Outcome, parse_batch_event
 from store.runs import RunClaim
@@ -30,7 +30,7 @@ class Troubled:
     """Stands for the work on items: it raises these one after another, then every item ends well."""
 
     def __init__(self, *troubles: Exception) -> None:
-        self.brake, self.places = Brake(), Places()
+        self.gate, self.slots = RunGate(), RunSlots()
         self.begun: list[tuple[str, int, bool]] = []
         self.abandoned: list[str] = []
         self._troubles = list(troubles)
@@ -43,7 +43,7 @@ class Troubled:
             await journal.note_opening("s")
         if self._troubles:
             raise self._troubles.pop(0)
-        self.brake.note_answer(claim.run)
+        self.gate.note_answer(claim.run)
         return build_outcome(claim)
 
     async def abandon(self, claim: RunClaim, journal: Journal) -> None:
@@ -55,9 +55,9 @@ class Troubled:
 
 @pytest.fixture
 async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunGround]:
-    for module, name in ((runner_module, "LOOK_S"), (runner_module, "ROOM_AGAIN_S"), (brake_module, "ROOM_AGAIN_S")):
+    for module, name in ((runner_module, "LOOK_S"), (runner_module, "QUOTA_RETRY_S"), (gate_module, "QUOTA_RETRY_S")):
         monkeypatch.setattr(module, name, 0.02)
-    monkeypatch.setattr(brake_module, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(gate_module, "PAUSES_S", (0.01,))
     client = redis.asyncio.Redis.from_url(redis_server.url)
     await client.flushdb()
     try:
@@ -93,7 +93,7 @@ async def notes(ground: RunGround) -> list[str]:
 @pytest.mark.parametrize("cause", ["endpoint", "request", "quota"])
 async def test_a_run_that_has_to_wait_is_gone_on_with_in_the_same_attempt(ground: RunGround, cause: Any) -> None:
     await ground.submit(1)
-    troubled = Troubled(NotNow("down", cause), NotNow("down", cause))
+    troubled = Troubled(RunDeferred("down", cause), RunDeferred("down", cause))
     await work(ground, troubled)
     assert troubled.begun == [("b-1", 1, False), ("b-1", 1, True), ("b-1", 1, True)]
     assert (await ground.queue.batch(*BATCH)).succeeded == 1
@@ -102,8 +102,8 @@ async def test_a_run_that_has_to_wait_is_gone_on_with_in_the_same_attempt(ground
 
 async def test_who_watches_is_told_once_what_is_waited_for_and_when_it_is_there(ground: RunGround) -> None:
     await ground.submit(3, concurrency=1)
-    troubled = Troubled(*[NotNow("it is down", "endpoint")] * 3, *[NotNow("full", "quota")] * 2)
-    troubled.brake.has_heard_since(troubled.brake.now())
+    troubled = Troubled(*[RunDeferred("it is down", "endpoint")] * 3, *[RunDeferred("full", "quota")] * 2)
+    troubled.gate.has_answered_since(troubled.gate.now())
     await work(ground, troubled)
     heard = await notes(ground)
     assert sum("full" in note for note in heard) == 1

@@ -144,30 +144,30 @@ def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_
 
 async def test_an_item_that_waits_for_a_person_has_no_place_meanwhile(make: Made) -> None:
     ground = make(echo_then("done", "a"), policy=ASKED)
-    ground.work.places.serve(1, [None])
+    ground.work.slots.configure(1, [None])
     working = asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING))
     await question_of(ground)
-    assert ground.work.places.room() == 1
+    assert ground.work.slots.count_free() == 1
     await decide(ground, Decision(True))
     await ended(working)
-    assert ground.work.places.room() == 0
+    assert ground.work.slots.count_free() == 0
 
 
 async def test_a_yes_holds_however_long_its_run_waits_for_a_place(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     ground, runs = make(echo_then("done", "a"), policy=ASKED), [None]
     monkeypatch.setattr(ground.parts, "_settings", ground.parts._settings.model_copy(update={"approval_wait_s": 3.0}))
-    ground.work.places.serve(1, runs)
+    ground.work.slots.configure(1, runs)
     working = asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING))
     await question_of(ground)
     over_at = time.monotonic() + 3.2
-    assert ground.work.places.room() == 1
+    assert ground.work.slots.count_free() == 1
     # Another run has the place until the question is long over.
     runs.append(None)
     await decide(ground, Decision(True))
     await asyncio.sleep(over_at - time.monotonic())
     assert argument_of(ground) == []
     runs.pop()
-    assert ground.work.places.room() == 0
+    assert ground.work.slots.count_free() == 0
     await ended(working)
     assert argument_of(ground) == ["a"]
 
@@ -182,8 +182,8 @@ async def test_of_calls_side_by_side_one_that_runs_keeps_the_place_while_the_oth
 
     both = Calls([("echo", {"text": "a"}), ("echo", {"text": "b"})])
     ground = make([both, "done"], policy=ASKED, answers={"echo": answer}, echo=build_spec("echo", read_only=True))
-    room = ground.work.places.room
-    ground.work.places.serve(1, [None])
+    room = ground.work.slots.count_free
+    ground.work.slots.configure(1, [None])
     working = asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING))
     first, _ = await Desk(ground.client).until_pending(2)
     assert room() == 1
@@ -210,9 +210,9 @@ async def test_a_run_that_goes_on_has_the_place_of_an_item_that_waits_for_its_sa
         return ToolResult(call_id=call.id, name=call.name, success=True, metadata=OPENED)
 
     ground = make(answers={"open": open_late})
-    places, runs = ground.work.places, {"other", "item"}
-    places.serve(1, runs)
-    async with places.run() as other, other.call("call"):
+    slots, runs = ground.work.slots, {"other", "item"}
+    slots.configure(1, runs)
+    async with slots.run() as other, other.call("call"):
         other.rest("call")
         working = asyncio.create_task(ground.worked(await ground.put(build_run())))
         async with asyncio.timeout(SOON_S):
@@ -220,5 +220,5 @@ async def test_a_run_that_goes_on_has_the_place_of_an_item_that_waits_for_its_sa
             await other.until_placed("call")
     may_open.set()
     runs.discard("other")
-    places.room()
+    slots.count_free()
     assert (await ended(working)).failure is None

@@ -7,7 +7,7 @@ import pytest
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.dispatch.placement import HostRoom
-from orchestrator.runs.session_turns import PATIENCE_S, SessionTurns
+from orchestrator.runs.session_turns import MAX_STALL_S, SessionTurns
 
 
 class Hosts:
@@ -54,7 +54,7 @@ async def test_a_full_pool_is_waited_for_until_a_sandbox_is_free() -> None:
     hosts, done = Hosts(HostRoom(at_once=2, sandboxes=0, sessions=100)), asyncio.Event()
     async with asyncio.TaskGroup() as group:
         opening = group.create_task(hosts.open("late", done))
-        hosts.now = PATIENCE_S - 1
+        hosts.now = MAX_STALL_S - 1
         await hosts.looked()
         assert hosts.opened == []
         hosts.room = HostRoom(at_once=2, sandboxes=1, sessions=100)
@@ -70,18 +70,18 @@ async def test_when_no_session_ends_for_long_sandboxes_are_shared() -> None:
         group.create_task(hosts.open("patient", done))
         await hosts.looked()
         hosts.turns.note_end()
-        hosts.now = PATIENCE_S + 1
+        hosts.now = MAX_STALL_S + 1
         hosts.turns.note_end()
         await hosts.looked()
         assert hosts.opened == []
-        hosts.now = 2 * PATIENCE_S + 1
+        hosts.now = 2 * MAX_STALL_S + 1
     assert hosts.opened == ["patient"]
 
 
 async def test_hosts_without_room_for_any_session_are_waited_for_however_long() -> None:
     hosts, done = Hosts(HostRoom(at_once=2, sandboxes=0, sessions=0)), asyncio.Event()
     opening = asyncio.create_task(hosts.open("never", done))
-    hosts.now = 100 * PATIENCE_S
+    hosts.now = 100 * MAX_STALL_S
     await hosts.looked()
     await hosts.looked()
     assert hosts.opened == []

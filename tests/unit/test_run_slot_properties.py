@@ -1,4 +1,4 @@
-"""Runs that wait for sandboxes, and whose calls ask, work, run out of time and are cancelled in any order: places are
+"""Runs that wait for sandboxes, and whose calls ask, work, run out of time and are cancelled in any order: slots are
 neither exceeded nor left empty, and everybody comes to an end."""
 
 import asyncio
@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, contextmanager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.runs.places import Places, RunPlace
-from tests.place_ground import given_up
+from orchestrator.runs.run_slots import RunSlot, RunSlots
+from tests.slot_ground import given_up
 
 TURNS = 30
 """Of the loop, after which everything has gone on that can: nothing here waits for anything but the loop itself."""
@@ -38,8 +38,8 @@ class Run:
     for itself.
     """
 
-    def __init__(self, places: Places, sandboxes: asyncio.Semaphore, steps: list[Calls]) -> None:
-        self._places, self._sandboxes, self._steps = places, sandboxes, steps
+    def __init__(self, slots: RunSlots, sandboxes: asyncio.Semaphore, steps: list[Calls]) -> None:
+        self._slots, self._sandboxes, self._steps = slots, sandboxes, steps
         self.at_work, self.wants = set[str](), set[str]()
         self.working, self.asked = dict[str, Gate](), dict[str, Gate]()
         self.wall = Gate()
@@ -53,7 +53,7 @@ class Run:
     async def _sandbox(self) -> AsyncIterator[None]:
         has_one = False
         try:
-            async with self._places.lent():
+            async with self._slots.lend():
                 has_one = await self._sandboxes.acquire()
                 self.wants.add("")
             self.wants.discard("")
@@ -63,35 +63,35 @@ class Run:
                 self._sandboxes.release()
 
     async def _run(self) -> None:
-        async with self._places.run() as place:
+        async with self._slots.run() as slot:
             try:
                 async with self.wall.limit:
                     for number, calls in enumerate(self._steps):
                         await self._work("")
                         async with asyncio.TaskGroup() as group:
                             for index, phases in enumerate(calls):
-                                group.create_task(self._call(place, f"{number}-{index}", phases))
+                                group.create_task(self._call(slot, f"{number}-{index}", phases))
             except TimeoutError:
                 self.wants.add("")
         self.wants.discard("")
         await self._work("")
 
-    async def _call(self, place: RunPlace, name: str, phases: list[str]) -> None:
+    async def _call(self, slot: RunSlot, name: str, phases: list[str]) -> None:
         with self._wanting(name):
-            async with place.call(name):
+            async with slot.call(name):
                 self.wants.discard(name)
                 for phase in phases:
                     if phase == "work":
                         await self._work(name)
-                    elif not await self._is_allowed(place, name):
+                    elif not await self._is_allowed(slot, name):
                         break
                 self.wants.add(name)
 
-    async def _is_allowed(self, place: RunPlace, name: str) -> bool:
+    async def _is_allowed(self, slot: RunSlot, name: str) -> bool:
         """Whether its question was answered; a call whose question nobody answers in time does nothing any more."""
         gate = self.asked[name] = Gate()
         try:
-            async with gate.limit, given_up(place, name):
+            async with gate.limit, given_up(slot, name):
                 try:
                     await gate.is_open.wait()
                 finally:
@@ -126,9 +126,9 @@ class Process:
 
     def __init__(self, count: int, sandboxes: int, plans: list[list[Calls]]) -> None:
         self._sandboxes = asyncio.Semaphore(sandboxes)
-        self.places, self.count, self.plans = Places(), count, plans
+        self.slots, self.count, self.plans = RunSlots(), count, plans
         self.runs = dict["asyncio.Task[None]", Run]()
-        self.places.serve(count, self.runs)
+        self.slots.configure(count, self.runs)
         self.claiming = 0
         self._claimed = asyncio.Event()
         self._claims = set["asyncio.Task[None]"]()
@@ -137,15 +137,15 @@ class Process:
         self._claims.add(asyncio.create_task(self._claimed_runs()))
 
     async def _claimed_runs(self) -> None:
-        room = self.places.room()
+        room = self.slots.count_free()
         if self.claiming or not room:
             return
         self.claiming, some = room, [self.plans.pop() for _ in range(min(room, len(self.plans)))]
-        with self.places.reserved(room):
+        with self.slots.reserve(room):
             self._claimed.clear()
             await self._claimed.wait()
             for steps in some:
-                run = Run(self.places, self._sandboxes, steps)
+                run = Run(self.slots, self._sandboxes, steps)
                 task = asyncio.create_task(run())
                 task.add_done_callback(self._ended)
                 self.runs[task] = run
@@ -153,7 +153,7 @@ class Process:
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         del self.runs[task]
-        self.places.room()
+        self.slots.count_free()
 
     def _cancel(self, task: "asyncio.Task[None]", run: Run) -> None:
         run.is_cancelled = True
@@ -161,7 +161,7 @@ class Process:
 
     def doings(self, *, is_ending: bool) -> list[Doing]:
         """What may happen next. `is_ending`: only what brings everybody to an end."""
-        found: list[Doing] = [self._claim] if self.plans and not self.claiming and self.places.room() else []
+        found: list[Doing] = [self._claim] if self.plans and not self.claiming and self.slots.count_free() else []
         if self.claiming:
             found.append(self._claimed.set)
         for task, run in self.runs.items():
@@ -174,14 +174,14 @@ class Process:
 
     def check(self) -> None:
         held = [run for run in self.runs.values() if run.at_work]
-        assert len(held) <= self.count, "more are at work than there are places"
+        assert len(held) <= self.count, "more are at work than there are slots"
         assert len(held) + self.claiming >= self.count or not any(run.wants for run in self.runs.values()), (
-            "a place is free, and somebody waits"
+            "a slot is free, and somebody waits"
         )
-        assert not any(run.wants for run in held), "a run has a place, and a call of it waits for one"
+        assert not any(run.wants for run in held), "a run has a slot, and a call of it waits for one"
         waiting = [run for run in self.runs.values() if run.asked and not run.at_work and not run.wants]
         taken = len(self.runs) - len(waiting) - sum(bool(run.wants) for run in self.runs.values())
-        assert self.places.room() == max(0, self.count - self.claiming - taken), "who only waits has a place"
+        assert self.slots.count_free() == max(0, self.count - self.claiming - taken), "who only waits has a slot"
 
 
 async def settled() -> None:
@@ -202,7 +202,7 @@ async def play(count: int, sandboxes: int, plans: list[list[Calls]], draws: list
         process.check()
         doings[0]()
         await settled()
-    assert (process.runs, process.plans, process.places.room()) == ({}, [], count)
+    assert (process.runs, process.plans, process.slots.count_free()) == ({}, [], count)
 
 
 @settings(deadline=None, max_examples=300)

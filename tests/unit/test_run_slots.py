@@ -1,4 +1,4 @@
-"""A run that only waits for people holds up no other one: it gives up its place, and goes on when there is one
+"""A run that only waits for people holds up no other one: it gives up its slot, and goes on when there is one
 again.
 """
 
@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from orchestrator.runs.places import MOST_AWAY, Places, RunPlace
-from tests.place_ground import given_up
+from orchestrator.runs.run_slots import MAX_RUNS_PER_SLOT, RunSlot, RunSlots
+from tests.slot_ground import given_up
 
 
 class Ground:
-    """A process of two places, and what its runs do."""
+    """A process of two slots, and what its runs do."""
 
     def __init__(self, count: int = 2) -> None:
-        self.places, self.runs = Places(), dict[str, None]()
-        self.places.serve(count, self.runs)
+        self.slots, self.runs = RunSlots(), dict[str, None]()
+        self.slots.configure(count, self.runs)
 
     def begin(self, *runs: str) -> None:
         self.runs |= dict.fromkeys(runs)
 
     def end(self, run: str) -> int:
         del self.runs[run]
-        return self.places.room()
+        return self.slots.count_free()
 
     @asynccontextmanager
     async def away(self) -> AsyncIterator["Call"]:
@@ -33,8 +33,8 @@ class Ground:
         call = Call("call")
 
         async def work() -> None:
-            async with self.places.run() as place:
-                await call.make(place)
+            async with self.slots.run() as slot:
+                await call.make(slot)
 
         async with call.made_by(work()):
             await call.is_asked.wait()
@@ -42,7 +42,7 @@ class Ground:
 
 
 class Call:
-    """A call that waits until it is answered, works when its run is back in a place, and ends when it may."""
+    """A call that waits until it is answered, works when its run is back in a slot, and ends when it may."""
 
     task: "asyncio.Task[None]"
 
@@ -52,10 +52,10 @@ class Call:
         self._is_at_work = False
         self.question_s = asyncio.timeout(None)
 
-    async def make(self, place: RunPlace) -> None:
-        async with place.call(self._name):
+    async def make(self, slot: RunSlot) -> None:
+        async with slot.call(self._name):
             try:
-                async with self.question_s, given_up(place, self._name):
+                async with self.question_s, given_up(slot, self._name):
                     self.is_asked.set()
                     await self.answered.wait()
             except TimeoutError:
@@ -82,10 +82,10 @@ class Call:
         return self.task.done()
 
 
-def made(place: RunPlace, name: str) -> AbstractAsyncContextManager[Call]:
+def made(slot: RunSlot, name: str) -> AbstractAsyncContextManager[Call]:
     """One call of a run that has others."""
     call = Call(name)
-    return call.made_by(call.make(place))
+    return call.made_by(call.make(slot))
 
 
 async def settled() -> None:
@@ -97,12 +97,12 @@ async def settled() -> None:
 async def test_a_run_that_waits_leaves_its_place_to_another_one() -> None:
     ground = Ground()
     ground.begin("a", "b")
-    assert ground.places.room() == 0
+    assert ground.slots.count_free() == 0
     async with ground.away() as a:
-        assert ground.places.room() == 1
+        assert ground.slots.count_free() == 1
         a.answered.set()
-        assert await a.is_back(), "nobody has taken its place"
-        assert ground.places.room() == 0
+        assert await a.is_back(), "nobody has taken its slot"
+        assert ground.slots.count_free() == 0
 
 
 async def test_a_run_that_goes_on_waits_for_a_place_before_new_runs_get_it() -> None:
@@ -163,39 +163,39 @@ async def test_a_run_gives_up_one_place_when_the_last_of_its_calls_begins_to_wai
     ground = Ground()
     ground.begin("a", "b")
     async with (
-        ground.places.run() as place,
-        place.call("at work"),
-        made(place, "first") as first,
-        made(place, "second") as second,
+        ground.slots.run() as slot,
+        slot.call("at work"),
+        made(slot, "first") as first,
+        made(slot, "second") as second,
     ):
         await settled()
         assert first.is_asked.is_set()
         assert second.is_asked.is_set()
-        assert ground.places.room() == 0, "one of its calls is at work"
-        async with given_up(place, "at work"):
-            assert ground.places.room() == 1
-        assert ground.places.room() == 0
+        assert ground.slots.count_free() == 0, "one of its calls is at work"
+        async with given_up(slot, "at work"):
+            assert ground.slots.count_free() == 1
+        assert ground.slots.count_free() == 0
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_call_that_is_answered_brings_its_run_back_and_its_end_gives_the_place_up_again(is_first: bool) -> None:
     ground = Ground(1)
     ground.begin("a")
-    async with ground.places.run() as place, made(place, "first") as first, made(place, "second") as second:
+    async with ground.slots.run() as slot, made(slot, "first") as first, made(slot, "second") as second:
         await settled()
         ground.begin("b")
         answered, other = (first, second) if is_first else (second, first)
         answered.answered.set()
-        assert not await answered.is_back(), "b has the place"
+        assert not await answered.is_back(), "b has the slot"
         assert ground.end("b") == 0
         assert await answered.is_back()
-        assert ground.places.room() == 0
+        assert ground.slots.count_free() == 0
         assert await answered.has_ended()
-        assert ground.places.room() == 1, "the other one only waits"
+        assert ground.slots.count_free() == 1, "the other one only waits"
         other.answered.set()
         assert await other.is_back()
         assert await other.has_ended()
-        assert ground.places.room() == 0, "the run itself goes on"
+        assert ground.slots.count_free() == 0, "the run itself goes on"
 
 
 async def test_the_calls_of_a_run_come_back_into_one_place() -> None:
@@ -203,9 +203,9 @@ async def test_the_calls_of_a_run_come_back_into_one_place() -> None:
     ground.begin("a", "c")
     async with (
         ground.away() as c,
-        ground.places.run() as place,
-        made(place, "first") as first,
-        made(place, "second") as second,
+        ground.slots.run() as slot,
+        made(slot, "first") as first,
+        made(slot, "second") as second,
     ):
         await settled()
         ground.begin("b")
@@ -217,17 +217,17 @@ async def test_the_calls_of_a_run_come_back_into_one_place() -> None:
         assert await first.has_ended()
         assert not await c.is_back(), "the second one is at work"
         del ground.runs["a"]
-        assert ground.places.room() == 0
+        assert ground.slots.count_free() == 0
         assert await c.is_back()
 
 
 async def test_a_call_that_begins_while_the_others_wait_waits_for_a_place() -> None:
     ground = Ground(1)
     ground.begin("a")
-    async with ground.places.run() as place, made(place, "first"):
+    async with ground.slots.run() as slot, made(slot, "first"):
         await settled()
         ground.begin("b")
-        async with made(place, "second") as second:
+        async with made(slot, "second") as second:
             await settled()
             assert not second.is_asked.is_set()
             ground.end("b")
@@ -238,7 +238,7 @@ async def test_a_call_that_begins_while_the_others_wait_waits_for_a_place() -> N
 async def test_a_call_whose_question_nobody_answers_in_time_ends_in_a_place() -> None:
     ground = Ground(1)
     ground.begin("a")
-    async with ground.places.run() as place, made(place, "call") as call:
+    async with ground.slots.run() as slot, made(slot, "call") as call:
         await settled()
         ground.begin("b")
         call.question_s.reschedule(0)
@@ -247,7 +247,7 @@ async def test_a_call_whose_question_nobody_answers_in_time_ends_in_a_place() ->
         ground.end("b")
         await settled()
         assert call.task.done()
-        assert ground.places.room() == 0
+        assert ground.slots.count_free() == 0
 
 
 async def test_a_run_whose_calls_are_broken_off_goes_on_in_a_place() -> None:
@@ -255,9 +255,9 @@ async def test_a_run_whose_calls_are_broken_off_goes_on_in_a_place() -> None:
     ground.begin("a")
 
     async def until_its_time_is_up(limit: asyncio.Timeout) -> None:
-        async with ground.places.run() as place:
+        async with ground.slots.run() as slot:
             try:
-                async with limit, place.call("call"), given_up(place, "call"):
+                async with limit, slot.call("call"), given_up(slot, "call"):
                     await asyncio.Event().wait()
             except TimeoutError:
                 pass
@@ -279,11 +279,11 @@ async def test_nobody_comes_back_into_a_place_that_a_claim_may_fill() -> None:
     ground = Ground(1)
     ground.begin("a")
     async with ground.away() as a:
-        assert ground.places.room() == 1
-        with ground.places.reserved(1):
+        assert ground.slots.count_free() == 1
+        with ground.slots.reserve(1):
             a.answered.set()
             assert not await a.is_back()
-            assert ground.places.room() == 0
+            assert ground.slots.count_free() == 0
             ground.begin("b")
         assert not await a.is_back()
         assert ground.end("b") == 0
@@ -294,7 +294,7 @@ async def test_a_place_that_a_claim_did_not_fill_is_there_again() -> None:
     ground = Ground(1)
     ground.begin("a")
     async with ground.away() as a:
-        with ground.places.reserved(1):
+        with ground.slots.reserve(1):
             a.answered.set()
             assert not await a.is_back()
         assert await a.is_back()
@@ -303,17 +303,17 @@ async def test_a_place_that_a_claim_did_not_fill_is_there_again() -> None:
 async def test_a_run_that_is_let_back_may_wait_again_before_it_has_noticed() -> None:
     ground = Ground(1)
     ground.begin("a")
-    async with ground.places.run() as place, made(place, "first") as first:
+    async with ground.slots.run() as slot, made(slot, "first") as first:
         await settled()
         ground.begin("b")
         first.answered.set()
         assert not await first.is_back()
         ground.end("b")
-        async with made(place, "second") as second:  # begins when the loop turns, before the first one goes on
+        async with made(slot, "second") as second:  # begins when the loop turns, before the first one goes on
             assert await first.is_back()
-            assert ground.places.room() == 0, "the first one is at work"
+            assert ground.slots.count_free() == 0, "the first one is at work"
             assert await first.has_ended()
-            assert ground.places.room() == 1
+            assert ground.slots.count_free() == 1
             second.answered.set()
             assert await second.is_back()
 
@@ -321,15 +321,15 @@ async def test_a_run_that_is_let_back_may_wait_again_before_it_has_noticed() -> 
 async def test_so_many_wait_and_no_more() -> None:
     ground = Ground(1)
     async with AsyncExitStack() as stack:
-        for number in range(MOST_AWAY):
-            assert ground.places.room() == 1
+        for number in range(MAX_RUNS_PER_SLOT):
+            assert ground.slots.count_free() == 1
             ground.begin(f"r{number}")
             await stack.enter_async_context(ground.away())
-        assert ground.places.room() == 0
+        assert ground.slots.count_free() == 0
 
 
 async def test_nobody_waits_for_a_place_where_runs_are_not_counted() -> None:
-    async with Places().run() as place, place.call("call"), given_up(place, "call"):
+    async with RunSlots().run() as slot, slot.call("call"), given_up(slot, "call"):
         pass
 
 
@@ -338,7 +338,7 @@ async def test_a_run_that_waits_for_its_sandbox_lends_its_place_to_one_that_come
     ground.begin("a")
 
     async def wait_for_a_sandbox() -> None:
-        async with ground.places.lent():
+        async with ground.slots.lend():
             await has_sandbox.wait()
         has_begun.set()
 
@@ -346,12 +346,12 @@ async def test_a_run_that_waits_for_its_sandbox_lends_its_place_to_one_that_come
         ground.begin("b")
         b = asyncio.create_task(wait_for_a_sandbox())
         await settled()
-        assert ground.places.room() == 0
+        assert ground.slots.count_free() == 0
         a.answered.set()
         assert await a.is_back()
         has_sandbox.set()
         await settled()
-        assert not has_begun.is_set(), "a has the place"
+        assert not has_begun.is_set(), "a has the slot"
         assert await a.has_ended()
         ground.end("a")
         await settled()
@@ -364,7 +364,7 @@ async def test_a_run_that_gets_no_sandbox_takes_no_place_with_it() -> None:
     ground = Ground(1)
     ground.begin("a")
     with pytest.raises(OSError, match="no host"):
-        async with ground.places.lent():
+        async with ground.slots.lend():
             raise OSError("no host")
-    assert ground.places.room() == 0
+    assert ground.slots.count_free() == 0
     assert ground.end("a") == 1

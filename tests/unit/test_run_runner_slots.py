@@ -13,8 +13,8 @@ from store.batches import BatchState, Outcome
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.place_ground import given_up
 from tests.runner_ground import House, Worker, open_house, outcome_of
+from tests.slot_ground import given_up
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ class Story:
         self.answered, self.is_back, self.has_begun, self.may_end = (asyncio.Event() for _ in range(4))
 
     async def _work(self, claim: RunClaim, journal: Journal, tell: Callable[[RunEvent], None]) -> Outcome:
-        async with self.worker.places.run() as place:
+        async with self.worker.slots.run() as slot:
             if claim.run == "b-1":
                 self.queue.may_claim.clear()
-                async with place.call("call"), given_up(place, "call"):
+                async with slot.call("call"), given_up(slot, "call"):
                     await self.answered.wait()
                 self.is_back.set()
             else:
@@ -69,11 +69,11 @@ async def test_a_run_that_is_answered_while_another_one_is_claimed_for_its_place
         await queue.claiming.wait()
         story.answered.set()
         await turns()
-        assert not story.is_back.is_set(), "the place may be another one's by now"
+        assert not story.is_back.is_set(), "the slot may be another one's by now"
         queue.may_claim.set()
         await story.has_begun.wait()
         await turns()
-        assert not story.is_back.is_set(), "the place is another one's"
+        assert not story.is_back.is_set(), "the slot is another one's"
         story.may_end.set()
         await story.is_back.wait()
         await house.until(BatchState.COMPLETED)

@@ -1,0 +1,186 @@
+"""The gate: what is no fault of a run holds it back, and costs it nothing; what is its own trouble ends it in time."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from contract.errors import (
+    ConfigError,
+    ErrorCode,
+    ModelDenied,
+    ModelInterrupted,
+    ModelRefused,
+    ModelUnavailable,
+    ToolFailure,
+)
+from orchestrator.dialects.model import Chunk, ModelRequest
+from orchestrator.runs.run_gate import (
+    MAX_DEFERRALS,
+    MAX_LONE_DEFERRALS,
+    PAUSES_S,
+    QUOTA_RETRY_S,
+    EndpointDown,
+    GatedModel,
+    RunDeferred,
+    RunGate,
+)
+
+REQUEST = ModelRequest([{"role": "user", "content": "hello"}])
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Replies:
+    """A model that answers with these one after another: a chunk, or an error."""
+
+    name = "m"
+
+    def __init__(self, *replies: Exception | Chunk) -> None:
+        self._replies = list(replies)
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
+        reply = self._replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        yield reply
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def brake(clock: Clock) -> RunGate:
+    return RunGate(clock)
+
+
+def fail(
+    gate: RunGate, run: str = "a", error: ModelUnavailable | None = None, answered: str | None = None
+) -> ModelUnavailable:
+    """What a run hears of a request that failed so, while that other run was answered."""
+
+    def ask() -> None:
+        with gate.request(run):
+            if answered is not None:
+                gate.note_answer(answered)
+            raise error or ModelUnavailable("down")
+
+    with pytest.raises(ModelUnavailable) as caught:
+        ask()
+    return caught.value
+
+
+def test_a_model_that_answers_nobody_stops_the_claims_until_one_run_is_answered(gate: RunGate, clock: Clock) -> None:
+    assert gate.admit(16, 0) == 16
+    assert isinstance(fail(gate), EndpointDown)
+    assert gate.admit(16, 0) == 0
+    for pause_s in (*PAUSES_S, PAUSES_S[-1]):
+        clock.now += pause_s - 0.1
+        assert gate.admit(16, 0) == 0
+        clock.now += 0.2
+        assert [gate.admit(16, 0), gate.admit(16, 0)] == [1, 0]
+    assert gate.down_s == pytest.approx(sum(PAUSES_S) + PAUSES_S[-1] + 0.1 * (len(PAUSES_S) + 1))
+    gate.note_answer("a")
+    assert (gate.down_s, gate.admit(16, 3)) == (None, 16)
+
+
+def test_nobody_looks_while_there_is_no_room(gate: RunGate, clock: Clock) -> None:
+    fail(gate)
+    clock.now += PAUSES_S[0]
+    assert [gate.admit(0, 16), gate.admit(1, 15)] == [0, 1]
+
+
+def test_a_request_that_fails_while_others_are_answered_is_the_runs_own_trouble(gate: RunGate) -> None:
+    error = fail(gate, answered="b")
+    assert isinstance(error, EndpointDown)
+    assert (error.is_lone, gate.down_s) == (True, None)
+
+
+def test_a_run_is_held_so_often_and_then_its_failure_is_its_own(gate: RunGate) -> None:
+    held = [fail(gate) for _ in range(MAX_DEFERRALS + 1)]
+    assert [isinstance(error, EndpointDown) for error in held] == [True] * MAX_DEFERRALS + [False]
+    assert isinstance(fail(gate), EndpointDown)
+    alone = [fail(gate, "poison", answered="b") for _ in range(MAX_LONE_DEFERRALS + 1)]
+    assert [isinstance(error, EndpointDown) for error in alone] == [True] * MAX_LONE_DEFERRALS + [False]
+
+
+def test_an_answer_makes_good_what_runs_were_held_for(gate: RunGate, clock: Clock) -> None:
+    for _ in range(3 * MAX_DEFERRALS):
+        assert isinstance(fail(gate), EndpointDown)
+        gate.note_answer("b")
+        clock.now += 1
+    for _ in range(3 * MAX_LONE_DEFERRALS):
+        assert isinstance(fail(gate, answered="b"), EndpointDown)
+        gate.note_answer("a")
+
+
+@pytest.mark.parametrize("error", [ModelRefused("400"), ModelInterrupted("cut"), ModelDenied("401")])
+def test_what_waiting_does_not_mend_is_not_waited_for(gate: RunGate, error: ModelUnavailable) -> None:
+    assert fail(gate, error=error) is error
+    assert gate.down_s is None
+
+
+async def test_the_first_chunk_says_that_the_model_is_there(gate: RunGate) -> None:
+    chunk: Chunk = {"choices": []}
+    model = GatedModel(Replies(ModelUnavailable("down"), chunk), gate, "a")
+    with pytest.raises(EndpointDown):
+        _ = [one async for one in model.stream(REQUEST)]
+    with pytest.raises(ModelUnavailable, match="had not begun to answer"):
+        model.check_answered()
+    assert [one async for one in model.stream(REQUEST)] == [chunk]
+    assert gate.down_s is None
+    model.check_answered()
+
+
+def test_a_quota_lets_begin_as_many_as_there_was_room_for_and_then_one_more_at_a_time(
+    gate: RunGate, clock: Clock
+) -> None:
+    gate.note_quota(4)
+    assert [gate.admit(12, 4), gate.admit(13, 3)] == [0, 1]
+    clock.now += QUOTA_RETRY_S
+    assert [gate.admit(12, 4), gate.admit(11, 5)] == [1, 0]
+    gate.note_quota(0)
+    assert gate.admit(16, 0) == 0
+    for _ in range(16):
+        clock.now += QUOTA_RETRY_S
+        gate.admit(16, 0)
+    assert gate.admit(100, 0) == 100
+
+
+def test_what_ended_a_runs_work_is_judged_by_whose_fault_it_is(gate: RunGate) -> None:
+    told = [
+        gate.classify(EndpointDown("down", is_lone=False), None),
+        gate.classify(EndpointDown("500", is_lone=True), None),
+        gate.classify(ToolFailure(ErrorCode.QUOTA_EXCEEDED, "full"), None),
+        gate.classify(ToolFailure(ErrorCode.RATE_LIMITED, "slower"), None),
+    ]
+    assert [reason.cause if isinstance(reason, RunDeferred) else reason for reason in told] == [
+        "endpoint",
+        "request",
+        "quota",
+        "quota",
+    ]
+    assert gate.classify(ToolFailure(ErrorCode.FILE_NOT_FOUND, "gone"), None) is None
+    assert gate.classify(ConfigError("no"), None) is None
+
+
+def test_a_model_that_a_line_names_and_nobody_knows_is_the_lines_fault_and_asked_for_once(gate: RunGate) -> None:
+    unknown = ModelDenied("no model 'x'", is_unknown_model=True)
+    assert gate.classify(unknown, None) is unknown
+    gate.check_model(None)
+    assert gate.classify(unknown, "x") is None
+    with pytest.raises(ModelDenied, match="no model 'x'"):
+        gate.check_model("x")
+    gate.check_model("y")
+    key = ModelDenied("the key")
+    assert gate.classify(key, "x") is key
