@@ -8,7 +8,7 @@ from types import TracebackType
 
 from contract.masking import Masker, secrets_of_settings
 from orchestrator.settings import OrchestratorSettings, secrets_of_environment
-from telemetry.log_lines import LogFormat, LogLines, RecordLines
+from telemetry.log_lines import LogLines, RecordLines
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -18,7 +18,7 @@ def configure_logging(settings: OrchestratorSettings, service: str = "orchestrat
     """For a service: what the orchestrator's parts have to say goes to stderr, one event a line, as the workers write
     it; so what libraries warn of, Python's own warnings, and what nobody has caught."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(RecordLines(build_lines(settings.log_format, service, secrets_of_settings(settings))))
+    handler.setFormatter(RecordLines(build_lines(service, secrets_of_settings(settings))))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.DEBUG if settings.log_level == "DEBUG" else logging.WARNING)
@@ -28,14 +28,12 @@ def configure_logging(settings: OrchestratorSettings, service: str = "orchestrat
     _say_uncaught()
 
 
-def build_lines(form: LogFormat | None, service: str, secrets: Mapping[str, str]) -> LogLines:
-    """Lines for this process's stderr. `form` None: for a person when that is a terminal, else for programs. `secrets`:
-    beside those of the environment, name -> value."""
-    is_terminal = sys.stderr.isatty()
+def build_lines(service: str, secrets: Mapping[str, str]) -> LogLines:
+    """Return the lines for this process's stderr: text in a terminal, else JSON. `secrets`: name -> value, in addition
+    to those of the environment.
+    """
     masker = Masker({**secrets_of_environment(), **secrets})
-    return LogLines(
-        form or ("console" if is_terminal else "json"), masker, {"service": service}, is_colored=is_terminal
-    )
+    return LogLines(masker, {"service": service}, is_console=sys.stderr.isatty())
 
 
 def _say_uncaught() -> None:

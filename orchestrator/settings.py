@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from contract.errors import ConfigError
 from contract.masking import SECRET_NAME
 from contract.settings import BrokerSettings, read_environment
-from telemetry.log_lines import LogFormat, LogLevel
+from telemetry.log_lines import LogLevel
 
 _WEB_URL = r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$"
 
@@ -75,8 +75,6 @@ class OrchestratorSettings(BaseSettings):
     """sandboxd's; here it only says whether a checkpoint would outlive an embedded stack."""
     log_level: LogLevel = "INFO"
     """Of the services; commands and the SDK say what their own caller configures (docs/logs.md)."""
-    log_format: LogFormat | None = None
-    """None: console in a terminal, else json."""
     flower_url: str | None = Field(default=None, pattern=_WEB_URL)
     """Where people reach Flower, without a password in it: pages link to it (docs/operations.md)."""
     page_url: str | None = Field(default=None, pattern=_WEB_URL)
@@ -85,9 +83,6 @@ class OrchestratorSettings(BaseSettings):
     """Where people look at a trace, with {trace_id} in place of its id: pages of runs link to it while tracing is
     on.
     """
-    embedded_flower: bool = True
-    embedded_api: bool = True
-    """False leaves it out of an embedded stack, which then starts sooner and is smaller."""
 
     @property
     def model_folder(self) -> Path:
@@ -135,8 +130,6 @@ class OrchestratorSettings(BaseSettings):
             value = getattr(self, name)
             if value is not None:
                 shared[f"TOOLCREW_{name.upper()}"] = value.get_secret_value() if isinstance(value, SecretStr) else value
-        for switch in ("embedded_flower", "embedded_api"):
-            shared[f"TOOLCREW_{switch.upper()}"] = str(getattr(self, switch)).lower()
         return shared
 
 

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from benchmarks.engine_peer import DirectGuest
 from benchmarks.processes import guest_on_pipes
@@ -40,7 +39,6 @@ ROLES = ("orchestrator", "worker", "sandboxd", "guest")
 WARM_UP = 5
 WINDOWS = 8
 SETTLE_S = 0.1
-_FEWER_PARTS = MappingProxyType({"TOOLCREW_EMBEDDED_API": "false", "TOOLCREW_EMBEDDED_FLOWER": "false"})
 
 
 class Recording:
@@ -84,9 +82,9 @@ class Recording:
 
 async def record_calls(recording: Recording) -> None:
     """Record this process, the worker and sandboxd."""
-    os.environ |= {**_FEWER_PARTS, "PYTHONPATH": str(recording.folder)}
+    os.environ["PYTHONPATH"] = str(recording.folder)
     call_path_hook.install("orchestrator")
-    async with ToolClient.embedded() as client, await client.open_session() as session:
+    async with ToolClient.embedded(workers_only=True) as client, await client.open_session() as session:
         for number in range(-WARM_UP + 1, WINDOWS + 1):
             with recording.window(max(number, 0)):
                 result = await session.call("bash_tool", {"command": "true"})

@@ -89,7 +89,6 @@ PLAIN = {
     "model_timeout_s": "How long a reply may take to begin, and then between its parts.",
     "openai_base_url": "The endpoint of the model.",
     "openai_api_key": "Its key.",
-    "embedded_flower": "False leaves Flower out of an embedded stack, which then starts sooner and is smaller.",
     "log_level": "What is logged from here on.",
     "protocol": "Only `http/protobuf` is spoken.",
     "is_disabled": "True turns tracing off, whatever else is set.",

@@ -18,7 +18,6 @@ from structlog.processors import JSONRenderer, LogfmtRenderer
 
 from contract.masking import MARK, SECRET_NAME, Masker
 
-LogFormat = Literal["json", "console", "logfmt"]
 LogLevel = Annotated[
     Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
     BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
@@ -45,15 +44,12 @@ _COLORS = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical
 
 
 class LogLines:
-    """Makes lines. `fixed`: fields of every one; `is_colored`: of the console's."""
+    """Builds lines: JSON, or colored text for a terminal. `fixed`: fields of every line."""
 
-    def __init__(
-        self, form: LogFormat, masker: Masker, fixed: Mapping[str, str] | None = None, *, is_colored: bool = False
-    ) -> None:
-        self._form = form
+    def __init__(self, masker: Masker, fixed: Mapping[str, str] | None = None, *, is_console: bool = False) -> None:
         self._masker = masker
         self._fixed = dict(fixed or {})
-        self._is_colored = is_colored
+        self._is_console = is_console
 
     def build(self, level: str, event: str, at: float, fields: Mapping[str, Any]) -> str:
         """The line, without its end. `at`: seconds since the epoch; `exc_info` among the fields: as logging has it."""
@@ -111,15 +107,9 @@ class LogLines:
     def _line(self, level: str, event: str, at: float, fields: dict[str, Any]) -> str:
         instant = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         event = escape_line(event)[:64]
-        if self._form == "console":
-            return self._show_to_person(level, event, instant, fields)
-        whole = {"timestamp": instant, "level": level, "event": event} | fields
-        return _to_logfmt(whole) if self._form == "logfmt" else str(_JSON(None, "", whole))
-
-    def _show_to_person(self, level: str, event: str, instant: str, fields: dict[str, Any]) -> str:
+        if not self._is_console:
+            return str(_JSON(None, "", {"timestamp": instant, "level": level, "event": event} | fields))
         clock = instant[11:23]
-        if not self._is_colored:
-            return f"{clock} {level:<8} {event:<24} {_to_logfmt(fields)}".rstrip()
         pairs = " ".join(
             "\x1b[2m{}=\x1b[0m{}".format(*_to_logfmt({name: value}).split("=", 1)) for name, value in fields.items()
         )
@@ -232,7 +222,7 @@ def _exception_place(error: BaseException) -> str:
     return f"... > {shown}" if len(frames) > MAX_FRAMES else shown or "nowhere"
 
 
-_PLAIN = LogLines("logfmt", Masker())
+_PLAIN = LogLines(Masker())
 
 
 class LogEvent:

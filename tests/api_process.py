@@ -63,7 +63,6 @@ def open_api_process(
     log = footprint.folder / f"api-{port}.log"
     settings = {
         "TOOLCREW_REDIS_URL": redis_url,
-        "TOOLCREW_LOG_FORMAT": "json",
         "TOOLCREW_API_RATE": "100000",
     }
     with open(log, "wb") as out:

@@ -67,7 +67,7 @@ def open_mcp_process(
     """MCP over HTTP, connected; ended at the end."""
     port = free_port()
     log = stack.footprint.folder / f"mcp-{port}.log"
-    settings = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_LOG_FORMAT": "json", **(environment or {})}
+    settings = {"TOOLCREW_REDIS_URL": stack.redis_url, **(environment or {})}
     with open(log, "wb") as out:
         process = subprocess.Popen(
             [TOOLCREW, "serve", "mcp", "--http", str(port), *arguments],

@@ -150,8 +150,8 @@ class Footprint:
             if name in _KEPT or not name.startswith(("TOOLCREW_", "OPENAI_"))
         }
         name, value = self._mark.split("=")
-        # A warm pool, Flower and the API are for those tests that ask for them: most stacks serve a session or two.
-        without = {"TOOLCREW_POOL_SIZE": "0", "TOOLCREW_EMBEDDED_FLOWER": "false", "TOOLCREW_EMBEDDED_API": "false"}
+        # A warm pool is for those tests that ask for it: most stacks serve a session or two.
+        without = {"TOOLCREW_POOL_SIZE": "0"}
         own = {"TMPDIR": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state"), "COLUMNS": "200"}
         return {**plain, name: value, **own, **without, **(overrides or {})}
 
@@ -310,13 +310,19 @@ class Stack:
 
 @contextlib.contextmanager
 def open_stack(
-    api: APIClient, environment: Mapping[str, str] | None = None, options: Sequence[str] = ()
+    api: APIClient,
+    environment: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+    *,
+    workers_only: bool = True,
 ) -> Iterator[Stack]:
-    """A stack of one's own, taken down at the end by force if need be. `options`: of `toolcrew up`."""
+    """A stack of one's own, taken down at the end by force if need be. `options`: of `toolcrew up`; `workers_only`:
+    without Flower and the API, which few tests need.
+    """
     require_redis_server()
     with open_footprint(api) as footprint, open(footprint.folder / "up.err", "wb") as errors:
         process = subprocess.Popen(
-            [TOOLCREW, "up", "--json", *options],
+            [TOOLCREW, "up", "--json", *(["--workers-only"] if workers_only else []), *options],
             env=footprint.environment(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -16,12 +16,11 @@ from structlog.contextvars import bound_contextvars
 
 from contract.calls import ToolCall, ToolContext
 from contract.masking import Masker, secrets_of_settings
-from telemetry.log_lines import LogFormat, LogLines, RecordLines
+from telemetry.log_lines import LogLines, RecordLines
 from workers.settings import (
     EgressSettings,
     SandboxdSettings,
     WorkerSettings,
-    log_format_of_environment,
     secrets_of_environment,
 )
 
@@ -36,7 +35,7 @@ def configure_logging(
 ) -> None:
     """Configure the whole process. `service`: a field of all its lines; `level`: in place of the settings'."""
     fixed = {"host": settings.host} if isinstance(settings, WorkerSettings) else {}
-    lines = _build_lines(settings.log_format, service, secrets_of_settings(settings), fixed)
+    lines = _build_lines(service, secrets_of_settings(settings), fixed)
     least = logging.getLevelNamesMapping()[level or settings.log_level]
 
     def to_line(_: object, method: str, fields: MutableMapping[str, Any]) -> str:
@@ -56,7 +55,7 @@ def configure_logging(
 
 def log_not_started(service: str, error: Exception) -> None:
     """Log why a process could not start. It may have no settings to configure logging with."""
-    lines = _build_lines(log_format_of_environment(), service, {}, {})
+    lines = _build_lines(service, {}, {})
     _write(lines.build("critical", "not_started", time.time(), {"error": str(error)}))
 
 
@@ -102,14 +101,9 @@ def _write(line: str) -> None:
             data = data[os.write(2, data) :]
 
 
-def _build_lines(
-    form: LogFormat | None, service: str, secrets: Mapping[str, str], fixed: Mapping[str, str]
-) -> LogLines:
-    is_terminal = sys.stderr.isatty()
+def _build_lines(service: str, secrets: Mapping[str, str], fixed: Mapping[str, str]) -> LogLines:
     masker = Masker({**secrets_of_environment(), **secrets})
-    return LogLines(
-        form or ("console" if is_terminal else "json"), masker, {"service": service, **fixed}, is_colored=is_terminal
-    )
+    return LogLines(masker, {"service": service, **fixed}, is_console=sys.stderr.isatty())
 
 
 def _take_library_records(formatter: logging.Formatter, least: int) -> None:

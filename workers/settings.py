@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from contract.masking import SECRET_NAME
 from contract.settings import BrokerSettings, read_environment
 from contract.tenancy import NetworkPolicy
-from telemetry.log_lines import LogFormat, LogLevel
+from telemetry.log_lines import LogLevel
 
 DEFAULT_IMAGE = "toolcrew-sandbox:dev"
 MIB = 1024 * 1024
@@ -132,8 +132,6 @@ class WorkerSettings(BaseSettings):
     mcp_refresh_s: float = Field(default=600.0, ge=1, le=86_400)
     """How often they are asked for their tools again. One that does not answer is asked sooner, at first after 30 s."""
     log_level: LogLevel = "INFO"
-    log_format: LogFormat | None = None
-    """None: console in a terminal, else json (docs/logs.md)."""
 
     def skill_roots(self) -> tuple[Path, ...]:
         """The folders that skills are in."""
@@ -241,8 +239,6 @@ class SandboxdSettings(BaseSettings):
     tenant_classes: dict[str, TenantClass] = {}
     """Class name -> what its tenants have instead of the settings above, in JSON."""
     log_level: LogLevel = "INFO"
-    log_format: LogFormat | None = None
-    """None: console in a terminal, else json (docs/logs.md)."""
 
     def allowed_uids(self) -> frozenset[int]:
         """Uids that may connect: our own, and those listed."""
@@ -293,8 +289,6 @@ class EgressSettings(BaseSettings):
     refuse_ranges: list[IPvAnyNetwork] = []
     nat64_prefix: Nat64Prefix | None = None
     log_level: LogLevel = "INFO"
-    log_format: LogFormat | None = None
-    """None: console in a terminal, else json (docs/logs.md)."""
 
     def allowed_uids(self) -> frozenset[int]:
         """Uids that may connect: our own, and those listed."""
@@ -319,12 +313,6 @@ def load_web_settings() -> WebSettings:
 def load_egress_settings() -> EgressSettings:
     """Settings of the egress proxy. Raises ConfigError with the name of the variable that is wrong."""
     return read_environment(EgressSettings, os.environ)
-
-
-def log_format_of_environment() -> LogFormat | None:
-    """How a process says that its settings cannot be read."""
-    forms: dict[str, LogFormat] = {"json": "json", "console": "console", "logfmt": "logfmt"}
-    return forms.get(os.environ.get("TOOLCREW_LOG_FORMAT", ""))
 
 
 def secrets_of_environment() -> dict[str, str]:

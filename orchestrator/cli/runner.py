@@ -63,7 +63,7 @@ async def open_client(tenant: str | None = None, *, needs_workers: bool = True) 
             "running)",
             err=True,
         )
-        async with ToolClient.embedded(settings=settings, tenant=tenant or DEFAULT_TENANT) as client:
+        async with ToolClient.embedded(settings=settings, tenant=tenant or DEFAULT_TENANT, workers_only=True) as client:
             yield client
 
 

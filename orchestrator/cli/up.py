@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from orchestrator.cli.runner import Json, refuse_key, run_work
-from orchestrator.operations.local_stack import StackInfo, keep, print_json
+from orchestrator.operations.local_stack import WORKERS_ONLY, StackInfo, keep, print_json
 from orchestrator.settings import load_settings
 
 _STACK_END_LOST = (
@@ -28,6 +28,9 @@ def up(
     port: Annotated[
         int | None, typer.Option("--port", min=1, max=65535, help="The port of the API. Default: any free port.")
     ] = None,
+    workers_only: Annotated[
+        bool, typer.Option(WORKERS_ONLY, help="Start Redis and workers, without Flower and the API.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Start Redis, workers, Flower and the API here, until Ctrl-C.
@@ -41,9 +44,17 @@ def up(
         refuse_key(settings)
         is_kept = settings.redis_url is not None or data is not None
         if as_json:
-            return await keep(settings, print_json, until_eof=False, data=data, port=port)
+            return await keep(settings, print_json, until_eof=False, data=data, port=port, workers_only=workers_only)
         show, show_end = partial(_print_stack, is_kept=is_kept), partial(_print_stack_end, is_kept=is_kept)
-        return await keep(settings, show, until_eof=False, announce_end=show_end, data=data, port=port)
+        return await keep(
+            settings,
+            show,
+            until_eof=False,
+            announce_end=show_end,
+            data=data,
+            port=port,
+            workers_only=workers_only,
+        )
 
     raise typer.Exit(run_work(work(), as_json))
 

@@ -13,7 +13,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -48,6 +47,7 @@ WEB_STOP_TIMEOUT_S = 5.0
 """Nobody awaits its calls any more, and they have nothing to hand back."""
 WEB_CONCURRENCY = 2
 """Every process of a pool costs memory; web tools mostly wait."""
+WORKERS_ONLY = "--workers-only"
 END_FOR_GOOD = signal.SIGUSR1
 """To sandboxd: end, and keep nothing. By any other signal it keeps its sessions, for the one that is started after
 it.
@@ -58,7 +58,6 @@ API_ROLE = "api"
 API_STOP_WITHIN_S = 5.0
 STACK_FILE = "stack.json"
 KEEPER_LOG = "keeper.log"
-_NOT_STARTED = re.compile(r"\bnot_started\b(?:.*?\berror=(?P<error>\"(?:[^\"\\]|\\.)*\"|\S+))?")
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,9 @@ def read_stack(logs: str) -> StackInfo:
     return StackInfo.model_validate_json((Path(logs) / STACK_FILE).read_text())
 
 
-def check_packages(settings: OrchestratorSettings) -> None:
+def check_packages(*, workers_only: bool) -> None:
     """Raises ConfigError for packages of a stack that are not installed, all of them at once."""
-    needed = ["docker", "trafilatura", *(["flower"] if settings.embedded_flower else [])]
+    needed = ["docker", "trafilatura", *([] if workers_only else ["flower"])]
     if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
         raise ConfigError(
             f"a stack of this host needs packages that are not installed ({', '.join(missing)}): pip install "
@@ -135,13 +134,21 @@ def check_packages(settings: OrchestratorSettings) -> None:
 
 class LocalStack:
     """Starts and stops the children. Everything it writes is in one folder of its own, mode 0700, which is deleted at
-    its end, but for what `data` keeps. `port`: of the API; None: any free one.
+    its end, but for what `data` keeps. `port`: of the API; None: any free one. `workers_only`: without Flower and API.
     """
 
-    def __init__(self, settings: OrchestratorSettings, data: StackData | None = None, port: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        data: StackData | None = None,
+        port: int | None = None,
+        *,
+        workers_only: bool = False,
+    ) -> None:
         self._settings = settings
         self._data = data
         self._port = port
+        self._workers_only = workers_only
         self._folder = Path(tempfile.mkdtemp(prefix="toolcrew-"))
         self._supervisor = Supervisor(self._folder, tell=self._tell, changed=self._write_info)
         self._info: StackInfo | None = None
@@ -151,7 +158,7 @@ class LocalStack:
         """Start all; returns when a call would be served. Raises OperatorError with the last words of what did not
         start.
         """
-        check_packages(self._settings)
+        check_packages(workers_only=self._workers_only)
         redis_url = await self._start_redis()
         broker = self._settings.broker(redis_url)
         sandboxd_socket = self._folder / "sandboxd.sock"
@@ -169,11 +176,11 @@ class LocalStack:
             "TOOLCREW_CONCURRENCY": str(WEB_CONCURRENCY),
         }
         await self._start_python("web", "workers", {**shared, **web})
-        if self._settings.embedded_api:
+        if not self._workers_only:
             self._api = await LocalApi.prepare(broker, self._port or _free_port())
             await self._supervisor.start(self._api.plan(shared))
         await self._until_workers_ready(broker)
-        flower_url = await self._start_flower(redis_url) if self._settings.embedded_flower else None
+        flower_url = None if self._workers_only else await self._start_flower(redis_url)
         self._info = StackInfo(
             deployment=self._settings.deployment,
             redis_url=redis_url,
@@ -390,9 +397,10 @@ async def keep(
     announce_end: Callable[[], None] | None = None,
     data: Path | None = None,
     port: int | None = None,
+    workers_only: bool = False,
 ) -> int:
     """Run a stack until a signal or, when `until_eof`, the end of stdin. Return the exit code. `data`: the folder that
-    keeps its Redis and its checkpoints; `port`: of its API.
+    keeps its Redis and its checkpoints; `port`: of its API; `workers_only`: without Flower and API.
 
     Raises ConfigError for a data folder or port that cannot be used.
 
@@ -407,7 +415,7 @@ async def keep(
     if port is not None and _is_taking(port):
         raise ConfigError(f"another program listens at port {port}: give another one with --port")
     with open_stack_data(data) if data is not None else contextlib.nullcontext() as stack_data:
-        stack = LocalStack(settings, stack_data, port)
+        stack = LocalStack(settings, stack_data, port, workers_only=workers_only)
         return await _run_stack(stack, announce, until_eof=until_eof, announce_end=announce_end)
 
 
@@ -460,11 +468,11 @@ async def _watch_stdin(stop: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def embedded_stack(overrides: Mapping[str, str] | None = None) -> AsyncIterator[StackInfo]:
+async def embedded_stack(overrides: Mapping[str, str], *, workers_only: bool) -> AsyncIterator[StackInfo]:
     """A stack of one's own, kept by a child process. Raises OperatorError with the reason when it does not start."""
     keeper = await asyncio.create_subprocess_exec(
-        *program("orchestrator.operations.local_stack"),
-        env=child_environment(overrides or {}),
+        *program("orchestrator.operations.local_stack", *([WORKERS_ONLY] if workers_only else [])),
+        env=child_environment(overrides),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -500,24 +508,19 @@ def print_json(stack: StackInfo) -> None:
 
 
 def find_last_words(lines: Sequence[str]) -> str | None:
-    """Return why a process says that it did not start, in any form of log lines; None if they do not say so."""
+    """Return why a process did not start, by its log lines. None if they do not say so."""
     for line in reversed(lines):
-        found = _NOT_STARTED.search(line)
-        if found is None:
-            continue
-        if line.startswith("{"):
-            # The line is cut off, or another program wrote it: try the line before.
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                return str(json.loads(line)["error"])
-        elif found["error"]:
-            quoted = found["error"]
-            return re.sub(r"\\(.)", r"\1", quoted[1:-1]) if quoted.startswith('"') else quoted
+        # The line may be cut off, or come from another program: then try the line before.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            if entry["event"] == "not_started":
+                return str(entry["error"])
     return None
 
 
 def main() -> int:
     try:
-        return asyncio.run(keep(load_settings(), print_json, until_eof=True))
+        return asyncio.run(keep(load_settings(), print_json, until_eof=True, workers_only=WORKERS_ONLY in sys.argv[1:]))
     except ToolcrewError as error:
         sys.stderr.write(f"toolcrew: {error}\n")
         return 1

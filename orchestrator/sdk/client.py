@@ -123,15 +123,16 @@ class ToolClient:
         approver: Approver | None = None,
         policy: ApprovalPolicy | None = None,
         settings: OrchestratorSettings | None = None,
+        workers_only: bool = False,
     ) -> "AsyncIterator[ToolClient]":
         """A client of a stack of its own, started now and taken down at the end. Needs a Docker engine and the sandbox
-        image.
+        image. `workers_only`: the stack has neither Flower nor the API, and starts sooner.
 
         Raises OperatorError with what did not start and what to do about it.
         """
         settings = with_secret(settings or load_settings())
         async with (
-            embedded_stack(settings.for_children()) as stack,
+            embedded_stack(settings.for_children(), workers_only=workers_only) as stack,
             open_pool(settings.broker(stack.redis_url), queue_wait_s=settings.queue_wait_s, settings=settings) as pool,
         ):
             known = secrets_of_pool(stack.redis_url, flower_url=stack.flower_url)

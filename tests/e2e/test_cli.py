@@ -339,7 +339,7 @@ def test_doctor_tells_what_is_missing_and_how_to_mend_it(footprint: Footprint) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_up_tells_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine: APIClient, number: int) -> None:
-    with open_stack(engine, {"TOOLCREW_EMBEDDED_FLOWER": "true", "TOOLCREW_EMBEDDED_API": "true"}) as stack:
+    with open_stack(engine, workers_only=False) as stack:
         assert isinstance(stack.info, StackInfo)
         assert set(stack.info.pids) == {"redis", "sandboxd", "worker", "web", "flower", "api", "orchestrator"}
         running = stack.footprint.processes()
@@ -354,10 +354,9 @@ def test_up_tells_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine:
 
 
 def test_up_with_a_data_folder_keeps_tenants_and_keys_when_it_is_killed(engine: APIClient, tmp_path: Path) -> None:
-    environment = {"TOOLCREW_EMBEDDED_API": "true"}
     port = free_port()
     options = ["--data", str(tmp_path / "data"), "--port", str(port)]
-    with open_stack(engine, environment, options) as stack:
+    with open_stack(engine, options=options, workers_only=False) as stack:
         api = httpx.Client(
             base_url=f"http://127.0.0.1:{port}/v1", headers={"Authorization": f"Bearer {stack.info.api_key}"}
         )
@@ -367,7 +366,7 @@ def test_up_with_a_data_folder_keeps_tenants_and_keys_when_it_is_killed(engine: 
         stack.end(signal.SIGKILL)
         wait_until(lambda: not stack.footprint.processes(), 40.0, "the processes of the killed stack end")
 
-    with open_stack(engine, environment, options) as stack:
+    with open_stack(engine, options=options, workers_only=False) as stack:
         answer = httpx.get(f"http://127.0.0.1:{port}/v1/tools", headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == 200
         assert stack.end() == 0

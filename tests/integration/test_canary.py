@@ -47,7 +47,7 @@ SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE = (
 @pytest.fixture(scope="module")
 def watched(engine: APIClient) -> Iterator[Stack]:
     signing = {"TOOLCREW_SECRET": SECRET, "TOOLCREW_SECRETS_PREVIOUS": json.dumps([PREVIOUS])}
-    with open_stack(engine, {**signing, "TOOLCREW_EMBEDDED_FLOWER": "true"}) as opened:
+    with open_stack(engine, signing, workers_only=False) as opened:
         yield opened
 
 

@@ -42,7 +42,7 @@ import asyncio, sys
 from orchestrator.sdk.client import ToolClient
 
 async def main():
-    async with ToolClient.embedded() as client, await client.open_session() as session:
+    async with ToolClient.embedded(workers_only=True) as client, await client.open_session() as session:
         print(client.stack.model_dump_json(), flush=True)
         print(await session.call("bash_tool", {"command": "setsid sleep 99 & sleep 99"}))
 
@@ -365,7 +365,7 @@ async def test_the_sdk_raises_the_operators_errors(redis_server: RedisServer, mo
         monkeypatch.setenv("TMPDIR", str(footprint.folder))
         monkeypatch.setenv("TOOLCREW_SANDBOX_IMAGE", "no-such-image:ever")
         with pytest.raises((SandboxUnavailable, Exception), match="the engine has no image"):
-            async with ToolClient.embedded():
+            async with ToolClient.embedded(workers_only=True):
                 pass
         assert footprint.folders() == []
 

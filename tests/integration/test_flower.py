@@ -39,8 +39,8 @@ NOBODYS = ("/healthcheck", "/static/js/flower.js", "/login", "/logout", "/nonesu
 @pytest.fixture(scope="module")
 def stack(engine: APIClient) -> Iterator[Stack]:
     """One with Flower, of which a restart loses at most a second."""
-    told = {"TOOLCREW_EMBEDDED_FLOWER": "true", "TOOLCREW_PAGE_URL": PAGES, "FLOWER_MAX_TASKS": str(MAX_TASKS)}
-    with open_stack(engine, {**told, "FLOWER_STATE_SAVE_INTERVAL": "300"}) as opened:
+    told = {"TOOLCREW_PAGE_URL": PAGES, "FLOWER_MAX_TASKS": str(MAX_TASKS)}
+    with open_stack(engine, {**told, "FLOWER_STATE_SAVE_INTERVAL": "300"}, workers_only=False) as opened:
         yield opened
         assert opened.end() == 0
         opened.footprint.assert_nothing_left()

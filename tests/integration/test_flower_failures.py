@@ -31,7 +31,7 @@ SHOWN_S = 60.0
 def stack(engine: APIClient) -> Iterator[Stack]:
     if not os.path.exists(CHROMIUM):
         missing(f"{CHROMIUM} is not installed: apt-get install chromium")
-    with open_stack(engine, {"TOOLCREW_EMBEDDED_FLOWER": "true"}) as opened:
+    with open_stack(engine, workers_only=False) as opened:
         yield opened
 
 

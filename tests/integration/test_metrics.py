@@ -28,7 +28,7 @@ STARTS = key("toolcrew_sandbox_start_seconds_count")
 @pytest.fixture(scope="module")
 def stack(engine: APIClient) -> Iterator[Stack]:
     """One of its own: its numbers are exact."""
-    with open_stack(engine, {"TOOLCREW_EMBEDDED_FLOWER": "false", "TOOLCREW_EMBEDDED_API": "false"}) as opened:
+    with open_stack(engine) as opened:
         yield opened
         assert opened.end() == 0
         opened.footprint.assert_nothing_left()

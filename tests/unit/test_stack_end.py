@@ -23,7 +23,9 @@ INFO = StackInfo(deployment="default", redis_url="redis://h", sandboxd_socket="/
 class FakeStack:
     """A stack without processes, which serves until it is stopped."""
 
-    def __init__(self, settings: OrchestratorSettings, data: StackData | None, port: int | None) -> None:
+    def __init__(
+        self, settings: OrchestratorSettings, data: StackData | None, port: int | None, *, workers_only: bool
+    ) -> None:
         self.settings = settings
 
     async def start(self) -> StackInfo:
