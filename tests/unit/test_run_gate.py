@@ -60,7 +60,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def brake(clock: Clock) -> RunGate:
+def gate(clock: Clock) -> RunGate:
     return RunGate(clock)
 
 

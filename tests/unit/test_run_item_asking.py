@@ -217,7 +217,7 @@ async def test_a_run_that_goes_on_has_the_place_of_an_item_that_waits_for_its_sa
         working = asyncio.create_task(ground.worked(await ground.put(build_run())))
         async with asyncio.timeout(SOON_S):
             await is_opening.wait()
-            await other.until_placed("call")
+            await other.wait("call")
     may_open.set()
     runs.discard("other")
     slots.count_free()
