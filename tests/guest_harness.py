@@ -34,7 +34,8 @@ _BOOT = (
     "from guest import supervisors; from guest.loop import main, parse_options; from guest.paths import GuestPaths;"
     "supervisors.IDLE_S = float(sys.argv[2]);"
     "paths = [path.encode() for path in sys.argv[3:6]];"
-    "main(parse_options(sys.argv[6:]), GuestPaths(tuple(paths[:-1]), paths[-1]))"
+    "exec(sys.argv[6]);"
+    "main(parse_options(sys.argv[7:]), GuestPaths(tuple(paths[:-1]), paths[-1]))"
 )
 # A user of its own for each guest: limits of processes count by user, over the whole host.
 _FIRST_UID = 200_000
@@ -92,7 +93,9 @@ class Guest:
     is too long.
     """
 
-    def __init__(self, base: Path, shell_prefix: str, idle_s: float, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, base: Path, shell_prefix: str, idle_s: float, options: Sequence[str] = (), faults: str = ""
+    ) -> None:
         uid = _FIRST_UID + secrets.randbelow(1 << 20)
         self.workspace = base / "workspace"
         self.tmp = base / "tmp"
@@ -101,7 +104,7 @@ class Guest:
             root.mkdir()
             os.chown(root, uid, uid)
         roots = [str(root) for root in (self.workspace, self.tmp, self.output)]
-        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(idle_s), *roots, *options]
+        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(idle_s), *roots, faults, *options]
         user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--inh-caps=-all"]
         # Not sh: dash knows no `ulimit -u`. A limit that cannot be set must end the start, not be missing.
         shell = ["/bin/bash", "--norc", "-c", f'set -e; {shell_prefix} exec "$@"', "bash"]
@@ -269,11 +272,14 @@ def _state(entry: Path) -> str:
 
 
 @contextlib.contextmanager
-def running_guest(shell_prefix: str = "", idle_s: float = 1.0, options: Sequence[str] = ()) -> Iterator[Guest]:
+def running_guest(
+    shell_prefix: str = "", idle_s: float = 1.0, options: Sequence[str] = (), faults: str = ""
+) -> Iterator[Guest]:
     """A guest with fresh roots. `shell_prefix` runs before it as root, to set limits: `ulimit -u 60;`.
 
     `idle_s`: how long a supervisor waits for its next call; little, for who looks at what is left after each.
-    `options`: what the entry point tells the guest, as `--life 3`.
+    `options`: what the entry point tells the guest, as `--life 3`. `faults`: Python that the guest runs before its
+    loop, to make system calls fail.
     """
     # Not below pytest's own directory, which other users may not enter.
     base = Path(tempfile.mkdtemp(prefix="toolcrew-guest-"))
@@ -281,7 +287,7 @@ def running_guest(shell_prefix: str = "", idle_s: float = 1.0, options: Sequence
     # The guest's user cannot write them, and as an image it starts with them.
     compileall.compile_dir(GUEST_PARENT / "guest", quiet=1)
     try:
-        guest = Guest(base, shell_prefix, idle_s, options)
+        guest = Guest(base, shell_prefix, idle_s, options, faults)
         try:
             yield guest
         finally:

@@ -13,6 +13,8 @@ import struct
 import time
 from collections import deque
 
+from guest.kernel import WRITE_LATER
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -204,10 +206,9 @@ class Outbox:
                     self._frames.popleft()
                 else:
                     self._frames[0] = self._frames[0][sent:]
-        except BlockingIOError:
-            return
         except OSError as error:
-            raise HostGone from error
+            if error.errno not in WRITE_LATER:
+                raise HostGone from error
 
     def flush_last(self) -> None:
         """Before the end: give the host a moment, and no more, to take the rest."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 
+WRITE_LATER = (errno.EAGAIN, errno.ENOMEM)
+"""A pipe that takes nothing now. ENOMEM: the sandbox has no memory for its next page, until the OOM killer has ended a
+program."""
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 _SYS_OPENAT2 = 437

@@ -162,6 +162,9 @@ class Loop:
             return {"ev": "fatal", "message": str(error)}
         except LifeOver as end:
             return {"ev": "fatal", "message": str(end), "reason": "life"}
+        except (MemoryError, OSError) as error:
+            # A request may be half handled: ending with a reason is safer than going on.
+            return {"ev": "fatal", "message": f"the guest failed: {type(error).__name__}: {error}"}
 
     def _serve_events(self) -> None:
         poller = select.poll()

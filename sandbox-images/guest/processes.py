@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -27,6 +28,7 @@ _COUNTERS = (
 _OFFER = b"200"
 """A fifth of the container's memory: more than the guest ever has. With more, a hog that takes its own offer back, as
 it may, would outlive every small program beside it."""
+_OFFER_ROUNDS = 8
 TERM_GRACE_S = 0.25
 """How long a program may take to end by itself at its limit; what it prints then is still its output."""
 _SIGTERM = 15
@@ -66,7 +68,9 @@ class KillReport:
 
 
 def read_processes() -> dict[int, Process]:
-    """Every process of the pid namespace, by pid."""
+    """Return every process of the pid namespace, by pid. Raises OSError when memory or descriptors run out: a table
+    that lacks a living process must not look complete.
+    """
     table = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -88,6 +92,11 @@ def find_below(roots: Iterable[int], table: dict[int, Process]) -> list[Process]
         found += below
         pending += [process.pid for process in below]
     return found
+
+
+def read_descendants() -> list[Process]:
+    """Return the processes below this one, dead ones included. Raises OSError as `read_processes` does."""
+    return find_below((os.getpid(),), read_processes())
 
 
 def kill_processes(targets: list[Process], report: KillReport) -> int:
@@ -126,9 +135,12 @@ def kill_below(
     """Kill and reap everything below this process, a child subreaper; `report.survivors` says what could not be."""
     give_up_at = time.monotonic() + window_s
     quiet = 0
-    me = os.getpid()
     while True:
-        report.survivors = kill_processes(find_below((me,), read_processes()), report)
+        try:
+            report.survivors = kill_processes(read_descendants(), report)
+        except OSError:
+            # What lives is unknown until a scan succeeds.
+            report.survivors = max(report.survivors, 1)
         if reap(on_exit):
             report.survivors = 0
             return
@@ -139,14 +151,15 @@ def kill_below(
 
 
 def _read_process(pid: int) -> Process | None:
+    """Return None for a process that has ended. Raises OSError."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return None
     try:
         # The name in brackets may itself hold brackets and blanks; what follows its last one is plain.
         fields = os.read(fd, 1024).rpartition(b")")[2].split()
-    except OSError:
+    except ProcessLookupError:
         return None
     finally:
         os.close(fd)
@@ -185,18 +198,33 @@ def read_oom_kills(paths: tuple[bytes, ...] = _COUNTERS) -> int | None:
 
 
 def offer_to_oom_killer(pid: int) -> None:
-    """Let a program and what it starts be killed before the guest: a killed guest costs the sandbox, not the call."""
-    try:
+    """Mark a program and everything it started, so that the OOM killer chooses them before the guest.
+
+    A child inherits the mark. On a busy host the program may have started children before its mark was set: those are
+    marked too, or the OOM killer would spare them and kill the marked programs of other calls.
+    """
+    marked: set[int] = set()
+    unmarked = {pid}
+    for _ in range(_OFFER_ROUNDS):
+        for each in unmarked:
+            _set_offer(each)
+        marked |= unmarked
+        try:
+            unmarked = {process.pid for process in read_descendants()} - marked
+        except OSError:
+            return
+        if not unmarked:
+            return
+
+
+def _set_offer(pid: int) -> None:
+    # The program may have ended; without the mark it is only not preferred.
+    with contextlib.suppress(OSError):
         fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        os.write(fd, _OFFER)
-    except OSError:
-        # The program may be gone already; without the mark it is merely not preferred.
-        return
-    finally:
-        os.close(fd)
+        try:
+            os.write(fd, _OFFER)
+        finally:
+            os.close(fd)
 
 
 def _parse_oom_kills(text: bytes) -> int | None:
@@ -209,7 +237,8 @@ def _parse_oom_kills(text: bytes) -> int | None:
 
 def ask_to_end(group: int, report: KillReport) -> None:
     """SIGTERM to a program's process group; who lives below us then counts as signalled, however it ends."""
-    report.pids.update(process.pid for process in find_below((os.getpid(),), read_processes()) if process.alive)
+    with contextlib.suppress(OSError):
+        report.pids.update(process.pid for process in read_descendants() if process.alive)
     for number in (_SIGTERM, _SIGCONT):
         try:
             os.killpg(group, number)
@@ -226,6 +255,14 @@ def kill_everything() -> None:
         os.kill(-1, _SIGKILL)
     except ProcessLookupError:
         return
+
+
+def _kill_orphans(supervisors: Set[int], report: KillReport) -> int:
+    """One round of SIGKILL for PID 1's children that are no supervisors, and all below them. Raises OSError."""
+    table = read_processes()
+    me = os.getpid()
+    roots = [process for process in table.values() if process.parent == me and process.pid not in supervisors]
+    return kill_processes(roots + find_below([process.pid for process in roots], table), report)
 
 
 class Cleanup:
@@ -251,12 +288,12 @@ class Cleanup:
 
     def step(self, supervisors: Set[int], others_run: bool) -> None:
         """One round against every process that is not below one of PID 1's living `supervisors`."""
-        table = read_processes()
-        me = os.getpid()
-        roots = [process for process in table.values() if process.parent == me and process.pid not in supervisors]
-        targets = roots + find_below([process.pid for process in roots], table)
         round_report = KillReport()
-        alive = kill_processes(targets, round_report)
+        try:
+            alive = _kill_orphans(supervisors, round_report)
+        except OSError:
+            # What lives is unknown until a scan succeeds.
+            alive = 1
         method = "tree"
         if alive and not others_run:
             kill_everything()

@@ -17,6 +17,7 @@ import sys
 import time
 
 from guest.failures import CANCELLED, TIMEOUT, Failure
+from guest.kernel import WRITE_LATER
 from guest.requests import parse_call
 
 TYPE_CHECKING = False
@@ -96,8 +97,9 @@ class ReportWriter:
         try:
             while self._pending:
                 self._pending = self._pending[os.write(self.fd, self._pending) :]
-        except BlockingIOError:
-            return
+        except OSError as error:
+            if error.errno not in WRITE_LATER:
+                raise
 
     def finish(self) -> float:
         """Wait until PID 1 has room for what was offered; gives for how many seconds."""
@@ -126,7 +128,9 @@ class ReportWriter:
         while view:
             try:
                 view = view[os.write(self.fd, view) :]
-            except BlockingIOError:
+            except OSError as error:
+                if error.errno not in WRITE_LATER:
+                    raise
                 poller = select.poll()
                 poller.register(self.fd, select.POLLOUT)
                 poller.poll()

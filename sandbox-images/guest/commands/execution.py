@@ -13,11 +13,10 @@ from guest.processes import (
     TERM_GRACE_S,
     KillReport,
     ask_to_end,
-    find_below,
     kill_below,
     offer_to_oom_killer,
+    read_descendants,
     read_oom_kills,
-    read_processes,
     reap,
 )
 
@@ -157,7 +156,10 @@ class Execution:
         """Whether nothing of a program that has ended lives, after what its helpers may take."""
         give_up_at, used_before = min(time.monotonic() + BUSY_LIMIT_S, self._limit_at), None
         while not self._leftovers_end(LEFTOVER_GRACE_S):
-            left = find_below((os.getpid(),), read_processes())
+            try:
+                left = read_descendants()
+            except OSError:
+                return False
             used_s = sum(process.used_s for process in left)
             used_before = used_s if used_before is None else used_before
             # Without a pipe that one of them holds nothing more can come.

@@ -14,6 +14,7 @@ from guest.commands.jobs import EXITED, KILLED, RUNNING
 from guest.commands.shell_state import build_shell, enter_session_folder, load_state
 from guest.commands.spawn import spawn
 from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
+from guest.kernel import WRITE_LATER
 from guest.processes import KillReport, ask_to_end, kill_below, offer_to_oom_killer, read_oom_kills, reap
 from guest.supervisor_channel import Assignment, CallPipes, SupervisorEnds, receive
 
@@ -220,12 +221,14 @@ class JobKeeper:
         try:
             while self._input:
                 del self._input[: os.write(self._stdin, self._input)]
-        except BlockingIOError:
-            return True
         except BrokenPipeError:
             self._input.clear()
             self._close_input()
             return False
+        except OSError as error:
+            if error.errno not in WRITE_LATER:
+                raise
+            return True
         if self._closes_input:
             self._close_input()
         return True

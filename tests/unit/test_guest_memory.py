@@ -1,0 +1,123 @@
+"""The guest when the sandbox runs out of memory: its system calls fail with ENOMEM, or the OOM killer chooses a program.
+
+The faults are injected into a real guest in a pid namespace.
+"""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.guest_harness import DEADLINE_S, Guest, needs_namespace, running_guest
+
+pytestmark = needs_namespace
+
+# Fails the first calls of a function of os that match, in each process anew.
+_FAIL = """
+import errno, os
+real_{name}, left_{name} = os.{name}, [{times}]
+def {name}(*arguments):
+    if left_{name}[0] and ({condition}):
+        left_{name}[0] -= 1
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return real_{name}(*arguments)
+os.{name} = {name}
+"""
+_EVER = 1_000_000_000
+
+
+def fail(name: str, condition: str, times: int) -> str:
+    return _FAIL.format(name=name, condition=condition, times=times)
+
+
+def scans_fail(times: int) -> str:
+    return fail("listdir", "arguments == ('/proc',)", times)
+
+
+@pytest.mark.parametrize("times", [1, 5, _EVER])
+def test_everything_is_killed_at_the_limit_when_scans_of_processes_fail(times: int) -> None:
+    with running_guest(idle_s=0.05, faults=scans_fail(times)) as guest:
+        done = guest.run("setsid sleep 1000 & sleep 1000", timeout_s=0.3)
+
+        assert done["timed_out"] is True
+        assert done["kill"]["survivors"] == 0
+        assert guest.wait_alone(), guest.others()
+        assert guest.run("echo well").bytes_of("stdout") == b"well\n"
+
+
+@pytest.mark.parametrize("times", [1, 5, _EVER])
+def test_a_call_that_kills_its_supervisor_leaves_nothing_when_scans_fail(times: int) -> None:
+    with running_guest(idle_s=0.05, faults=scans_fail(times)) as guest:
+        done = guest.run("setsid sleep 1000 & kill -9 $PPID; sleep 1000")
+
+        assert done.code == "INTERNAL"
+        assert done["kill"]["survivors"] == 0
+        assert guest.wait_alone(), guest.others()
+        assert guest.run("echo well").bytes_of("stdout") == b"well\n"
+
+
+def test_a_failed_scan_of_one_process_hides_no_program_from_a_kill() -> None:
+    faults = fail("open", "str(arguments[0]).endswith('/stat')", 14)
+    with running_guest(idle_s=0.05, faults=faults) as guest:
+        done = guest.run("setsid sleep 1000 & sleep 1000", timeout_s=0.3)
+
+        assert done["kill"]["survivors"] == 0
+        assert guest.wait_alone(), guest.others()
+
+
+@pytest.mark.parametrize("pipe", ["PID 1", "supervisor"])
+def test_output_arrives_complete_when_pipes_have_no_memory_for_a_while(pipe: str) -> None:
+    is_of = {"PID 1": "arguments[0] == 1", "supervisor": "os.getpid() != 1 and arguments[0] > 2"}[pipe]
+    with running_guest(faults=fail("write", is_of, 20)) as guest:
+        done = guest.run("seq 20000")
+
+        assert done["exit_code"] == 0
+        assert done.bytes_of("stdout") == b"".join(b"%d\n" % number for number in range(1, 20001))
+
+
+@pytest.mark.parametrize("error", ["OSError(12, 'Cannot allocate memory')", "MemoryError('no memory')"])
+def test_a_guest_that_cannot_go_on_says_why(error: str) -> None:
+    """A request that was read in part cannot be read again: the sandbox ends, with a reason for its calls."""
+    faults = f"""
+from guest.frames import FrameDecoder
+def feed(*arguments):
+    raise {error}
+FrameDecoder.feed = feed
+"""
+    with running_guest(faults=faults) as guest:
+        guest.send({"id": "0" * 32, "op": "ping", "body_bytes": 0})
+        frame = guest.next_frame()
+
+        assert frame.header["ev"] == "fatal"
+        assert frame.header["message"].startswith(f"the guest failed: {error.partition('(')[0]}: ")
+        assert guest.wait_exit() == 1
+
+
+def test_the_oom_killer_is_offered_what_a_program_started_before_it_was_marked() -> None:
+    """On a busy host a supervisor may mark its program late: unmarked children would outlive marked programs of other
+    calls.
+    """
+    late_mark = """
+import os, time
+from guest.commands import execution
+mark = execution.offer_to_oom_killer
+def mark_late(pid):
+    while not os.path.exists(paths[0] + b"/started"):
+        time.sleep(0.002)
+    mark(pid)
+execution.offer_to_oom_killer = mark_late
+"""
+    with running_guest(faults=late_mark) as guest:
+        guest.start_script(
+            "sleep 1000 & setsid sleep 1000 & (setsid sh -c 'sleep 1000; true' &); echo > started; wait", timeout_s=60
+        )
+        guest.wait_for_file("started")
+        give_up_at = time.monotonic() + DEADLINE_S
+        while (scores := read_scores(guest))[:1] != ["0"] or scores[1:] != ["200"] * 5:
+            assert time.monotonic() < give_up_at, scores
+            time.sleep(0.01)
+
+
+def read_scores(guest: Guest) -> list[str]:
+    """oom_score_adj of every process but PID 1: of one supervisor, and of the programs."""
+    return sorted(Path(f"/proc/{pid}/oom_score_adj").read_text().strip() for pid in guest.others())
