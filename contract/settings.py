@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsError
@@ -19,6 +19,7 @@ from contract.setting_rows import variable_names
 from contract.signing import SigningKeys
 
 SCHEMES = ("redis", "rediss", "sentinel")
+TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 REDIS_PORT, SENTINEL_PORT = 6379, 26379
 _FIELD = re.compile(r'field "(\w+)"')
 
@@ -84,8 +85,9 @@ class BrokerSettings(BaseModel):
     queue.
 
     `redis_url`: `redis://`, `rediss://` for TLS, or `sentinel://user:password@host:port/db;sentinel://host:port` with
-    `redis_sentinel_master`, where TLS is spoken when `redis_ca` is given. `redis_ca`, `redis_cert`, `redis_key`: paths
-    of PEM files. Certificate and host name are always checked. `secrets_previous` are still accepted, and sign nothing.
+    `redis_sentinel_master`. Paths of PEM files follow the first address as redis-py names them:
+    `?ssl_ca_certs=...&ssl_certfile=...&ssl_keyfile=...`. Sentinels use TLS when there is `ssl_ca_certs`. Certificate
+    and host name are always checked. `secrets_previous` are still accepted, and sign nothing.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -94,9 +96,6 @@ class BrokerSettings(BaseModel):
     deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     secret: SecretStr | None = None
     secrets_previous: Annotated[tuple[SecretStr, ...], Field(max_length=8)] = ()
-    redis_ca: str | None = None
-    redis_cert: str | None = None
-    redis_key: str | None = None
     redis_sentinel_master: str | None = None
     redis_sentinel_password: SecretStr | None = None
 
@@ -108,6 +107,7 @@ class BrokerSettings(BaseModel):
             _check_address(part)
         for part in others:
             _check_other(part, first)
+        files = self._tls_files()
         if self.is_sentinel and not self.redis_sentinel_master:
             raise ConfigError(
                 "TOOLCREW_REDIS_URL names sentinels: set TOOLCREW_REDIS_SENTINEL_MASTER to the name under which they "
@@ -118,14 +118,15 @@ class BrokerSettings(BaseModel):
                 "TOOLCREW_REDIS_SENTINEL_MASTER is for a TOOLCREW_REDIS_URL of sentinel://: name the sentinels there, "
                 "or unset it"
             )
-        given = [name for name in ("redis_ca", "redis_cert", "redis_key") if getattr(self, name)]
-        if given and not self.is_tls:
-            name = f"TOOLCREW_{given[0].upper()}"
+        if files and not self.is_tls:
             raise ConfigError(
-                f"{name} is set, but nothing would be encrypted: write TOOLCREW_REDIS_URL as rediss://, or unset it"
+                f"TOOLCREW_REDIS_URL has {next(iter(files))}, but nothing would be encrypted: write it as rediss://, "
+                "or leave that out"
             )
-        if bool(self.redis_cert) != bool(self.redis_key):
-            raise ConfigError("TOOLCREW_REDIS_CERT and TOOLCREW_REDIS_KEY belong together: set both, or neither")
+        if ("ssl_certfile" in files) != ("ssl_keyfile" in files):
+            raise ConfigError(
+                "ssl_certfile and ssl_keyfile in TOOLCREW_REDIS_URL belong together: write both, or neither"
+            )
         return self
 
     @property
@@ -136,7 +137,7 @@ class BrokerSettings(BaseModel):
     @property
     def is_tls(self) -> bool:
         """Whether connections are encrypted."""
-        return self._parts()[0].scheme == "rediss" or (self.is_sentinel and bool(self.redis_ca))
+        return self._parts()[0].scheme == "rediss" or (self.is_sentinel and "ssl_ca_certs" in self._tls_files())
 
     @property
     def user(self) -> str | None:
@@ -195,29 +196,24 @@ class BrokerSettings(BaseModel):
         if "CERTIFICATE_VERIFY_FAILED" in said:
             return (
                 "its certificate must be valid, name the host of TOOLCREW_REDIS_URL, and come from an authority of "
-                "this system or the one in TOOLCREW_REDIS_CA"
+                "this system or the one in its ssl_ca_certs"
             )
         if self.is_tls and "No such file" in said:
-            return "TOOLCREW_REDIS_CA, TOOLCREW_REDIS_CERT or TOOLCREW_REDIS_KEY names a file that is not there"
+            return "ssl_ca_certs, ssl_certfile or ssl_keyfile in TOOLCREW_REDIS_URL names a file that is not there"
         if self.is_tls:
             return (
-                "does it run, does it speak TLS there, and does it ask for a certificate of ours (TOOLCREW_REDIS_CERT, "
-                "TOOLCREW_REDIS_KEY)?"
+                "does it run, does it speak TLS there, and does it ask for a certificate of ours (ssl_certfile and "
+                "ssl_keyfile in TOOLCREW_REDIS_URL)?"
             )
         if self.is_sentinel:
             return "do the sentinels run, and do they watch a master by the name in TOOLCREW_REDIS_SENTINEL_MASTER?"
         return "does it run, without TLS, and are address, user and password in TOOLCREW_REDIS_URL right?"
 
     def tls_options(self) -> dict[str, Any]:
-        """What redis-py is told of TLS; empty without it. The system's authorities are trusted beside `redis_ca`."""
+        """Return redis-py's options for TLS; none without TLS. The system's authorities are trusted too."""
         if not self.is_tls:
             return {}
-        files = {"ssl_ca_certs": self.redis_ca, "ssl_certfile": self.redis_cert, "ssl_keyfile": self.redis_key}
-        return {
-            "ssl_cert_reqs": "required",
-            "ssl_check_hostname": True,
-            **{name: path for name, path in files.items() if path},
-        }
+        return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **self._tls_files()}
 
     def sentinel_options(self) -> dict[str, Any]:
         """What the connections to the sentinels themselves are told beside their addresses."""
@@ -231,7 +227,7 @@ class BrokerSettings(BaseModel):
         """Settings of a Celery app that say where broker and results are. Transport options of its own are to be joined
         with these.
         """
-        url = self.redis_url.get_secret_value()
+        url = ";".join(part._replace(query="").geturl() for part in self._parts())
         where: dict[str, Any] = {"broker_url": url, "result_backend": url, "broker_transport_options": {}}
         if self.is_tls:
             where |= {"broker_use_ssl": self.tls_options(), "redis_backend_use_ssl": self.tls_options()}
@@ -243,16 +239,19 @@ class BrokerSettings(BaseModel):
     def _parts(self) -> list[SplitResult]:
         return [urlsplit(url) for url in self.redis_url.get_secret_value().split(";")]
 
+    def _tls_files(self) -> dict[str, str]:
+        return dict(parse_qsl(self._parts()[0].query))
+
 
 def _check_address(part: SplitResult) -> None:
     if part.scheme not in SCHEMES:
         raise ConfigError(
             f"TOOLCREW_REDIS_URL begins with '{part.scheme}://': write redis://, rediss:// for TLS, or sentinel://"
         )
-    if part.query or part.fragment:
+    if part.fragment or _has_other_options(part.query):
         raise ConfigError(
-            "TOOLCREW_REDIS_URL has options behind a '?': leave them out. TLS has TOOLCREW_REDIS_CA, _CERT and _KEY, "
-            "and always checks certificates"
+            f"TOOLCREW_REDIS_URL has other options than {', '.join(TLS_FILES)}: leave them out. TLS always checks "
+            "certificates"
         )
     try:
         port, database = part.port, int(part.path.strip("/") or 0)
@@ -265,8 +264,21 @@ def _check_address(part: SplitResult) -> None:
         )
 
 
+def _has_other_options(query: str) -> bool:
+    try:
+        options = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+    except ValueError:
+        return True
+    return any(name not in TLS_FILES or not path for name, path in options)
+
+
 def _check_other(part: SplitResult, first: SplitResult) -> None:
-    """Only the first sentinel's address is read for what is Redis's own."""
+    """Only the first sentinel's address is read for what is Redis's own.
+
+    Raises ConfigError for a later one that says something else.
+    """
+    if part.query:
+        raise ConfigError("TOOLCREW_REDIS_URL has options behind a later sentinel: write them behind its first address")
     told, known = [(one.username, one.password, one.path.strip("/")) for one in (part, first)]
     if any(mine and mine != its for mine, its in zip(told, known, strict=True)):
         raise ConfigError(

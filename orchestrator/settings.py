@@ -33,10 +33,6 @@ class OrchestratorSettings(BaseSettings):
     secret: SecretStr | None = None
     secrets_previous: list[SecretStr] = []
     """Secrets that are still accepted while one is changed (docs/wire-security.md); a JSON list."""
-    redis_ca: str | None = None
-    """PEM file of the authority that Redis's certificate is from; for `rediss://` and for sentinels that speak TLS."""
-    redis_cert: str | None = None
-    redis_key: str | None = None
     redis_sentinel_master: str | None = None
     """The name under which sentinels watch Redis, when `redis_url` names sentinels."""
     redis_sentinel_password: SecretStr | None = None
@@ -121,9 +117,6 @@ class OrchestratorSettings(BaseSettings):
             "flower_url",
             "redis_url",
             "secret",
-            "redis_ca",
-            "redis_cert",
-            "redis_key",
             "redis_sentinel_master",
             "redis_sentinel_password",
         ):

@@ -78,8 +78,6 @@ PLAIN = {
     "deployment": "The name that all processes of one deployment share; it is in every key.",
     "secret": ("What calls, results and orders are signed with, the same on both sides; without it Redis's password "
 "([wire-security.md](wire-security.md))."),
-    "redis_cert": "PEM file of this process's certificate, where Redis asks for one.",
-    "redis_key": "PEM file of that certificate's key.",
     "redis_sentinel_password": "The sentinels' own password.",
     "model": ("The model's name at `OPENAI_BASE_URL`. `local` and `scripted` are models that are shipped with toolcrew; they "
 "are refused while `OPENAI_BASE_URL` is set."),

@@ -5,7 +5,7 @@ client, is refused.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -39,11 +39,10 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
         yield Ground(server, ours, stranger, ours.issue("right"), ours.issue("client"))
 
 
-def broker_at(ground: Ground, port: int, **fields: Any) -> BrokerSettings:
-    files = {"redis_ca": str(ground.ours.ca), **fields}
-    return broker_for(
-        f"rediss://:{ground.server.password}@localhost:{port}/0", **{name: path for name, path in files.items() if path}
-    )
+def broker_at(ground: Ground, port: int, **files: str) -> BrokerSettings:
+    files = {"ssl_ca_certs": str(ground.ours.ca), **files}
+    options = urlencode({name: path for name, path in files.items() if path})
+    return broker_for(f"rediss://:{ground.server.password}@localhost:{port}/0{'?' if options else ''}{options}")
 
 
 async def refusals(broker: BrokerSettings) -> list[str]:
@@ -61,10 +60,9 @@ async def refusals(broker: BrokerSettings) -> list[str]:
 
 async def test_a_call_goes_through_a_worker_when_both_show_their_certificate(ground: Ground) -> None:
     with open_relay(ground.right, ground.server.port, ground.ours.ca) as relay, ground.server.client() as watch:
-        pair = {"redis_cert": str(ground.client.certificate), "redis_key": str(ground.client.key)}
+        pair = {"ssl_certfile": str(ground.client.certificate), "ssl_keyfile": str(ground.client.key)}
         broker = broker_at(ground, relay.port, **pair)
-        told = {f"TOOLCREW_{name.upper()}": path for name, path in {"redis_ca": str(ground.ours.ca), **pair}.items()}
-        with open_counting_pool(broker, broker.redis_url.get_secret_value(), watch, environment=told) as pool:
+        with open_counting_pool(broker, broker.redis_url.get_secret_value(), watch) as pool:
             async with open_pool(broker, queue_wait_s=10) as opened:
                 call = ToolCall(id="c1", name="append_tool", arguments={"path": str(pool.marks)})
                 result = await opened.dispatcher.dispatch(Request(call, "acme", None, POOL_WEB))
@@ -93,23 +91,23 @@ async def test_a_certificate_of_an_authority_that_is_not_trusted_is_refused(
 ) -> None:
     with open_relay(ground.right, ground.server.port) as relay:
         ca = str(ground.stranger.ca) if authority else ""
-        for said in await refusals(broker_at(ground, relay.port, redis_ca=ca)):
+        for said in await refusals(broker_at(ground, relay.port, ssl_ca_certs=ca)):
             assert "CERTIFICATE_VERIFY_FAILED" in said
-            assert "TOOLCREW_REDIS_CA" in said
+            assert "ssl_ca_certs" in said
 
 
 async def test_who_shows_no_certificate_where_one_is_asked_for_is_told_which_settings(ground: Ground) -> None:
     with open_relay(ground.right, ground.server.port, ground.ours.ca) as relay:
         for said in await refusals(broker_at(ground, relay.port)):
-            assert "TOOLCREW_REDIS_CERT" in said
+            assert "ssl_certfile" in said
 
 
 async def test_a_file_that_is_not_there_is_told(ground: Ground, tmp_path: Path) -> None:
-    for said in await refusals(broker_at(ground, 1, redis_ca=str(tmp_path / "none.pem"))):
-        assert "TOOLCREW_REDIS_CA" in said or "does it run" in said
+    for said in await refusals(broker_at(ground, 1, ssl_ca_certs=str(tmp_path / "none.pem"))):
+        assert "ssl_ca_certs" in said or "does it run" in said
 
 
 async def test_no_password_is_in_any_of_these_sentences(ground: Ground) -> None:
     with open_relay(ground.right, ground.server.port) as relay:
-        for said in await refusals(broker_at(ground, relay.port, redis_ca=str(ground.stranger.ca))):
+        for said in await refusals(broker_at(ground, relay.port, ssl_ca_certs=str(ground.stranger.ca))):
             assert ground.server.password not in said

@@ -84,12 +84,18 @@ def test_sentinels_are_listed_and_their_first_tells_user_and_database() -> None:
 @pytest.mark.parametrize(
     ("url", "fields", "word"),
     [
-        ("redis://h/0?ssl_cert_reqs=none", {}, "behind a '\\?'"),
+        ("redis://h/0?ssl_cert_reqs=none", {}, "other options"),
         ("rediss://h/0?ssl_cert_reqs=none", {}, "always checks certificates"),
         ("rediss://h/0?ssl_check_hostname=false", {}, "always checks certificates"),
-        ("rediss://h/0?socket_timeout=9", {}, "behind a '\\?'"),
-        ("rediss://h/0#ssl_cert_reqs=none", {}, "behind a '\\?'"),
-        (f"{SENTINELS}/0?ssl_cert_reqs=none", {"redis_sentinel_master": "m"}, "behind a '\\?'"),
+        ("rediss://h/0?ssl_ca_certs=/ca.pem&ssl_cert_reqs=none", {}, "always checks certificates"),
+        ("rediss://h/0?ssl_ca_certs=/ca.pem;ssl_check_hostname=false", {}, "begins with"),
+        ("rediss://h/0?ssl_ca_certs=", {}, "other options"),
+        ("rediss://h/0?ssl_ca_certs", {}, "other options"),
+        ("rediss://h/0?&", {}, "other options"),
+        ("rediss://h/0?socket_timeout=9", {}, "other options"),
+        ("rediss://h/0#ssl_cert_reqs=none", {}, "other options"),
+        (f"{SENTINELS}/0?ssl_cert_reqs=none", {"redis_sentinel_master": "m"}, "other options"),
+        (f"{SENTINELS}?ssl_ca_certs=/ca.pem", {"redis_sentinel_master": "m"}, "behind a later sentinel"),
         ("http://h", {}, "begins with 'http://'"),
         ("unix:///run/redis.sock", {}, "begins with 'unix://'"),
         ("h:6379", {}, "write redis://"),
@@ -98,10 +104,10 @@ def test_sentinels_are_listed_and_their_first_tells_user_and_database() -> None:
         ("redis://h:0", {}, "is none"),
         ("redis://h/one", {}, "is none"),
         ("redis://h/-1", {}, "is none"),
-        ("redis://h", {"redis_ca": "/ca.pem"}, "nothing would be encrypted"),
-        ("redis://h", {"redis_cert": "/c.pem", "redis_key": "/k.pem"}, "nothing would be encrypted"),
-        ("rediss://h", {"redis_cert": "/c.pem"}, "belong together"),
-        ("rediss://h", {"redis_key": "/k.pem"}, "belong together"),
+        ("redis://h?ssl_ca_certs=/ca.pem", {}, "nothing would be encrypted"),
+        ("redis://h?ssl_certfile=/c.pem&ssl_keyfile=/k.pem", {}, "nothing would be encrypted"),
+        ("rediss://h?ssl_certfile=/c.pem", {}, "belong together"),
+        ("rediss://h?ssl_keyfile=/k.pem", {}, "belong together"),
         ("redis://h", {"redis_sentinel_master": "m"}, "is for a TOOLCREW_REDIS_URL of sentinel://"),
         (SENTINELS, {}, "TOOLCREW_REDIS_SENTINEL_MASTER"),
         (f"{SENTINELS}/0", {"redis_sentinel_master": "m"}, "behind a later sentinel"),
@@ -118,19 +124,19 @@ def test_what_would_connect_otherwise_than_it_reads_is_refused(url: str, fields:
 def test_tls_is_asked_for_by_the_address_and_always_checked() -> None:
     assert build_settings("redis://h").tls_options() == {}
     assert build_settings("rediss://h").tls_options() == {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
-    files = {"redis_ca": "/ca.pem", "redis_cert": "/c.pem", "redis_key": "/k.pem"}
     told = {"ssl_ca_certs": "/ca.pem", "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
     checked = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **told}
-    settings = build_settings("rediss://h", **files)
+    settings = build_settings("rediss://h/0?ssl_ca_certs=/ca.pem&ssl_certfile=/c.pem&ssl_keyfile=/k.pem")
     assert settings.tls_options() == checked
     celery = settings.celery_options()
     assert (celery["broker_use_ssl"], celery["redis_backend_use_ssl"]) == (checked, checked)
+    assert celery["broker_url"] == "rediss://h/0"
 
 
 def test_sentinels_speak_tls_when_there_is_an_authority() -> None:
-    settings = build_settings(
-        SENTINELS, "s", redis_sentinel_master="m", redis_ca="/ca.pem", redis_sentinel_password="watch"
-    )
+    url = SENTINELS.replace(";", "?ssl_ca_certs=/ca.pem;", 1)
+    settings = build_settings(url, "s", redis_sentinel_master="m", redis_sentinel_password="watch")
+    assert settings.addresses == build_settings(SENTINELS, "s", redis_sentinel_master="m").addresses
     assert settings.is_tls
     assert (
         settings.sentinel_options().items() >= {"ssl": True, "ssl_cert_reqs": "required", "password": "watch"}.items()

@@ -30,9 +30,6 @@ _OWN_REDIS = (
     "for a Redis outside of these files; an overlay sets it together with the mounted certificates (docs/scaling.md)"
 )
 ABSENT: dict[tuple[str, str], str] = {
-    ("*", "TOOLCREW_REDIS_CA"): _OWN_REDIS,
-    ("*", "TOOLCREW_REDIS_CERT"): _OWN_REDIS,
-    ("*", "TOOLCREW_REDIS_KEY"): _OWN_REDIS,
     ("*", "TOOLCREW_REDIS_SENTINEL_MASTER"): _OWN_REDIS,
     ("*", "TOOLCREW_REDIS_SENTINEL_PASSWORD"): _OWN_REDIS,
     (

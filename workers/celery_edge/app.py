@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import socket
 import sys
 import threading
@@ -198,7 +197,7 @@ def claim_node(name: str, broker: BrokerSettings) -> str:
 
     Raises ConfigError when 100 workers have the name.
     """
-    machine, url = socket.gethostname(), re.sub(r"//[^@/]*@", "//", broker.redis_url.get_secret_value())
+    machine, url = socket.gethostname(), broker.redis_address()
     for number in range(1, MAX_NAMESAKES + 1):
         node = f"{name}@{machine}" if number == 1 else f"{name}-{number}@{machine}"
         digest = hashlib.sha256(f"{url} {broker.deployment} {node}".encode()).hexdigest()
