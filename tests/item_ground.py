@@ -64,7 +64,7 @@ def failed(code: Any, message: str = "no") -> Answer:
 
 
 class ItemGround(RunGround):
-    """One process with its pool. `answers`: by verb or tool, instead of a success. `events`: all events of its runs.
+    """One process with its pool. `answers`: by verb or tool, instead of a success. `run_events`: all events of its runs.
     `places`: shared by processes of one pool.
     """
 
@@ -82,7 +82,7 @@ class ItemGround(RunGround):
         super().__init__(client)
         self.model = turns if not isinstance(turns, Sequence) else ScriptedModel(turns)
         self.answers: dict[str, Answer] = dict(answers or {})
-        self.events: list[RunEvent] = []
+        self.run_events: list[RunEvent] = []
         self.places = places or MemorySessionStore()
         self.transport = AnsweringTransport(self._answer)
         self.blobs = MemoryAsyncBlobs()
@@ -145,7 +145,9 @@ class ItemGround(RunGround):
 
     async def worked(self, claim: RunClaim, defaults: BatchDefaults | None = None) -> Outcome:
         """How the item ends."""
-        return await self.work.work(claim, await self.journal(claim), defaults or BatchDefaults(), self.events.append)
+        return await self.work.work(
+            claim, await self.journal(claim), defaults or BatchDefaults(), self.run_events.append
+        )
 
     async def _answer(self, call: ToolCall, context: ToolContext) -> ToolResult:
         name = call.name.removeprefix("session.")

@@ -1,4 +1,4 @@
-"""`toolcrew serve batches`: an orchestrator that works runs and detached batches of every tenant until it is stopped."""
+"""`toolcrew serve batches`: an orchestrator that works runs and detached batches of all tenants until it is stopped."""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress

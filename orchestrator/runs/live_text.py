@@ -1,4 +1,4 @@
-"""Shows the text of a reply while it arrives. The loop of a durable run gets a reply only when it is whole and logged."""
+"""Shows the text of a reply while it arrives. The loop of a durable run gets a reply when it is whole and logged."""
 
 from collections.abc import Callable
 

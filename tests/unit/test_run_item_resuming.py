@@ -75,7 +75,7 @@ async def test_a_call_out_of_the_log_is_told_with_the_time_that_it_took(make: Ma
         claim = await first.put(item)
         await first.worked(claim)
         await second.worked(await second.taken_over(claim))
-        (told,) = [told for told in second.events if isinstance(told, CallFinished)]
+        (told,) = [told for told in second.run_events if isinstance(told, CallFinished)]
         assert told.seconds >= 0.05
 
 
@@ -121,7 +121,7 @@ async def test_a_run_whose_time_was_used_up_ends_so_with_all_that_its_log_has(
     claim = await second.taken_over(claim)
     journal = await second.journal(claim)
     journal.spent_wall_s = 60.0
-    outcome = await second.work.work(claim, journal, BatchDefaults(), second.events.append)
+    outcome = await second.work.work(claim, journal, BatchDefaults(), second.run_events.append)
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.MODEL, "max_wall")
     assert outcome.body is not None

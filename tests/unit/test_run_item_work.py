@@ -45,7 +45,7 @@ async def test_a_run_that_answers_is_a_success_and_its_session_is_closed(make: M
 async def test_what_happens_is_told(make: Made) -> None:
     ground = make(echo_then("two", "a", "b"))
     await ground.worked(await ground.put(build_run()))
-    assert [type(event) for event in ground.events if isinstance(event, PROGRESS_EVENTS)] == [
+    assert [type(event) for event in ground.run_events if isinstance(event, PROGRESS_EVENTS)] == [
         RunReady,
         CallFinished,
         StepFinished,

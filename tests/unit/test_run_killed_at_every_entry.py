@@ -75,7 +75,7 @@ class Counted:
         task = asyncio.current_task()
         assert task is not None
         defaults = BatchDefaults(artifacts=str(self._folder / "artifacts"))
-        return await process.work.work(claim, Journal(run_log, task.cancel), defaults, process.events.append)
+        return await process.work.work(claim, Journal(run_log, task.cancel), defaults, process.run_events.append)
 
     def sent(self, verb: str) -> list[str]:
         """Return the ids of the calls of that tool or verb that all processes have sent."""
@@ -141,7 +141,7 @@ async def test_another_process_ends_the_run_and_nothing_is_paid_asked_or_done_tw
     assert len(world.sent("echo")) == 2 + (lost is CallFinished)
     assert len(set(world.sent("echo"))) == 2
     assert len(world.sent("export")) == 1 + (lost is ArtifactsCopied)
-    counted = [type(event) for event in second.events if isinstance(event, PROGRESS_EVENTS)]
+    counted = [type(event) for event in second.run_events if isinstance(event, PROGRESS_EVENTS)]
     assert counted == [RunReady, CallFinished, StepFinished, CallFinished, StepFinished, StepFinished]
     is_opened_again = logged == [SessionOpening]
     assert len(world.sent("open")) == (2 if is_opened_again and lost is SessionOpened else 1)
