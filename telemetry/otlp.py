@@ -40,12 +40,12 @@ def open_tracer(
         otel = _Otel(service, warn)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"TOOLCREW_TRACING is otlp, and the package '{error.name}' is not installed: pip install "
+            f"TOOLCREW_TRACING is {settings.tracing}, and the package '{error.name}' is not installed: pip install "
             "'toolcrew[ops]', or unset it"
         ) from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"tracing cannot be set up: {error}; look at the OTEL_ variables") from error
-    content = settings.tracing_content
+    content = settings.has_content
     return Tracer(otel.put, otel.samples, otel.ambient, content, masker() if content else Masker(), otel.close)
 
 

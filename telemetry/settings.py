@@ -15,18 +15,16 @@ DEFAULT_ENDPOINT = "http://localhost:4318"
 
 
 class TracingSettings(BaseSettings):
-    """`TOOLCREW_TRACING` and `TOOLCREW_TRACING_CONTENT`; where spans go, and which, say OpenTelemetry's own variables
-    (docs/tracing.md).
-    """
+    """`TOOLCREW_TRACING`. OpenTelemetry's own variables say where spans go and which are sent (docs/tracing.md)."""
 
     model_config = SettingsConfigDict(
         env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True
     )
 
-    tracing: Literal["off", "otlp"] = "off"
-    """otlp: spans of runs, calls and sessions are sent to a collector (extra `ops`)."""
-    tracing_content: bool = False
-    """True: with arguments, results and the texts of runs, masked as traces are."""
+    tracing: Literal["off", "otlp", "otlp-content"] = "off"
+    """`otlp` sends spans of runs, calls and sessions to a collector (extra `ops`). `otlp-content` adds arguments, results
+    and the texts of runs, masked as in trace files (docs/tracing.md). An operator turns it on to find slow calls.
+    """
     protocol: str = Field(
         default=PROTOCOL,
         validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
@@ -40,7 +38,12 @@ class TracingSettings(BaseSettings):
     @property
     def is_on(self) -> bool:
         """Whether there are to be spans."""
-        return self.tracing == "otlp" and not self.is_disabled
+        return self.tracing != "off" and not self.is_disabled
+
+    @property
+    def has_content(self) -> bool:
+        """Whether spans have arguments, results and the texts of runs."""
+        return self.tracing == "otlp-content"
 
 
 def load_tracing_settings() -> TracingSettings:

@@ -67,8 +67,8 @@ def _check_nat64(prefix: IPv6Network) -> IPv6Network:
 Nat64Prefix = Annotated[IPv6Network, AfterValidator(_check_nat64)]
 
 
-def _default_slots(known: dict[str, Any]) -> int:
-    return 16 if known.get("worker_kind") == "sandbox" and known.get("worker_pool") != "prefork" else 4
+def _default_slots(fields: dict[str, Any]) -> int:
+    return 16 if fields.get("worker_kind") == "sandbox" else 4
 
 
 def _find_shipped_skills() -> tuple[Path, ...]:
@@ -108,10 +108,6 @@ class WorkerSettings(BaseSettings):
     """
     worker_kind: Literal["sandbox", "web"] = "sandbox"
     """sandbox: beside a sandboxd. web: with the network and without sandboxes, for web tools and operators' tools."""
-    worker_pool: Literal["auto", "threads", "prefork"] = "auto"
-    """Where calls run (docs/queue.md); auto: in threads beside sandboxes, in processes that can be killed without
-    them.
-    """
     concurrency: int = Field(default_factory=_default_slots, ge=1, le=512)
     """Calls at a time: 16 in threads, which cost next to nothing; 4 in processes."""
     worker_queues: list[Literal["pool.web", "pool.tools"]] | None = Field(default=None, min_length=1)

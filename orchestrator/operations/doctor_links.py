@@ -159,7 +159,7 @@ async def examine_tracing(settings: OrchestratorSettings, report: Report) -> Non
         elif importlib.util.find_spec("opentelemetry") is None:
             report.broken(
                 "tracing",
-                "TOOLCREW_TRACING is otlp, and OpenTelemetry is not installed",
+                "TOOLCREW_TRACING is set, and OpenTelemetry is not installed",
                 "pip install 'toolcrew[ops]', or unset it",
             )
         else:

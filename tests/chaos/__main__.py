@@ -21,7 +21,7 @@ def main() -> int:
     arguments = _parse_arguments()
     kinds = [blow for blow in BLOWS if arguments.only in (None, blow.target) and arguments.deed in (None, blow.deed)]
     seed = arguments.seed or secrets.token_hex(4)
-    terms = Terms(drivers=arguments.drivers, sessions=arguments.sessions, pool=arguments.pool)
+    terms = Terms(drivers=arguments.drivers, sessions=arguments.sessions)
     _say(f"seed {seed}: {arguments.rounds} rounds of each of {len(kinds)} kinds")
     wrong = 0
     for blow in kinds:
@@ -40,7 +40,6 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", help="of the moments and of whom it meets; printed when it is not given")
     parser.add_argument("--drivers", type=int, default=2, help="orchestrators")
     parser.add_argument("--sessions", type=int, default=5, help="of each orchestrator")
-    parser.add_argument("--pool", choices=["auto", "threads", "prefork"], default="auto", help="of the sandbox workers")
     return parser.parse_args()
 
 

@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
     terms = BatchTerms(arguments.runs, arguments.calls, arguments.concurrency, arguments.blows, kinds)
     _say(f"seed {seed}: {arguments.rounds} rounds of {terms.runs} runs x {terms.calls} calls, {terms.blows} blows each")
     wrong = 0
-    with open_chaos(open_engine(), Terms(pool=arguments.pool, has_tools=False)) as ground:
+    with open_chaos(open_engine(), Terms(has_tools=False)) as ground:
         for number in range(arguments.first, arguments.first + arguments.rounds):
             report = play_batch(ground, terms, f"{seed}-{number}", f"round{number}", _say)
             wrong += _tell(number, report)
@@ -49,7 +49,6 @@ def _parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         help="strike only these; pause: an orchestrator, for longer than its leases",
     )
     parser.add_argument("--seed", help="of the moments and of whom it meets; printed when it is not given")
-    parser.add_argument("--pool", choices=["auto", "threads", "prefork"], default="auto", help="of the sandbox workers")
     return parser.parse_args(words)
 
 

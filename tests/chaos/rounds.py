@@ -25,15 +25,12 @@ SETTLE_S = 90.0
 
 @dataclass(frozen=True)
 class Terms:
-    """How rounds are played. `moments_s`: from one blow to the next; `pool`: of the sandbox workers; the calls come
-    from `drivers` x `sessions`.
-    """
+    """How rounds are played. `moments_s`: from one blow to the next; the calls come from `drivers` x `sessions`."""
 
     drivers: int = 2
     sessions: int = 5
     moments_s: tuple[float, float] = (1.0, 4.0)
     pause_s: tuple[float, float] = (5.0, 20.0)
-    pool: str = "auto"
     has_tools: bool = True
 
 
@@ -50,7 +47,7 @@ class Report:
 @contextmanager
 def open_chaos(api: APIClient, terms: Terms) -> Iterator[Ground]:
     """Two hosts and a worker for operators' tools. At the end nothing may be left of them: what is fails the block."""
-    settings = {"TOOLCREW_WORKER_POOL": terms.pool, "TOOLCREW_QUEUE_WAIT_S": "20", "TOOLCREW_CHECKPOINT_EVERY_S": "2"}
+    settings = {"TOOLCREW_QUEUE_WAIT_S": "20", "TOOLCREW_CHECKPOINT_EVERY_S": "2"}
     with open_ground(api, "a", "b", settings=settings, tools=terms.has_tools) as ground:
         yield ground
         ground.stop()

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 import redis
-from celery import Celery
 from docker import APIClient
 
 from contract.calls import ToolResult
@@ -56,41 +55,6 @@ async def start_call(
     task = asyncio.create_task(session.call("bash_tool", {"command": command}, call_id=call_id))
     await eventually(lambda: any(command in line for line in commands_in(container).values()), 15, f"{command} runs")
     return task
-
-
-def pool_child_of(stack: Stack, call_id: str) -> int:
-    """The pool process that runs a call, as Celery itself tells."""
-    app = Celery("asker", broker=stack.redis_url, backend=stack.redis_url, set_as_current=False)
-    try:
-        # Both kinds of worker answer.
-        active = app.control.inspect(timeout=10, limit=2).active() or {}
-    finally:
-        app.close()
-    [pid] = [task["worker_pid"] for tasks in active.values() for task in tasks if f"-{call_id}." in task["id"]]
-    return int(pid)
-
-
-async def test_a_pool_process_killed_during_a_call_costs_only_that_call(engine: APIClient) -> None:
-    with open_stack(engine, {"TOOLCREW_WORKER_POOL": "prefork"}) as stack:
-        async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
-            container = await container_of(stack, session)
-            call = await start_call(stack, session, "sleep 66", "doomed-1")
-            child = await asyncio.to_thread(pool_child_of, stack, "doomed-1")
-            assert child in children_of(stack.pid("worker"))
-
-            os.kill(child, signal.SIGKILL)
-            started = time.monotonic()
-            gone = asyncio.create_task(
-                eventually(lambda: len(commands_in(container)) == 1, 10, "the command is killed with its worker")
-            )
-            result = (await all_of([call], 30))[0]
-
-            assert (result.success, result.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
-            assert time.monotonic() - started < 20
-            await gone
-            after = await session.call("bash_tool", {"command": "echo on"})
-            assert (after.success, after.sandbox.generation) == (True, 1)  # type: ignore[union-attr]
-            await eventually(lambda: len(children_of(stack.pid("worker"))) >= 4, 20, "the pool is whole again")
 
 
 async def test_a_killed_sandboxd_is_started_again_and_its_sessions_keep_their_files(own_stack: Stack) -> None:

@@ -145,7 +145,7 @@ async def test_attributes_follow_the_conventions_and_hold_no_content(traced_stac
 async def test_content_that_was_asked_for_is_masked_cleaned_and_cut(
     traced_stack: Stack, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TOOLCREW_TRACING_CONTENT", "true")
+    monkeypatch.setenv("TOOLCREW_TRACING", "otlp-content")
     async with ToolClient.connect(traced_stack.redis_url) as client, await client.open_session() as session:
         result = await session.call("bash_tool", {"command": f"echo {KEY}; : '{HOSTILE}'"})
         assert result.success

@@ -49,8 +49,6 @@ ABSENT: dict[tuple[str, str], str] = {
     ("worker", "TOOLCREW_WORKER_QUEUES"): "a setting of web workers",
     ("worker", "TOOLCREW_TOOL_MODULES"): "operators' tools run in the web worker",
     ("worker", "TOOLCREW_TOOL_CONFIG"): "operators' tools run in the web worker",
-    ("worker", "TOOLCREW_WORKER_POOL"): "its default is right for each kind of worker",
-    ("web-worker", "TOOLCREW_WORKER_POOL"): "its default is right for each kind of worker",
     ("web-worker", "TOOLCREW_SANDBOXD_SOCKET"): "it has no sandboxes",
     ("web-worker", "TOOLCREW_CHECKPOINT_EVERY_S"): "it has no sandboxes",
     ("web-worker", "TOOLCREW_DRAIN_S"): "it has no sessions to move",

@@ -121,9 +121,8 @@ def test_off_is_what_it_is_unless_it_is_turned_on(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("TOOLCREW_TRACING", "yes", "TOOLCREW_TRACING: Input should be 'off' or 'otlp'"),
+        ("TOOLCREW_TRACING", "yes", "TOOLCREW_TRACING: Input should be 'off', 'otlp' or 'otlp-content'"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "set it to that, or unset it"),
-        ("TOOLCREW_TRACING_CONTENT", "perhaps", "TOOLCREW_TRACING_CONTENT: "),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str) -> None:

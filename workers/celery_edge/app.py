@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import structlog
@@ -110,20 +111,8 @@ def on_stopping(callback: Callable[[], None]) -> None:
     worker_shutting_down.connect(handle, weak=False)
 
 
-def choose_pool(kind: Literal["sandbox", "web"], asked: Literal["auto", "threads", "prefork"]) -> Pool:
-    """Return the pool: threads of one process for calls in sandboxes, which limit them; else processes that can be
-    killed.
-
-    Raises ConfigError for threads without sandboxes.
-    """
-    if kind == "sandbox":
-        return "threads" if asked == "auto" else asked
-    if asked == "threads":
-        raise ConfigError(
-            "TOOLCREW_WORKER_POOL=threads is for workers beside sandboxes: without one nothing could end a tool that "
-            "runs past its limit. Unset it, or set it to prefork"
-        )
-    return "prefork"
+POOL_OF_KIND: Mapping[Literal["sandbox", "web"], Pool] = MappingProxyType({"sandbox": "threads", "web": "prefork"})
+"""Sandboxes limit the calls of threads. Without a sandbox only a kill of the process ends a tool at its limit."""
 
 
 def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None] | None = None) -> Celery:
