@@ -118,14 +118,14 @@ async def work_batch(
     as_json: bool,
 ) -> int:
     """Work on a batch until it ends or is interrupted; return the exit code. `is_kept`: its Redis remains."""
-    with BatchEventFile(paths.batch_events) as kept:
+    with BatchEventFile(paths.batch_events) as event_file:
         record, summary = await runs.work(
             batch,
             lambda watched: open_display(
                 replace(watched, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json
             ),
             rows=rows,
-            kept=kept,
+            event_file=event_file,
             on_shift=interrupts.begin,
             is_kept=is_kept,
         )

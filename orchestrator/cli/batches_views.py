@@ -84,7 +84,7 @@ def batches_show(
 
     async def print_events() -> None:
         async with open_pool_client(tenant) as client:
-            await client.batch_runs().tell(batch, open_log, follow=follow)
+            await client.batch_runs().show(batch, open_log, follow=follow)
 
     if logs or follow:
         run_work(print_events(), as_json)

@@ -1,6 +1,4 @@
-"""Working a batch from this process: its items are run here, and on whatever other orchestrators there are, until every
-one has its row.
-"""
+"""Runs a batch from this process until every item has its row. Other orchestrators of the deployment share the items."""
 
 import asyncio
 import time
@@ -40,33 +38,33 @@ OpenDisplay = Callable[[Watched], Display]
 
 @dataclass(frozen=True)
 class RowPaths:
-    """Where the rows go. `errors` None: beside `out.jsonl`, as `out.errors.jsonl`."""
+    """The files of a batch's rows. `errors` None: `out.errors.jsonl` next to `out.jsonl`."""
 
     output: Path
     errors: Path | None = None
 
     @property
     def failures(self) -> Path:
-        """Where rows of failures go."""
+        """Return the file of the failed rows."""
         return self.errors or self._beside("errors")
 
     @property
     def batch_events(self) -> Path:
-        """Where it is kept what happened, for a report."""
+        """Return the file of the batch's events, for a report."""
         return self._beside("events")
 
     def _beside(self, what: str) -> Path:
         return self.output.with_name(f"{self.output.stem}.{what}.jsonl")
 
     def open(self, belongs: Callable[[str, str], bool]) -> RowFiles:
-        """Raises ConfigError for paths that cannot be written, before anything of the batch has begun."""
+        """Open the files. Raises ConfigError for paths that cannot be written, before the batch starts."""
         return RowFiles.open(self.output, self.failures, lambda custom_id, run, /: belongs(custom_id, run))
 
 
 @dataclass
 class Shift:
-    """This process's work on a batch while it lasts. `drain`: begin nothing any more; what runs is ended. `stop`: give
-    back what runs, now.
+    """The work of this process on one batch. `drain`: start no more items and let the running ones end. `stop`: give
+    the running ones back at once.
     """
 
     runner: Runner
@@ -81,12 +79,12 @@ class Shift:
         self.is_drained = True
         self._stopped.set()
 
-    async def until_stopped(self) -> None:
+    async def wait_stopped(self) -> None:
         await self._stopped.wait()
 
 
 class BatchRuns:
-    """Batches of one client's tenant, and the work on them."""
+    """Batches of the tenant of one client."""
 
     def __init__(
         self,
@@ -116,12 +114,12 @@ class BatchRuns:
         )
 
     def open_rows(self, paths: RowPaths, batch: str, file: BatchFile) -> RowFiles:
-        """The files of a batch that is submitted with that file."""
+        """Open the row files of a batch that is submitted with that input file."""
         known = {item.custom_id for item in file.items}
         return paths.open(lambda custom_id, run: custom_id in known and run == run_id(self.tenant, batch, custom_id))
 
     async def open_rows_again(self, paths: RowPaths, batch: str) -> RowFiles:
-        """The files of a batch that is there already."""
+        """Open the row files of an existing batch."""
         known = await self.batches.custom_ids(batch)
         return paths.open(lambda custom_id, run: known.get(custom_id) == run)
 
@@ -133,28 +131,29 @@ class BatchRuns:
         concurrency: int = DEFAULT_CONCURRENCY,
         model: Model | ChosenModel | None = None,
     ) -> AsyncIterator[Runner]:
-        """What works items of that batch, so many at a time; None: of every batch of every tenant. It has to be run."""
+        """Yield a runner of that batch's items, `concurrency` at a time; None: of every batch of every tenant."""
         async with Models(self._settings, model) as models:
             work = ItemWork(self._pool, self._parts, models, self._traces)
             only = (self.tenant, batch) if batch is not None else None
             yield Runner(self._pool.redis, self._settings.deployment, self.queue, work, self._writer, concurrency, only)
 
     async def recall(self, batch: str, rows: RowFiles) -> int:
-        """End items that wait and have a row in these files already, as that says: of a batch that Redis knows no more,
-        or not all of. Those whose attempt would be begun anew are left out. How many items."""
+        """End waiting items that already have a row in these files, with that row; return how many. Redis may have lost
+        the outcomes of a batch. Items that failed in an earlier attempt are left out.
+        """
         waiting, recalled = await self.queue.waiting(self.tenant, batch), 0
-        known = await asyncio.to_thread(
+        outcomes = await asyncio.to_thread(
             lambda: [outcome for outcome in rows.outcomes() if outcome.run in waiting] if waiting else []
         )
-        for at in range(0, len(known), ROWS_AT_ONCE):
-            some = known[at : at + ROWS_AT_ONCE]
-            records = await self.queue.runs([(self.tenant, outcome.run) for outcome in some])
+        for at in range(0, len(outcomes), ROWS_AT_ONCE):
+            page = outcomes[at : at + ROWS_AT_ONCE]
+            records = await self.queue.runs([(self.tenant, outcome.run) for outcome in page])
             first = {
                 outcome.run
-                for outcome, record in zip(some, records, strict=True)
+                for outcome, record in zip(page, records, strict=True)
                 if record is not None and record.attempt == 1
             }
-            fit = [outcome for outcome in some if outcome.run in first or outcome.failure is None]
+            fit = [outcome for outcome in page if outcome.run in first or outcome.failure is None]
             settled = await self.queue.settle(self.tenant, batch, fit)
             for outcome in fit:
                 if outcome.run in settled:
@@ -164,8 +163,9 @@ class BatchRuns:
         return recalled
 
     async def outcomes(self, batch: str) -> AsyncIterator[Outcome]:
-        """Of all items that have ended so far, in the order in which they did; over an outage of Redis, so that nobody
-        who has half of them has to begin anew."""
+        """Yield the outcomes of all items that have ended, in the order of their ends. Waits while Redis does not
+        answer, so that a client that has half of them need not start again.
+        """
         after = 0
         while True:
             after, outcomes = await retry_until_available(partial(self._outcomes_after, batch, after))
@@ -175,14 +175,14 @@ class BatchRuns:
                 yield outcome
 
     async def _outcomes_after(self, batch: str, after: int) -> tuple[int, list[Outcome]]:
-        """Some of them, and the number of the last one; 0: there are no more."""
+        """Return a page of outcomes and the number of its last one; 0: there are no more."""
         ended = await self.queue.ended(self.tenant, batch, after, ROWS_AT_ONCE)
         records = await self.queue.runs([(self.tenant, run) for _, run in ended])
         outcomes = [record.outcome for record in records if record is not None and record.outcome is not None]
         return ended[-1][0] if ended else 0, outcomes
 
     async def write_rows(self, batch: str, rows: RowFiles) -> int:
-        """Write the rows of all that has ended so far; how many were new. Raises RowsNotWritten."""
+        """Write the rows of all items that have ended; return how many were new. Raises RowsNotWritten."""
         count = 0
         async for outcome in self.outcomes(batch):
             count += len(await asyncio.to_thread(rows.append, [outcome]))
@@ -190,15 +190,15 @@ class BatchRuns:
         return count
 
     async def batch_events(self, batch: str) -> list[RunEvent]:
-        """What has happened of late, as far as Redis keeps it."""
+        """Return the latest events of a batch, as far as Redis stores them."""
         reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
-        told: list[RunEvent] = []
-        while some := await reader.read(0.0):
-            told += some
-        return told
+        events: list[RunEvent] = []
+        while page := await reader.read(0.0):
+            events += page
+        return events
 
-    async def tell(self, batch: str, open_display: OpenDisplay, *, follow: bool) -> None:
-        """Show what has happened of late; and, if it is followed, what happens until the batch has ended."""
+    async def show(self, batch: str, open_display: OpenDisplay, *, follow: bool) -> None:
+        """Show the latest events of a batch. `follow`: also new ones until the batch has ended."""
         record = await self.batches.status(batch)
         reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
         watched = Watched(batch, Progress(record.total), tenant=self.tenant)
@@ -207,11 +207,11 @@ class BatchRuns:
                 await Follower(
                     self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick
                 ).run()
-                await self._show_untold(batch, watched.progress, display.show)
+                await self._show_missing_ends(batch, watched.progress, display.show)
                 return
             for event in await self.batch_events(batch):
                 display.show(event)
-            await self._show_untold(batch, watched.progress, display.show)
+            await self._show_missing_ends(batch, watched.progress, display.show)
 
     async def work(
         self,
@@ -219,17 +219,17 @@ class BatchRuns:
         open_display: OpenDisplay,
         *,
         rows: RowFiles | None = None,
-        kept: BatchEventFile | None = None,
+        event_file: BatchEventFile | None = None,
         concurrency: int | None = None,
         model: Model | ChosenModel | None = None,
         on_shift: Callable[[Shift], None] = lambda _: None,
         is_kept: bool = True,
     ) -> tuple[BatchRecord, Summary]:
-        """Work and watch a batch until it has ended, or until the shift that `on_shift` gets is drained or stopped; how
-        it then stands.
+        """Work and show a batch until it has ended, or until the shift that `on_shift` gets is drained or stopped.
+        Return its record and summary.
 
-        Rows of all that has ended by then are written. `kept`: where it is kept what happens. `is_kept`: the pool
-        outlives this process, so that what is said at the end can name the batch by its id.
+        The rows of all ended items are written by then. `event_file`: gets every event. `is_kept`: the pool outlives
+        this process, so the summary may name commands with the batch's id.
         """
         record = await self.batches.status(batch)
         watched = Watched(batch, Progress(record.total), is_kept=is_kept, tenant=self.tenant)
@@ -242,24 +242,25 @@ class BatchRuns:
             with open_display(watched) as display:
 
                 def show(event: RunEvent) -> None:
-                    if kept is not None:
-                        kept.add(event)
+                    if event_file is not None:
+                        event_file.add(event)
                     display.show(event)
 
                 reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
                 follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=show, tick=display.tick)
                 try:
-                    await until_first(follower.run(), runner.run(), shift.until_stopped())
+                    await until_first(follower.run(), runner.run(), shift.wait_stopped())
                 finally:
                     await follower.end()
-                await self._show_untold(batch, watched.progress, show)
+                await self._show_missing_ends(batch, watched.progress, show)
             return await self.batches.status(batch), watched.summary()
 
-    async def _show_untold(self, batch: str, progress: Progress, show: Callable[[RunEvent], object]) -> None:
-        """Show the ends that nobody told, so that what is shown is what there is: of items that were cancelled before
-        they had begun, and of those whose events are no longer kept."""
-        record, stands = await self.batches.status(batch), progress.snapshot(time.time())
-        if (stands.done, stands.failed) == (record.succeeded, sum(record.failed.values())):
+    async def _show_missing_ends(self, batch: str, progress: Progress, show: Callable[[RunEvent], object]) -> None:
+        """Show the ends that had no event: of items that were cancelled before they started, and of items whose events
+        are no longer stored.
+        """
+        record, snapshot = await self.batches.status(batch), progress.snapshot(time.time())
+        if (snapshot.done, snapshot.failed) == (record.succeeded, sum(record.failed.values())):
             return
         async for outcome in self.outcomes(batch):
             if not progress.has_end(outcome.custom_id, outcome.attempt):
@@ -267,7 +268,7 @@ class BatchRuns:
 
 
 async def until_first(*works: Coroutine[Any, Any, object]) -> None:
-    """Until one of these ends; the others are cancelled, and waited for. Raises what that one raises."""
+    """Wait until one of these ends, then cancel the others and wait for them. Raises what the first one raises."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Batches of one tenant, as a program handles them: submitted, looked at, gone on with, cancelled."""
+"""Submits, resumes, cancels and reads the batches of one tenant."""
 
 import hashlib
 import re
@@ -19,7 +19,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def run_id(tenant: str, batch: str, custom_id: str) -> str:
-    """The id of an item's run: the same whoever submits it, so that an item is one run however often its batch is
+    """Return the id of an item's run. It depends only on the item, so an item is one run however often its batch is
     submitted.
     """
     return hashlib.sha256(f"{tenant}\0{batch}\0{custom_id}".encode()).hexdigest()[:24]
@@ -30,7 +30,7 @@ def new_batch_id() -> str:
 
 
 def check_batch_id(batch: str) -> None:
-    """Raises ToolFailure(INVALID_ARGUMENTS) for what cannot be one."""
+    """Raise ToolFailure(INVALID_ARGUMENTS) for an invalid id."""
     if not _ID.fullmatch(batch):
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"'{batch[:80]}' cannot be a batch's id: 1 to 64 letters, digits, - and _"
@@ -38,8 +38,8 @@ def check_batch_id(batch: str) -> None:
 
 
 class Batches:
-    """Raises BrokerUnavailable when Redis does not answer, ToolFailure(INVALID_ARGUMENTS) for what cannot be done, with
-    what to do.
+    """The batches of one tenant. Every method raises BrokerUnavailable when Redis does not answer, and
+    ToolFailure(INVALID_ARGUMENTS) with what to do for a request that cannot be met.
     """
 
     def __init__(self, queue: RunQueue, writer: BatchEventWriter, tenant: str) -> None:
@@ -58,13 +58,12 @@ class Batches:
         is_detached: bool = False,
         goes_on: bool = True,
     ) -> str:
-        """Queue the items of a file; gives the batch's id. With the id of a batch that was submitted with the same
-        file, that one is gone on with: items that are not there are added, and what failed for the infrastructure is
-        queued again. `goes_on` False: it is the same submission, sent again, and does no more than what is missing of
-        it.
+        """Queue the items of a file and return the batch's id. With the id of a batch that was submitted with the same
+        file, continue that batch: add missing items and queue infrastructure failures again. `goes_on` False: the same
+        submission is sent again, and only its missing items are added.
 
-        `is_detached`: handed over to the orchestrators that serve everybody (batch_service.py), until it is submitted
-        otherwise. Raises BadBatch when lines name paths of this machine then.
+        `is_detached`: orchestrators that serve all tenants work the batch (batch_service.py). Raises BadBatch when
+        lines then name paths of this machine.
         """
         if is_detached:
             check_detached(file, defaults.artifacts if defaults is not None else None, name or "the batch")
@@ -86,7 +85,7 @@ class Batches:
         if not is_new and not goes_on:
             return await self._complete(chosen, file)
         if not is_new:
-            await self._go_on(chosen, concurrency, defaults, is_detached=is_detached)
+            await self._change(chosen, concurrency, defaults, is_detached=is_detached)
             await self._queue.reopen(self.tenant, chosen)
         await self._add(chosen, file)
         if is_new:
@@ -109,8 +108,9 @@ class Batches:
         kinds: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED),
         entry: str = "",
     ) -> int:
-        """Queue again what ended in one of these ways; how many items. What runs, waits or succeeded is left alone.
-        `entry`: of the audit, written if there is something to be queued; "" for none."""
+        """Queue items again that failed in one of these ways; return how many. Running, waiting and succeeded items
+        stay as they are. `entry`: the audit entry to write if any item is queued; "" for none.
+        """
         check_batch_id(batch)
         record, queued = await self._queue.batch(self.tenant, batch), await self._queue.count_items(self.tenant, batch)
         if queued < record.total:
@@ -121,7 +121,7 @@ class Batches:
             )
         again = await self._queue.retry(self.tenant, batch, kinds, entry)
         await self._queue.reopen(self.tenant, batch)
-        await self._note(batch, f"resumed, {again} items are begun anew")
+        await self._note(batch, f"resumed, {again} items start again")
         return again
 
     async def status(self, batch: str) -> BatchRecord:
@@ -129,21 +129,21 @@ class Batches:
         return await self._queue.batch(self.tenant, batch)
 
     async def cancel(self, batch: str) -> int:
-        """Begin nothing of it any more, and end what runs; gives how many items had not been begun."""
+        """Start no more items and end the running ones. Return how many had not started."""
         check_batch_id(batch)
         waited = await self._queue.cancel(self.tenant, batch)
         await self._note(batch, "cancelled")
         return waited
 
     async def custom_ids(self, batch: str) -> dict[str, str]:
-        """Of every item that was submitted, its custom_id and its run."""
+        """Return the custom_id and the run of every submitted item."""
         check_batch_id(batch)
         runs, known = await self._queue.items(self.tenant, batch), dict[str, str]()
         for at in range(0, len(runs), AT_ONCE):
-            # Some at a time, and without what they came to: of a large batch that is more than fits into memory.
-            some = runs[at : at + AT_ONCE]
-            told = await self._queue.custom_ids(self.tenant, batch, some)
-            known |= {custom_id: run for run, custom_id in zip(some, told, strict=True) if custom_id is not None}
+            # By pages and without outcomes: those of a large batch do not fit into memory.
+            page = runs[at : at + AT_ONCE]
+            ids = await self._queue.custom_ids(self.tenant, batch, page)
+            known |= {custom_id: run for run, custom_id in zip(page, ids, strict=True) if custom_id is not None}
         return known
 
     async def _add(self, batch: str, file: BatchFile) -> None:
@@ -169,12 +169,17 @@ class Batches:
                 "file to go on with it",
             )
 
-    async def _go_on(
+    async def _change(
         self, batch: str, concurrency: int | None, defaults: BatchDefaults | None, *, is_detached: bool
     ) -> None:
         known = await self._queue.batch(self.tenant, batch)
-        limit, told = concurrency or known.concurrency, defaults or known.defaults
-        await self._queue.change(self.tenant, batch, concurrency=limit, defaults=told, is_detached=is_detached)
+        await self._queue.change(
+            self.tenant,
+            batch,
+            concurrency=concurrency or known.concurrency,
+            defaults=defaults or known.defaults,
+            is_detached=is_detached,
+        )
 
     async def _note(self, batch: str, message: str, total: int | None = None) -> None:
         self._writer.add(self.tenant, batch, BatchNotice(message=message, total=total))

@@ -1,4 +1,4 @@
-"""How an item ended, told so that it is known what a retry is good for."""
+"""Classifies how an item ended, so that a client knows whether a retry helps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,16 +35,16 @@ _INPUT_CODES = frozenset(
     }
 )
 _BUSY_CODES = frozenset({ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.SESSION_NOT_FOUND})
-"""Nothing is wrong with the item: another time it may go."""
+"""Nothing is wrong with the item: another attempt may succeed."""
 
 CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST = (
     "context_window_exceeded",
     "model_refused",
     "orchestrator_lost",
 )
-"""Codes of failures of items that are none of calls."""
+"""Codes of failed items that are no error codes of calls."""
 
-_TOLD: dict[StopReason, str] = {
+_STOP_MESSAGES: dict[StopReason, str] = {
     StopReason.MAX_ITERATIONS: "the model still called tools when its steps were used up: allow more (max_iterations)",
     StopReason.MAX_WALL: "the run reached its time limit (max_wall_s)",
     StopReason.MAX_TOKENS: "the run used up its tokens (max_tokens)",
@@ -56,14 +56,14 @@ _TOLD: dict[StopReason, str] = {
 
 
 def judge_run(result: RunResult) -> Failure | None:
-    """Why a run that has ended is no success; None: it has answered."""
+    """Return why an ended run is a failure; None: it has answered."""
     if result.stop_reason is StopReason.ANSWERED:
         return None
-    return Failure(kind=FailureKind.MODEL, code=result.stop_reason.value, message=_TOLD[result.stop_reason])
+    return Failure(kind=FailureKind.MODEL, code=result.stop_reason.value, message=_STOP_MESSAGES[result.stop_reason])
 
 
 def judge_call(result: ToolResult) -> Failure | None:
-    """Why a single call is no success; None: it is."""
+    """Return why a single call is a failure; None: it succeeded."""
     if result.success:
         return None
     code = result.error_code or ErrorCode.INTERNAL
@@ -73,7 +73,7 @@ def judge_call(result: ToolResult) -> Failure | None:
 
 
 def judge_error(error: BaseException) -> Failure:
-    """Why an item was not worked to its end. Whatever is no error of ours is a bug, and told as one."""
+    """Return the failure for an error that ended an item. An error that is not one of ours is a defect: INTERNAL."""
     match error:
         case ContextWindowExceeded():
             return Failure(kind=FailureKind.MODEL, code=CONTEXT_WINDOW_EXCEEDED, message=str(error))
@@ -99,16 +99,16 @@ def judge_error(error: BaseException) -> Failure:
 
 
 def judge_losses(times: int) -> Failure:
-    """Why an item is not gone on with whose holders die."""
-    told = (
+    """Return the failure of an item whose holders died that often in a row."""
+    message = (
         f"the process that worked the item died, or lost Redis, {times} times in a row without bringing it further: "
         "look into that process's log and its memory for what this item asks too much of, then retry it"
     )
-    return Failure(kind=FailureKind.INFRASTRUCTURE, code=ORCHESTRATOR_LOST, message=told)
+    return Failure(kind=FailureKind.INFRASTRUCTURE, code=ORCHESTRATOR_LOST, message=message)
 
 
 def build_outcome(claim: RunClaim, failure: Failure | None, body: Mapping[str, Any] | None = None) -> Outcome:
-    """What a claimed run came to. `failure` None: it is a success."""
+    """Return the outcome of a claimed run. `failure` None: it succeeded."""
     record = claim.record
     return Outcome(
         custom_id=record.item.custom_id,
@@ -121,7 +121,7 @@ def build_outcome(claim: RunClaim, failure: Failure | None, body: Mapping[str, A
 
 
 def status_of(failure: Failure | None) -> int:
-    """An HTTP status that tells roughly the same."""
+    """Return the HTTP status of the row."""
     if failure is None:
         return 200
     kinds = {FailureKind.MODEL: 422, FailureKind.TOOL: 422, FailureKind.INPUT: 400, FailureKind.CANCELLED: 499}
