@@ -1,4 +1,4 @@
-"""Runs a batch from this process until every item has its row. Other orchestrators of the deployment share the items."""
+"""Runs a batch from this process until every item has its row. Other orchestrators of the pool share the items."""
 
 import asyncio
 import time

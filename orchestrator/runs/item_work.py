@@ -38,7 +38,7 @@ from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
 from orchestrator.runs.run_gate import GatedModel, RunDeferred, RunGate
-from orchestrator.runs.run_parts import RunAs, RunParts
+from orchestrator.runs.run_parts import RunConfig, RunParts
 from orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
 from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.traces.opening import Traces
@@ -221,7 +221,7 @@ class ItemWork:
         chosen = await self._models.get(work.model or defaults.model)
         if chosen.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)
-        held = GatedModel(chosen.model, self.gate, claim.run)
+        model = GatedModel(chosen.model, self.gate, claim.run)
         spans = current_run() if self._pool.tracer is not None else None
         async with AsyncExitStack() as stack:
             slot = await stack.enter_async_context(self.slots.run())
@@ -231,27 +231,27 @@ class ItemWork:
             if spans is not None:
                 spans.know_model(chosen.model)
                 on_event = spans.before(on_event)
-            wanted = RunAs(
+            config = RunConfig(
                 run=agent_run,
                 dialect=work.dialect or defaults.dialect,
                 options=options,
                 tools=work.tools,
-                tell=on_event,
+                on_event=on_event,
                 shows_output=live is not None,
                 live=live,
                 priority="batch",
                 approver=self._approver(defaults, slot),
-                until_ready=slot.wait,
-                book=journal,
-                logged=lambda _: LoggedModel(held, journal, work.sampling, is_over=is_over, live=live),
+                before_send=slot.wait,
+                journal=journal,
+                wrap_model=lambda _: LoggedModel(model, journal, work.sampling, is_over=is_over, live=live),
                 is_chat=item.url == CHAT_URL,
             )
             with self.gate.request(claim.run):
-                agent = await retry_until_available(lambda: self._parts.build_agent(session, chosen, wanted))
+                agent = await retry_until_available(lambda: self._parts.build_agent(session, chosen, config))
             agent = replace(agent, run_call=slot.wrap(agent.run_call))
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
             if run.stop_reason is StopReason.MAX_WALL:
-                held.check_answered()
+                model.check_answered()
         artifacts = (
             await self._artifacts(item, journal, defaults, session, on_event) if session is not None else _CopiedOut()
         )

@@ -41,11 +41,11 @@ from store.slots import Priority
 from store.tasks import retry_until_available
 
 MAX_CHARS = 8 * 1024
-"""Of the tool's whole description: a model reads it at each step."""
+"""Limit of the tool's whole description, which a model reads at each step."""
 WINDOW_SHARE = 0.02
-"""Of a model's context window, where it is known."""
+"""Largest share of a known context window that the description may take."""
 CHARS_A_TOKEN = 4
-"""Of English text, about."""
+"""Characters of English text in a token, roughly."""
 _NONE = "There are no skills now."
 
 
@@ -55,12 +55,14 @@ def disclose(
     uses: Mapping[str, int],
     context_tokens: int | None = None,
 ) -> list[ToolSpec]:
-    """The specs, skill_tool's with the skills' names and descriptions. `uses`: how often each was used;
-    `context_tokens`: the model's window.
+    """Return the specs; that of skill_tool gets the skills' names and descriptions. `uses`: how often each was used;
+    `context_tokens`: the model's context window.
     """
     return [
         spec.model_copy(
-            update={"description": f"{spec.description} {_tell(skills, uses, _room(spec, context_tokens))}"}
+            update={
+                "description": f"{spec.description} {_list_skills(skills, uses, _count_chars(spec, context_tokens))}"
+            }
         )
         if spec.name == SKILL_TOOL
         else spec
@@ -68,25 +70,26 @@ def disclose(
     ]
 
 
-def _room(spec: ToolSpec, context_tokens: int | None) -> int:
+def _count_chars(spec: ToolSpec, context_tokens: int | None) -> int:
+    """Return how many characters the list of skills may have."""
     most = MAX_CHARS - len(spec.description) - 1
     return most if context_tokens is None else min(most, int(context_tokens * WINDOW_SHARE * CHARS_A_TOKEN))
 
 
-def _tell(skills: Iterable[SkillSummary], uses: Mapping[str, int], room: int) -> str:
+def _list_skills(skills: Iterable[SkillSummary], uses: Mapping[str, int], room: int) -> str:
     lines = {skill.name: f"- {skill.name}: {' '.join(skill.description.split())}" for skill in skills}
     if not lines:
         return _NONE
-    told = _within(lines, uses, room)
-    if len(told) == len(lines):
-        return "\n".join(["Skills:", *told])
-    left = len(lines) - len(told)
-    return "\n".join(["Skills, those that are used most:", *told, f"[{left} more: action list names them]"])
+    shown = _choose_lines(lines, uses, room)
+    if len(shown) == len(lines):
+        return "\n".join(["Skills:", *shown])
+    hidden = len(lines) - len(shown)
+    return "\n".join(["Skills, those that are used most:", *shown, f"[{hidden} more: action list names them]"])
 
 
-def _within(lines: Mapping[str, str], uses: Mapping[str, int], room: int) -> list[str]:
-    """Those that fit, in the order of their names; who is used least is left out first. One that is too long keeps no
-    shorter one out.
+def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], room: int) -> list[str]:
+    """Return the lines that fit, the most used skills first, in the order of the input. A line that is too long does
+    not keep shorter ones out.
     """
     fitting: set[str] = set()
     for name in sorted(lines, key=lambda name: (-uses.get(name, 0), name)):
@@ -97,24 +100,26 @@ def _within(lines: Mapping[str, str], uses: Mapping[str, int], room: int) -> lis
 
 
 class ActiveSkills:
-    """Of one run. `skills`: those that there are for its tenant."""
+    """The skills that one run has loaded. `skills`: all skills of its tenant."""
 
     def __init__(self, skills: Iterable[SkillSummary]) -> None:
         self._skills: Mapping[str, SkillSummary] = {skill.name: skill for skill in skills}
         self._loaded: set[str] = set()
 
     def note(self, call: ToolCall, result: ToolResult) -> str | None:
-        """The skill that the call has used, if it has used one."""
+        """Return the skill that the call has used; None if it has used none."""
         name = call.arguments.get("name") if call.name == SKILL_TOOL else call.name
         if not result.success or not isinstance(name, str) or name not in self._skills:
             return None
-        # By its content: what else has the name says nothing of what this one may do.
+        # The digest decides: another skill of that name may allow other tools.
         if call.name == SKILL_TOOL and result.metadata.get("digest") == self._skills[name].digest:
             self._loaded.add(name)
         return name
 
     def rules(self, trusted: Collection[str], tenant: str) -> tuple[Rule, ...]:
-        """What need not be asked about now. `trusted`: digests."""
+        """Return rules that allow the tools of loaded skills. `trusted`: digests of skills whose tools need no
+        approval.
+        """
         active = [self._skills[name] for name in sorted(self._loaded) if self._skills[name].digest in trusted]
         return tuple(
             Rule("allow", allowed.tool, tenant, allowed.argv_prefix)
@@ -126,8 +131,8 @@ class ActiveSkills:
 Published = TypeVar("Published")
 
 
-class RunBook(Protocol):
-    """What a run remembers beyond this process (orchestrator/runs/journal.py)."""
+class RunJournal(Protocol):
+    """The journal of a durable run (orchestrator/runs/journal.py)."""
 
     @property
     def is_catching_up(self) -> bool: ...
@@ -145,39 +150,37 @@ class RunBook(Protocol):
     async def note_result(self, call: str, result: ToolResult) -> None: ...
 
 
-async def _at_once(_: str) -> None:
-    """Nothing is waited for."""
+async def _do_not_wait(_: str) -> None:
+    """Return at once."""
 
 
 @dataclass(frozen=True)
-class RunAs:
-    """How one run is made. `tools` None: all that the model can cope with. `book` None: nothing is remembered. `live`:
-    shows replies while they come. `logged`: wraps the model, so that its replies are logged.
+class RunConfig:
+    """The configuration of one run. `tools` None: those that suit the model. `journal` None: the run is not durable.
+    `live`: shows replies while they arrive. `wrap_model`: makes a model whose replies are logged.
     """
 
     run: str
     dialect: str | None = None
     options: ReActOptions = field(default_factory=ReActOptions)
     tools: Iterable[str] | Literal["all"] | None = None
-    tell: OnEvent = lambda _: None
+    on_event: OnEvent = lambda _: None
     shows_output: bool = False
     priority: Priority = "interactive"
-    """Of its calls."""
+    """The priority of its calls."""
     approver: Approver | None = None
-    """None: the client's."""
-    until_ready: Callable[[str], Awaitable[None]] = _at_once
-    """Waits, before the call of that id is sent, for what the run may have given away while people were asked about
-    it.
-    """
-    book: RunBook | None = None
-    logged: Callable[[Model], Model] = lambda model: model
+    """None: the client's approver."""
+    before_send: Callable[[str], Awaitable[None]] = _do_not_wait
+    """Waits before the call of that id is sent: the run may have released its slot while people decided about it."""
+    journal: RunJournal | None = None
+    wrap_model: Callable[[Model], Model] = lambda model: model
     live: LiveText | None = None
     is_chat: bool = False
-    """The model hears nothing but the run's own messages."""
+    """The model gets only the run's own messages, no system prompt."""
 
 
 class RunParts:
-    """Builds the agents of one client. Raises as the pool does: BrokerUnavailable, ToolFailure, ConfigError."""
+    """Builds the agents of one client. Methods raise as the pool does: BrokerUnavailable, ToolFailure, ConfigError."""
 
     def __init__(
         self, settings: OrchestratorSettings, pool: PoolConnection, approver: Approver, policy: ApprovalPolicy
@@ -185,66 +188,66 @@ class RunParts:
         self._settings = settings
         self._pool = pool
         self.approver = approver
-        """The client's."""
+        """The client's approver."""
         self._policy = policy
         self._capabilities = CapabilityCache(settings.capability_folder)
         self.skill_uses = SkillUses(pool.redis, settings.deployment)
 
-    async def build_agent(self, session: Session | None, chosen: ChosenModel, wanted: RunAs) -> Agent:
-        """The agent of one run in a session that is open; None: of one without tools."""
-        name = "native" if wanted.is_chat else wanted.dialect or self._settings.dialect
+    async def build_agent(self, session: Session | None, chosen: ChosenModel, config: RunConfig) -> Agent:
+        """Return the agent of one run in an open session; None: of a run without tools."""
+        name = "native" if config.is_chat else config.dialect or self._settings.dialect
         known = await know_model(chosen, name, self._capabilities)
-        options = with_window(wanted.options, self._settings, known)
+        options = with_window(config.options, self._settings, known)
         specs: list[ToolSpec] = []
         skills: Sequence[SkillSummary] = ()
         switches: Mapping[str, Switch] = {}
         questions = ModelRequests(chosen.model)
         if self._pool.tally is not None:
-            wanted = replace(wanted, tell=self._pool.tally.watch_run(wanted.tell, wanted.book))
+            config = replace(config, on_event=self._pool.tally.watch_run(config.on_event, config.journal))
         run_call: RunCall = _refused
         if session is not None:
             info = await session.info()
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
-            names = chosen.tools if wanted.tools is None else wanted.tools
+            names = chosen.tools if config.tools is None else config.tools
             offer = await _of_workers(self._pool.offers.of(session.tenant))
             specs = await self._specs(
                 offer, session.tenant, switches, names, info.describe_network(), options.context_tokens
             )
             skills = offer.skills
-            wanted.tell(_ready(wanted.run, info))
+            config.on_event(_ready(config.run, info))
             run_call = _Calls(
                 self,
                 session,
                 specs,
-                replace(wanted, options=options),
+                replace(config, options=options),
                 chosen.model.name,
                 questions,
                 ActiveSkills(skills),
             ).run_call()
-        dialect: Dialect = PlainDialect() if wanted.is_chat else choose_dialect(name, known, is_small=chosen.is_small)
-        if wanted.live is not None:
-            wanted.live.use(lambda: dialect.open_reader(wanted.run, 0, reads_tags=options.enable_tool_action_parsing))
+        dialect: Dialect = PlainDialect() if config.is_chat else choose_dialect(name, known, is_small=chosen.is_small)
+        if config.live is not None:
+            config.live.use(lambda: dialect.open_reader(config.run, 0, reads_tags=options.enable_tool_action_parsing))
         return Agent(
-            wanted.logged(chosen.model),
+            config.wrap_model(chosen.model),
             dialect,
             specs,
             run_call,
             instruction=chosen.instruction,
             options=options,
-            on_event=wanted.tell,
-            run_id=wanted.run,
+            on_event=config.on_event,
+            run_id=config.run,
             spent_by_tools=questions.usage,
             switched_off=switches,
             skills=[skill.name for skill in skills],
         )
 
     async def specs_in(self, session: Session, names: Iterable[str] | Literal["all"]) -> list[ToolSpec]:
-        """What a model may be told of in that session. Raises SandboxUnavailable, BrokerUnavailable, ToolFailure."""
+        """Return the tools for a model in that session. Raises SandboxUnavailable, BrokerUnavailable, ToolFailure."""
         return await _of_workers(self.specs_for(session.tenant, names, (await session.info()).describe_network()))
 
     async def specs_for(self, tenant: str, names: Iterable[str] | Literal["all"], reach: str | None) -> list[ToolSpec]:
-        """What a model of the tenant may be told of. `reach`: what its session has of the network. Raises ConfigError
-        when no worker lives.
+        """Return the tools for a model of the tenant. `reach`: a description of its session's network. Raises
+        ConfigError when no worker is up.
         """
         switches = switches_for(await self._pool.switches.switches(), tenant)
         return await self._specs(await self._pool.offers.of(tenant), tenant, switches, names, reach)
@@ -258,19 +261,19 @@ class RunParts:
         reach: str | None,
         context_tokens: int | None = None,
     ) -> list[ToolSpec]:
-        """skill_tool's with the skills that there are for the tenant, as far as the model has room for them."""
+        """Return the tools; the description of skill_tool lists the tenant's skills as far as they fit."""
         allowed = await self._pool.tenants.policy(tenant)
-        there = sorted(
+        offered = sorted(
             (spec for spec in offer.tools if is_offered(switches, allowed, spec)), key=lambda spec: spec.name
         )
-        specs = filter_specs([spec.with_network(reach) for spec in there] if reach is not None else there, names)
+        specs = filter_specs([spec.with_network(reach) for spec in offered] if reach is not None else offered, names)
         if not any(spec.name == SKILL_TOOL for spec in specs):
             return specs
         return disclose(specs, offer.skills, await self.skill_uses.of(tenant), context_tokens)
 
     @cached_property
     def people(self) -> Approver:
-        """Of runs that ask people; one, whose every look is for all that wait."""
+        """Return the approver that asks people. All runs share it, so that one poll serves all waiting calls."""
         return choose_people(self._settings, open_approvals(self._settings, self._pool.redis, self._pool.keys))
 
     async def review(
@@ -280,13 +283,14 @@ class RunParts:
         tenant: str,
         session: str | None,
         *,
-        tell: OnEvent = lambda _: None,
+        on_event: OnEvent = lambda _: None,
         run: str = "",
         approver: Approver | None = None,
         active: ActiveSkills | None = None,
     ) -> ToolCall | ToolResult:
-        """The call as it may run, or the result that refuses it. `session` None: it is opened for this call. `approver`
-        None: the client's. `active`: of the call's run."""
+        """Return the call as it may run, or the result that refuses it. `session` None: one is opened for this call.
+        `approver` None: the client's. `active`: the skills of the call's run.
+        """
         switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(tenant)
         try:
             await check_off_loop(
@@ -305,22 +309,22 @@ class RunParts:
             tenant=tenant,
             session=session,
             ttl_s=self._settings.approval_wait_s,
-            on_event=tell,
+            on_event=on_event,
             run=run,
         )
 
     async def policy_of(self, tenant: str) -> ApprovalPolicy:
-        """What its calls are judged by: the client's rules and the tenant's own."""
+        """Return the approval policy of a tenant's calls: the client's rules and its own."""
         return with_tenant_rules(self._policy, await self._pool.tenants.policy(tenant), tenant)
 
     def settle(self, session: Session, call: str) -> None:
-        """The result of a call is remembered."""
+        """Note that the result of a call is logged, so the pool may drop it."""
         self._pool.dispatcher.settle(session.tenant, call)
 
 
 class _Calls:
-    """How the calls of one run are made: reviewed, then dispatched, their output told to who listens; remembered where
-    there is a book.
+    """Makes the calls of one run: reviews them, dispatches them, publishes their output, and logs reviews and results
+    in the journal if there is one.
     """
 
     def __init__(
@@ -328,15 +332,15 @@ class _Calls:
         parts: RunParts,
         session: Session,
         specs: list[ToolSpec],
-        wanted: RunAs,
+        config: RunConfig,
         model: str,
         questions: ModelRequests,
         active: ActiveSkills,
     ) -> None:
-        self._parts, self._session, self._wanted, self._questions, self._active = (
+        self._parts, self._session, self._config, self._questions, self._active = (
             parts,
             session,
-            wanted,
+            config,
             questions,
             active,
         )
@@ -345,8 +349,8 @@ class _Calls:
         self._model = model
 
     def run_call(self) -> RunCall:
-        """What the agent runs a call with."""
-        make = self._fresh if self._wanted.book is None else self._remembered
+        """Return the function with which the agent runs a call."""
+        make = self._run if self._config.journal is None else self._run_durably
 
         async def run_call(call: ToolCall) -> ToolResult:
             result = await make(call)
@@ -357,105 +361,105 @@ class _Calls:
 
         return run_call
 
-    async def _remembered(self, call: ToolCall) -> ToolResult:
-        book = self._wanted.book
-        assert book is not None
-        known = book.result_of(call.id)
-        if known is not None:
-            return known
+    async def _run_durably(self, call: ToolCall) -> ToolResult:
+        journal = self._config.journal
+        assert journal is not None
+        logged = journal.result_of(call.id)
+        if logged is not None:
+            return logged
         try:
-            result = await retry_until_available(self._tries(call, book.now))
+            result = await retry_until_available(self._build_attempts(call, journal.now))
         except BrokerUnavailable as error:
             result = ToolResult.failed(call, error.code, str(error))
-        await book.note_result(call.id, result)
+        await journal.note_result(call.id, result)
         self._parts.settle(self._session, call.id)
         return result
 
-    def _tries(self, call: ToolCall, clock: Callable[[], float]) -> Callable[[], Awaitable[ToolResult]]:
-        """Makes the call each time it is called; raises BrokerUnavailable when nobody knows what came of it. By its
-        record the next try then finds out.
+    def _build_attempts(self, call: ToolCall, clock: Callable[[], float]) -> Callable[[], Awaitable[ToolResult]]:
+        """Return a function that makes the call each time it is called. It raises BrokerUnavailable when the outcome is
+        unknown; the next attempt reads it from the call's record.
         """
         tried_at: float | None = None
 
         async def send() -> ToolResult:
             nonlocal tried_at
             earlier, tried_at = tried_at, tried_at or clock()
-            result = await self._fresh(call, tried_at=earlier)
+            result = await self._run(call, tried_at=earlier)
             if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
                 raise BrokerUnavailable(result.error or "Redis does not answer")
             return result
 
         return send
 
-    async def _fresh(self, call: ToolCall, *, tried_at: float | None = None) -> ToolResult:
+    async def _run(self, call: ToolCall, *, tried_at: float | None = None) -> ToolResult:
         spec = self._specs[call.name]
-        reviewed = await self._reviewed(call, spec)
+        reviewed = await self._review(call, spec)
         if isinstance(reviewed, ToolResult):
             return reviewed
-        await self._wanted.until_ready(call.id)
-        self._wanted.tell(CallSent(run=self._wanted.run, call=reviewed))
-        book, wanted = self._wanted.book, self._wanted
+        await self._config.before_send(call.id)
+        self._config.on_event(CallSent(run=self._config.run, call=reviewed))
+        journal, config = self._config.journal, self._config
         request = Request(
             reviewed,
             self._session.tenant,
             self._session.id,
-            default_timeout_s=wanted.options.tool_timeout_s,
-            run=wanted.run,
+            default_timeout_s=config.options.tool_timeout_s,
+            run=config.run,
             model=self._model,
-            priority=wanted.priority,
+            priority=config.priority,
             handlers={MODEL: self._questions.open_call()} if spec.pool == "tools" else {},
-            keeps_result=book is not None,
-            sent_since=(book.sent_since(call.id) or tried_at) if book is not None else None,
+            keeps_result=journal is not None,
+            sent_since=(journal.sent_since(call.id) or tried_at) if journal is not None else None,
         )
-        on_output = self._teller(call.id) if self._wanted.shows_output else None
+        on_output = self._build_on_output(call.id) if self._config.shows_output else None
 
         async def send() -> ToolResult:
             with report_waiting(self._on_waiting):
                 return await self._session.send(request, on_output)
 
-        # A run that is remembered has time: its model is not told of a limit that only makes it wait.
-        result = await (send() if self._wanted.book is None else until_admitted(send))
+        # A durable run waits for a limit that only delays it, in place of a result that says so.
+        result = await (send() if self._config.journal is None else until_admitted(send))
         return note_aliases(result, find_aliases(spec, call.arguments))
 
-    async def _reviewed(self, call: ToolCall, spec: ToolSpec) -> ToolCall | ToolResult:
-        """As `RunParts.review`; somebody who was asked is not asked again."""
-        book, asked = self._wanted.book, list[str]()
+    async def _review(self, call: ToolCall, spec: ToolSpec) -> ToolCall | ToolResult:
+        """Review the call as `RunParts.review` does. A logged decision is used again instead of asking again."""
+        journal, was_asked = self._config.journal, False
 
-        def tell(event: RunEvent) -> None:
-            if isinstance(event, ApprovalAsked):
-                asked.append(event.digest)
-            self._wanted.tell(event)
+        def on_event(event: RunEvent) -> None:
+            nonlocal was_asked
+            was_asked |= isinstance(event, ApprovalAsked)
+            self._config.on_event(event)
 
-        known = book.review_of(call.id) if book is not None else None
-        if known is not None:
-            return known
-        session, wanted = self._session, self._wanted
+        logged = journal.review_of(call.id) if journal is not None else None
+        if logged is not None:
+            return logged
+        session, config = self._session, self._config
         reviewed = await self._parts.review(
             call,
             spec,
             session.tenant,
             session.id,
-            tell=tell,
-            run=wanted.run,
-            approver=wanted.approver,
+            on_event=on_event,
+            run=config.run,
+            approver=config.approver,
             active=self._active,
         )
-        if book is not None and asked:
-            await book.note_review(call.id, reviewed)
+        if journal is not None and was_asked:
+            await journal.note_review(call.id, reviewed)
         return reviewed
 
     def _warn_of_wait(self, notice: WaitNotice) -> None:
-        self._wanted.tell(Warned(run=self._wanted.run, message=notice.message))
+        self._config.on_event(Warned(run=self._config.run, message=notice.message))
 
-    def _teller(self, call: str) -> OnOutput:
-        return lambda stream, text: self._wanted.tell(
-            OutputArrived(run=self._wanted.run, call_id=call, stream=stream, text=text)
+    def _build_on_output(self, call: str) -> OnOutput:
+        return lambda stream, text: self._config.on_event(
+            OutputArrived(run=self._config.run, call_id=call, stream=stream, text=text)
         )
 
 
 async def _of_workers(reading: Awaitable[Published]) -> Published:
-    """What the workers publish, for a run that has a session: workers there were, and none left is no setting of
-    whoever asks.
+    """Return what the workers publish. The run has a session, so workers were up: that none is up now is an outage, not
+    a wrong setting.
     """
     try:
         return await reading
@@ -464,7 +468,7 @@ async def _of_workers(reading: Awaitable[Published]) -> Published:
 
 
 async def _refused(call: ToolCall) -> ToolResult:
-    """Of a run that has no tools."""
+    """Return the result of any call of a run without tools."""
     return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
 
 

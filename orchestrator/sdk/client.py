@@ -27,7 +27,7 @@ from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.operations.local_stack import StackInfo, embedded_stack
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.run_parts import RunAs, RunParts
+from orchestrator.runs.run_parts import RunConfig, RunParts
 from orchestrator.sdk.call_control import CallControl, KilledCall
 from orchestrator.sdk.client_runs import ClientRuns
 from orchestrator.sdk.session_tools import Names, SessionTools
@@ -468,13 +468,13 @@ class ToolClient:
             if session is None:
                 session = await stack.enter_async_context(self._own_session(workspace, run, tell))
             shows_output = on_event is not None and shows_output
-            wanted = RunAs(
+            config = RunConfig(
                 run=run,
                 dialect=dialect,
                 options=options or ReActOptions(),
                 tools=tools,
-                tell=tell,
+                on_event=tell,
                 shows_output=shows_output,
             )
-            agent = await self._parts.build_agent(session, chosen, wanted)
+            agent = await self._parts.build_agent(session, chosen, config)
             return await agent.run(instruction)
