@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from contract.errors import ConfigError
 from contract.setting_names import check_names
@@ -20,6 +20,7 @@ from contract.signing import SigningKeys
 
 SCHEMES = ("redis", "rediss", "sentinel")
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+DEPLOYMENT = r"^[A-Za-z0-9_-]{1,64}$"
 REDIS_PORT, SENTINEL_PORT = 6379, 26379
 _FIELD = re.compile(r'field "(\w+)"')
 
@@ -80,6 +81,35 @@ def _describe_json(settings: type[BaseSettings], given: str) -> str:
     return f"{name} is not a JSON {kind}: write for example {name}='{example}' (docs/settings.md)"
 
 
+class SharedSettings(BaseSettings):
+    """Settings that orchestrators and workers read alike. Every field is `TOOLCREW_<NAME>`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True
+    )
+
+    redis_url: SecretStr | None = None
+    """The URL of the deployment's Redis: `redis://user:password@host:port/db`, `rediss://` for TLS, or `sentinel://`
+    (docs/wire-security.md). The operator sets it in every process and changes it when Redis moves.
+    """
+    deployment: str = Field(default="default", pattern=DEPLOYMENT)
+    """The name of the deployment, the same in all of its processes. The operator changes it when two deployments share
+    one Redis.
+    """
+    secret: SecretStr | None = None
+    """The secret that signs calls, results and orders, the same in all processes. Default: the password of Redis
+    (docs/wire-security.md). The operator sets it before the first start and whenever it may have leaked.
+    """
+    secrets_previous: list[SecretStr] = Field(default=[])
+    """Older secrets that are still accepted, as a JSON list (docs/wire-security.md). The operator sets it during a
+    change of TOOLCREW_SECRET.
+    """
+    redis_sentinel_master: str | None = None
+    """The name under which the sentinels of a `sentinel://` URL watch Redis. The operator sets it with such a URL."""
+    redis_sentinel_password: SecretStr | None = None
+    """The password of the sentinels themselves. The operator sets it if they ask for one."""
+
+
 class BrokerSettings(BaseModel):
     """Where Redis is and how it is spoken to, which deployment this is, and the secrets that sign what crosses the
     queue.
@@ -93,7 +123,7 @@ class BrokerSettings(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     redis_url: SecretStr
-    deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    deployment: str = Field(default="default", pattern=DEPLOYMENT)
     secret: SecretStr | None = None
     secrets_previous: Annotated[tuple[SecretStr, ...], Field(max_length=8)] = ()
     redis_sentinel_master: str | None = None

@@ -9,75 +9,91 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, JsonValue, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.errors import ConfigError
 from contract.masking import SECRET_NAME
-from contract.settings import BrokerSettings, read_environment
-from telemetry.log_lines import LogLevel
+from contract.settings import BrokerSettings, SharedSettings, read_environment
+from telemetry.settings import LogSettings
 
 _WEB_URL = r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$"
 
 
-class OrchestratorSettings(BaseSettings):
-    """Every field is `TOOLCREW_<NAME>`; the model's own variables keep their usual names."""
+class OrchestratorSettings(SharedSettings, LogSettings):
+    """The settings of `toolcrew`, the SDK, the API and Flower. The model's own variables keep their usual names."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True
-    )
-
-    redis_url: SecretStr | None = None
-    deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     api_key: SecretStr | None = None
-    """A tenant's, for whom commands then call (docs/tenants.md)."""
-    secret: SecretStr | None = None
-    secrets_previous: list[SecretStr] = []
-    """Secrets that are still accepted while one is changed (docs/wire-security.md); a JSON list."""
-    redis_sentinel_master: str | None = None
-    """The name under which sentinels watch Redis, when `redis_url` names sentinels."""
-    redis_sentinel_password: SecretStr | None = None
+    """An API key of a tenant: commands act for that tenant (docs/tenants.md). A tenant sets it in a shell."""
     model: str | None = None
+    """The name of the model at `OPENAI_BASE_URL`. Without that URL, `local` and `scripted` name models that toolcrew
+    ships. A batch team changes it for each experiment.
+    """
     dialect: Literal["native", "tags", "json", "auto"] = "native"
+    """How the model writes tool calls; `auto`: the best way that the model can do (docs/dialects.md). A batch team
+    changes it for a model without native tool calls.
+    """
     approvals: Literal["auto", "ask", "never", "queue"] = "ask"
+    """What happens to a call that needs approval: `ask` at the terminal, `auto` allows it, `never` denies it, `queue`
+    waits for an answer from elsewhere (docs/approvals.md). A batch team sets it for runs without a terminal.
+    """
     approvers: Literal["tenant", "operator"] = "tenant"
-    """Who answers what waits in the queue of questions: also the tenant whose call it is, or operators alone
-    (docs/approvals.md).
+    """Who may answer the queue of questions: the tenant too, or operators only (docs/approvals.md). The operator
+    changes it for a tenant that must not approve its own calls.
     """
     approval_wait_s: float = Field(default=300.0, gt=0, le=7 * 86_400)
-    """How long a call waits for its answer."""
+    """Seconds that a call waits for an answer. A batch team raises it if people answer only once a day."""
     approval_policy: Path | None = None
-    """A file of rules: who may call what unasked, and what nobody may."""
+    """A file with rules that allow or deny calls without a question (docs/approvals.md). The operator adds rules when a
+    question repeats.
+    """
     model_file: Path | None = None
+    """A GGUF file for the local model in place of the downloaded one (docs/local-model.md). A batch team sets it on
+    hosts without internet.
+    """
     model_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds until a reply begins, and between two parts of it. A batch team raises it for a slow model server."""
     model_streaming: bool = True
-    """False: a reply comes whole, and `model_timeout_s` bounds the wait for all of it."""
+    """`false` requests each reply as a whole; TOOLCREW_MODEL_TIMEOUT_S then limits the whole reply. A batch team sets
+    it for a model server that streams tool calls wrongly.
+    """
     model_retries: int = Field(default=5, ge=0)
-    """How often a request that failed before its reply began is sent again."""
+    """How often a request is repeated that failed before its reply began. A batch team raises it for a model server
+    with strict rate limits.
+    """
     model_context_tokens: int | None = Field(default=None, gt=0)
-    """What fits into the model's context window, when it is known better than the server says."""
+    """Tokens in the model's context window. A batch team sets it if the model server reports none or a wrong number."""
     openai_base_url: str | None = Field(default=None, validation_alias="OPENAI_BASE_URL")
+    """The URL of the model server. A batch team changes it with the model."""
     openai_api_key: SecretStr | None = Field(default=None, validation_alias="OPENAI_API_KEY")
+    """The API key of the model server. A batch team sets it with the URL."""
     queue_wait_s: float = Field(default=60.0, gt=0)
-    """How long a call may wait for a free worker before it is given up unrun."""
-    tenant_classes: dict[str, dict[str, JsonValue]] = {}
-    """sandboxd's, which judges them; here they only say whether an embedded stack needs an egress proxy."""
+    """Seconds that a call waits for a free worker; then it fails and has not run. A batch team raises it on a crowded
+    pool.
+    """
+    tenant_classes: dict[str, dict[str, JsonValue]] = Field(default={})
+    """See sandboxd. An operator of an embedded stack sets it here too: the stack starts an egress proxy if a class
+    needs one.
+    """
     egress_socket: Path | None = None
-    """Of an egress proxy that runs already."""
+    """The socket of an egress proxy that already runs. An operator of an embedded stack sets it to share that proxy."""
     traces: Path = Field(default_factory=lambda: _state_home() / "toolcrew" / "traces")
-    """The folder of the runs' traces (docs/traces.md)."""
+    """The folder of the traces of runs (docs/traces.md). An operator changes it when its disk gets full."""
     api_rate: float = Field(default=200.0, gt=0)
-    """Requests a second that one API key may make of one process of the API, on the average."""
+    """Requests a second of one API key at one process of the API; twice as many at once. An operator raises it when a
+    program gets status 429.
+    """
     workspace_store: str | None = None
-    """sandboxd's; here it only says whether a checkpoint would outlive an embedded stack."""
-    log_level: LogLevel = "INFO"
-    """Of the services; commands and the SDK say what their own caller configures (docs/logs.md)."""
+    """See sandboxd. An operator of an embedded stack sets it to keep checkpoints after the end of the stack."""
     flower_url: str | None = Field(default=None, pattern=_WEB_URL)
-    """Where people reach Flower, without a password in it: pages link to it (docs/operations.md)."""
+    """The URL of Flower, without a password; pages of calls link to it (docs/operations.md). The operator sets it when
+    people open Flower through a proxy.
+    """
     page_url: str | None = Field(default=None, pattern=_WEB_URL)
-    """Where people reach the API's pages: Flower links to the page of a call."""
+    """The URL of the API's pages; Flower links to the pages of calls. The operator sets it when people open the pages
+    through a proxy.
+    """
     trace_url: str | None = Field(default=None, pattern=r"^https?://[^\s\"'<>]*\{trace_id\}[^\s\"'<>]*$")
-    """Where people look at a trace, with {trace_id} in place of its id: pages of runs link to it while tracing is
-    on.
+    """The URL of a trace in Jaeger, Grafana or the like, with {trace_id}; pages of runs link to it. The operator sets
+    it together with TOOLCREW_TRACING.
     """
 
     @property

@@ -22,9 +22,10 @@ from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
 from contract.setting_rows import variable_names  # noqa: E402
+from contract.settings import SharedSettings  # noqa: E402
 from orchestrator.settings import OrchestratorSettings  # noqa: E402
 from scripts.kept_pages import keep_page  # noqa: E402
-from telemetry.settings import TracingSettings  # noqa: E402
+from telemetry.settings import LogSettings, TracingSettings  # noqa: E402
 from workers.settings import (  # noqa: E402
     EgressSettings,
     SandboxdSettings,
@@ -37,81 +38,52 @@ PAGE = ROOT / "docs" / "settings.md"
 INTRO = """\
 # Settings
 
-Made from the settings classes by `scripts/setting_docs.py`. Each process reads its own from the environment, once, when it starts; `toolcrew config show --origin` prints
-them all with their values here. Lists and objects are written as JSON; a variable that is empty counts as not set; a value that cannot be read
-ends the process with the variable's name. A variable that begins with `TOOLCREW_` and that no process reads is an error in every process, with the
-nearest known name. Secrets are never printed.
+Each process reads its settings from the environment once, when it starts. `toolcrew config show --origin` prints all of them with the values on this
+host. Write lists and objects as JSON. An empty variable counts as not set. A wrong value, or a variable that begins with `TOOLCREW_` and is no
+setting, ends the process with the nearest known name. Secrets are never printed.
+
+An *operator* runs the deployment, a *batch team* runs agents on it, a *tenant* uses it with an API key. `scripts/setting_docs.py` writes this page
+from the settings classes.
 """
 PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
-        "The orchestrator",
-        "`toolcrew`, the SDK, `toolcrew serve api`, `toolcrew serve batches`, Flower.",
-        OrchestratorSettings,
+        "Redis and signatures",
+        "Read by orchestrators and workers. Workers must have a `TOOLCREW_REDIS_URL`.",
+        SharedSettings,
     ),
+    ("Logs", "Read by every service. Commands and the SDK leave logging to their caller.", LogSettings),
     (
         "Tracing",
-        "Of every process. The other variables of OpenTelemetry's exporter are its own ([tracing.md](tracing.md)).",
+        "Read by orchestrators and workers. OpenTelemetry reads more variables itself ([tracing.md](tracing.md)).",
         TracingSettings,
     ),
-    ("Workers", "`toolcrew serve worker`, of both kinds.", WorkerSettings),
+    (
+        "Orchestrators",
+        "Read by `toolcrew`, the SDK, `toolcrew serve api`, `toolcrew serve batches` and Flower.",
+        OrchestratorSettings,
+    ),
+    ("Workers", "Read by `toolcrew serve worker` of both kinds.", WorkerSettings),
     (
         "sandboxd",
-        "`python -m workers.sandboxd`; more of each in [operations-sandboxes.md](operations-sandboxes.md).",
+        "Read by `python -m workers.sandboxd` ([operations-sandboxes.md](operations-sandboxes.md)).",
         SandboxdSettings,
     ),
     ("Web tools", "Read by workers of the kind web.", WebSettings),
-    ("The egress proxy", "`python -m workers.egress` ([egress.md](egress.md)).", EgressSettings),
+    ("Egress proxy", "Read by `python -m workers.egress` ([egress.md](egress.md)).", EgressSettings),
 )
-# Defaults that are made on the host, in words.
+# Defaults that depend on the host.
 MADE = {
     "host": "this host's name",
-    "concurrency": "16; 4 in processes",
+    "concurrency": "16; 4 for `web`",
     "traces": "`toolcrew/traces` in the user's state folder",
     "sandboxd_socket": "`sandboxd.sock` in the user's runtime folder",
-    "egress_socket": "`egress.sock` beside it",
-    "sandboxd_leases": "`/run/toolcrew/leases` for root, else beside the socket",
+    "egress_socket": "`egress.sock` in the user's runtime folder",
+    "sandboxd_leases": "`/run/toolcrew/leases` for root, else next to the socket",
 }
-# Meanings that go without saying beside the class, and not on a page of their own.
-PLAIN = {
-    "redis_url": ("The pool's Redis: `redis://user:password@host:port/db`, `rediss://` for TLS, `sentinel://` for sentinels "
-"([wire-security.md](wire-security.md))."),
-    "deployment": "The name that all processes of one deployment share; it is in every key.",
-    "secret": ("What calls, results and orders are signed with, the same on both sides; without it Redis's password "
-"([wire-security.md](wire-security.md))."),
-    "redis_sentinel_password": "The sentinels' own password.",
-    "model": ("The model's name at `OPENAI_BASE_URL`. `local` and `scripted` are models that are shipped with toolcrew; they "
-"are refused while `OPENAI_BASE_URL` is set."),
-    "dialect": "How the model asks for tools; `auto`: what it can do ([dialects.md](dialects.md)).",
-    "approvals": "What becomes of calls that need approval ([approvals.md](approvals.md)).",
-    "model_file": "Weights of the local model, instead of those that are loaded ([local-model.md](local-model.md)).",
-    "model_timeout_s": "How long a reply may take to begin, and then between its parts.",
-    "openai_base_url": "The endpoint of the model.",
-    "openai_api_key": "Its key.",
-    "log_level": "What is logged from here on.",
-    "protocol": "Only `http/protobuf` is spoken.",
-    "is_disabled": "True turns tracing off, whatever else is set.",
-    "sandboxd_socket": "Where sandboxd listens.",
-    "sandboxd_allow_uids": "Who may connect beside sandboxd's own uid.",
-    "sandbox_image": "The image of the default class.",
-    "sandbox_images_allowed": "Others that sessions may ask for.",
-    "sandbox_runtime": "The engine's runtime of the default class; `runsc` is gVisor.",
-    "sandbox_memory_reserve_bytes": "Memory of a sandbox.",
-    "sandbox_workspace_bytes": "Size of a workspace.",
-    "sandbox_cpus": "Processors of a sandbox.",
-    "sandbox_pids": "Processes of a sandbox.",
-    "max_sessions": "Open sessions at a time.",
-    "refuse_ranges": "Networks that web tools and sandboxes must not reach, beside the private ones.",
-    "nat64_prefix": "The /96 behind which a host without IPv4 finds IPv4.",
-    "searxng_url": "A SearXNG of one's own.",
-    "tavily_api_key": "Turns Tavily on.",
-    "brave_api_key": "Turns Brave on.",
-    "exa_api_key": "Turns Exa on.",
-    "egress_socket": "Where the proxy listens.",
-}  # fmt: skip
 
 
 def build_page() -> str:
-    """The whole page. Raises SystemExit for a setting that says nowhere what it means."""
+    """Return the whole page. Raises SystemExit for a setting without a description."""
     parts = [INTRO]
     for title, about, settings in PROCESSES:
         parts.append(
@@ -119,39 +91,42 @@ def build_page() -> str:
         )
     fields = ", ".join(f"`{name}`" for name in TenantClass.model_fields)
     parts.append(
-        f"\nAn object of `TOOLCREW_TENANT_CLASSES` has {fields}; what each does: "
-        "[operations-sandboxes.md](operations-sandboxes.md#tenant-classes).\n"
+        f"\nA class in `TOOLCREW_TENANT_CLASSES` may have {fields} "
+        "([operations-sandboxes.md](operations-sandboxes.md#tenant-classes)).\n"
     )
     return "".join(parts)
 
 
 def _rows(settings: type[BaseModel]) -> str:
-    documented = docstrings(settings)
     rows = []
-    for name, field in settings.model_fields.items():
-        means = documented.get(name) or PLAIN.get(name)
-        if means is None:
-            raise SystemExit(f"{settings.__name__}.{name} says nowhere what it means: write a docstring below it")
+    for name, meaning in docstrings(settings).items():
+        field = settings.model_fields[name]
         names = " or ".join(f"`{one}`" for one in variable_names(name, field))
-        rows.append(f"| {names} | {_type_of(field)} | {_default_of(name, field)} | {_cell(means)} |\n")
+        rows.append(f"| {names} | {_type_of(field)} | {_default_of(name, field)} | {_cell(meaning)} |\n")
     return "".join(rows)
 
 
 def docstrings(settings: type[BaseModel]) -> dict[str, str]:
-    """The text below each field of the class."""
+    """Return the text below each field that the class itself declares.
+
+    Raises SystemExit for a field without one, unless a base class has it.
+    """
     (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(settings))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             found[field.target.id] = inspect.cleandoc(str(ast.literal_eval(text.value)))
+    inherited = {name for base in settings.__bases__ for name in getattr(base, "model_fields", {})}
+    if missing := settings.model_fields.keys() - found.keys() - inherited:
+        raise SystemExit(f"{settings.__name__}: write a description below each of {', '.join(sorted(missing))}")
     return found
 
 
 def _type_of(field: FieldInfo) -> str:
     text = _name_of(field.annotation)
     bounds = [
-        f"{sign} {getattr(one, attr):g}"
+        f"{sign} {getattr(one, attr):.12g}"
         for one in field.metadata
         for attr, sign in _BOUNDS
         if getattr(one, attr, None) is not None
@@ -208,9 +183,9 @@ def _default_of(name: str, field: FieldInfo) -> str:
 
 
 def _cell(text: str) -> str:
-    """Of a table; pages link to one another as they lie."""
+    """Return the text for a cell of a table, with links to other pages."""
     text = re.sub(r"\((?:docs/)([a-z-]+\.md)\)", r"([\1](\1))", text)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def main() -> int:

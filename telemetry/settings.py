@@ -8,10 +8,22 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.errors import ConfigError
 from contract.settings import read_environment
+from telemetry.log_lines import LogLevel
 
 PROTOCOL = "http/protobuf"
 DEFAULT_ENDPOINT = "http://localhost:4318"
 """Where OpenTelemetry sends spans unless told otherwise."""
+
+
+class LogSettings(BaseSettings):
+    """The setting that every service reads. Every field is `TOOLCREW_<NAME>`."""
+
+    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
+
+    log_level: LogLevel = "INFO"
+    """The least urgent log level that a service writes (docs/logs.md). An operator sets `DEBUG` while looking for a
+    fault.
+    """
 
 
 class TracingSettings(BaseSettings):
@@ -22,18 +34,21 @@ class TracingSettings(BaseSettings):
     )
 
     tracing: Literal["off", "otlp", "otlp-content"] = "off"
-    """`otlp` sends spans of runs, calls and sessions to a collector (extra `ops`). `otlp-content` adds arguments, results
-    and the texts of runs, masked as in trace files (docs/tracing.md). An operator turns it on to find slow calls.
+    """`otlp` sends spans of runs, calls and sessions to a collector (extra `ops`). `otlp-content` adds arguments,
+    results and the texts of runs, masked as in trace files (docs/tracing.md). An operator turns it on to find slow
+    calls.
     """
     protocol: str = Field(
         default=PROTOCOL,
         validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
     )
+    """The protocol of the exporter. Only `http/protobuf` is supported: the operator unsets another value."""
     endpoint: str | None = Field(
         default=None, validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     )
-    """The collector; the exporter reads it by itself, here it is only looked at (`toolcrew doctor`)."""
+    """The URL of the collector. `toolcrew doctor` checks it. The operator sets it together with TOOLCREW_TRACING."""
     is_disabled: bool = Field(default=False, validation_alias="OTEL_SDK_DISABLED")
+    """`true` turns tracing off. An operator sets it to stop all spans for a while."""
 
     @property
     def is_on(self) -> bool:

@@ -20,9 +20,9 @@ from pydantic import (
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.masking import SECRET_NAME
-from contract.settings import BrokerSettings, read_environment
+from contract.settings import DEPLOYMENT, BrokerSettings, SharedSettings, read_environment
 from contract.tenancy import NetworkPolicy
-from telemetry.log_lines import LogLevel
+from telemetry.settings import LogSettings
 
 DEFAULT_IMAGE = "toolcrew-sandbox:dev"
 MIB = 1024 * 1024
@@ -77,53 +77,53 @@ def _find_shipped_skills() -> tuple[Path, ...]:
     return tuple(folder for folder in (package / "shipped_skills", package.parent / "skills") if folder.is_dir())[:1]
 
 
-class WorkerSettings(BaseSettings):
-    """A Celery worker's settings; every field is `TOOLCREW_<NAME>`, lists and objects in JSON. One that is empty is not
-    set.
-    """
-
-    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
+class WorkerSettings(SharedSettings, LogSettings):
+    """The settings of a Celery worker."""
 
     redis_url: SecretStr
-    deployment: str = "default"
-    secret: SecretStr | None = None
-    secrets_previous: list[SecretStr] = []
-    """Secrets that are still accepted while one is changed (docs/wire-security.md); a JSON list."""
-    redis_sentinel_master: str | None = None
-    """The name under which sentinels watch Redis, when `redis_url` names sentinels."""
-    redis_sentinel_password: SecretStr | None = None
     sandboxd_socket: Path = Field(default_factory=default_socket)
+    """The Unix socket of sandboxd. An operator changes it when two sandboxds run on one host."""
     host: str = Field(
         default_factory=lambda: re.sub("[^A-Za-z0-9-]", "-", socket.gethostname())[:40] or "host",
         pattern=r"^[A-Za-z0-9_-]{1,40}$",
     )
-    """Its name in queues, reports and orders; no two hosts of a deployment may have the same."""
+    """The name of this host in queues and reports, unique in the deployment. The operator sets it when host names
+    change or repeat, as in containers.
+    """
     checkpoint_every_s: float | None = Field(default=None, ge=0, le=86_400)
-    """The least time between two checkpoints that the worker takes of a session whose files change; 0: none. None: 60
-    where TOOLCREW_WORKSPACE_STORE is shared.
+    """Least seconds between two checkpoints of a session whose files change; 0: no checkpoints. Default: 60 with a
+    shared TOOLCREW_WORKSPACE_STORE. An operator raises it when the store is slow.
     """
     drain_s: float = Field(default=600.0, gt=0, le=86_400)
-    """How long a drain waits for sessions that are busy, or cannot be kept; then they move from their last
-    checkpoint.
+    """Seconds that a drain waits for busy sessions; then they move from their last checkpoint. An operator changes it
+    with the grace period of the scheduler.
     """
     worker_kind: Literal["sandbox", "web"] = "sandbox"
-    """sandbox: beside a sandboxd. web: with the network and without sandboxes, for web tools and operators' tools."""
+    """`sandbox` runs next to sandboxd. `web` has the network and no sandboxes, for web tools and operators' tools. The
+    operator sets it for each worker.
+    """
     concurrency: int = Field(default_factory=_default_slots, ge=1, le=512)
-    """Calls at a time: 16 in threads, which cost next to nothing; 4 in processes."""
+    """Calls at a time. An operator raises it when calls wait and the host has processors left."""
     worker_queues: list[Literal["pool.web", "pool.tools"]] | None = Field(default=None, min_length=1)
-    """What a web worker serves; None: pool.web, and pool.tools where there are operators' tools."""
-    tool_modules: list[str] = []
-    """Modules with operators' tools, beside the installed packages that name theirs (docs/custom-tools.md)."""
-    tool_config: dict[str, JsonValue] = {}
-    """What operators' tools find in `CallContext.config`. No place for secrets."""
+    """The queues of a web worker. Default: those that it has tools for. The operator sets it to run operators' tools on
+    separate hosts.
+    """
+    tool_modules: list[str] = Field(default=[])
+    """Python modules with operators' tools, in addition to installed packages (docs/custom-tools.md). The operator
+    changes it with a new tool.
+    """
+    tool_config: dict[str, JsonValue] = Field(default={})
+    """A JSON object that operators' tools read as `CallContext.config`; no secrets. The operator changes it with the
+    tools.
+    """
     skills: str | None = None
-    """Folders with skills, separated as in PATH; each skill is a folder in one of them. The first of two skills with
-    one name is used. None: the skills that are shipped with toolcrew (docs/skills.md)."""
+    """Folders of skills, separated as in PATH; the first of two skills with one name is used. Default: the skills that
+    toolcrew ships (docs/skills.md). The operator sets it to add skills for all tenants.
+    """
     mcp_servers: Path | None = None
-    """A JSON file with the MCP servers whose tools are offered (docs/mcp.md)."""
+    """A JSON file with MCP servers whose tools are offered (docs/mcp.md). The operator edits it for a new server."""
     mcp_refresh_s: float = Field(default=600.0, ge=1, le=86_400)
-    """How often they are asked for their tools again. One that does not answer is asked sooner, at first after 30 s."""
-    log_level: LogLevel = "INFO"
+    """Seconds between two requests for the tools of an MCP server. The operator lowers it while developing one."""
 
     def skill_roots(self) -> tuple[Path, ...]:
         """The folders that skills are in."""
@@ -169,68 +169,87 @@ class TenantClass(BaseModel):
     memory_reserve_bytes: int | None = Field(default=None, ge=64 * 1024 * 1024)
     cpus: float | None = Field(default=None, gt=0)
     pids: int | None = Field(default=None, ge=16)
-    pool: dict[str, Annotated[int, Field(ge=0, le=1000)]] = {}
+    pool: dict[str, Annotated[int, Field(ge=0, le=1000)]] = Field(default={})
     """Image -> how many never-used sandboxes of it are kept ready for the class."""
 
 
-class SandboxdSettings(BaseSettings):
-    """sandboxd's settings; every field is `TOOLCREW_<NAME>`. Sizes in bytes, durations in seconds."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True, populate_by_name=True
-    )
+class SandboxdSettings(LogSettings):
+    """The settings of sandboxd. Sizes in bytes, durations in seconds."""
 
     sandboxd_socket: Path = Field(default_factory=default_socket)
-    sandboxd_allow_uids: list[int] = []
-    deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    """Labels the containers beside the name: nothing of another deployment on the same engine is touched."""
-    sandboxd_name: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    """Labels this sandboxd's containers; two on one engine need two names, or one sweeps the other's sandboxes."""
+    """The Unix socket of sandboxd. An operator changes it when two sandboxds run on one host."""
+    sandboxd_allow_uids: list[int] = Field(default=[])
+    """Uids that may connect, in addition to sandboxd's own. The operator sets it when the worker runs as another user.
+    """
+    deployment: str = Field(default="default", pattern=DEPLOYMENT)
+    """The name of the deployment, as in the workers. The operator sets it when two deployments share one Docker engine.
+    """
+    sandboxd_name: str = Field(default="default", pattern=DEPLOYMENT)
+    """The name of this sandboxd, which removes containers with its name at its start. The operator sets it when two
+    sandboxds share one Docker engine.
+    """
     sandboxd_state: Path | None = None
-    """Workspaces, records and checkpoints; None: a folder of its name below /var/lib/toolcrew, or in the user's state
-    folder.
+    """The folder of workspaces, records and checkpoints. Default: below /var/lib/toolcrew, or in the user's state
+    folder. The operator changes it for a larger disk.
     """
     sandboxd_leases: Path = Field(default_factory=default_leases)
-    """A lock file for each living sandboxd of this host: what one that died has left is removed by the next that sees
-    it.
+    """The folder where the sandboxds of one host see which of them run. The operator sets it to a shared folder when
+    they run in containers.
     """
     sandbox_image: str = DEFAULT_IMAGE
-    sandbox_images_allowed: list[str] = []
+    """The image of a sandbox. The operator changes it to give all tenants more programs."""
+    sandbox_images_allowed: list[str] = Field(default=[])
+    """Other images that sessions may ask for. The operator adds an image when a batch team needs it."""
     sandbox_runtime: str = "runc"
+    """The runtime of the Docker engine; `runsc` is gVisor. The operator changes it for stronger isolation."""
     sandbox_memory_reserve_bytes: int = Field(default=256 * MIB, ge=64 * MIB)
+    """Memory for the processes of a sandbox. The operator raises it when programs of tenants run out of memory."""
     sandbox_workspace: Literal["auto", "image", "tmpfs", "folder"] = "auto"
-    """image: a file system image with a hard quota, needs root; tmpfs: memory; folder: watched only. auto: the best
-    that this host can have.
+    """Where workspaces are: `image` is a file system with a hard quota and needs root, `tmpfs` is memory, `folder` is
+    only watched. The operator changes it when `auto` does not choose the wanted kind.
     """
     sandbox_workspace_bytes: int = Field(default=256 * MIB, ge=MIB)
+    """The size of a workspace, which holds one file for each 4 KiB. The operator raises it for large repositories."""
     sandbox_cpus: float = Field(default=1.0, gt=0)
+    """Processors of a sandbox. The operator raises it when builds of tenants are slow."""
     sandbox_pids: int = Field(default=128, ge=16)
+    """Processes and threads of a sandbox. The operator raises it for parallel builds."""
     max_sandboxes: int = Field(default=200, ge=1)
-    """Containers at a time. Idle sessions give theirs up for others and get one again at their next call."""
+    """Containers at a time; an idle session gives its container to another one. The operator sets it by the memory of
+    the host.
+    """
     max_sessions: int = Field(default=1000, ge=1)
+    """Open sessions at a time. The operator sets it by the disk of the host."""
     pool_size: int = Field(default=2, ge=0, le=1000)
-    """Never-used sandboxes kept ready of the default class's image; of other images: `pool` of a class."""
+    """Unused sandboxes that are kept ready of the default image. The operator raises it when many sessions open at
+    once.
+    """
     idle_pause_s: float = Field(default=30.0, gt=0)
-    """A session without a call and without a background job is frozen after this time, and thawed by its next call."""
+    """Seconds without a call after which a session is frozen until its next call. The operator lowers it to save
+    processor time.
+    """
     idle_evict_s: float = Field(default=300.0, gt=0)
-    """And after this time its container is given up; its files and shell state are kept."""
+    """Seconds without a call after which a session gives up its container; files and shell state are kept. The operator
+    lowers it to save memory.
+    """
     host_free_bytes: int = Field(default=1024 * MIB, ge=0)
-    """No workspace is made on a disk with less free space than this; with less than half of it, what writes to one is
-    ended, files kept.
+    """Free disk space below which no workspace is made; below half of it, programs that write are ended. The operator
+    changes it with the size of the disk.
     """
     workspace_store: str | None = None
-    """Where checkpoints go: a folder, or a URL that fsspec knows (extra `store`), as s3://bucket/prefix. None: below
-    the state folder.
+    """The store of checkpoints: a folder, or a URL of fsspec such as s3://bucket/prefix (extra `store`). Default: the
+    state folder. The operator sets it so that sessions survive their host.
     """
     egress_socket: Path | None = None
-    """Of the egress proxy (`python -m workers.egress`); without one no class can have network: egress."""
-    egress_uids: list[int] = []
-    """Uids that the egress proxy may run under, beside sandboxd's own and root's: nobody else at that socket is told
-    anything.
+    """The socket of the egress proxy (docs/egress.md). The operator sets it when a tenant class gets the network."""
+    egress_uids: list[int] = Field(default=[])
+    """Uids that the egress proxy may run as, in addition to root and sandboxd's own. The operator sets it when the
+    proxy runs as another user.
     """
-    tenant_classes: dict[str, TenantClass] = {}
-    """Class name -> what its tenants have instead of the settings above, in JSON."""
-    log_level: LogLevel = "INFO"
+    tenant_classes: dict[str, TenantClass] = Field(default={})
+    """A JSON object from the name of a class to what its tenants get instead of the settings above. The operator adds a
+    class when a tenant needs more.
+    """
 
     def allowed_uids(self) -> frozenset[int]:
         """Uids that may connect: our own, and those listed."""
@@ -246,41 +265,56 @@ class SandboxdSettings(BaseSettings):
 
 
 class WebSettings(BaseSettings):
-    """Settings of the web tools; every field is `TOOLCREW_<NAME>`, lists in JSON. Hosts in ASCII, international names
-    as `xn--`.
-    """
+    """The settings of the web tools. Hosts in ASCII, international names as `xn--`."""
 
     model_config = SettingsConfigDict(
         env_prefix="TOOLCREW_", frozen=True, extra="ignore", hide_input_in_errors=True, env_ignore_empty=True
     )
 
-    webfetch_allow_hosts: list[str] = []
-    """`host` or `host:port`: hosts that the name and address rules let pass, and with a port the port rule too."""
-    webfetch_only_hosts: list[str] = []
-    """When there are any, no other host is fetched from; `*.example.org` stands for the names below example.org."""
-    webfetch_per_minute: int = Field(default=120, ge=1)
-    """Pages that one tenant may fetch from the network in a minute."""
-    refuse_ranges: list[IPvAnyNetwork] = []
-    nat64_prefix: Nat64Prefix | None = None
-    searxng_url: SecretStr | None = None
-    tavily_api_key: SecretStr | None = None
-    brave_api_key: SecretStr | None = None
-    exa_api_key: SecretStr | None = None
-
-
-class EgressSettings(BaseSettings):
-    """The egress proxy's settings; every field is `TOOLCREW_<NAME>`, lists in JSON. What a session may reach comes from
-    sandboxd.
+    webfetch_allow_hosts: list[str] = Field(default=[])
+    """`host` or `host:port`: hosts that may have a private address, and with a port any port. The operator adds an
+    internal site that a batch team needs.
     """
+    webfetch_only_hosts: list[str] = Field(default=[])
+    """The only hosts that pages are fetched from; `*.example.org` stands for the names below example.org. The operator
+    sets it when a tenant may not read the whole web.
+    """
+    webfetch_per_minute: int = Field(default=120, ge=1)
+    """Pages a minute that one tenant may fetch. The operator raises it for a batch team that reads many pages."""
+    refuse_ranges: list[IPvAnyNetwork] = Field(default=[])
+    """Networks such as `192.0.2.0/24` that no page may come from, in addition to private ones. The operator adds public
+    networks of the company.
+    """
+    nat64_prefix: Nat64Prefix | None = None
+    """The /96 prefix of the NAT64 gateway, so that embedded IPv4 addresses are checked. The operator sets it on hosts
+    without IPv4.
+    """
+    searxng_url: SecretStr | None = None
+    """The URL of a SearXNG instance, which is asked first. The operator sets it to search without a paid service."""
+    tavily_api_key: SecretStr | None = None
+    """The API key of Tavily, which is asked second. The operator sets it to turn the service on."""
+    brave_api_key: SecretStr | None = None
+    """The API key of Brave Search, which is asked third. The operator sets it to turn the service on."""
+    exa_api_key: SecretStr | None = None
+    """The API key of Exa, which is asked last. The operator sets it to turn the service on."""
 
-    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
+
+class EgressSettings(LogSettings):
+    """The settings of the egress proxy. sandboxd says what a session may reach."""
 
     egress_socket: Path = Field(default_factory=lambda: default_socket().parent / "egress.sock")
-    egress_allow_uids: list[int] = []
-    """Who may connect beside our own uid: sandboxd's."""
-    refuse_ranges: list[IPvAnyNetwork] = []
+    """The Unix socket of the proxy. The operator sets it to the path that sandboxd has."""
+    egress_allow_uids: list[int] = Field(default=[])
+    """Uids that may connect, in addition to the proxy's own. The operator sets it when sandboxd runs as another user.
+    """
+    refuse_ranges: list[IPvAnyNetwork] = Field(default=[])
+    """Networks such as `192.0.2.0/24` that no sandbox may reach, in addition to private ones. The operator adds public
+    networks of the company.
+    """
     nat64_prefix: Nat64Prefix | None = None
-    log_level: LogLevel = "INFO"
+    """The /96 prefix of the NAT64 gateway, so that embedded IPv4 addresses are checked. The operator sets it on hosts
+    without IPv4.
+    """
 
     def allowed_uids(self) -> frozenset[int]:
         """Uids that may connect: our own, and those listed."""

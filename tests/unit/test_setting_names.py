@@ -13,8 +13,10 @@ from pydantic_settings import BaseSettings
 from contract.errors import ConfigError
 from contract.setting_names import OTHERS, SETTINGS, check_names
 from contract.setting_rows import PREFIX, variable_names
+from contract.settings import SharedSettings
 from orchestrator.settings import OrchestratorSettings, load_settings
-from telemetry.settings import TracingSettings, load_tracing_settings
+from scripts.setting_docs import docstrings
+from telemetry.settings import LogSettings, TracingSettings, load_tracing_settings
 from tests.stack import ROOT
 from workers.settings import (
     EgressSettings,
@@ -51,6 +53,15 @@ def test_the_list_of_settings_is_that_of_all_settings_classes() -> None:
         name for one in CLASSES for field, info in one.model_fields.items() for name in variable_names(field, info)
     }
     assert {name.removeprefix(PREFIX) for name in fields if name.startswith(PREFIX)} == SETTINGS
+
+
+def test_there_are_few_settings_and_each_says_who_changes_it() -> None:
+    assert len(SETTINGS) <= 70
+    for settings in (*CLASSES, SharedSettings, LogSettings):
+        for name, meaning in docstrings(settings).items():
+            assert re.search(r"\b([Oo]perator|[Bb]atch team|[Tt]enant)\b", meaning), (
+                f"{name}: say who changes it and when"
+            )
 
 
 def test_every_name_in_deployment_files_scripts_and_tests_is_known() -> None:
