@@ -124,7 +124,7 @@ def test_sessions_of_a_class_that_is_gone_reach_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["", "c" * 65])
 def test_a_class_that_no_policy_can_name_is_refused_at_the_start(name: str) -> None:
-    with pytest.raises(ConfigError, match="can be named by nobody"):
+    with pytest.raises(ConfigError, match="has an invalid name"):
         load_plans(SandboxdSettings(tenant_classes={name: TenantClass()}))
 
 
@@ -273,5 +273,5 @@ async def test_terms_that_are_none_are_refused_in_a_sentence_and_open_nothing(tm
         for verb in ("open", "call", "terms"):
             header = {"verb": verb, "tenant": "acme", "sandbox": "acme:s", "request": {"op": "ping"}, "terms": terms}
             [refused] = await raw_exchange(daemon.path, frame(header))
-            assert (refused["code"], "mend the tenant's policy" in refused["message"]) == ("INVALID_ARGUMENTS", True)
+            assert (refused["code"], "fix the tenant's policy" in refused["message"]) == ("INVALID_ARGUMENTS", True)
         assert daemon.engine.guests == []

@@ -27,7 +27,7 @@ async def test_a_tenant_takes_no_more_than_its_share_and_leaves_the_others_their
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(skill_store, "MAX_TENANT_BYTES", 100_000)
-    monkeypatch.setattr(skill_store, "MAX_SHELF_BYTES", 200_000)
+    monkeypatch.setattr(skill_store, "MAX_TOTAL_BYTES", 200_000)
     shelf = SkillStore(FakeEngine(), "default", {})  # type: ignore[arg-type]
     first = await put(shelf, tmp_path / "1", "acme", "a")
     with pytest.raises(ToolFailure, match="skills that tenant acme has used") as refused:

@@ -1,4 +1,4 @@
-"""`python -m workers.sandboxd`: the daemon (program.py), or a sentence about the package that it lacks."""
+"""`python -m workers.sandboxd`: runs the daemon (program.py), or logs which package is missing."""
 
 import sys
 

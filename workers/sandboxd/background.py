@@ -1,5 +1,5 @@
-"""Work beside the event loop's own: in threads that nobody has to wait for, and several pieces at once of which none
-keeps the others.
+"""Work outside of the event loop's own tasks: blocking work in daemon threads, and groups of tasks of which one failure
+does not stop the others.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """A thread of its own, which the end of the process does not wait for: the pools of the standard library do, and an
-    engine or a disk can hang.
+    """Run blocking work in a daemon thread and return a future of its result. The thread is not from a pool: the
+    interpreter waits for pool threads at exit, and an engine or a disk can hang.
 
-    Raises SandboxUnavailable when the host gives none.
+    Raises SandboxUnavailable when the host allows no more threads.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -33,11 +33,11 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
         else:
             future.set_result(result)  # type: ignore[arg-type]  # None only where T has it
 
-    def go() -> None:
+    def run() -> None:
         result, failure = None, None
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001  # the thread's edge: whoever waits gets it
+        except BaseException as error:  # noqa: BLE001  # the caller that awaits the future gets the error
             failure = error
         try:
             loop.call_soon_threadsafe(settle, result, failure)
@@ -45,7 +45,7 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
             log.debug("work_outlived_its_loop", thread=name)
 
     try:
-        threading.Thread(target=go, name=name, daemon=True).start()
+        threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError as error:
         raise SandboxUnavailable(
             f"this host lets sandboxd have no more threads ({error}): raise its limit of tasks"
@@ -54,8 +54,8 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
 
 
 async def settle(work: Iterable[Awaitable[Any]]) -> None:
-    """All of it, whatever some of it raises. What the engine or the disk refused is tried again later; anything else is
-    a bug, and loud.
+    """Wait for every piece of work, even if one fails. A refusal of the engine or the disk is logged as a warning,
+    because the caller tries again later. Any other exception is a bug and is logged with its traceback.
     """
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, SandboxUnavailable):

@@ -1,5 +1,8 @@
-"""The unix socket that workers use: who may connect, and one request after the other of each, a call's frames relayed
-both ways.
+"""The unix socket for workers. It checks the uid of the peer, serves one request at a time on each connection, and
+relays the frames of a call in both directions.
+
+A worker that leaves must not leave a call running: the end of the connection cancels the call, and the connection's
+cleanup waits for no answer.
 """
 
 import asyncio
@@ -23,16 +26,14 @@ log = structlog.get_logger(__name__)
 
 OWNER = "sandboxd"
 ReadBody = Callable[[int], AsyncIterator[bytes]]
-"""Gives the pieces of a request's body of that size."""
+"""Returns the chunks of a request's body of the given size."""
 AnswerControl = Callable[[Mapping[str, Any], ReadBody], Awaitable[tuple[dict[str, Any], bytes]]]
-"""The answer to a request that is no call: its header and its body."""
+"""Returns the header and the body of the answer to a request that is not a call."""
 _MESSAGE_CHARS = 4096
 
 
 class Server:
-    """Listens for workers and serves their connections: one request at a time on each; a closed connection cancels its
-    call.
-    """
+    """Listens for workers and serves one request at a time on each connection. A closed connection cancels its call."""
 
     def __init__(self, sessions: Sessions, answer_control: AnswerControl, uids: frozenset[int]) -> None:
         self._sessions = sessions
@@ -41,8 +42,8 @@ class Server:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def listen(self, path: Path, mode: int) -> asyncio.Server:
-        """Listen at `path`. Raises OSError when another sandboxd already answers there, or something lies there that is
-        no socket.
+        """Listen at `path`. Raises OSError when another sandboxd already answers there, or when the path is not a
+        socket.
         """
         listener = open_listener(path, mode, owner=OWNER, variable="TOOLCREW_SANDBOXD_SOCKET")
         return await asyncio.get_running_loop().create_unix_server(
@@ -50,7 +51,7 @@ class Server:
         )
 
     async def close_connections(self) -> None:
-        """End what is still connected."""
+        """Cancel every open connection and wait for its end."""
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -80,7 +81,9 @@ class Server:
 
 
 class Connection:
-    """A worker's requests: calls are relayed to the guest both ways, `answer_control` answers all others."""
+    """Serves the requests of one worker. Calls are relayed to the guest; `answer_control` answers all other
+    requests.
+    """
 
     def __init__(self, link: WorkerLink, sessions: Sessions, answer_control: AnswerControl) -> None:
         self._link = link
@@ -88,13 +91,13 @@ class Connection:
         self._answer_control = answer_control
 
     async def serve(self) -> None:
-        """Until the worker leaves. Raises FrameError and ConnectionError when it breaks the protocol or leaves in the
-        middle.
+        """Serve requests until the worker leaves. Raises FrameError when the worker breaks the protocol, and
+        ConnectionError when it leaves in the middle of a request.
         """
         while (frame := await self._link.next()) is not None:
             verb = frame.header.get("verb")
             if verb == "data":
-                continue  # the body of a call that was refused: its answer has been sent
+                continue  # the rest of the body of a call that was already refused and answered
             try:
                 with bound_to_session(frame.header.get("sandbox")):
                     await self._serve(verb, frame)
@@ -112,21 +115,21 @@ class Connection:
             self._link.send({"ok": True, **answer}, body)
 
     async def _body(self, first: bytes, size: int) -> AsyncIterator[bytes]:
-        """The body that was declared, of which the first frame has this."""
-        left = size - len(first)
-        if left < 0:
+        """Yield the declared body, of which the first frame already contained `first`."""
+        remaining = size - len(first)
+        if remaining < 0:
             raise FrameError("more body than was declared")
         yield first
-        while left > 0:
-            data = await self._next_data(left)
-            left -= len(data)
+        while remaining > 0:
+            data = await self._next_data(remaining)
+            remaining -= len(data)
             yield data
 
-    async def _next_data(self, left: int) -> bytes:
+    async def _next_data(self, remaining: int) -> bytes:
         frame = await self._link.next()
         if frame is None:
             raise ConnectionError("the worker left in the middle of a body")
-        if frame.header.get("verb") != "data" or len(frame.body) > left:
+        if frame.header.get("verb") != "data" or len(frame.body) > remaining:
             raise FrameError("something else, or more, than the body that was declared")
         return frame.body
 
@@ -162,23 +165,23 @@ class Connection:
             session.used_at = time.monotonic()
         if self._link.is_gone:
             raise ConnectionError("the worker left during a call")
-        own: dict[str, Any] = {
+        sandbox_fields: dict[str, Any] = {
             "ok": True,
             "sandbox": session.describe_sandbox(sandbox),
             "sandbox_s": time.monotonic() - started,
         }
         if "sandbox_lost" in done:
             sandbox.is_loss_reported = True
-            own["workspace_kept"] = session.workspace.outlives_container
-        assert own.keys() <= SANDBOXD_FIELDS, "a guest could say it in place of sandboxd"
-        self._send_done(done, own)
-        # Last: the worker does not wait for it.
+            sandbox_fields["workspace_kept"] = session.workspace.outlives_container
+        assert sandbox_fields.keys() <= SANDBOXD_FIELDS, "a guest could set a field that only sandboxd may set"
+        self._send_done(done, sandbox_fields)
+        # Log last: the worker does not wait for it.
         log.info(
             "sandbox_call_ended",
             call=call_id,
             op=call.op,
             sandbox=sandbox.container[:12],
-            seconds=round(own["sandbox_s"], 4),
+            seconds=round(sandbox_fields["sandbox_s"], 4),
         )
 
     def _announce(self, sandbox: Sandbox, call: RunningCall, request: dict[str, Any], body: bytes) -> None:
@@ -188,18 +191,19 @@ class Connection:
             sandbox.forget(call)
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the request is too large for a frame: {error}") from error
 
-    async def _send_body(self, sandbox: Sandbox, call: RunningCall, left: int) -> None:
-        while left > 0:
+    async def _send_body(self, sandbox: Sandbox, call: RunningCall, remaining: int) -> None:
+        while remaining > 0:
             await sandbox.drain()
-            data = await self._next_data(left)
-            left -= len(data)
+            data = await self._next_data(remaining)
+            remaining -= len(data)
             sandbox.feed(call, {"op": "data"}, data)
 
     def _relay(self, frame: Frame) -> None:
         self._link.send({"ev": "data", "stream": frame.header["stream"]}, frame.body)
 
     def _abandon(self, sandbox: Sandbox, call: RunningCall) -> None:
-        # The call's end lies behind output that nobody will take: read on, or it is never seen.
+        # The end of the call comes after output that the worker no longer reads. Resume reading, or the end never
+        # arrives.
         sandbox.release(self._link)
         sandbox.cancel(call)
 
@@ -209,10 +213,10 @@ class Connection:
         else:
             sandbox.release(self._link)
 
-    def _send_done(self, done: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def _send_done(self, done: Mapping[str, Any], sandbox_fields: Mapping[str, Any]) -> None:
         try:
-            self._link.send({**done, **own})
+            self._link.send({**done, **sandbox_fields})
         except FrameError:
             error = {"code": ErrorCode.INTERNAL.value, "message": "the guest's answer is too large to be handed on"}
             loss = {name: done[name] for name in ("sandbox_lost", "removal_failed") if name in done}
-            self._link.send({"ev": "done", "error": error, **loss, **own})
+            self._link.send({"ev": "done", "error": error, **loss, **sandbox_fields})

@@ -1,4 +1,6 @@
-"""The requests of a worker that are no call: opening, closing and checkpoints of sessions, skills, terms, status."""
+"""Requests of a worker that are not calls: open, close and checkpoint sessions, place skills, update terms, report
+status.
+"""
 
 import asyncio
 import json
@@ -37,7 +39,7 @@ class ControlRequests:
         skills: SkillStore,
         describe: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """`describe`: gives what `status` says beside the sessions."""
+        """`describe` returns the fields of `status` that do not depend on sessions."""
         self._sessions = sessions
         self._plans = plans
         self._checkpoints = checkpoints
@@ -73,13 +75,15 @@ class ControlRequests:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown verb {str(verb)[:40]!r}")
 
     def _list(self, header: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Rows as a body: as a header of that size they would be checked a value at a time."""
+        """Return the rows as a body. As a header of that size, each value would be checked one by one."""
         rows = self._sessions.describe(str(header.get("after") or ""))
         following = rows[-1]["name"] if len(rows) == MAX_ROWS else None
         return {"next": following}, json.dumps(rows, separators=(",", ":")).encode("ascii")
 
     async def _place_skill(self, header: Mapping[str, Any], read_body: ReadBody) -> str | None:
-        """Return the folder of the bundle; None when it is not there yet and the request has no body."""
+        """Return the folder of the bundle. Returns None when the bundle is not placed yet and the request has
+        no body.
+        """
         scope, digest, size = parse_skill(header)
         if size == 0:
             return self._skills.find(scope, digest)
@@ -108,28 +112,31 @@ class ControlRequests:
         await self._checkpoints.load(session.tenant, checkpoint, sandbox)
 
     async def _update_terms(self, header: Mapping[str, Any]) -> int:
-        """For all sessions of a tenant here; gives how many there are."""
+        """Set the terms of all sessions of a tenant on this host, and return how many sessions there are."""
         tenant, terms = parse_text(header, "tenant"), parse_terms(header)
         if terms is None:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'terms' is missing")
         entries = [entry for entry in self._sessions.all() if entry.tenant == tenant]
         for entry in entries:
             self._sessions.update_terms(entry, terms)
-            await asyncio.sleep(0)  # each may be a file written: others go on in between
+            await asyncio.sleep(0)  # each update may write a file: let other tasks run in between
         return len(entries)
 
     async def _checkpoint(self, name: str, *, is_automatic: bool) -> dict[str, Any]:
-        """`is_automatic`: nobody asked for it, so it is no use of the session, and counts towards nobody's."""
-        known = self._sessions.find(name)
-        used_at = known.used_at if known is not None else 0.0
+        """Save a checkpoint of a session. An automatic checkpoint (`is_automatic`) was not requested by a client, so it
+        does not count as a use of the session.
+        """
+        found = self._sessions.find(name)
+        used_at = found.used_at if found is not None else 0.0
         session, _ = await self._sessions.use(name)
-        # One at a time: files that their owner may not read are open while they are packed, and closed again by who
-        # opened them.
+        # One at a time. Files that their owner may not read are opened up while they are packed, and two tasks would
+        # close them for each other.
         async with session.checkpointing:
             _, sandbox = await self._sessions.use(name)
-            asked_at = session.used_at
+            used_before = session.used_at
             most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
-            session.activity.has_written = False  # from here on: what ends now may have been read before it wrote
+            # Reset before packing: a request that ends during packing may have written after its file was read.
+            session.activity.has_written = False
             try:
                 saved = await self._checkpoints.save(session.tenant, sandbox, max_bytes=most, is_automatic=is_automatic)
             except BaseException:
@@ -138,7 +145,7 @@ class ControlRequests:
             finally:
                 if not is_automatic:
                     session.used_at = time.monotonic()
-                elif session.used_at == asked_at:
+                elif session.used_at == used_before:
                     session.used_at = used_at
         session.note_checkpoint(saved.id, is_automatic=is_automatic)
         return {
@@ -161,7 +168,7 @@ class ControlRequests:
                 if call.call_id == call_id:
                     sandbox.cancel(call)
                     return True
-        # It may be on its way here, or have more to ask for.
+        # The call may still be on its way here, or may have more requests to send.
         session.cancelled_calls.append(call_id)
         return False
 
@@ -171,22 +178,22 @@ def _parse_optional(header: Mapping[str, Any], name: str) -> str | None:
 
 
 def parse_moved(header: Mapping[str, Any]) -> SessionMove | None:
-    """What a request to open says of it; None: the session is new. Raises ToolFailure."""
-    told = header.get("moved")
-    if told is None:
+    """Return the move that a request to open describes, or None when the session is new. Raises ToolFailure."""
+    move = header.get("moved")
+    if move is None:
         return None
-    if not isinstance(told, dict) or not told.keys() <= {"generation", "checkpoint_at", "is_planned"}:
+    if not isinstance(move, dict) or not move.keys() <= {"generation", "checkpoint_at", "is_planned"}:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, "'moved' must have generation and, if known, checkpoint_at and is_planned"
         )
-    fence = told.get("generation")
+    fence = move.get("generation")
     if isinstance(fence, bool) or not isinstance(fence, int) or not 0 < fence <= MAX_FENCE:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
             f"moved.generation must be a whole number of at least 1 and at most {MAX_FENCE}",
         )
-    at = told.get("checkpoint_at")
-    return SessionMove(fence, None if at is None else _parse_instant(at), told.get("is_planned") is True)
+    at = move.get("checkpoint_at")
+    return SessionMove(fence, None if at is None else _parse_instant(at), move.get("is_planned") is True)
 
 
 def _parse_instant(text: object) -> datetime:

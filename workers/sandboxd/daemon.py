@@ -1,4 +1,10 @@
-"""sandboxd as a process: put together, proved on a real sandbox, serving until a signal, and taken down in order."""
+"""sandboxd as a process. Builds all parts, proves the profile on a real sandbox, serves until a signal, and shuts down
+in order.
+
+The order of `open_daemon` protects the sandboxes of other processes: the lease is taken before anything is removed,
+leftovers are removed before a session is adopted, and no worker connects before a test sandbox has shown that the
+engine applies the whole profile.
+"""
 
 import asyncio
 import contextlib
@@ -45,27 +51,27 @@ from workers.unix_listening import refuse_second, socket_mode, unlink_own
 log = structlog.get_logger(__name__)
 
 _NO_FOLDER = "bind source path does not exist"
-"""An engine's words where it does not see this process's folders."""
+"""The engine's error text when it does not see this process's folders."""
 SUSPEND_S = 8.0
-"""How long the end of sandboxd may take to pack what containers alone have."""
+"""How long the shutdown of sandboxd may take to pack the state that only containers have."""
 ORPHAN_GRACE_S = 15.0
-"""How long sandboxd outlives the keeper of an embedded stack: as long as that would have waited for the removal of all
-sandboxes.
+"""How long sandboxd outlives the process that keeps an embedded stack. That process waits equally long for the removal
+of all sandboxes.
 """
 POOL_REFILL_PER_S = 1.0
-"""Starts of sandboxes for the pool, so that calls keep most of the host."""
+"""Starts of pool sandboxes per second. The limit leaves most of the host to calls."""
 POOL_MEMORY_FLOOR_BYTES = 1024**3
-"""The pool is not filled while the host has less memory available."""
+"""The pool is not filled while the host has less available memory."""
 SANDBOX_MAX_LIFE_S = 86_400.0
 """A sandbox ends itself after this time even if sandboxd is dead. Its session gets a new one on the same workspace."""
 END_FOR_GOOD = signal.SIGUSR1
-"""Ends like SIGTERM and keeps no sessions: for a deployment that is removed, such as an embedded stack."""
+"""Ends sandboxd like SIGTERM, but keeps no sessions. For a deployment that is removed, such as an embedded stack."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, END_FOR_GOOD)
 
 
 @dataclass(frozen=True)
 class HostSetup:
-    """What a daemon is built from, whichever kind of workspaces it has."""
+    """The parts that a daemon is built from. They do not depend on the kind of its workspaces."""
 
     settings: SandboxdSettings
     engine: Engine
@@ -77,7 +83,7 @@ class HostSetup:
 
 
 class Daemon:
-    """What serves, and what `status` says about it."""
+    """The parts that serve requests, and the report for `status`."""
 
     def __init__(self, setup: HostSetup, choice: Choice) -> None:
         settings, plans = setup.settings, setup.plans
@@ -119,7 +125,7 @@ class Daemon:
         self.monitor = SessionMonitor(self.sessions, self.factory, self.reaper, idle, disk, self.checkpoints.forget_old)
 
     def describe(self) -> Mapping[str, Any]:
-        """What `status` tells beside the sessions."""
+        """Return the fields of `status` that do not depend on sessions."""
         settings = self.setup.settings
         return {
             "boot": self.boot,
@@ -146,7 +152,7 @@ class Daemon:
         }
 
     async def close(self, *, for_good: bool = False) -> None:
-        """Give up or remove every container. `for_good`: there will be no next sandboxd to keep anything for."""
+        """Evict or remove every container. `for_good`: no later sandboxd will adopt a session, so nothing is kept."""
         await self.pools.close()
         if for_good:
             await self.sessions.close_all()
@@ -157,10 +163,10 @@ class Daemon:
 
 @asynccontextmanager
 async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterator[Daemon]:
-    """Check the host, sweep what a predecessor left, prove the profile on a real sandbox, take over kept sessions. All
-    of it goes at the end.
+    """Check the host, remove what a predecessor left, prove the profile on a real sandbox, and adopt kept sessions.
+    Everything is taken down at the end.
 
-    Raises SandboxUnavailable and ConfigError with what is missing and how to mend it.
+    Raises SandboxUnavailable and ConfigError; the message says what is missing and how to fix it.
     """
     facts = await engine.facts()
     plans = load_plans(settings)
@@ -206,7 +212,7 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
 
 
 async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFacts, plans: Plans) -> None:
-    """Raises SandboxUnavailable when seccomp, a runtime or the image is missing."""
+    """Raise SandboxUnavailable when seccomp, a runtime or the image is missing."""
     if not facts.seccomp:
         raise SandboxUnavailable(
             "the Docker engine runs without seccomp, so sandboxes would not hold: use an engine built with it"
@@ -230,7 +236,7 @@ def _prepare_network(settings: SandboxdSettings, plans: Plans, session: Session,
     preamble = {"v": 1, "tenant": session.tenant, "session": session.id.partition(":")[2]}
 
     async def connect() -> ProxyStreams:
-        # Asked each time: the tenant may have less by now.
+        # Read the rules for each connection: the tenant's rights may have shrunk.
         rules = plans.rules(session.terms).model_dump(mode="json")
         return await open_proxy(settings.egress_socket, {**preamble, "rules": rules}, settings.proxy_uids())
 
@@ -238,9 +244,9 @@ def _prepare_network(settings: SandboxdSettings, plans: Plans, session: Session,
 
 
 async def _prove(daemon: Daemon) -> Daemon:
-    """Return the daemon, or one with other workspaces when the engine does not see the ones that were made.
+    """Return the daemon, or a daemon with another kind of workspaces when the engine does not see the first kind.
 
-    Raises SandboxUnavailable when the engine does not keep the profile.
+    Raises SandboxUnavailable when the engine does not apply the profile.
     """
     setup = daemon.setup
     fault = await _try_sandbox(daemon, setup.plans.standard())
@@ -260,7 +266,9 @@ async def _prove(daemon: Daemon) -> Daemon:
 
 
 async def _prove_others(daemon: Daemon) -> None:
-    """The same under every other runtime that a class asks for. Raises SandboxUnavailable, which names it."""
+    """Prove the profile under every other runtime that a class uses. Raises SandboxUnavailable, which names the
+    runtime.
+    """
     for plan in daemon.setup.plans.proofs()[1:]:
         try:
             fault = await _try_sandbox(daemon, plan)
@@ -271,8 +279,8 @@ async def _prove_others(daemon: Daemon) -> None:
 
 
 async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
-    """A real sandbox of that plan, inspected and asked; why it does not get its workspace. Raises SandboxUnavailable
-    for all else.
+    """Start, inspect and question a real sandbox of that plan. Returns the reason when it does not get its workspace.
+    Raises SandboxUnavailable for any other fault.
     """
     factory = daemon.factory
     await factory.slots.take()
@@ -295,8 +303,8 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
     )
     drift = find_drift(daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}), inspected)
     if drift:
-        words = "Run none on it: look for a plugin of its that changes containers, or use another engine or runtime"
-        raise SandboxUnavailable(f"the engine does not keep the sandbox profile: {' '.join(drift)} {words}")
+        advice = "Look for an engine plugin that changes containers, or use another engine or runtime"
+        raise SandboxUnavailable(f"the engine does not keep the sandbox profile: {' '.join(drift)} {advice}")
     dirt = find_dirt(attestation)
     if dirt:
         raise SandboxUnavailable(
@@ -306,14 +314,14 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
 
 
 async def run(settings: SandboxdSettings) -> None:
-    """Serve until SIGTERM, SIGINT or END_FOR_GOOD. Raises SandboxUnavailable when this host cannot isolate, OSError
-    when the socket is taken.
+    """Serve until SIGTERM, SIGINT or END_FOR_GOOD. Raises SandboxUnavailable when this host cannot isolate sandboxes,
+    and OSError when the socket is taken.
     """
     hold_lifeline(ORPHAN_GRACE_S)
     engine = Engine()
     try:
-        with cancelled_by_signals() as asked:
-            await _run(settings, engine, asked)
+        with cancelled_by_signals() as received:
+            await _run(settings, engine, received)
     except asyncio.CancelledError:
         log.info("sandboxd_stopped")
     finally:
@@ -322,51 +330,51 @@ async def run(settings: SandboxdSettings) -> None:
 
 @contextlib.contextmanager
 def cancelled_by_signals() -> Iterator[Sequence[int]]:
-    """Signals that ask for the end cancel the task that is in here, once: what it holds is then taken down in order.
-    Gives those that came.
+    """Cancel the current task once when a signal asks for the end, so that the task takes its parts down in order.
+    Yields the list of received signals.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    asked: list[int] = []
+    received: list[int] = []
 
     def end(number: int) -> None:
-        asked.append(number)
-        if len(asked) == 1:
+        received.append(number)
+        if len(received) == 1:
             task.cancel()
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, end, number)
     try:
-        yield asked
+        yield received
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
 
-async def _run(settings: SandboxdSettings, engine: Engine, asked: Sequence[int]) -> None:
-    # Before anything is swept: the sandboxes of a sandboxd that lives are no leftovers.
+async def _run(settings: SandboxdSettings, engine: Engine, received: Sequence[int]) -> None:
+    # Check before anything is removed: the sandboxes of a living sandboxd are not leftovers.
     refuse_second(settings.sandboxd_socket, owner=OWNER)
     async with open_daemon(settings, engine) as daemon:
         control = ControlRequests(
             daemon.sessions, daemon.setup.plans, daemon.checkpoints, daemon.setup.skills, daemon.describe
         )
         server = Server(daemon.sessions, control.answer, settings.allowed_uids())
-        await _serve(settings, server, daemon, asked)
+        await _serve(settings, server, daemon, received)
 
 
-async def _serve(settings: SandboxdSettings, server: Server, daemon: Daemon, asked: Sequence[int]) -> None:
-    """Until it is cancelled, by a signal that is then among those asked."""
+async def _serve(settings: SandboxdSettings, server: Server, daemon: Daemon, received: Sequence[int]) -> None:
+    """Serve until the task is cancelled. A signal that cancels it is then in `received`."""
     path = settings.sandboxd_socket
     listening = await server.listen(path, socket_mode(settings.allowed_uids()))
     inode = path.stat().st_ino
     log.info("sandboxd_ready", socket=str(path), image=settings.sandbox_image, runtime=settings.sandbox_runtime)
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(daemon.monitor.keep())
+            tasks.create_task(daemon.monitor.run())
             tasks.create_task(daemon.pools.keep_filled())
     finally:
         listening.close()
-        # Before the long part of the end: a successor may listen at the same path by then.
+        # Unlink before the long part of the shutdown: a successor may soon listen at the same path.
         unlink_own(path, inode)
-        await daemon.close(for_good=END_FOR_GOOD in asked)
+        await daemon.close(for_good=END_FOR_GOOD in received)
         await server.close_connections()

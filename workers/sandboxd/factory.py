@@ -1,5 +1,8 @@
-"""Starts and removes sandboxes: counted, recorded, labelled, started around a workspace, checked once, and forgotten
-when they are gone.
+"""Starts and removes sandboxes.
+
+No container may be lost, even if sandboxd is killed at any point. So a container gets its labels from the engine and a
+record on disk before it is started, and both stay until the engine has confirmed the removal. A removal that fails is
+remembered and tried again, and its slot stays taken.
 """
 
 import asyncio
@@ -33,14 +36,14 @@ from workers.sandboxd.session import Session
 log = structlog.get_logger(__name__)
 
 SLOT_WAIT_S = 10.0
-"""How long a session waits for a place that others may give up."""
+"""How long a session waits for a slot that others may free."""
 GIVE_UP_S = 10.0
-"""And for one that is about to give its place up."""
+"""How long a session waits for another session that frees its slot."""
 _LOOK_S = 0.1
 
 
 class SandboxSlots:
-    """Places for containers. `free_slot` is asked to give one up, and tells whether it did."""
+    """Slots for containers. `free_slot` asks another holder to free one, and returns True on success."""
 
     def __init__(self, limit: int, wait_s: float = SLOT_WAIT_S) -> None:
         self.limit = limit
@@ -54,14 +57,16 @@ class SandboxSlots:
         return self.taken >= self.limit
 
     def try_take(self) -> bool:
-        """A place at once, or none: for what nobody waits for."""
+        """Take a free slot at once. Returns False when there is none. For work that no client waits for."""
         if self.is_full:
             return False
         self.taken += 1
         return True
 
     async def take(self) -> None:
-        """A place, for which others may have to give theirs up. Raises SandboxUnavailable when nobody can in time."""
+        """Take a slot; another session may have to free its own. Raises SandboxUnavailable when no slot is freed in
+        time.
+        """
         until = time.monotonic() + self._wait_s
         while not self.try_take():
             if await self._has_freed_slot():
@@ -77,20 +82,20 @@ class SandboxSlots:
         self.taken -= 1
 
     async def _has_freed_slot(self) -> bool:
-        """Who gives a place up does so to the end, also when it takes longer than anybody waits: half of it done is a
-        session's state lost.
+        """Ask another holder to free a slot. The task continues after the timeout: a half-done eviction would lose the
+        state of a session.
         """
         if self.free_slot is None:
             return False
-        making = asyncio.ensure_future(self.free_slot())
-        self._making.add(making)
-        making.add_done_callback(self._making.discard)
-        await asyncio.wait({making}, timeout=GIVE_UP_S)
-        return making.done() and making.result()
+        freeing = asyncio.ensure_future(self.free_slot())
+        self._making.add(freeing)
+        freeing.add_done_callback(self._making.discard)
+        await asyncio.wait({freeing}, timeout=GIVE_UP_S)
+        return freeing.done() and freeing.result()
 
 
 class SandboxCounts:
-    """Totals, which only grow. They end with the process: its `boot` says when they begin anew."""
+    """Counters that only grow. They start at zero with each process; `boot` in `status` changes with it."""
 
     def __init__(self) -> None:
         self.oom = 0
@@ -101,7 +106,7 @@ class SandboxCounts:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Around the start of one container."""
+        """Count and time the start of one container."""
         began = time.monotonic()
         try:
             yield
@@ -114,7 +119,7 @@ class SandboxCounts:
                 self._starts[part] = self._starts.get(part, 0.0) + by
 
     def describe(self) -> dict[str, Any]:
-        """For `status`. `starts`: by part of the histogram (contract/metrics.py)."""
+        """Return the counters for `status`. `starts` maps parts of the histogram (contract/metrics.py) to values."""
         return {
             "starts": dict(self._starts),
             "failed_starts": self._failed_starts,
@@ -125,7 +130,7 @@ class SandboxCounts:
 
 
 def count_states(sessions: Iterable[Session], warm: int) -> dict[str, int]:
-    """How many containers are in which state now."""
+    """Return how many containers are in each state now."""
     states = Counter[str]({"busy": 0, "idle": 0, "paused": 0, "lost": 0})
     for session in sessions:
         if session.sandbox is None:
@@ -140,14 +145,16 @@ def count_states(sessions: Iterable[Session], warm: int) -> dict[str, int]:
 
 
 class SandboxdEnding(SandboxUnavailable):
-    """sandboxd is ending, and has done nothing of what was asked."""
+    """sandboxd is shutting down and has done nothing for the request."""
 
     def __init__(self) -> None:
         super().__init__("sandboxd is ending: try again when it is back")
 
 
 class SandboxFactory:
-    """Makes and unmakes sandboxes. What would not go is remembered, and its place taken, until it is gone."""
+    """Creates and removes sandboxes. A removal that fails is remembered, and its slot stays taken, until it
+    succeeds.
+    """
 
     def __init__(
         self,
@@ -159,8 +166,8 @@ class SandboxFactory:
         owner: Mapping[str, str],
         guest_image: str,
     ) -> None:
-        """`owner`: the labels deployment, sandboxd and lease. `guest_image`: one of ours, whose guest images without
-        one are given.
+        """`owner`: the labels of deployment, sandboxd and lease. `guest_image`: a toolcrew image whose guest is given
+        to images that have none.
         """
         self.engine = engine
         self.workspaces = workspaces
@@ -181,15 +188,15 @@ class SandboxFactory:
         self.shortage: str | None = None
 
     async def make_workspace(self, plan: SandboxPlan) -> Workspace:
-        """An empty one. Raises SandboxUnavailable."""
+        """Create an empty workspace. Raises SandboxUnavailable."""
         size = WorkspaceSize(plan.workspace_bytes, plan.workspace_inodes)
         return await self.workspaces.make(secrets.token_hex(12), size)
 
     async def make(self, plan: SandboxPlan, workspace: Workspace, generation: int) -> Sandbox:
-        """A started and greeted sandbox in a place of `room` that the caller has taken; from here on the place is ours
-        to give back.
+        """Start a sandbox and wait for the guest's hello. The caller has taken a slot; from now on the factory gives it
+        back.
 
-        Raises SandboxUnavailable; what was created is then removed, by the sweep if need be.
+        Raises SandboxUnavailable. The factory then removes what was created, or the next sweep does.
         """
         with self.counts.starting():
             return await self._make(plan, workspace, generation)
@@ -233,7 +240,7 @@ class SandboxFactory:
         return sandbox
 
     async def discard(self, sandbox: Sandbox, workspace: Workspace | None = None) -> None:
-        """Remove a sandbox that no session has, and then its workspace; remembered until they are gone.
+        """Remove a sandbox that no session has, and then its workspace. Both are remembered until they are removed.
 
         Raises SandboxUnavailable when the engine refuses.
         """
@@ -244,7 +251,7 @@ class SandboxFactory:
             await self.discard_workspace(workspace)
 
     async def discard_workspace(self, workspace: Workspace) -> None:
-        """Delete a workspace that no session has any more; what would not go is tried again."""
+        """Delete a workspace that no session has. A failure is logged and tried again later."""
         self._unwanted_workspaces.add(workspace)
         try:
             await workspace.remove()
@@ -254,19 +261,19 @@ class SandboxFactory:
             self._unwanted_workspaces.discard(workspace)
 
     async def retry_removals(self) -> None:
-        """Try again what would not go."""
+        """Try failed removals again."""
         names = [self._confirm_gone(name) for name in list(self._unconfirmed)]
-        await settle([*names, *(self.discard(*one) for one in list(self._unwanted.items()))])
+        await settle([*names, *(self.discard(*pair) for pair in list(self._unwanted.items()))])
         for workspace in list(self._unwanted_workspaces):
             await self.discard_workspace(workspace)
 
     async def end(self) -> None:
-        """From now on none is made, and what is unwanted goes."""
+        """Refuse new sandboxes from now on, and remove what is due."""
         self.is_ending = True
         await self.retry_removals()
 
     def knows(self, name: str) -> bool:
-        """Whether a container of that name is one of this process's."""
+        """Return True when this process made the container of that name."""
         return name in self._known
 
     def _check_may_start(self) -> None:
@@ -276,7 +283,9 @@ class SandboxFactory:
             raise SandboxUnavailable(f"no sandbox is started now: {self.shortage}")
 
     async def _confirm_gone(self, name: str) -> None:
-        """After a start that failed: the engine may have made the container all the same, or still be about to."""
+        """Remove a container whose start failed. The engine may have created it despite the error, or may still be
+        about to.
+        """
         self._unconfirmed.add(name)
         try:
             await self.engine.remove(name)
@@ -294,24 +303,24 @@ class SandboxFactory:
 
 
 class WorkspaceMissed(SandboxUnavailable):
-    """A sandbox started, and its /workspace is not the one that was made for it."""
+    """A sandbox started, but its /workspace is not the one that was made for it."""
 
 
 class StartCheck:
-    """Remembers the images, by runtime, whose sandboxes were as they should be. `is_hard`: whether a workspace's size
-    is its file system's.
+    """Checks the first sandbox of each image and runtime, and remembers those that passed. `is_hard`: the file system
+    of a workspace enforces its size.
     """
 
     def __init__(self, is_hard: bool) -> None:
         self._is_hard = is_hard
-        self._seen: set[tuple[str, str]] = set()
+        self._passed: set[tuple[str, str]] = set()
 
     async def check(self, plan: SandboxPlan, size: WorkspaceSize, sandbox: Guest) -> None:
-        """At a new sandbox with a workspace of that size; what its image lacks is logged.
+        """Check a new sandbox with a workspace of that size. Programs that the image lacks are logged.
 
-        Raises WorkspaceMissed, and SandboxUnavailable when its guest does not tell.
+        Raises WorkspaceMissed, and SandboxUnavailable when the guest does not attest.
         """
-        if (plan.image, plan.runtime) in self._seen:
+        if (plan.image, plan.runtime) in self._passed:
             return
         found = await ask_attestation(sandbox)
         misfits = find_misfits(found, size.bytes, size.inodes) if self._is_hard else []
@@ -321,4 +330,4 @@ class StartCheck:
             )
         for lack in explain_lacks(found, plan.image):
             log.warning("image_lacks_a_program", lack=lack)
-        self._seen.add((plan.image, plan.runtime))
+        self._passed.add((plan.image, plan.runtime))

@@ -1,5 +1,8 @@
 """The guest protocol on the host (docs/guest-protocol.md): its codec, and the two kinds of connection that carry its
-frames: to one worker, and to the guest of one sandbox.
+frames, to a worker and to the guest of one sandbox.
+
+Bytes from a guest are hostile. Every length is checked before memory is spent on it, and the first broken frame closes
+the channel, because a reader cannot find the next frame after it.
 """
 
 import asyncio
@@ -27,19 +30,19 @@ _LENGTH_BYTES = 4
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame. The channel they came from is closed: there is no resynchronising."""
+    """The bytes are not a frame. The channel they came from is closed: there is no way to find the next frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame; its header is checked JSON, its fields are not."""
+    """One frame. Its header is valid JSON; the fields of the header are not checked."""
 
     header: dict[str, Any]
     body: bytes = b""
 
 
 def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: int) -> bytes:
-    """The frame's bytes. Raises FrameError when the other side would refuse them."""
+    """Return the bytes of the frame. Raises FrameError when the other side would refuse them."""
     try:
         text = json.dumps(dict(header), allow_nan=False, separators=(",", ":")).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
@@ -52,9 +55,9 @@ def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: 
 
 
 class FrameDecoder:
-    """Gathers bytes into frames. Holds at most one unfinished frame of `max_total` bytes.
+    """Collects bytes into frames. Holds at most one unfinished frame of `max_total` bytes.
 
-    `max_total` tells the direction: at MAX_UP a body may have MAX_BODY_UP bytes, else what the total leaves.
+    `max_total` defines the direction. At MAX_UP a body may have MAX_BODY_UP bytes, otherwise all that the total leaves.
     """
 
     def __init__(self, max_total: int = MAX_UP) -> None:
@@ -63,7 +66,9 @@ class FrameDecoder:
         self._failed = False
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that `data` completes. Raises FrameError at the first broken one, and from then on always."""
+        """Return the frames that `data` completes. Raises FrameError at the first broken frame, and on every later
+        call.
+        """
         if self._failed:
             raise FrameError("the channel is already broken")
         self._buffer += data
@@ -77,7 +82,7 @@ class FrameDecoder:
     def _take_frames(self) -> list[Frame]:
         frames: list[Frame] = []
         at = 0
-        # One deletion for all the frames of a feed, so that many small frames cost linear time.
+        # Delete once for all frames of a feed, so that many small frames cost linear time.
         while (end := self._end_of_frame(at)) is not None:
             frames.append(self._parse_frame(at, end))
             at = end
@@ -85,16 +90,18 @@ class FrameDecoder:
         return frames
 
     def _end_of_frame(self, at: int) -> int | None:
-        """Where the frame at `at` ends, None while it is unfinished. Lengths are judged as soon as they are there."""
-        have = len(self._buffer) - at
-        if have < _LENGTH_BYTES:
+        """Return the offset where the frame at `at` ends, or None while it is unfinished. Lengths are checked as soon
+        as they arrive.
+        """
+        received = len(self._buffer) - at
+        if received < _LENGTH_BYTES:
             return None
         total = int.from_bytes(self._buffer[at : at + _LENGTH_BYTES], "big")
         _check_total(total, self._max_total)
-        if have < _LENGTHS.size:
+        if received < _LENGTHS.size:
             return None
         _check_lengths(total, _LENGTHS.unpack_from(self._buffer, at)[1], self._max_total)
-        return at + _LENGTH_BYTES + total if have >= _LENGTH_BYTES + total else None
+        return at + _LENGTH_BYTES + total if received >= _LENGTH_BYTES + total else None
 
     def _parse_frame(self, at: int, end: int) -> Frame:
         body_at = at + _LENGTHS.size + _LENGTHS.unpack_from(self._buffer, at)[1]
@@ -131,7 +138,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
         raise FrameError(f"the header is not JSON: {type(error).__name__}") from None
     if not isinstance(header, dict):
         raise FrameError("the header is not a JSON object")
-    # Fewer brackets than levels cannot nest too deep: most headers are not walked.
+    # A header with fewer brackets than levels cannot nest too deep, so most headers are not walked.
     if text.count(b"{") + text.count(b"[") > MAX_DEPTH and is_deeper(header, MAX_DEPTH):
         raise FrameError(f"the header nests deeper than {MAX_DEPTH}")
     return header
@@ -156,20 +163,21 @@ def _finite_float(text: str) -> float:
 
 
 _WAITING_BYTES = 2 * 1024 * 1024
-"""Reading stops while this much has come that nobody has taken."""
+"""Reading stops while more received bytes than this wait to be processed."""
 _UNSENT_BYTES = 1024 * 1024
 _FRAME_BYTES = 1024
-"""What a frame counts beside its body, headers being small."""
+"""The size that each frame counts in addition to its body. Headers are small."""
 _MUX_HEADER = struct.Struct(">BxxxI")
 _STDOUT = 1
 _DEBUG_BYTES = 4096
 
 
 class WorkerLink(asyncio.Protocol):
-    """A connection as the event loop knows it: no task of its own. `on_open` gets the link when it is there.
+    """A connection of a worker as an asyncio protocol, without a task of its own. `on_open` gets the link when it is
+    connected.
 
-    While it is watched, `on_gone` is called when the worker has left, `on_pace` with True when it takes less than it is
-    sent and with False when it has caught up.
+    While it is watched, `on_gone` is called when the worker has left. `on_pace` is called with True when the worker
+    reads more slowly than it is sent to, and with False when it has caught up.
     """
 
     def __init__(self, on_open: Callable[["WorkerLink"], None]) -> None:
@@ -187,7 +195,7 @@ class WorkerLink(asyncio.Protocol):
         self.is_gone = False
 
     def watch(self, on_gone: Callable[[], None], on_pace: Callable[[bool], None]) -> None:
-        """Tell of the worker's end and pace from now on; of what is so already, at once."""
+        """Report the worker's end and pace from now on. An event that has already occurred is reported at once."""
         self._on_gone, self._on_pace = on_gone, on_pace
         if self.is_gone:
             on_gone()
@@ -198,7 +206,9 @@ class WorkerLink(asyncio.Protocol):
         self._on_gone = self._on_pace = None
 
     async def next(self) -> Frame | None:
-        """The next frame; None when the worker has left. Raises FrameError when it sent what is none."""
+        """Return the next frame, or None when the worker has left. Raises FrameError when the worker sent an invalid
+        frame.
+        """
         while not self._frames:
             if self._broken is not None:
                 raise self._broken
@@ -211,13 +221,13 @@ class WorkerLink(asyncio.Protocol):
         return frame
 
     def send(self, header: Mapping[str, object], body: bytes = b"") -> None:
-        """Send a frame; to a worker that has left it goes nowhere. Raises FrameError when it is too large."""
+        """Send a frame. A frame to a worker that has left is dropped. Raises FrameError when the frame is too large."""
         data = encode_frame(header, body, max_total=MAX_DOWN)
         if self.transport is not None and not self.is_gone:
             self.transport.write(data)
 
     async def drain(self) -> None:
-        """Wait until the worker has taken most of what was sent, or has left."""
+        """Wait until the worker has read most of what was sent, or has left."""
         await self._sendable.wait()
 
     def close(self) -> None:
@@ -243,7 +253,7 @@ class WorkerLink(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         self._go()
-        return True  # whoever serves the connection closes it
+        return True  # the connection's task closes it
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._go()
@@ -283,10 +293,10 @@ class WorkerLink(asyncio.Protocol):
 
 
 class GuestChannel(asyncio.Protocol):
-    """Frames to and from one guest. What the guest writes is hostile: the first broken frame closes the channel.
+    """Frames to and from one guest. The guest's bytes are hostile: the first broken frame closes the channel.
 
-    `on_frame` gets every frame, `on_lost` a reason, once. stderr of PID 1 is debug text: its last 4 KiB are kept, never
-    parsed.
+    `on_frame` gets every frame. `on_lost` gets a reason, once. The stderr of PID 1 is debug text: its last 4 KiB are
+    kept and never parsed.
     """
 
     def __init__(self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
@@ -304,22 +314,22 @@ class GuestChannel(asyncio.Protocol):
     async def open(
         cls, sock: socket.socket, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]
     ) -> "GuestChannel":
-        """A channel over an attached socket, which it then owns."""
+        """Open a channel over an attached socket. The channel then owns the socket."""
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_connection(lambda: cls(on_frame, on_lost), sock=sock)
         return channel
 
     def send(self, header: Mapping[str, object], body: bytes = b"") -> None:
-        """Send one frame; a lost channel takes it silently, its `on_lost` has told already."""
+        """Send one frame. A lost channel drops it, because `on_lost` has already reported the loss."""
         if self._transport is not None and not self._lost:
             self._transport.write(encode_frame(header, body, max_total=MAX_DOWN))
 
     async def drain(self) -> None:
-        """Wait until the guest has taken most of what was sent."""
+        """Wait until the guest has read most of what was sent."""
         await self._writable.wait()
 
     def pause(self) -> None:
-        """Stop reading: whoever takes the events is slow."""
+        """Stop reading, because the receiver of the frames is slow."""
         if self._transport is not None and not self._lost:
             self._transport.pause_reading()
 
@@ -328,7 +338,7 @@ class GuestChannel(asyncio.Protocol):
             self._transport.resume_reading()
 
     def close(self, reason: str = "closed by sandboxd") -> None:
-        """Close the connection; the guest then sees the end of its stdin and exits."""
+        """Close the connection. The guest then reads the end of its stdin and exits."""
         if self._transport is not None:
             self._transport.abort()
         self._lose(reason)

@@ -1,9 +1,9 @@
-"""Who lives: a lock file for each sandboxd of a host, so that what a dead one left can be told from what a living one
-holds.
+"""Lock files that show which sandboxds of a host are alive. They separate the leftovers of a dead sandboxd from the
+containers of a living one.
 
-A lock of the kernel's goes with its process, at once and whatever killed it; no clock decides. A lease is judged only
-by those who see the very same folder (its device and inode number are part of the lease): for a sandboxd in a
-container, or on another host, it is none of theirs.
+The kernel releases a lock when its process ends, for whatever reason, so no clock is needed. The device and inode
+number of the folder are part of a lease. A lease of another folder (a sandboxd in a container, or on another host)
+cannot be judged here and is never treated as dead.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ _LOOK_S = 0.02
 
 
 class Lease:
-    """This process's own. `take` opens it, `give_back` ends it."""
+    """The lease of this process. `take` acquires it, `give_back` releases it."""
 
     def __init__(self, folder: Path, name: str, file: str, fd: int, name_fd: int) -> None:
         self._folder = folder
@@ -30,9 +30,9 @@ class Lease:
 
     @classmethod
     def take(cls, folder: Path, name: str) -> "Lease":
-        """Hold the name and a lease of one's own. Raises SandboxUnavailable when a living sandboxd has the name."""
+        """Acquire the name and a new lease. Raises SandboxUnavailable when a living sandboxd has the name."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        name_fd = _lock_patiently(folder / f"{name}.name")
+        name_fd = _lock_with_retries(folder / f"{name}.name")
         if name_fd is None:
             raise SandboxUnavailable(
                 f"another sandboxd named '{name}' lives on this host: stop it, or give this one another "
@@ -40,17 +40,17 @@ class Lease:
             )
         file = f"{name}-{secrets.token_hex(8)}.lease"
         while (fd := _lock(folder / file)) is None:
-            pass  # a neighbour's sweep looks whether it is held, for a moment
+            pass  # the sweep of another sandboxd tests the lock for a moment
         return cls(folder, name, file, fd, name_fd)
 
     @property
     def label(self) -> str:
-        """What a container carries of its owner."""
+        """The label that names the owner of a container."""
         return f"{self._domain}/{self._file}"
 
     def is_dead(self, label: str) -> bool:
-        """Whether the owner of a container with that label is known to be gone. False for whatever cannot be judged
-        from here.
+        """Return True when the owner of a container with that label is certainly dead. Returns False when this process
+        cannot judge it.
         """
         domain, _, file = label.rpartition("/")
         if domain != self._domain or file == self._file or not file.endswith(".lease") or file.startswith("."):
@@ -70,19 +70,19 @@ class Lease:
             os.close(fd)
 
     def forget_dead(self) -> None:
-        """Delete the files of leases whose owners are gone, once nothing of theirs is left."""
+        """Delete the lease files of dead owners, once all their leftovers are removed."""
         for path in self._folder.glob("*.lease"):
             if self.is_dead(f"{self._domain}/{path.name}"):
                 path.unlink(missing_ok=True)
         for path in self._folder.glob("*.name"):
             if (
                 fd := _lock(path)
-            ) is not None:  # nobody has the name: whoever takes it meanwhile sees that the file went
+            ) is not None:  # No process has the name. A process that takes it now notices that the file was deleted.
                 path.unlink(missing_ok=True)
                 os.close(fd)
 
     def give_back(self) -> None:
-        """The name is free for another."""
+        """Release the name and the lease."""
         for file in (self._file, self._name_file):
             (self._folder / file).unlink(missing_ok=True)
         for fd in self._fds:
@@ -90,7 +90,7 @@ class Lease:
 
 
 def _lock(path: Path) -> int | None:
-    """A locked descriptor of the file that has that name; None when another holds it."""
+    """Return a locked descriptor of the file that has that path now, or None when another process holds the lock."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -100,11 +100,11 @@ def _lock(path: Path) -> int | None:
             return None
         if _is_file_of(fd, path):
             return fd
-        os.close(fd)  # whoever had it deleted it in between
+        os.close(fd)  # the previous holder deleted the file after it was opened here
 
 
-def _lock_patiently(path: Path) -> int | None:
-    """As `_lock`; a neighbour who looks whether the name is free holds it for a moment."""
+def _lock_with_retries(path: Path) -> int | None:
+    """Lock like `_lock`, with a few attempts: another sandboxd that tests the name holds the lock for a moment."""
     fd = _lock(path)
     for _ in range(_LOOKS):
         if fd is not None:

@@ -1,4 +1,4 @@
-"""The periodic duties of sandboxd: expires, freezes and evicts idle sessions, watches soft quotas and the disk, removes
+"""The periodic duties of sandboxd: expire, freeze and evict idle sessions, watch soft quotas and the disk, remove
 leftovers.
 """
 
@@ -29,14 +29,14 @@ SWEEP_EVERY_S = 30.0
 TIDY_EVERY_S = 3600.0
 _EVICTED_AT_ONCE = 4
 _OVERFULL_GROWTH = 1.1
-"""How much more a workspace that was found overfull may hold before its sandbox ends again: room to delete
-something.
+"""How much a workspace may grow after it was found too large before its sandbox is ended again. The session needs a
+chance to delete files.
 """
 
 
 class DiskMonitor:
-    """`stop_bytes`: with less free than this nothing may write. It goes on only with a quarter more, so that nobody is
-    ended in turns.
+    """Watches the free space of a disk. Below `stop_bytes` no sandbox may write. Writing resumes only with a quarter
+    more, so that sandboxes are not ended in alternation.
     """
 
     def __init__(self, folder: Path, stop_bytes: int) -> None:
@@ -45,7 +45,7 @@ class DiskMonitor:
         self._is_short = False
 
     def find_shortage(self) -> str | None:
-        """What is short, as a sentence for the operator; None: there is room."""
+        """Return a sentence for the operator about the shortage, or None when there is enough space."""
         status = os.statvfs(self._folder)
         free = status.f_bavail * status.f_frsize
         self._is_short = free < self._stop_bytes * (1.25 if self._is_short else 1.0)
@@ -59,14 +59,14 @@ class DiskMonitor:
 
 @dataclass(frozen=True)
 class IdleTimes:
-    """Seconds without a call after which a session is frozen, and after which its container is given up."""
+    """Seconds without a call after which a session is frozen, and after which its container is evicted."""
 
     pause_s: float
     evict_s: float
 
 
 class SessionMonitor:
-    """Runs until it is cancelled. A round that fails is logged, and the next one tried."""
+    """Runs the periodic duties until it is cancelled. A failed round is logged, and the next round tries again."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class SessionMonitor:
         disk: DiskMonitor | None = None,
         tidy: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
-        """`disk`: where workspaces lie, when that is not the containers' own memory. `tidy`: the store of checkpoints;
-        gives how many went.
+        """`disk`: the disk of the workspaces, unless they are in the containers' memory. `tidy`: deletes old
+        checkpoints and returns how many.
         """
         self._tidy_store = tidy
         self._sessions = sessions
@@ -87,8 +87,8 @@ class SessionMonitor:
         self._reaper = reaper
         self._idle = idle
 
-    async def keep(self) -> None:
-        """All rounds side by side, for ever."""
+    async def run(self) -> None:
+        """Run all rounds side by side until the task is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_every(EXPIRE_EVERY_S, self.expire))
             tasks.create_task(_every(min(IDLE_EVERY_S, self._idle.pause_s), self.freeze_idle))
@@ -102,12 +102,12 @@ class SessionMonitor:
                 tasks.create_task(_every(QUOTA_EVERY_S, self.end_overfull))
 
     async def expire(self) -> None:
-        """Close sessions that no call has used for their time to live, and try again to remove what would not go."""
+        """Close sessions whose time to live has passed without a call, and try failed removals again."""
         await settle(self._end(entry) for entry in self._sessions.all() if not entry.lock.locked())
         await self._factory.retry_removals()
 
     async def _end(self, entry: Session) -> None:
-        """What is due of a session that nobody rebuilds, gives up or closes just now."""
+        """Do what is due for a session that no other task rebuilds, evicts or closes now."""
         with bound_to_session(entry.id):
             await self._end_bound(entry)
 
@@ -121,11 +121,11 @@ class SessionMonitor:
             await entry.sandbox.remove()
 
     async def freeze_idle(self) -> None:
-        """Freeze what has been idle for a while: a round of its own, packing another takes long."""
+        """Freeze sessions that are idle. This is a round of its own because packing another session takes long."""
         await settle(self._sessions.suspender.pause(entry) for entry in self._find_idle(self._idle.pause_s))
 
     async def evict_idle(self) -> None:
-        """Give up what has been idle for long, a few at a time."""
+        """Evict sessions that have been idle for a long time, a few at once."""
         slots = asyncio.Semaphore(_EVICTED_AT_ONCE)
         await settle(self._evict(entry, slots) for entry in self._find_idle(self._idle.evict_s))
 
@@ -136,15 +136,15 @@ class SessionMonitor:
                     await self._sessions.suspender.give_up(entry)
 
     def _find_idle(self, idle_s: float) -> list[Session]:
-        """Those that have a container and nothing to do. One that had a background job is asked again only after the
-        time of freezing.
+        """Return the sessions that have a container and have been idle for `idle_s`. A session that had a background
+        job is checked again only after the time for freezing.
         """
-        asked_before = time.monotonic() - self._idle.pause_s
+        checked_before = time.monotonic() - self._idle.pause_s
         candidates = [entry for entry in self._sessions.all() if entry.sandbox is not None and not entry.is_closing]
-        return [entry for entry in candidates if entry.idle_s() >= idle_s and entry.checked_at <= asked_before]
+        return [entry for entry in candidates if entry.idle_s() >= idle_s and entry.checked_at <= checked_before]
 
     async def end_overfull(self) -> None:
-        """End the sandboxes whose workspaces hold more than they may, where the kernel does not see to it."""
+        """End the sandboxes whose workspaces are too large, where the kernel does not enforce the size."""
         found = await self._factory.workspaces.find_overfull()
         for entry in self._sessions.all():
             held = found.get(entry.workspace.name, 0)
@@ -163,7 +163,9 @@ class SessionMonitor:
             )
 
     async def watch_disk(self) -> None:
-        """End what writes when the host's disk is nearly full, and start nothing until there is room again."""
+        """End the sandboxes that can write when the host's disk is nearly full, and start none until there is space
+        again.
+        """
         assert self._disk is not None
         shortage = self._disk.find_shortage()
         if shortage is not None and self._factory.shortage is None:
@@ -174,7 +176,7 @@ class SessionMonitor:
                 entry.sandbox.end(shortage or "")
 
     async def tidy(self) -> None:
-        """Delete automatic checkpoints that no session has replaced for long."""
+        """Delete automatic checkpoints that no newer checkpoint has replaced for a long time."""
         assert self._tidy_store is not None
         try:
             log.info("old_checkpoints_deleted", count=await self._tidy_store())
@@ -190,5 +192,5 @@ async def _every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
         await asyncio.sleep(seconds)
         try:
             await work()
-        except Exception:  # the edge of a round: a bug in one must not end the others, and is loud
+        except Exception:  # the edge of a round: a bug in one round must not end the others
             log.exception("round_failed")

@@ -1,5 +1,5 @@
-"""What a session gets on this host: the plan of its sandbox, from the settings, the class, and the terms of its tenant,
-which only narrow it.
+"""Plans of sandboxes. A plan comes from the settings and the tenant class; the terms of the tenant can only
+narrow it.
 """
 
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 DEFAULT = "default"
 MAX_NAME_CHARS = 64
-"""Of a class, as terms name it."""
+"""Longest name of a class in terms."""
 
 
 BYTES_PER_INODE = 4096
-"""A workspace holds one file for each block of this size."""
+"""A workspace may hold one file for each block of this size."""
 
 
 @dataclass(frozen=True)
 class SandboxPlan:
-    """All that decides a container: sessions with equal plans may get the same never-used sandbox. Sizes in bytes."""
+    """The properties of a container. Sessions with equal plans may get the same unused sandbox. Sizes are in bytes."""
 
     image: str
     runtime: str
@@ -36,9 +36,9 @@ class SandboxPlan:
 
 
 class Plans:
-    """Terms of a tenant and the class that they name -> plans. Each has a veto: a session gets what both allow.
+    """Computes plans from a tenant's terms and its class. A session gets only what both allow.
 
-    Raises ValueError for classes that cannot be named, or promise what this host has not been given.
+    Raises ValueError for a class whose name is invalid, or that needs what this host does not have.
     """
 
     def __init__(self, settings: SandboxdSettings) -> None:
@@ -46,17 +46,15 @@ class Plans:
         self.classes: Mapping[str, TenantClass] = {DEFAULT: TenantClass(), **settings.tenant_classes}
         for name, terms in self.classes.items():
             if not 0 < len(name) <= MAX_NAME_CHARS:
-                raise ValueError(
-                    f"class '{name[:100]}' can be named by nobody: a name has 1 to {MAX_NAME_CHARS} characters"
-                )
+                raise ValueError(f"class '{name[:100]}' has an invalid name: use 1 to {MAX_NAME_CHARS} characters")
             if settings.egress_socket is None and terms.network == "egress":
                 raise ValueError(
                     f"class '{name}' has network egress, and there is no proxy: set TOOLCREW_EGRESS_SOCKET"
                 )
 
     def choose(self, terms: SandboxTerms, image: str | None = None, network: str | None = None) -> SandboxPlan:
-        """The plan of a new session. Raises ToolFailure: a class that this host does not know, an image or a network
-        that is not allowed.
+        """Return the plan of a new session. Raises ToolFailure when this host does not have the class, or when the
+        image or the network is not allowed.
         """
         granted = self._class(terms)
         chosen = self._plan(granted, self._image(granted, terms, image), _network(granted, terms, network))
@@ -64,8 +62,10 @@ class Plans:
         return replace(chosen, workspace_bytes=size, workspace_inodes=size // BYTES_PER_INODE)
 
     def revise(self, terms: SandboxTerms, plan: SandboxPlan) -> SandboxPlan:
-        """A session's plan as class and terms have it now, never more than it was: its image where that is still
-        allowed, the size that its workspace has. Raises ToolFailure as `choose`."""
+        """Return the plan of an existing session under the current class and terms. It never allows more than before,
+        and keeps the image where that is still allowed, and the size of the workspace. Raises ToolFailure like
+        `choose`.
+        """
         granted = self._class(terms)
         image = plan.image if plan.image in self._allowed(granted, terms) else self._image(granted, terms, None)
         network = "none" if plan.network == "none" else self.network(terms)
@@ -76,26 +76,26 @@ class Plans:
         )
 
     def standard(self) -> SandboxPlan:
-        """The default class's plan: what the pool makes."""
+        """Return the plan of the default class. The pool uses it."""
         return self.choose(SandboxTerms())
 
     def largest_bytes(self, *, has_tmpfs_workspace: bool) -> int:
-        """The most memory that a sandbox of any class may use."""
+        """Return the largest memory in bytes that a sandbox of any class may use."""
         plans = [self.choose(SandboxTerms(tenant_class=name)) for name in self.classes]
         return max(limits_of(plan).memory_bytes(has_tmpfs_workspace=has_tmpfs_workspace) for plan in plans)
 
     def proofs(self) -> tuple[SandboxPlan, ...]:
-        """What the start-up check makes: the standard plan, then the same under every other runtime that a class asks
-        for.
+        """Return the plans that the start-up check tries: the standard plan, then the same under every other runtime
+        that a class uses.
         """
         first = self.standard()
         return (first, *(replace(first, runtime=runtime) for runtime in sorted(self.runtimes() - {first.runtime})))
 
     def pooled(self) -> Mapping[SandboxPlan, int]:
-        """How many sandboxes to keep ready of which plan; classes with equal plans share them. Raises ValueError for an
-        image that is not allowed.
+        """Return how many sandboxes of each plan to keep ready. Classes with equal plans share them. Raises ValueError
+        for an image that is not allowed.
         """
-        wanted = {self.standard(): self._settings.pool_size}
+        targets = {self.standard(): self._settings.pool_size}
         for name, terms in self.classes.items():
             for image, target in terms.pool.items():
                 if image not in self._images(terms):
@@ -103,28 +103,28 @@ class Plans:
                         f"class '{name}' has a pool of image '{image}', which it may not use: add it to its images"
                     )
                 plan = self._plan(terms, image, terms.network)
-                wanted[plan] = target if name == DEFAULT else wanted.get(plan, 0) + target
-        return wanted
+                targets[plan] = target if name == DEFAULT else targets.get(plan, 0) + target
+        return targets
 
     def network(self, terms: SandboxTerms) -> NetworkPolicy:
-        """What of the network sessions of these terms may have now: none under a class that this host does not know
-        (any more).
+        """Return the network that sessions of these terms may have now. It is "none" under a class that this host does
+        not have, or no longer has.
         """
         granted = self.classes.get(terms.tenant_class)
         return "none" if granted is None or terms.network == "none" else granted.network
 
     def rules(self, terms: SandboxTerms) -> EgressRules:
-        """What sessions of these terms may reach now: nothing without egress, whatever they could reach when they were
-        opened.
+        """Return the destinations that sessions of these terms may reach now. Without egress there are none, even if
+        they were allowed at the opening.
         """
         return self.classes[terms.tenant_class].egress if self.network(terms) == "egress" else EgressRules()
 
     def runtimes(self) -> frozenset[str]:
-        """All that any class asks for."""
+        """Return the runtimes of all classes."""
         return frozenset(terms.runtime or self._settings.sandbox_runtime for terms in self.classes.values())
 
     def images(self) -> frozenset[str]:
-        """All that any class may ask for."""
+        """Return the images of all classes."""
         return frozenset(image for terms in self.classes.values() for image in self._images(terms))
 
     def _class(self, terms: SandboxTerms) -> TenantClass:
@@ -145,8 +145,10 @@ class Plans:
     def _allowed(self, granted: TenantClass, terms: SandboxTerms) -> frozenset[str]:
         return self._images(granted) if terms.images is None else self._images(granted).intersection(terms.images)
 
-    def _image(self, granted: TenantClass, terms: SandboxTerms, asked: str | None) -> str:
-        """The one that was asked for; else the class's own, or the first of the tenant's that the class has."""
+    def _image(self, granted: TenantClass, terms: SandboxTerms, requested: str | None) -> str:
+        """Return the requested image; by default the image of the class, or the tenant's first image that the class
+        allows.
+        """
         allowed = self._allowed(granted, terms)
         if not allowed:
             names = ", ".join(sorted(self._images(granted)))
@@ -155,13 +157,13 @@ class Plans:
                 f"none of the tenant's images is one of class '{terms.tenant_class}' on this host, which has: {names}; "
                 "add one to the tenant's policy",
             )
-        if asked is not None and asked not in allowed:
+        if requested is not None and requested not in allowed:
             names = ", ".join(sorted(allowed))
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"image '{asked[:200]}' is not allowed on this host; allowed: {names}"
+                ErrorCode.INVALID_ARGUMENTS, f"image '{requested[:200]}' is not allowed on this host; allowed: {names}"
             )
         own = granted.image or self._settings.sandbox_image
-        return asked or next(image for image in (own, *(terms.images or ())) if image in allowed)
+        return requested or next(image for image in (own, *(terms.images or ())) if image in allowed)
 
     def _plan(self, granted: TenantClass, image: str, network: NetworkPolicy) -> SandboxPlan:
         settings = self._settings
@@ -179,7 +181,7 @@ class Plans:
 
 
 def load_plans(settings: SandboxdSettings) -> Plans:
-    """The plans of those settings. Raises ConfigError for classes that cannot be."""
+    """Return the plans of the settings. Raises ConfigError for invalid classes."""
     try:
         plans = Plans(settings)
         plans.pooled()
@@ -188,21 +190,21 @@ def load_plans(settings: SandboxdSettings) -> Plans:
         raise ConfigError(f"TOOLCREW_TENANT_CLASSES: {error}") from None
 
 
-def _network(granted: TenantClass, terms: SandboxTerms, asked: str | None) -> NetworkPolicy:
+def _network(granted: TenantClass, terms: SandboxTerms, requested: str | None) -> NetworkPolicy:
     most = "none" if terms.network == "none" else granted.network
-    if asked in (None, most):
+    if requested in (None, most):
         return most
-    if asked == "none":
+    if requested == "none":
         return "none"
     raise ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
-        f"network '{str(asked)[:40]}' is not allowed for this tenant: leave it out, or ask the operator for a policy "
-        "and a class with it",
+        f"network '{str(requested)[:40]}' is not allowed for this tenant: leave it out, or ask the operator for a "
+        "policy and a class with it",
     )
 
 
 def limits_of(plan: SandboxPlan) -> SandboxLimits:
-    """The sizes of a plan, with the profile's own for the rest."""
+    """Return the sizes of a plan; the profile's defaults fill the rest."""
     return SandboxLimits(
         memory_reserve_bytes=plan.memory_reserve_bytes,
         workspace_bytes=plan.workspace_bytes,
@@ -213,7 +215,7 @@ def limits_of(plan: SandboxPlan) -> SandboxLimits:
 
 
 class Profile:
-    """Plans as the engine wants them: the whole configuration of a container under this host's profile."""
+    """Builds the complete container configuration of a plan under this host's profile."""
 
     def __init__(self, *, seccomp: str, cgroup_version: int, life_s: float, skills_volume: str | None = None) -> None:
         self._seccomp = seccomp

@@ -1,5 +1,7 @@
-"""The warm pools: sandboxes that no session has used yet, each with an empty workspace, for the first call of a
-session.
+"""Warm pools: unused sandboxes, each with an empty workspace, for the first call of a session.
+
+A pool sandbox is handed out at most once and is never taken back. Immediately before, its guest must attest that
+nothing has run and no file has changed.
 """
 
 import asyncio
@@ -22,13 +24,13 @@ from workers.sandboxd.sandbox import Sandbox
 log = structlog.get_logger(__name__)
 
 RETRY_S = 10.0
-"""How long the pool waits after a sandbox that could not be made."""
+"""Seconds that the pool waits after a failed start."""
 BUSY_RETRY_S = 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class WarmSandbox:
-    """A sandbox that no session has had, and its workspace."""
+    """A sandbox that no session has used, and its workspace."""
 
     sandbox: Sandbox
     workspace: Workspace
@@ -38,8 +40,8 @@ class WarmSandbox:
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """How many to keep of the plan, how fast to make them (a second), and with how many bytes of memory left on the
-    host at least.
+    """`target`: how many sandboxes to keep. `refill_per_s`: how many to start per second. `memory_floor_bytes`: memory
+    that must stay available on the host. `keep_s`: the age at which a sandbox is replaced.
     """
 
     target: int
@@ -49,15 +51,15 @@ class PoolLimits:
 
 
 class WarmPool:
-    """Sandboxes of one plan. Handed out once, never taken back."""
+    """Sandboxes of one plan. Each is handed out once and never taken back."""
 
     def __init__(self, factory: SandboxFactory, plan: SandboxPlan, limits: PoolLimits) -> None:
         self.plan = plan
         self._factory = factory
         self._limits = limits
         self._ready: deque[WarmSandbox] = deque()
-        self._wanted = asyncio.Event()
-        self._wanted.set()
+        self._needs_refill = asyncio.Event()
+        self._needs_refill.set()
         self.handed_out = 0
         self.turned_away = 0
 
@@ -65,10 +67,10 @@ class WarmPool:
         return len(self._ready)
 
     async def take(self) -> WarmSandbox | None:
-        """A sandbox that has proved to be clean, or None: then the caller makes one."""
+        """Return a sandbox that has attested to be clean, or None when the caller must start one."""
         while self._ready:
             warm = self._ready.popleft()
-            self._wanted.set()
+            self._needs_refill.set()
             if await self._is_clean(warm):
                 self.handed_out += 1
                 return warm
@@ -77,30 +79,30 @@ class WarmPool:
         return None
 
     async def give_up_one(self) -> bool:
-        """Remove a sandbox whose place a session needs; False when there is none."""
+        """Remove a sandbox whose slot a session needs. Returns False when the pool is empty."""
         if not self._ready:
             return False
         await self._drop(self._ready.pop())
         return True
 
     async def keep_filled(self) -> None:
-        """For ever: one after the other, at most at the given rate, and not while memory is short or the host is
-        full.
+        """Refill the pool until the task is cancelled: one sandbox after the other, at most at the configured rate, and
+        not while memory is short or the host is full.
         """
         while True:
-            await self._drop_outworn()
+            await self._drop_outdated()
             if len(self._ready) >= self._limits.target:
-                self._wanted.clear()
-                with_timeout = asyncio.ensure_future(self._wanted.wait())
-                await asyncio.wait({with_timeout}, timeout=RETRY_S)
-                with_timeout.cancel()
+                self._needs_refill.clear()
+                refill = asyncio.ensure_future(self._needs_refill.wait())
+                await asyncio.wait({refill}, timeout=RETRY_S)
+                refill.cancel()
                 continue
             started = time.monotonic()
             pause_s = await self._add_one()
             await asyncio.sleep(max(pause_s, 1 / self._limits.refill_per_s - (time.monotonic() - started)))
 
     def describe(self) -> dict[str, int]:
-        """For `status`."""
+        """Return the counters for `status`."""
         return {
             "ready": len(self),
             "target": self._limits.target,
@@ -109,7 +111,7 @@ class WarmPool:
         }
 
     async def _add_one(self) -> float:
-        """Gives how long to wait before the next, in seconds."""
+        """Start one sandbox. Returns the seconds to wait before the next."""
         if (
             self._factory.is_ending
             or available_memory() < self._limits.memory_floor_bytes + self.plan.memory_reserve_bytes
@@ -131,8 +133,8 @@ class WarmPool:
         return 0.0
 
     async def _prepare(self) -> tuple[Workspace, str | None]:
-        """A workspace, and the image that its name stands for before the start: one that moves meanwhile is then
-        found.
+        """Create a workspace and read the image id before the start. A change of the image's name during the start is
+        then detected.
         """
         try:
             image_id = await self._factory.engine.image_id(self.plan.image)
@@ -142,7 +144,7 @@ class WarmPool:
             raise
 
     async def _is_clean(self, warm: WarmSandbox) -> bool:
-        if warm.sandbox.lost is not None or self._is_outworn(warm):
+        if warm.sandbox.lost is not None or self._is_too_old(warm):
             return False
         try:
             dirt = find_dirt(await ask_attestation(warm.sandbox))
@@ -152,12 +154,12 @@ class WarmPool:
             log.error("pool_sandbox_not_clean", container=warm.sandbox.container[:12], dirt=dirt)
         return not dirt
 
-    async def _drop_outworn(self) -> None:
+    async def _drop_outdated(self) -> None:
         image_id = await self._find_image()
         for warm in list(self._ready):
-            is_old = image_id not in (None, warm.image_id)  # its name stands for another image now
-            # Others take and give up meanwhile.
-            if (is_old or warm.sandbox.lost is not None or self._is_outworn(warm)) and warm in self._ready:
+            is_old = image_id not in (None, warm.image_id)  # the name refers to another image now
+            # Other tasks take and remove sandboxes during the awaits.
+            if (is_old or warm.sandbox.lost is not None or self._is_too_old(warm)) and warm in self._ready:
                 self._ready.remove(warm)
                 await self._drop(warm)
 
@@ -165,20 +167,20 @@ class WarmPool:
         try:
             return await self._factory.engine.image_id(self.plan.image) if self._ready else None
         except SandboxUnavailable:
-            return None  # whoever starts something is told why
+            return None  # the task that starts a sandbox reports the error
 
-    def _is_outworn(self, warm: WarmSandbox) -> bool:
+    def _is_too_old(self, warm: WarmSandbox) -> bool:
         return time.monotonic() - warm.made_at > self._limits.keep_s
 
     async def _drop(self, warm: WarmSandbox) -> None:
         try:
             await self._factory.discard(warm.sandbox, warm.workspace)
         except SandboxUnavailable as error:
-            log.error("pool_sandbox_not_removed", error=str(error))  # the maker tries again
+            log.error("pool_sandbox_not_removed", error=str(error))  # the factory tries again
 
 
 def available_memory() -> int:
-    """Bytes that the host could still give out without swapping, as the kernel estimates."""
+    """Return the kernel's estimate of the bytes that the host can allocate without swapping."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -186,44 +188,48 @@ def available_memory() -> int:
 
 
 class WarmPools:
-    """`targets`: how many sandboxes to keep of a plan; `limits`: of all together, but for `target`, which is a pool's
-    own.
+    """One pool per plan. `targets`: how many sandboxes to keep of a plan. `limits` apply to all pools together, except
+    `target`.
     """
 
     def __init__(self, factory: SandboxFactory, targets: Mapping[SandboxPlan, int], limits: PoolLimits) -> None:
-        wanted = {plan: target for plan, target in targets.items() if target}
-        rate = limits.refill_per_s / max(len(wanted), 1)
+        nonzero = {plan: target for plan, target in targets.items() if target}
+        rate = limits.refill_per_s / max(len(nonzero), 1)
         self._pools = {
             plan: WarmPool(factory, plan, replace(limits, target=target, refill_per_s=rate))
-            for plan, target in wanted.items()
+            for plan, target in nonzero.items()
         }
 
     def __len__(self) -> int:
         return sum(len(pool) for pool in self._pools.values())
 
     async def take(self, plan: SandboxPlan) -> WarmSandbox | None:
-        """A sandbox of that very plan that has proved to be clean, or None: then the caller makes one."""
+        """Return a sandbox of exactly that plan that has attested to be clean, or None when the caller must
+        start one.
+        """
         pool = self._pools.get(plan)
         return await pool.take() if pool is not None else None
 
     async def give_up_one(self) -> bool:
-        """Remove one of the fullest pool, whose place a session needs; False when there is none."""
+        """Remove a sandbox of the fullest pool, because a session needs its slot. Returns False when all pools are
+        empty.
+        """
         fullest = max(self._pools.values(), key=len, default=None)
         return fullest is not None and await fullest.give_up_one()
 
     async def keep_filled(self) -> None:
-        """For ever."""
+        """Refill every pool until the task is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for pool in self._pools.values():
                 tasks.create_task(pool.keep_filled())
 
     async def close(self) -> None:
-        """Remove all."""
+        """Remove all sandboxes of all pools."""
         while await self.give_up_one():
             pass
 
     def describe(self) -> dict[str, Any]:
-        """For `status`: of all together, and a row for each."""
+        """Return the totals and one row per plan for `status`."""
         rows = [pool.describe() for pool in self._pools.values()]
         total = {name: sum(row[name] for row in rows) for name in ("ready", "target", "handed_out", "turned_away")}
         return {**total, "plans": [{"image": plan.image, **row} for plan, row in zip(self._pools, rows, strict=True)]}

@@ -1,5 +1,5 @@
-"""The daemon as a program: it serves until a signal; `--check` only says what this host can promise, with `--json` for
-programs.
+"""The command line of the daemon. It serves until a signal. `--check` only reports what this host can guarantee, with
+`--json` for programs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _KILLED_S: Final = 3600.0
 
 
 async def examine(settings: SandboxdSettings, plans: Plans, engine: Engine) -> Evidence:
-    """All that can be found out. Raises nothing for what is missing: that is evidence too."""
+    """Collect all evidence about the host. Missing parts raise no exception: they are evidence, too."""
     evidence = Evidence(settings, read_host_facts(), plans, egress_problem=await _find_egress_problem(settings, plans))
     try:
         evidence = replace(evidence, facts=await engine.facts())
@@ -50,35 +50,35 @@ async def _find_images(plans: Plans, engine: Engine) -> Mapping[str, str | None]
 
 
 async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
-    """One sandbox, as at the start of sandboxd. Raises SandboxUnavailable with what does not hold."""
-    # A name and folder of its own: its sandbox is nobody's leftover, and nobody's sandboxes are its. On the disk that
-    # it is to judge.
+    """Start one sandbox as at the start of sandboxd. Raises SandboxUnavailable with what does not hold."""
+    # Use a separate name and folder, so that no other sandboxd treats this sandbox as a leftover and this check treats
+    # none of theirs so. The folder is on the disk that is examined.
     name = f"doctor-{secrets.token_hex(8)}"
     was_there = settings.state().exists()
     state = settings.state() / name
     await asyncio.to_thread(_clear_killed, settings.state())
-    own = {"sandboxd_name": name, "sandboxd_state": state, "pool_size": 0}
+    overrides = {"sandboxd_name": name, "sandboxd_state": state, "pool_size": 0}
     try:
-        async with open_daemon(settings.model_copy(update=own), engine) as daemon:
+        async with open_daemon(settings.model_copy(update=overrides), engine) as daemon:
             workspaces = daemon.choice.workspaces
             return WorkspaceFacts(workspaces.kind, workspaces.is_hard, daemon.choice.note)
     finally:
         await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
         if not was_there:
-            with contextlib.suppress(OSError):  # somebody has begun to use it
+            with contextlib.suppress(OSError):  # another process has begun to use it
                 settings.state().rmdir()
 
 
 def _clear_killed(state: Path) -> None:
-    """Remove what checks have left that were killed: none takes an hour."""
-    for left in state.glob("doctor-*"):
-        with contextlib.suppress(OSError):  # another check was quicker
-            if left.stat().st_mtime < time.time() - _KILLED_S:
-                shutil.rmtree(left)
+    """Remove the folders of checks that were killed. No check takes an hour."""
+    for folder in state.glob("doctor-*"):
+        with contextlib.suppress(OSError):  # another check has removed it already
+            if folder.stat().st_mtime < time.time() - _KILLED_S:
+                shutil.rmtree(folder)
 
 
 async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str | None:
-    """None where the proxy answers, or no class uses one."""
+    """Return why the proxy cannot be used; None when it answers or no class needs it."""
     if all(terms.network != "egress" for terms in plans.classes.values()):
         return None
     path = settings.egress_socket
@@ -97,7 +97,7 @@ def main() -> int:
     arguments = _parse_arguments()
     try:
         settings = load_sandboxd_settings()
-        # What a check finds is in its rows.
+        # The rows contain what a check finds.
         configure_logging("sandboxd", settings, "ERROR" if arguments.check else None)
         if arguments.check:
             return asyncio.run(_check(settings, as_json=arguments.json))
@@ -112,16 +112,18 @@ def main() -> int:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    """Ends the process at an argument that there is not: whoever meant a check gets no daemon."""
+    """Parse the command line. An unknown argument ends the process, so that a misspelled `--check` does not start a
+    daemon.
+    """
     parser = argparse.ArgumentParser(
         "python -m workers.sandboxd", description="Serve sandboxes of this host until a signal."
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="only say what this host can promise; exit code 1: sandboxd would not start",
+        help="only report what this host can guarantee; exit code 1 means that sandboxd would not start",
     )
-    parser.add_argument("--json", action="store_true", help="of a check: for programs")
+    parser.add_argument("--json", action="store_true", help="print the report of --check as JSON")
     arguments = parser.parse_args()
     if arguments.json and not arguments.check:
         parser.error("--json goes with --check")
@@ -129,14 +131,14 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 async def _check(settings: SandboxdSettings, *, as_json: bool) -> int:
-    """Print the table of promises; 1 when sandboxd would not start."""
+    """Print the table of promises. Returns 1 when sandboxd would not start."""
     plans = load_plans(settings)
     engine = Engine()
     try:
         with cancelled_by_signals():
             evidence = await examine(settings, plans, engine)
     except asyncio.CancelledError:
-        sys.stderr.write("sandboxd: ended by a signal before the check was done\n")
+        sys.stderr.write("sandboxd: a signal ended the check before it was complete\n")
         return 1
     finally:
         engine.close()
@@ -146,7 +148,7 @@ async def _check(settings: SandboxdSettings, *, as_json: bool) -> int:
 
 
 def _build_report(evidence: Evidence, rows: tuple[HostPromise, ...]) -> dict[str, Any]:
-    """What `toolcrew doctor` reads."""
+    """Return the report that `toolcrew doctor` reads."""
     facts, settings = evidence.facts, evidence.settings
     report: dict[str, Any] = {"image": settings.sandbox_image, "runtime": settings.sandbox_runtime}
     report["promises"] = [asdict(row) for row in rows]

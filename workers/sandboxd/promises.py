@@ -1,8 +1,7 @@
-"""What sandboxes of a host can promise and what is void there: a table of rows, judged from evidence and never from
-hope.
+"""A table of what the sandboxes of a host guarantee, judged only from evidence.
 
-Pure: whoever has the engine collects the `Evidence` (`examination.py`). No row raises, whatever engine and host have
-said.
+The functions are pure; program.py collects the `Evidence`. No row raises, whatever the engine and the host have
+reported.
 """
 
 import re
@@ -17,7 +16,7 @@ from workers.sandboxd.runtime.engine import EngineFacts
 from workers.settings import SandboxdSettings
 
 RUNC_FIXED: Final = ((1, 2, 8), (1, 3, 3), (1, 4, 0))
-"""The first of each series with the fixes of November 2025; of 1.4.0 from its third candidate on."""
+"""First version of each series with the fixes of November 2025. In 1.4.0 the third release candidate has them."""
 _RUNC_FIRST_CANDIDATE: Final = 3
 _SECOND_KERNEL: Final = re.compile("runsc|gvisor|kata|firecracker")
 _OPENAT2: Final = (5, 6)
@@ -26,11 +25,11 @@ _MIB: Final = 1024 * 1024
 
 @dataclass(frozen=True)
 class HostFacts:
-    """`memory_bytes`: all that the host has."""
+    """`memory_bytes`: the total memory of the host."""
 
     kernel: str | None = None
     swaps: tuple[str, ...] | None = None
-    """Devices and files that are swapped to."""
+    """Devices and files that are used as swap."""
     overcommit: int | None = None
     """vm.overcommit_memory: 0 by guess, 1 always, 2 never."""
     memory_bytes: int | None = None
@@ -40,7 +39,7 @@ class HostFacts:
 
 
 def read_host_facts(root: Path = Path("/")) -> HostFacts:
-    """Reads a few small files; raises nothing."""
+    """Read the facts from small files of the kernel. Raises nothing."""
     smt = _read_number(root / "sys/devices/system/cpu/smt/active")
     ksm = _read_number(root / "sys/kernel/mm/ksm/run")
     return HostFacts(
@@ -73,7 +72,7 @@ def _parse_swaps(text: str | None) -> tuple[str, ...] | None:
 
 
 def _parse_total(meminfo: str) -> int | None:
-    """In bytes, of the line `MemTotal: 16303044 kB`."""
+    """Return the bytes of the line `MemTotal: 16303044 kB`."""
     found = re.search(r"^MemTotal:\s*([0-9]{1,15}) kB$", meminfo, re.MULTILINE)
     return None if found is None else int(found[1]) * 1024
 
@@ -83,7 +82,7 @@ State = Literal["holds", "void", "unknown"]
 
 @dataclass(frozen=True)
 class HostPromise:
-    """One row. `remedy`: what to do where it does not hold. `is_needed`: sandboxd does not start while it is void."""
+    """One row. `remedy`: what to do when it does not hold. `is_needed`: sandboxd does not start while it is void."""
 
     name: str
     state: State
@@ -94,7 +93,7 @@ class HostPromise:
 
 @dataclass(frozen=True)
 class WorkspaceFacts:
-    """The workspaces that were chosen here. `note`: why they are weaker than the best kind."""
+    """The kind of workspaces that was chosen. `note`: why it is weaker than the best kind."""
 
     kind: Kind
     is_hard: bool
@@ -103,10 +102,10 @@ class WorkspaceFacts:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known of a host; None: could not be found out, for the reason that `problem` tells.
+    """The facts about a host. None means that a fact could not be found out; `problem` says why.
 
-    `images`: name -> content id, None where the engine has none. `egress_problem`: what is wrong with the proxy; None:
-    it answers, or is not used.
+    `images`: name -> content id, None when the engine does not have the image. `egress_problem`: the fault of the
+    proxy; None when it answers or is not used.
     """
 
     settings: SandboxdSettings
@@ -120,7 +119,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> tuple[HostPromise, ...]:
-    """All rows, those first without which nothing runs."""
+    """Return all rows. The rows that sandboxd needs come first."""
     return tuple(row(evidence) for row in _ROWS)
 
 
@@ -130,7 +129,7 @@ def _judge_engine(evidence: Evidence) -> HostPromise:
         return HostPromise(
             name,
             "void",
-            evidence.problem or "it was not asked",
+            evidence.problem or "it was not queried",
             "start Docker, or check DOCKER_HOST and your rights",
             is_needed=True,
         )
@@ -141,7 +140,7 @@ def _judge_profile(evidence: Evidence) -> HostPromise:
     name = "profile holds"
     if evidence.problem is not None:
         return HostPromise(
-            name, "void", evidence.problem, "mend that and ask again: sandboxd does not start before", is_needed=True
+            name, "void", evidence.problem, "fix that and check again: sandboxd does not start before", is_needed=True
         )
     runtimes = _list(plan.runtime for plan in evidence.plans.proofs())
     return HostPromise(
@@ -152,7 +151,7 @@ def _judge_profile(evidence: Evidence) -> HostPromise:
 def _judge_filter(evidence: Evidence) -> HostPromise:
     name = "system calls are filtered"
     if evidence.facts is None:
-        return _unasked(name)
+        return _engine_unknown(name)
     if not evidence.facts.seccomp:
         return HostPromise(
             name, "void", "the engine has no seccomp", "use an engine and a kernel built with seccomp", is_needed=True
@@ -163,7 +162,7 @@ def _judge_filter(evidence: Evidence) -> HostPromise:
 def _judge_runtimes(evidence: Evidence) -> HostPromise:
     name = "runtimes are there"
     if evidence.facts is None:
-        return _unasked(name)
+        return _engine_unknown(name)
     missing = sorted(evidence.plans.runtimes() - set(evidence.facts.runtimes))
     if missing:
         why = f"the engine has no {_list(missing)} (it has {_list(sorted(evidence.facts.runtimes))})"
@@ -180,7 +179,7 @@ def _judge_runtimes(evidence: Evidence) -> HostPromise:
 def _judge_images(evidence: Evidence) -> HostPromise:
     name = "images are there"
     if evidence.facts is None:
-        return _unasked(name)
+        return _engine_unknown(name)
     missing = sorted(image for image in evidence.plans.images() if evidence.images.get(image) is None)
     if missing:
         is_needed = evidence.settings.sandbox_image in missing
@@ -200,7 +199,7 @@ def _judge_images(evidence: Evidence) -> HostPromise:
 def _judge_runc(evidence: Evidence) -> HostPromise:
     name = "no known escape"
     if evidence.facts is None:
-        return _unasked(name)
+        return _engine_unknown(name)
     if not any("runc" in runtime for runtime in evidence.plans.runtimes()):
         return HostPromise(
             name,
@@ -214,8 +213,8 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
         return HostPromise(
             name,
             "unknown",
-            f"the engine says '{version[:60]}' of runc's version",
-            "see `runc --version`: 1.2.8, 1.3.3 or later",
+            f"the engine reports '{version[:60]}' as runc's version",
+            "check `runc --version`: it must be 1.2.8, 1.3.3 or later",
         )
     if is_fixed:
         return HostPromise(
@@ -224,8 +223,8 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
             f"runc {version} has the fixes of November 2025; a kernel's unknown faults are no part of this",
         )
     remedy = (
-        "runc 1.2.8, 1.3.3 or later; or see in your distribution's changelog that CVE-2025-31133, -52565 and -52881 "
-        "are fixed"
+        "install runc 1.2.8, 1.3.3 or later; or check in your distribution's changelog that CVE-2025-31133, "
+        "-52565 and -52881 are fixed"
     )
     return HostPromise(
         name, "void", f"runc {version}: void unless your distribution backported the fixes of November 2025", remedy
@@ -233,7 +232,9 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
 
 
 def is_runc_fixed(version: str) -> bool | None:
-    """Whether upstream's runc of that version has the fixes of November 2025. None when the text is no version."""
+    """Return True when upstream's runc of that version has the fixes of November 2025, and None when the text is not a
+    version.
+    """
     match = re.match(r"v?(\d{1,4})\.(\d{1,4})\.(\d{1,4})(?:[-~]rc\.?(\d{1,4}))?", version)
     if match is None:
         return None
@@ -262,19 +263,19 @@ def _judge_tenants(evidence: Evidence) -> HostPromise:
 def _judge_mandatory(evidence: Evidence) -> HostPromise:
     name = "a second wall on files"
     if evidence.facts is None:
-        return _unasked(name)
+        return _engine_unknown(name)
     found = sorted(evidence.facts.security & {"apparmor", "selinux"})
     if found:
         return HostPromise(name, "holds", f"{_list(found)}, with the engine's own policy")
     return HostPromise(
-        name, "void", "the engine uses neither AppArmor nor SELinux", "switch one of them on in kernel and engine"
+        name, "void", "the engine uses neither AppArmor nor SELinux", "enable one of them in the kernel and the engine"
     )
 
 
 def _judge_users(evidence: Evidence) -> HostPromise:
     name = "root inside is nobody outside"
     if evidence.facts is None:
-        return _unasked(name)
+        return _engine_unknown(name)
     found = sorted(evidence.facts.security & {"userns", "rootless"})
     if found:
         return HostPromise(name, "holds", f"the engine has {_list(found)}")
@@ -286,7 +287,7 @@ def _judge_limits(evidence: Evidence) -> HostPromise:
     name = "memory and processes are bounded"
     facts = evidence.facts
     if facts is None:
-        return _unasked(name)
+        return _engine_unknown(name)
     missing = [
         what for what, has in (("memory", facts.has_memory_limit), ("processes", facts.has_pids_limit)) if not has
     ]
@@ -358,7 +359,7 @@ def _judge_quota(evidence: Evidence) -> HostPromise:
     name = "workspaces are bounded"
     workspaces = evidence.workspaces
     if workspaces is None:
-        return HostPromise(name, "unknown", "no workspace was made", "mend what is above and ask again")
+        return HostPromise(name, "unknown", "no workspace was made", "fix the rows above and check again")
     if not workspaces.is_hard:
         why = f"{workspaces.kind}: watched only, a fast writer gets past it{_note(workspaces)}"
         return HostPromise(
@@ -371,7 +372,7 @@ def _judge_kept(evidence: Evidence) -> HostPromise:
     name = "files outlive their sandbox"
     workspaces = evidence.workspaces
     if workspaces is None:
-        return HostPromise(name, "unknown", "no workspace was made", "mend what is above and ask again")
+        return HostPromise(name, "unknown", "no workspace was made", "fix the rows above and check again")
     if workspaces.kind == "tmpfs":
         why = f"tmpfs: a sandbox that dies takes its session's files along{_note(workspaces)}"
         return HostPromise(
@@ -406,8 +407,8 @@ def _judge_side_channels(evidence: Evidence) -> HostPromise:
         return HostPromise(
             name,
             "void",
-            f"{_list(risks)} on: neighbours can guess at each other",
-            "switch them off where tenants are hostile",
+            f"{_list(risks)} on: one sandbox can infer data of another",
+            "disable them where tenants are hostile",
         )
     if host.smt_active is None or host.ksm_running is None:
         return HostPromise(
@@ -422,23 +423,23 @@ def _judge_side_channels(evidence: Evidence) -> HostPromise:
 def _judge_kernel(evidence: Evidence) -> HostPromise:
     name = "paths are resolved by the kernel"
     if evidence.facts is None:
-        return _unasked(name)
+        return _engine_unknown(name)
     kernel = evidence.facts.kernel
     match = re.match(r"(\d{1,4})\.(\d{1,4})", kernel)
     if match is None:
         return HostPromise(
-            name, "unknown", f"the engine says '{kernel[:60]}' of its kernel", "see that it is 5.6 or later"
+            name, "unknown", f"the engine reports '{kernel[:60]}' as its kernel", "check that it is 5.6 or later"
         )
     if (int(match[1]), int(match[2])) < _OPENAT2:
         why = f"kernel {kernel} has no openat2: file tools walk each path step by step, slower and as safe"
-        return HostPromise(name, "void", why, "a kernel of 5.6 or later")
+        return HostPromise(name, "void", why, "use a kernel of 5.6 or later")
     return HostPromise(name, "holds", f"kernel {kernel} has openat2")
 
 
 def _judge_place(evidence: Evidence) -> HostPromise:
     name = "the engine is on this host"
     if evidence.facts is None:
-        return _unasked(name)
+        return _engine_unknown(name)
     ours, theirs = evidence.host.kernel, evidence.facts.kernel
     if ours is None:
         return HostPromise(name, "unknown", "this host's kernel version cannot be read", "mount /proc")
@@ -497,13 +498,13 @@ def _classes_on_shared_kernel(evidence: Evidence) -> list[str]:
     )
 
 
-def _unasked(name: str) -> HostPromise:
-    return HostPromise(name, "unknown", "the engine does not answer", "mend that first")
+def _engine_unknown(name: str) -> HostPromise:
+    return HostPromise(name, "unknown", "the engine does not answer", "fix that first")
 
 
 def _note(workspaces: WorkspaceFacts) -> str:
     return f" ({workspaces.note})" if workspaces.note else ""
 
 
-def _list(words: Iterable[str]) -> str:
-    return ", ".join(words)
+def _list(items: Iterable[str]) -> str:
+    return ", ".join(items)

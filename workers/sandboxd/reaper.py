@@ -1,5 +1,7 @@
-"""Removes what nobody owns any more: containers of sandboxds that died, that are past their deadline, or that were
-never started.
+"""Removes containers without an owner: their sandboxd died, their deadline has passed, or they were never started.
+
+The labels of a container and the lease files decide. After kill -9 no other state can be trusted, because it may be
+older than the container. A container is removed only if its owner is certainly dead; in doubt it stays.
 """
 
 import asyncio
@@ -17,13 +19,14 @@ from workers.sandboxd.runtime.engine import LABEL_DEADLINE, LABEL_LEASE, LABEL_S
 log = structlog.get_logger(__name__)
 
 NEVER_STARTED_S = 120.0
-"""A container is started seconds after it was created, or never."""
+"""A container is started within seconds after its creation, or never."""
 DEADLINE_GRACE_S = 60.0
-"""The guest ends by itself at its deadline, and its owner removes it; only then is it anybody's."""
+"""The guest ends itself at its deadline, and its owner removes it. Only after this time may another sandboxd remove it.
+"""
 
 
 class Reaper:
-    """Looks at the containers of this deployment and at no other's."""
+    """Examines only the containers of this deployment."""
 
     def __init__(
         self, engine: Engine, factory: SandboxFactory, records: Records, lease: Lease, deployment: str, name: str
@@ -36,7 +39,9 @@ class Reaper:
         self._name = name
 
     async def sweep(self) -> int:
-        """Remove what is nobody's; gives how many went. Raises SandboxUnavailable when the engine does not answer."""
+        """Remove containers without an owner and return how many. Raises SandboxUnavailable when the engine does not
+        answer.
+        """
         listed = await self._engine.list_sandboxes(self._deployment)
         due = [(container, reason) for container in listed if (reason := self._find_fault(container)) is not None]
         removed = await self._remove(due)
@@ -46,14 +51,14 @@ class Reaper:
         return len(removed)
 
     def _find_fault(self, container: ListedContainer) -> str | None:
-        """Why it should go; None: it is somebody's."""
+        """Return why the container must be removed, or None when it has an owner."""
         if self._factory.knows(container.name):
             return None
         if container.labels.get(LABEL_SANDBOXD) == self._name:
-            # We alone have the name, and did not make it in this life.
+            # Only this process holds the name, and it did not make this container.
             return "left by a sandboxd of this name"
         if self._lease.is_dead(container.labels.get(LABEL_LEASE, "")):
-            return "its sandboxd is gone"
+            return "its sandboxd is dead"
         if container.state == "created" and container.created_at < time.time() - NEVER_STARTED_S:
             return "never started"
         if _deadline_of(container.labels) < time.time() - DEADLINE_GRACE_S:
@@ -76,13 +81,13 @@ class Reaper:
         return removed
 
     def _forget_absent(self, present: set[str]) -> None:
-        """Records of containers that the engine no longer has, and that nobody is about to make."""
+        """Delete records of containers that the engine does not have and that no task is about to create."""
         for name in self._records.containers():
             if name not in present and not self._factory.knows(name):
                 self._records.forget_container(name)
 
 
 def _deadline_of(labels: Mapping[str, str]) -> float:
-    """What its label tells; one that tells nothing never passes."""
+    """Return the deadline of the label. A container without a valid label has no deadline."""
     text = labels.get(LABEL_DEADLINE, "")
     return float(text) if text.isascii() and text.isdigit() else float("inf")

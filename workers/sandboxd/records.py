@@ -1,8 +1,8 @@
-"""What sandboxd must remember over its own death: its containers, and the sessions whose files are kept.
+"""State that must survive the death of sandboxd: the names of its containers, and the sessions whose files are kept.
 
-One small JSON file each, replaced as a whole. A container is recorded before it is started and forgotten when its
-removal is confirmed. They are for a process that died: what a host loses that dies itself, the containers, needs no
-record.
+Each record is a small JSON file that is replaced as a whole. A container is recorded before it is started and forgotten
+after its removal is confirmed. The records survive a process that dies. A host that reboots loses its containers, so
+they need no fsync.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session whose workspace outlives its container. `parcel`: what of the container was packed when it was given
-    up; `used_at`: epoch seconds; `news`: what no answer has told yet, `untold`: a loss that no call has been told;
-    `terms`, `fence`, `automatic_at` as of a Session; `changed` as of its row, at that moment: one without a parcel went
-    on working. A field more, or less, is another version's: it is not guessed at.
+    """A session whose workspace outlives its container. `parcel`: the packed state of an evicted container. `used_at`:
+    epoch seconds. `news`: what no answer has reported yet. `untold`: a loss that no call has reported yet. `terms`,
+    `fence`, `automatic_at`: as in Session. `changed`: as in the session's row at that moment; a session without a
+    parcel continued to work. A record with other fields is of another version and is refused.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -62,28 +62,28 @@ _SESSION, _CONTAINER = TypeAdapter(SessionRecord), TypeAdapter(_ContainerRecord)
 
 
 class Records:
-    """A folder of them. A file that cannot be read is said, set aside and treated as absent; one that will not go is
-    tried again.
+    """A folder of records. A file that cannot be read is logged, set aside and treated as absent. A file that cannot be
+    deleted is tried again later.
 
-    Writing raises SandboxUnavailable when the disk does not take it.
+    Writing raises SandboxUnavailable when the disk refuses it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._containers = folder / "containers"
         self._sessions = folder / "sessions"
-        for place in (self._containers, self._sessions):
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self._containers, self._sessions):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def add_container(self, name: str, deadline: float) -> None:
-        """Before it is started."""
+        """Record a container before it is started."""
         _write(self._containers / f"{name}.json", {"name": name, "deadline": deadline})
 
     def forget_container(self, name: str) -> None:
-        """Once the engine has confirmed that it is gone."""
+        """Delete the record after the engine has confirmed the removal."""
         _unlink(self._containers / f"{name}.json")
 
     def containers(self) -> list[str]:
-        """Names of those that were never confirmed gone."""
+        """Return the names of containers whose removal was never confirmed."""
         return [record.name for record in _read_all(self._containers, _CONTAINER)]
 
     def keep_session(self, record: SessionRecord) -> None:
@@ -93,7 +93,7 @@ class Records:
         _unlink(self._session_path(session))
 
     def sessions(self) -> list[SessionRecord]:
-        """All that were kept."""
+        """Return all kept sessions."""
         return list(_read_all(self._sessions, _SESSION))
 
     def _session_path(self, session: str) -> Path:
@@ -113,7 +113,9 @@ def _write(path: Path, data: dict[str, Any]) -> None:
 
 
 def _unlink(path: Path) -> None:
-    """What stays is found by the next sweep, or start: a record of what is gone does no harm."""
+    """Delete a file. The next sweep or start finds a file that stays; the record of a removed container does
+    no harm.
+    """
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -1,4 +1,6 @@
-"""Checks what a worker asks for and what a guest answers. A wrong field of a worker's request is INVALID_ARGUMENTS."""
+"""Checks the requests of workers and the answers of guests. A wrong field in a worker's request is
+INVALID_ARGUMENTS.
+"""
 
 import re
 from collections.abc import Mapping
@@ -12,9 +14,9 @@ from contract.tenancy import SandboxTerms
 MAX_TIMEOUT_S = 600.0
 MAX_BODY_BYTES = 67_108_864
 STREAM_FRAMES = 262_144
-"""How many frames a streamed output may come in, whatever its size: a program may write a byte at a time."""
+"""Maximum number of frames of a streamed output, whatever its size: a program may write one byte at a time."""
 FRAME_COST_BYTES = 64
-"""What a data frame costs beside its body, so that frames without one are not free."""
+"""The cost of a data frame in addition to its body, so that empty frames are not free."""
 _STREAM_STDERR_BYTES = 65_536
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}:[A-Za-z0-9_-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -23,7 +25,7 @@ _OPS = ("exec", "read_text", "read_file", "write_file", "write_text", "edit_text
 SANDBOXD_FIELDS = frozenset(
     {"ok", "code", "message", "is_ending", "sandbox", "sandbox_s", "sandbox_lost", "removal_failed", "workspace_kept"}
 )
-"""What only sandboxd may say in the answer to a call."""
+"""Fields of a call's answer that only sandboxd may set."""
 _STREAMS: Mapping[str, frozenset[str]] = {
     "exec": frozenset({"stdout", "stderr", "merged", "live", "live_stderr"}),
     "job_start": frozenset({"merged"}),
@@ -38,12 +40,12 @@ _STREAMS: Mapping[str, frozenset[str]] = {
 }
 _KILL_FIELDS = ("signalled", "survivors", "method", "ms")
 _KILL_METHODS = ("tree", "all")
-_WORDS_CHARS = 200
+_QUOTE_CHARS = 200
 
 
 def check_request(request: object) -> dict[str, Any]:
-    """A call's request with `timeout_s`, `body_bytes` and `max_bytes` as numbers within limits; the guest checks the
-    rest.
+    """Return a call's request with `timeout_s`, `body_bytes` and `max_bytes` as numbers within limits. The guest checks
+    the other fields.
     """
     if not isinstance(request, dict) or request.get("op") not in _OPS:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a call needs a request whose op is one of {', '.join(_OPS)}")
@@ -57,7 +59,7 @@ def check_request(request: object) -> dict[str, Any]:
 
 
 def count_budget(request: Mapping[str, Any]) -> int:
-    """Bytes of data frames that a checked request may cause."""
+    """Return how many bytes of data frames a checked request may cause."""
     total = int(request.get("max_bytes", 0))
     capture = request.get("capture")
     if isinstance(capture, dict):
@@ -75,7 +77,9 @@ def parse_text(header: Mapping[str, Any], name: str) -> str:
 
 
 def parse_session(header: Mapping[str, Any]) -> str:
-    """The name of a session, `<tenant>:<session>`: neither has a colon, so that no two tenants share one."""
+    """Return the name of a session, `<tenant>:<session>`. Neither part contains a colon, so no two tenants share a
+    name.
+    """
     name = parse_text(header, "sandbox")
     if _SESSION.fullmatch(name) is None:
         raise ToolFailure(
@@ -86,28 +90,28 @@ def parse_session(header: Mapping[str, Any]) -> str:
 
 
 def parse_fence(header: Mapping[str, Any]) -> int | None:
-    """Which opening of a session is meant; None: whichever there is."""
+    """Return which opening of a session the request refers to, or None for any."""
     return _parse_count(header, "fence") if "fence" in header else None
 
 
 def parse_terms(header: Mapping[str, Any]) -> SandboxTerms | None:
-    """What the tenant's policy says of its sandboxes now; None: the worker says nothing of it."""
-    told = header.get("terms")
-    if told is None:
+    """Return the tenant's current sandbox terms, or None when the request has none."""
+    terms = header.get("terms")
+    if terms is None:
         return None
     try:
-        return SandboxTerms.model_validate(told)
+        return SandboxTerms.model_validate(terms)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in ("terms", *first["loc"]))
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"{name[:200]}: {first['msg'][:200]}: mend the tenant's policy"
+            ErrorCode.INVALID_ARGUMENTS, f"{name[:200]}: {first['msg'][:200]}: fix the tenant's policy"
         ) from None
 
 
 def parse_skill(header: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Of a request about a skill: whose it is ("" for everybody's), its digest, and the size of the archive that
-    follows; 0: none does.
+    """Return scope, digest and archive size of a request about a skill. The scope is "" for a skill that all tenants
+    share. A size of 0 means that no archive follows.
     """
     digest = parse_text(header, "digest")
     if not _DIGEST.fullmatch(digest):
@@ -131,13 +135,13 @@ def _parse_count(header: Mapping[str, Any], name: str) -> int:
 
 
 def has_stream(op: str, stream: object) -> bool:
-    """Whether a request of that op may be answered with data of that stream."""
+    """Return True when a request of that op may be answered with data of that stream."""
     return isinstance(stream, str) and stream in _STREAMS.get(op, ())
 
 
 def build_done(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the guest's answer without what only sandboxd may say. Only its kill report is checked here: sandboxd
-    counts kills.
+    """Return the guest's answer without the fields that only sandboxd may set. Only the kill report is checked here,
+    because sandboxd counts kills.
 
     The worker that made the call checks every field (workers/guest_answers.py).
     """
@@ -148,7 +152,7 @@ def build_done(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_survivors(header: Mapping[str, Any]) -> int:
-    """Processes that outlived the call's kill. A report that is not plainly "none" counts as one."""
+    """Return how many processes outlived the call's kill. A malformed report counts as one process."""
     kill = header.get("kill")
     if kill is None:
         return 0
@@ -156,9 +160,9 @@ def count_survivors(header: Mapping[str, Any]) -> int:
     return count if isinstance(count, int) else 1
 
 
-def build_words(text: object) -> str:
-    """A guest's own words, short and in printable ASCII, fit for a log and a sentence."""
-    return str(text)[:_WORDS_CHARS].encode("unicode_escape").decode("ascii")[:_WORDS_CHARS]
+def quote_text(text: object) -> str:
+    """Return a guest's text, shortened and in printable ASCII, for a log or an error message."""
+    return str(text)[:_QUOTE_CHARS].encode("unicode_escape").decode("ascii")[:_QUOTE_CHARS]
 
 
 def _build_kill(kill: object) -> dict[str, Any] | None:

@@ -1,5 +1,8 @@
-"""One sandbox: its container, its channel, and the calls that run in it, each with sandboxd's own limit behind the
-guest's.
+"""One sandbox: its container, its channel, and the calls that run in it.
+
+The guest enforces the limit of a call, but the guest is hostile. So sandboxd has a second, later limit for every call:
+when the guest does not end a call in time, breaks the protocol or reports surviving processes, the container is
+removed. The call is answered only after the removal.
 """
 
 import asyncio
@@ -19,10 +22,10 @@ from workers.sandboxd.frames import Frame, GuestChannel
 from workers.sandboxd.requests import (
     FRAME_COST_BYTES,
     build_done,
-    build_words,
     count_budget,
     count_survivors,
     has_stream,
+    quote_text,
 )
 from workers.sandboxd.runtime.engine import Engine
 
@@ -30,20 +33,22 @@ log = structlog.get_logger(__name__)
 
 PROTOCOL_VERSION = 1
 GUEST_GRACE_S = 2.0
-"""How long after a call's limit the guest may still answer before the container is removed."""
+"""Seconds after a call's limit in which the guest may still answer before the container is removed."""
 SLOW_WORKER_GRACE_S = 15.0
-"""How much later an answer may come when it waits behind output that a worker is slow to take."""
+"""Additional seconds for an answer that waits behind output which a worker reads slowly."""
 BODY_TIMEOUT_S = 60.0
-"""How long a request's body may take to reach the guest; its own limit starts only when it is whole."""
+"""Time in which the next part of a request's body must reach the guest. The call's own limit starts when the body is
+complete.
+"""
 HELLO_TIMEOUT_S = 20.0
 SLACK_BYTES = 256 * 1024
-"""What a guest may send beyond what was asked for before it counts as hostile."""
+"""Bytes that a guest may send beyond what was requested before it counts as hostile."""
 
 Sink = Callable[[Frame], None]
 
 
 class Connections(Protocol):
-    """The ends of what a sandbox with a proxy has opened (tunnels.py)."""
+    """The connections that a sandbox with a proxy has opened (egress/tunnels.py)."""
 
     def take(self, frame: Frame) -> None: ...
 
@@ -53,7 +58,7 @@ class Connections(Protocol):
 
 
 class SandboxCounter(Protocol):
-    """What is counted of all sandboxes (counts.py)."""
+    """Counters of all sandboxes (factory.py)."""
 
     oom: int
     kills: Counter[str]
@@ -62,7 +67,7 @@ class SandboxCounter(Protocol):
 
 @dataclass(eq=False)
 class RunningCall:
-    """One request inside the guest. `sink` gets its data frames; `done` its last header."""
+    """One request inside the guest. `sink` gets its data frames, `done` its last header."""
 
     guest_id: str
     call_id: str
@@ -78,11 +83,10 @@ class RunningCall:
 
 @dataclass(eq=False)
 class Sandbox:
-    """A started container with its channel. Once lost it stays lost: its calls are told and its container is removed at
-    once.
+    """A started container with its channel. A lost sandbox stays lost: its calls are answered and its container is
+    removed at once.
 
-    A removal that failed is tried again by the next `remove`; `is_removed` tells that the engine no longer has the
-    container.
+    The next `remove` repeats a failed removal. `is_removed`: the engine no longer has the container.
     """
 
     engine: Engine
@@ -104,9 +108,9 @@ class Sandbox:
     _released_at: float = field(init=False, default=float("-inf"))
 
     async def attach(self, sock: socket.socket) -> None:
-        """Take over the container's attached socket and wait for the guest's first word.
+        """Take over the container's attached socket and wait for the guest's hello.
 
-        Raises SandboxUnavailable when it does not come; the caller then removes.
+        Raises SandboxUnavailable when the hello does not come; the caller then removes the sandbox.
         """
         self._channel = await GuestChannel.open(sock, self._on_frame, self._lose)
         try:
@@ -119,7 +123,7 @@ class Sandbox:
             raise SandboxUnavailable(f"the sandbox did not start: {self.lost}{': ' + debug if debug else ''}")
 
     def begin(self, call_id: str, request: Mapping[str, Any], budget: int, sink: Sink) -> RunningCall:
-        """Announce a request to the guest; the body follows by `feed`, then `start_clock`."""
+        """Register a call. The caller then sends the request and its body with `feed`, and calls `start_clock`."""
         call = RunningCall(
             guest_id=secrets.token_hex(16),
             call_id=call_id,
@@ -137,7 +141,7 @@ class Sandbox:
         return call
 
     def forget(self, call: RunningCall) -> None:
-        """Drop a call of which the guest has been sent nothing."""
+        """Drop a call of which nothing was sent to the guest."""
         self._disarm(call)
         self.calls.pop(call.guest_id, None)
 
@@ -147,7 +151,9 @@ class Sandbox:
             self._channel.send({**header, "id": call.guest_id}, body)
 
     def start_clock(self, call: RunningCall) -> None:
-        """The request is whole: from here on the guest has the call's limit, and a little more to say so."""
+        """Start the call's limit, because the request is complete. The guest gets a little more time to
+        report the end.
+        """
         if self._runs(call) and not call.is_cancelled:
             self._limit(call, call.timeout_s)
 
@@ -159,10 +165,10 @@ class Sandbox:
         body: AsyncIterator[bytes] | None = None,
         body_bytes: int = 0,
     ) -> dict[str, Any]:
-        """One request of sandboxd's own, with a body of exactly `body_bytes`; gives the guest's last header, checked as
-        a worker's would be.
+        """Send a request of sandboxd itself, with a body of exactly `body_bytes`. Returns the guest's last header,
+        checked like the answer to a worker's call.
 
-        Raises SandboxUnavailable when the sandbox is lost on the way.
+        Raises SandboxUnavailable when the sandbox is lost before the answer.
         """
         call = self.begin("", request, count_budget(request), sink or _drop)
         try:
@@ -187,7 +193,9 @@ class Sandbox:
                 self._arm(call, BODY_TIMEOUT_S, self.cancel)
 
     def cancel(self, call: RunningCall) -> None:
-        """Kill what a call runs; its `done` follows, by the guest or, 2 s later, by the container's removal."""
+        """Kill the processes of a call. The guest then completes `done`, or the removal of the container does 2 s
+        later.
+        """
         if not self._runs(call) or call.is_cancelled:
             return
         call.is_cancelled = True
@@ -195,17 +203,17 @@ class Sandbox:
         self._limit(call, 0.0)
 
     async def drain(self) -> None:
-        """Wait until the guest has taken what was sent."""
+        """Wait until the guest has read what was sent."""
         if self._channel is not None:
             await self._channel.drain()
 
     def send(self, header: Mapping[str, Any], body: bytes) -> None:
-        """One frame that belongs to no call: a connection's."""
+        """Send a frame of a tunnel. It belongs to no call."""
         if self._channel is not None:
             self._channel.send(header, body)
 
     def hold(self, holder: object) -> None:
-        """Read nothing from the guest until this holder, and every other, has released."""
+        """Read nothing from the guest until this holder and every other holder have released."""
         if self._channel is not None and not self._holders:
             self._channel.pause()
         self._holders.add(holder)
@@ -219,15 +227,15 @@ class Sandbox:
             self._channel.resume()
 
     def end(self, reason: str) -> None:
-        """Have the container removed for a reason that its calls are told. Returns at once."""
+        """Remove the container in the background. Its calls are answered with the reason."""
         self._lose(reason)
 
     def end_hostile(self, what: str) -> None:
-        """As `end`, for a guest that broke the protocol."""
+        """End a sandbox whose guest broke the protocol."""
         self._violate(what)
 
     async def remove(self) -> None:
-        """Remove the container; returns when the engine no longer has it. Pending calls are told.
+        """Remove the container and return when the engine no longer has it. Pending calls are answered.
 
         Raises SandboxUnavailable when the engine refuses; the next `remove` tries again.
         """
@@ -242,7 +250,7 @@ class Sandbox:
         return self._removal
 
     async def _remove(self) -> SandboxUnavailable | None:
-        """Gives the failure and does not raise it: nobody may be waiting."""
+        """Return the failure and do not raise it, because no task may be waiting for it."""
         if self._channel is not None:
             self._channel.close()
         try:
@@ -263,24 +271,26 @@ class Sandbox:
         kind = frame.header.get("ev")
         call = self.calls.get(str(frame.header.get("id")))
         if kind == "hello" and not self._hello.done():
-            self._greet(frame.header)
+            self._check_hello(frame.header)
         elif self.tunnels is not None and isinstance(kind, str) and kind.startswith("net_"):
             self.tunnels.take(frame)
         elif kind == "fatal":
-            self._lose(f"the guest gave up, saying: {build_words(frame.header.get('message'))}", "guest_gave_up")
+            self._lose(
+                f"the guest gave up with the message: {quote_text(frame.header.get('message'))}", "guest_gave_up"
+            )
         elif call is not None and kind == "data":
             self._take_data(call, frame)
         elif call is not None and kind == ("pong" if call.op == "ping" else "done"):
             self._finish(call, frame.header)
         else:
-            self._violate(f"unexpected frame '{build_words(kind)[:40]}'")
+            self._violate(f"unexpected frame '{quote_text(kind)[:40]}'")
 
-    def _greet(self, header: Mapping[str, Any]) -> None:
+    def _check_hello(self, header: Mapping[str, Any]) -> None:
         if header.get("v") == PROTOCOL_VERSION:
             self._hello.set_result(None)
         else:
             self._lose(
-                f"the guest speaks version '{build_words(header.get('v'))[:40]}' and not {PROTOCOL_VERSION}: build the "
+                f"the guest speaks version '{quote_text(header.get('v'))[:40]}' and not {PROTOCOL_VERSION}: build the "
                 "image anew"
             )
 
@@ -296,7 +306,7 @@ class Sandbox:
     def _finish(self, call: RunningCall, header: Mapping[str, Any]) -> None:
         done = build_done(header)
         if count_survivors(header):
-            # The guest could not end everything that the call had started: only the container's end does.
+            # The guest could not end all processes of the call. Only the end of the container does.
             self._end_by_removal(call, done, "processes outlived a call's kill")
         else:
             self._answer(call, done)
@@ -307,7 +317,7 @@ class Sandbox:
         now = time.monotonic()
         unread = self._holders or now - self._released_at < GUEST_GRACE_S
         if unread and now < call.ends_by + SLOW_WORKER_GRACE_S:
-            # The answer may be among what we have not read: that is no fault of the guest's.
+            # The answer may be in data that sandboxd has not read. That is not the guest's fault.
             self._arm(call, GUEST_GRACE_S, self._on_overdue)
             return
         code = "CANCELLED" if call.is_cancelled else "TIMEOUT"
@@ -316,7 +326,7 @@ class Sandbox:
         self._end_by_removal(call, {"ev": "done", "error": error}, "the guest did not end a call at its limit")
 
     def _end_by_removal(self, call: RunningCall, done: dict[str, Any], reason: str) -> None:
-        """Remove the container, and only then answer: nothing of the call runs any more."""
+        """Remove the container and answer the call afterwards, when none of its processes can run."""
         self.forget(call)
         started = time.monotonic()
         self._lose(reason)
@@ -367,7 +377,7 @@ class Sandbox:
         self._lose(f"the guest broke the protocol: {what}", "guest_broke_protocol")
 
     def _lose(self, reason: str, cause: str = "ended") -> None:
-        """Something ended this sandbox: say so, once, and take its container away."""
+        """Mark the sandbox as lost, log it once, and remove its container."""
         if self.lost is not None:
             return
         log.warning("sandbox_lost", container=self.container[:12], cause=cause, reason=reason)
@@ -393,4 +403,4 @@ class Sandbox:
 
 
 def _drop(_: Frame) -> None:
-    """Takes what nobody wants."""
+    """Discard a frame that no caller needs."""

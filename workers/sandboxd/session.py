@@ -1,4 +1,4 @@
-"""One session of this host: its sandbox, what its calls have changed, and what its next call has to say."""
+"""One session of this host: its sandbox, whether its files have changed, and the news for its next call."""
 
 import asyncio
 import time
@@ -15,9 +15,9 @@ from workers.sandboxd.records import SessionRecord
 from workers.sandboxd.sandbox import Sandbox
 
 _READING = frozenset({"read_text", "read_file", "glob", "grep", "ping", "job_poll", "job_list"})
-"""Requests that leave files alone. All others may change some, whatever came of them."""
+"""Requests that do not change files. All others may change files, even if they fail."""
 _MOST_JOBS = 16
-"""Of a guest of ours; what another says is no reason to remember more."""
+"""Maximum number of jobs of a genuine guest. sandboxd remembers no more of a hostile one."""
 _ID_CHARS = 64
 KEPT = (
     "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are "
@@ -25,12 +25,12 @@ KEPT = (
 )
 FILES_LOST = "{} and its files are lost; the next call gets a fresh, empty one"
 RENEW_S = 86_400.0
-"""After this time an automatic checkpoint is made anew: a session in use never has one that is old enough to be
-swept.
+"""Age in seconds at which an automatic checkpoint is made again. So the checkpoint of a session in use never gets old
+enough to be deleted.
 """
 _ROW_CHARS = 200
 MAX_CANCELLED_CALLS = 100
-"""The newest; ids are never used again."""
+"""The newest ids. Ids are never reused."""
 _RESTORED = (
     "{why}, and the session goes on elsewhere: its files, kept outputs and the shell's folder, variables and functions "
     "are those of {checkpoint}; changes since then, background jobs and /tmp are lost"
@@ -39,33 +39,34 @@ _RESTORED = (
 
 @dataclass
 class SessionActivity:
-    """`has_written`: a request that may have changed files has ended since they were kept last; `jobs`: ids of
-    background jobs that are not known to have ended. A guest's word: good for counting, and for nothing that another
-    session relies on."""
+    """`has_written`: a request that may have changed files has ended since the last checkpoint. `jobs`: ids of
+    background jobs that are not known to have ended. The values come from the guest: they are good for counting, but
+    the safety of another session must not depend on them.
+    """
 
     has_written: bool = False
     jobs: set[str] = field(default_factory=set)
 
     @property
     def changed(self) -> bool:
-        """Whether files may differ from what was kept last. A job may write at any time."""
+        """True when files may differ from the last checkpoint. A job may write at any time."""
         return self.has_written or bool(self.jobs)
 
     def note(self, op: str, done: Mapping[str, Any]) -> None:
-        """The end of a request; an empty answer when nobody knows how it ended."""
+        """Note the end of a request. The answer is empty when its outcome is unknown."""
         if op not in _READING:
             self.has_written = True
-        told = done.get("jobs") if op == "job_list" else [done.get("job")]
-        for job in told if isinstance(told, list) else []:
+        jobs = done.get("jobs") if op == "job_list" else [done.get("job")]
+        for job in jobs if isinstance(jobs, list) else []:
             self._note_job(job)
 
     def note_jobs(self, running: int) -> None:
-        """How many jobs run, by the guest's attestation."""
+        """Note how many jobs run, as the guest attests."""
         if running == 0:
             self.end_jobs()
 
     def end_jobs(self) -> None:
-        """None runs any more; what they wrote at last nobody has kept."""
+        """Note that no job runs. Their last writes are not in a checkpoint."""
         self.has_written = self.changed
         self.jobs.clear()
 
@@ -84,16 +85,16 @@ class SessionActivity:
 class Session:
     """One session of this host.
 
-    `terms`: the tenant's, as a worker sent them last. `plan`: the sandbox's, from the terms at the time it was made.
-    `fence`: the opening of the session; a request with a later one means another session.
-    `sandbox`: None after an eviction, or after a restart of sandboxd. `archive`: the packed files of the evicted
-    container. `lost`: why the sandbox was lost. `news`: what the next call's answer reports. `unreported_loss`: a loss
-    of all files that no call has reported yet. `is_closing`: nobody may use the session any more; it stays in the list
-    until its container is removed. `is_moving`: the sandbox is being evicted, and calls wait for the lock.
-    `checkpoint`: the last one made here. `automatic_at`: when the last automatic one was made, in epoch seconds.
-    `checkpointing`: held while a checkpoint is made; calls go on. `overfull_bytes`: the size of the workspace when it
-    was last found too large. `waiting`: ids of calls that wait for the sandbox; a cancel removes one.
-    `cancelled_calls`: ids of calls whose cancel came before the call, or between two of its requests.
+    `terms`: the tenant's latest terms from a worker. `plan`: of the sandbox, from the terms at its creation. `fence`:
+    the number of the session's opening; a request with a later number is for another opening. `sandbox`: None after an
+    eviction or a restart of sandboxd. `archive`: the packed files of the evicted container. `lost`: why the sandbox was
+    lost. `news`: what the next call's answer reports. `unreported_loss`: a loss of all files that no call has reported
+    yet. `is_closing`: no request may use the session; it stays in the list until its container is removed. `is_moving`:
+    the sandbox is being evicted, and calls wait for the lock. `checkpoint`: the last checkpoint made here.
+    `automatic_at`: when the last automatic checkpoint was made, in epoch seconds. `checkpointing`: held while a
+    checkpoint is made; calls continue. `overfull_bytes`: the size of the workspace when it was last found too large.
+    `waiting`: ids of calls that wait for the sandbox; a cancel removes an id. `cancelled_calls`: ids of calls that were
+    cancelled before they began, or between two of their requests.
     """
 
     id: str
@@ -130,7 +131,7 @@ class Session:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a call can begin at once."""
+        """True when a call can begin at once."""
         return self.sandbox is not None and self.sandbox.lost is None and not self.is_paused and not self.is_moving
 
     @property
@@ -138,11 +139,11 @@ class Session:
         return (self.sandbox is not None and bool(self.sandbox.calls)) or self.checkpointing.locked()
 
     def idle_s(self) -> float:
-        """Seconds since its last call; 0 while one runs."""
+        """Return the seconds since the last call; 0 while a call runs."""
         return 0.0 if self.is_busy else time.monotonic() - self.used_at
 
     def record(self) -> SessionRecord:
-        """What is kept of it over sandboxd's own death."""
+        """Return what must survive the death of sandboxd."""
         used_at = time.time() - (time.monotonic() - self.used_at)
         return SessionRecord(
             id=self.id,
@@ -162,26 +163,26 @@ class Session:
         )
 
     def add_news(self, news: str) -> None:
-        """To what no answer has told yet."""
+        """Add a report for the next call's answer."""
         if self.news is None or news not in self.news:
             self.news = news if self.news is None else f"{self.news}; {news}"
 
     def take_news(self) -> str | None:
-        """Told once."""
+        """Return the news and clear it, so that it is reported once."""
         news, self.news = self.news, None
         return news
 
     def identify_sandbox(self, sandbox: Sandbox) -> dict[str, Any]:
-        """Which it is; news are for a call, whose answer a model reads."""
+        """Return the sandbox's identity, without news. News are for the answer of a call, which a model reads."""
         return {"id": sandbox.container[:12], "generation": sandbox.generation, "rebuilt": self.was_rebuilt}
 
     def describe_sandbox(self, sandbox: Sandbox) -> dict[str, Any]:
-        """What a call's result tells of its sandbox."""
+        """Return the sandbox's identity with news, for a call's result."""
         news = self.take_news()
         return self.identify_sandbox(sandbox) | ({"news": news} if news else {})
 
     def describe(self) -> dict[str, Any]:
-        """A row for workers; no tenant's content. `jobs` and `changed` are what calls have told (traces.py)."""
+        """Return a row for workers, without tenant content. `jobs` and `changed` are what calls have reported."""
         sandbox = self.sandbox
         lost = sandbox.lost if sandbox is not None else self.lost
         return {
@@ -201,13 +202,13 @@ class Session:
         }
 
     def note_checkpoint(self, checkpoint: str, *, is_automatic: bool) -> None:
-        """A checkpoint has been made."""
+        """Note a new checkpoint."""
         self.checkpoint = checkpoint
         if is_automatic:
             self.automatic_at = time.time()
 
     def _has_changed(self) -> bool:
-        """Whether another automatic checkpoint is worth while, also because the last one would go by its age."""
+        """Return True when another automatic checkpoint is useful, also because the last one would soon expire."""
         return self.activity.changed or (self.automatic_at is not None and time.time() - self.automatic_at > RENEW_S)
 
     def _state(self) -> str:
@@ -223,15 +224,17 @@ _LOST, _DRAINED = "the host that had this session was lost", "the host that had 
 
 @dataclass(frozen=True)
 class SessionMove:
-    """`fence`: of the session's new place, which is also the generation of its sandbox; `checkpoint_at`: when what it
-    is restored from was kept, None: nobody knows; `is_planned`: its host was drained, not lost."""
+    """The move of a session from another host. `fence`: the number of its new opening, which is also the generation of
+    its sandbox. `checkpoint_at`: when the restored checkpoint was made; None when that is unknown. `is_planned`: its
+    host was drained, not lost.
+    """
 
     fence: int
     checkpoint_at: datetime | None = None
     is_planned: bool = False
 
     def news(self) -> str:
-        """Of a session that was restored from a checkpoint."""
+        """Return the news of a session that was restored from a checkpoint."""
         at = self.checkpoint_at
         checkpoint = (
             f"the checkpoint of {at.isoformat(timespec='seconds')}" if at is not None else "its last checkpoint"
@@ -239,7 +242,7 @@ class SessionMove:
         return _RESTORED.format(why=self._why(), checkpoint=checkpoint)
 
     def loss(self) -> str:
-        """Of a session of which nothing was kept."""
+        """Return the loss of a session that had no checkpoint."""
         return FILES_LOST.format(f"{self._why()}, and there was no checkpoint of it: the sandbox")
 
     def _why(self) -> str:

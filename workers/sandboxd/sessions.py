@@ -1,4 +1,9 @@
-"""Which session has which sandbox: opening, making ready for a call, rebuilding after a loss, giving up, closing."""
+"""The sessions of this host: open, prepare for a call, rebuild after a loss, evict, close.
+
+A session has at most one container. The lock of a session protects its change of container: eviction, rebuild and close
+hold it, and a call that finds the sandbox not ready waits for it. A model must never find an empty workspace without an
+error that reports the loss, so a loss of files is recorded until one call has reported it.
+"""
 
 import asyncio
 import heapq
@@ -24,20 +29,20 @@ from workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, Suspension
 log = structlog.get_logger(__name__)
 
 MAX_ROWS = 300
-"""Of sessions in one answer: as many as a frame holds, whatever is in them."""
+"""Maximum rows of one answer: as many as a frame can hold, whatever the rows contain."""
 _STARTS_S = 5.0
-"""How long the end of sandboxd waits for starts under way; those that take longer are undone."""
+"""How long the shutdown of sandboxd waits for starts in progress. Longer starts are undone."""
 _PACKED_AT_ONCE = 8
 Fill = Callable[[Session, Sandbox], Awaitable[None]]
-"""Puts into a new session's sandbox what it begins with."""
+"""Fills the sandbox of a new session."""
 Revise = Callable[[SandboxTerms, SandboxPlan], SandboxPlan]
-"""Terms of a tenant, and a plan of earlier -> the plan as it may be now. Raises ToolFailure when there is none."""
+"""Returns the current plan for a tenant's terms and an earlier plan. Raises ToolFailure when none is allowed."""
 
 
 @dataclass(frozen=True)
 class NewSession:
-    """What a new session begins with. `fill` None: nothing; `moved`: another host had it, and `fill` restores what was
-    kept.
+    """The start of a session. `fill`: None for an empty workspace. `moved`: set when another host had the session;
+    `fill` then restores its checkpoint.
     """
 
     plan: SandboxPlan
@@ -48,7 +53,7 @@ class NewSession:
 
 
 class Sessions:
-    """All sessions of this host. One sandbox serves one session and is never handed to another."""
+    """All sessions of this host. A sandbox serves one session and is never given to another."""
 
     def __init__(
         self,
@@ -61,7 +66,7 @@ class Sessions:
         revise: Revise,
         prepare_network: Callable[[Session, Sandbox], None] | None = None,
     ) -> None:
-        """`prepare_network`: gives a session's new sandbox what only the session knows, its way out."""
+        """`prepare_network`: connects a session's new sandbox to the egress proxy."""
         self._factory = factory
         self._revise = revise
         self._prepare_network = prepare_network or (lambda _entry, _sandbox: None)
@@ -75,11 +80,11 @@ class Sessions:
         factory.slots.free_slot = self._free_slot
 
     async def open(self, session: str, start: NewSession) -> Session:
-        """A session with a fresh sandbox, filled; opening an open one gives it as it is (a repeated request), but for
-        one that has been moved away from here and comes back: what is still here of it is closed first.
+        """Open a session with a new, filled sandbox. An open session is returned unchanged, because the request may be
+        a repetition. A session that was moved away and comes back is closed here first.
 
-        Raises SandboxUnavailable when the host is full or the engine refuses, and what `fill` raises; then nothing is
-        left of it.
+        Raises SandboxUnavailable when the host is full or the engine refuses, and whatever `fill` raises. Nothing of
+        the session is then left.
         """
         while True:
             entry = await self._open_or_join(session, start)
@@ -91,16 +96,16 @@ class Sessions:
             await self.close(session)
 
     async def _open_or_join(self, session: str, start: NewSession) -> Session:
-        known = self._sessions.get(session)
-        if known is not None and known.is_closing:
+        entry = self._sessions.get(session)
+        if entry is not None and entry.is_closing:
             await self.close(session)
-            known = self._sessions.get(session)
-        if known is not None:
-            known.used_at = time.monotonic()
-            return known
+            entry = self._sessions.get(session)
+        if entry is not None:
+            entry.used_at = time.monotonic()
+            return entry
         if session not in self._starting:
             self._check_room()
-            # A task of its own: a worker that leaves meanwhile must not leave a container that nobody knows.
+            # Use a separate task: a worker that leaves during the start must not leave an unregistered container.
             starting = asyncio.get_running_loop().create_task(self._open(session, start))
             self._starting[session] = starting
             starting.add_done_callback(lambda task: self._forget_start(session, task))
@@ -109,11 +114,11 @@ class Sessions:
     async def use(
         self, session: str, call_id: str | None = None, terms: SandboxTerms | None = None
     ) -> tuple[Session, Sandbox]:
-        """The session and its living sandbox, ready for what begins at once: the call of that id, or something else
-        that no model reads.
+        """Return the session and its running sandbox, ready for the call of that id, or for work whose result no model
+        reads.
 
-        `terms`: of the tenant as they are now; None: as they were. Raises ToolFailure: SESSION_NOT_FOUND, CANCELLED;
-        and SandboxUnavailable, after a loss of files for one call: the next gets a fresh, empty sandbox.
+        `terms`: the tenant's current terms; None keeps the earlier terms. Raises ToolFailure (SESSION_NOT_FOUND,
+        CANCELLED) and SandboxUnavailable. After a loss of files one call fails, and the next gets a new, empty sandbox.
         """
         entry = self._sessions.get(session)
         if entry is None or entry.is_closing:
@@ -129,10 +134,10 @@ class Sessions:
         return entry, entry.sandbox
 
     def update_terms(self, entry: Session, terms: SandboxTerms) -> None:
-        """The tenant's terms are these from now on: for the rules of the next connection at once, for all else of the
-        next sandbox.
+        """Set the tenant's terms. They apply to the rules of the next connection at once, and to everything else with
+        the next sandbox.
 
-        What stands of connections is cut when it might not be allowed any more.
+        Open connections are cut when they might no longer be allowed.
         """
         if terms == entry.terms:
             return
@@ -143,17 +148,17 @@ class Sessions:
         self.suspender.try_keep(entry)
 
     def find(self, session: str) -> Session | None:
-        """The session, or None."""
+        """Return the session, or None."""
         return self._sessions.get(session)
 
     def all(self) -> list[Session]:
         return list(self._sessions.values())
 
     async def close(self, session: str, *, fence: int | None = None) -> bool:
-        """Remove the session's sandbox and files; returns when the container is gone. False when there was no such
-        session, or it was opened under another fence than that one.
+        """Remove the session's sandbox and files, and return when the container is removed. Returns False when there is
+        no such session, or it was opened under another fence.
 
-        Raises SandboxUnavailable when the engine refuses: the session is of no more use, and the sweep tries again.
+        Raises SandboxUnavailable when the engine refuses. The session is then unusable, and the sweep tries again.
         """
         if session in self._starting:
             await asyncio.wait({self._starting[session]})
@@ -172,16 +177,16 @@ class Sessions:
         return True
 
     async def close_all(self) -> None:
-        """Remove every sandbox and all files, also those that are being started; from now on none is made."""
+        """Remove every sandbox and all files, also of sessions that are starting. No sandbox is started from now on."""
         self._factory.is_ending = True
         await self._end_starts()
         await settle(self.close(session) for session in list(self._sessions))
 
     async def suspend_all(self, within_s: float) -> None:
-        """Give every container up and keep what can be kept, for the next sandboxd; what cannot be packed in time loses
-        what the container had.
+        """Evict every container and keep the sessions for the next sandboxd. A container that cannot be packed in time
+        loses its own state.
 
-        From now on no call begins and no sandbox is made.
+        From now on no call begins and no sandbox is started.
         """
         self._factory.is_ending = True
         await self._end_starts()
@@ -191,39 +196,39 @@ class Sessions:
                 await settle(self._suspend(entry, slots) for entry in self.all())
         except TimeoutError:
             log.warning("sessions_not_packed_in_time", within_s=within_s)
-        left = [entry for entry in self.all() if entry.sandbox is not None]
-        await settle(self._remove_unpacked(entry) for entry in left)
+        unpacked = [entry for entry in self.all() if entry.sandbox is not None]
+        await settle(self._remove_unpacked(entry) for entry in unpacked)
         await settle(self.close(entry.id) for entry in self.all() if not self.suspender.is_kept(entry))
 
     def adopt(self) -> int:
-        """Take over the sessions that an earlier sandboxd of this name kept; their containers are gone. Gives how
+        """Adopt the sessions that an earlier sandboxd of this name kept; their containers no longer exist. Returns how
         many.
         """
         self._sessions |= {entry.id: entry for entry in adopt(self._records, self._factory.workspaces)}
         return len(self._sessions)
 
     async def sweep(self) -> None:
-        """Delete workspaces and archives that no record has; before the first session is opened. What would not go
-        waits for the next start.
+        """Delete workspaces and archives without a record, before the first session is opened. The next start repeats a
+        failed deletion.
         """
-        kept = self._records.sessions()
-        archives = {(record.id.partition(":")[0], record.parcel) for record in kept if record.parcel is not None}
+        records = self._records.sessions()
+        archives = {(record.id.partition(":")[0], record.parcel) for record in records if record.parcel is not None}
         await settle(
             [
-                self._factory.workspaces.sweep({record.workspace for record in kept}),
+                self._factory.workspaces.sweep({record.workspace for record in records}),
                 self._store.forget_all_but(archives),
             ]
         )
 
     def describe(self, after: str = "") -> list[dict[str, Any]]:
-        """One row a session, by name, from the one after that name on; no tenant's content. At most as many as an
-        answer has room for.
+        """Return one row per session, sorted by name and starting after `after`, without tenant content. The number of
+        rows is limited to what an answer can hold.
         """
         names = heapq.nsmallest(MAX_ROWS, (name for name in self._sessions if name > after))
         return [self._sessions[name].describe() for name in names]
 
     def count_sandboxes(self) -> int:
-        """Containers that sessions have."""
+        """Return how many containers the sessions have."""
         return sum(entry.sandbox is not None for entry in self._sessions.values())
 
     def __len__(self) -> int:
@@ -269,7 +274,7 @@ class Sessions:
     def _forget_start(self, session: str, task: "asyncio.Task[Session]") -> None:
         del self._starting[session]
         if not task.cancelled():
-            task.exception()  # whoever asked may have left: then nobody else takes it
+            task.exception()  # retrieve the exception: the caller may have left
 
     async def _end_starts(self) -> None:
         if not self._starting:
@@ -280,9 +285,7 @@ class Sessions:
         await asyncio.gather(*late, return_exceptions=True)
 
     async def _wait_ready(self, entry: Session, call_id: str | None) -> None:
-        """Returns with a sandbox that is ready. Whoever waits may be cancelled: he is then no more among the
-        waiting.
-        """
+        """Wait until the sandbox is ready. A cancel removes the id of a waiting call from `entry.waiting`."""
         if call_id is not None:
             entry.waiting.append(call_id)
         try:
@@ -314,8 +317,8 @@ class Sessions:
             entry.is_paused = False
 
     def _report_loss(self, entry: Session, is_call: bool) -> None:
-        """A model must not find an empty folder that it has not been told of: what is no call is refused until one has
-        been.
+        """Raise the loss of the files until one call has reported it. A model must not find an empty folder without
+        notice, so other requests are refused before that call.
         """
         if entry.unreported_loss is not None:
             unreported_loss = entry.unreported_loss
@@ -326,7 +329,7 @@ class Sessions:
 
     async def _remove_lost(self, entry: Session, sandbox: Sandbox) -> None:
         await sandbox.remove()
-        # Whoever was told by his own call's result has no need of it again.
+        # A call whose own result reported the loss needs no second report.
         entry.lost = sandbox.lost
         is_news = entry.workspace.outlives_container and not sandbox.is_loss_reported
         if is_news:
@@ -334,7 +337,7 @@ class Sessions:
         entry.sandbox, entry.is_paused = None, False
 
     async def _start_again(self, entry: Session) -> None:
-        """A new container around the session's workspace, with what was packed of the last one."""
+        """Start a new container around the session's workspace, with the packed state of the last one."""
         plan = self._plan_again(entry)
         await self._factory.slots.take()
         sandbox = await self._factory.make(plan, entry.workspace, entry.generation + 1)
@@ -344,7 +347,7 @@ class Sessions:
             if entry.lost is None and entry.archive is not None:
                 await self.suspender.unpack(entry, sandbox)
             if self._factory.is_ending:
-                raise SandboxdEnding  # what is packed stays packed
+                raise SandboxdEnding  # the archive stays packed
         except BaseException:
             await asyncio.shield(settle([self._factory.discard(sandbox)]))
             raise
@@ -352,11 +355,11 @@ class Sessions:
         archive, entry.archive = entry.archive, None
         entry.sandbox, entry.generation, entry.lost, entry.checked_at = sandbox, entry.generation + 1, None, 0.0
         entry.activity.end_jobs()
-        self.suspender.try_keep(entry)  # first: no record names an archive that is gone
+        self.suspender.try_keep(entry)  # Save first: a record must not name a deleted archive.
         await self.suspender.forget_archive(entry, archive)
 
     def _plan_again(self, entry: Session) -> SandboxPlan:
-        """What the session's next sandbox may be. Raises SandboxUnavailable when class or terms leave none."""
+        """Return the plan of the session's next sandbox. Raises SandboxUnavailable when class or terms allow none."""
         try:
             plan = self._revise(entry.terms, entry.plan)
         except ToolFailure as refused:
@@ -378,26 +381,26 @@ class Sessions:
                 await entry.sandbox.remove()
 
     async def _free_slot(self) -> bool:
-        """For another's sake: a warm sandbox, else the container of the session that has been idle for the longest
-        time.
+        """Free a slot for another session: remove a warm sandbox, or evict the session that has been idle for the
+        longest time.
         """
         if await self._pools.give_up_one():
             return True
-        # One that had a job, or would not be packed, a moment ago is not asked again by everybody who waits.
-        asked_before = time.monotonic() - MIN_IDLE_S
+        # A session that recently had a job or could not be packed is not checked again for every waiting caller.
+        checked_before = time.monotonic() - MIN_IDLE_S
         idle = [
             entry
             for entry in self.all()
-            if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.checked_at < asked_before
+            if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.checked_at < checked_before
         ]
-        for entry in sorted(idle, key=lambda one: one.used_at):
+        for entry in sorted(idle, key=lambda entry: entry.used_at):
             if await self.suspender.give_up(entry):
                 return True
         return False
 
 
 def _move_in(entry: Session, sandbox: Sandbox, moved: SessionMove, *, is_restored: bool) -> None:
-    """A session that another host had: its first call is told what is gone."""
+    """Mark a session that another host had. Its first call reports what was lost."""
     entry.fence = entry.generation = sandbox.generation = moved.fence
     entry.was_rebuilt = True
     if is_restored:

@@ -1,9 +1,8 @@
-"""The skills that sandboxes of this sandboxd can read: each bundle once, below a name that only those learn who may use
-it.
+"""The skill bundles that sandboxes of this sandboxd can read. Each bundle is stored once.
 
-All sandboxes have the same volume mounted, read-only. Its top cannot be listed, and what a bundle lies under is made
-with a secret of this process: whoever does not run the skill does not find it, and no content can be asked for by its
-digest.
+All sandboxes mount the same volume read-only, so its names must protect the bundles of one tenant from another. The top
+folder cannot be listed, and the folder of a bundle is an HMAC with a secret of this process. A session that does not
+run a skill cannot find its folder, and the digest of a bundle does not help.
 """
 
 import asyncio
@@ -29,15 +28,18 @@ from workers.sandboxd.runtime.hardening import SKILLS_FOLDER
 
 log = structlog.get_logger(__name__)
 
-MAX_SHELF_BYTES = 2 * 1024**3
-"""Of all bundles until sandboxd is started anew: they lie on the engine's disk."""
+MAX_TOTAL_BYTES = 2 * 1024**3
+"""Total size of all bundles until sandboxd restarts. They are on the engine's disk."""
 MAX_TENANT_BYTES = 256 * 1024**2
-"""Of one tenant's: it may install and replace as it likes, and must not take the room of others."""
+"""Size of one tenant's bundles. A tenant can install and replace skills freely, and must not use the space of others.
+"""
 _MEMORY_BYTES = 1024 * 1024
 
 
 class SkillStore:
-    """One volume, as old as this process. `image`: any that the engine has, for what unpacks into it."""
+    """One volume that lives as long as this process. `image`: any image of the engine, for the container that
+    unpacks.
+    """
 
     def __init__(self, engine: Engine, image: str, owner: Mapping[str, str]) -> None:
         self.volume = f"toolcrew-skills-{secrets.token_hex(8)}"
@@ -48,33 +50,31 @@ class SkillStore:
         self._placing = asyncio.Lock()
 
     async def open(self) -> None:
-        """Make the volume. Raises SandboxUnavailable."""
+        """Create the volume. Raises SandboxUnavailable."""
         await self._engine.make_skill_volume(self.volume, self.owner)
 
     async def close(self) -> None:
-        """Remove it; while a container has it, it stays for the sweep of whoever comes next."""
+        """Remove the volume. While a container uses it, it stays for the sweep of the next sandboxd."""
         await self._remove(self.volume)
 
     async def sweep(self, lease: Lease) -> None:
-        """Remove what sandboxds of this deployment left that are gone. Raises SandboxUnavailable when the engine does
-        not answer.
+        """Remove the volumes of dead sandboxds of this deployment. Raises SandboxUnavailable when the engine does not
+        answer.
         """
         listed = await self._engine.list_skill_volumes(f"{LABEL_DEPLOYMENT}={self.owner[LABEL_DEPLOYMENT]}")
-        gone = [name for name, labels in listed.items() if name != self.volume and self._is_left(labels, lease)]
-        await settle([self._remove(name) for name in gone])
+        leftovers = [name for name, labels in listed.items() if name != self.volume and self._is_left(labels, lease)]
+        await settle([self._remove(name) for name in leftovers])
 
     def find(self, scope: str, digest: str) -> str | None:
-        """The folder of a bundle in every sandbox; None: it has not been placed. `scope`: whose it is, as for
-        `place`.
-        """
+        """Return the folder of a bundle in every sandbox, or None when it is not placed. `scope`: as in `place`."""
         return self._places.get((scope, digest))
 
     async def place(self, scope: str, digest: str, chunks: AsyncIterator[bytes]) -> str:
-        """Put the bundle of that digest there, from a tar archive of its files in the order of their paths; gives its
-        folder in every sandbox.
+        """Store the bundle of that digest and return its folder in every sandbox. The chunks are a tar archive of its
+        files, sorted by path.
 
-        `scope`: the tenant, or "" for everybody's. Raises ToolFailure for an archive that is not that bundle,
-        SandboxUnavailable, and what `chunks` raises.
+        `scope`: the tenant, or "" for a bundle that all tenants share. Raises ToolFailure when the archive is not that
+        bundle, SandboxUnavailable, and whatever `chunks` raises.
         """
         with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as received:
             async for chunk in chunks:
@@ -83,10 +83,10 @@ class SkillStore:
                         ErrorCode.INVALID_ARGUMENTS, f"a skill's archive has at most {MAX_ARCHIVE_BYTES} bytes"
                     )
                 received.write(chunk)
-            # One at a time, so that two who bring the same bundle do not unpack it over each other.
+            # One at a time, so that two requests for the same bundle do not unpack into the same folder.
             async with self._placing:
-                known = self.find(scope, digest)
-                return known or await self._place(scope, digest, received)
+                folder = self.find(scope, digest)
+                return folder or await self._place(scope, digest, received)
 
     async def _place(self, scope: str, digest: str, received: IO[bytes]) -> str:
         size = received.tell()
@@ -96,9 +96,9 @@ class SkillStore:
                 f"the skills that tenant {scope} has used on this host take more than {MAX_TENANT_BYTES // 2**20} MiB: "
                 "use fewer or smaller ones, or have the operator start sandboxd anew",
             )
-        if self._bytes.total() + size > MAX_SHELF_BYTES:
+        if self._bytes.total() + size > MAX_TOTAL_BYTES:
             raise SandboxUnavailable(
-                f"the skills of this host take more than {MAX_SHELF_BYTES // 2**30} GiB: remove some, and start "
+                f"the skills of this host take more than {MAX_TOTAL_BYTES // 2**30} GiB: remove some, and start "
                 "sandboxd anew"
             )
         name = hmac.new(self._secret, f"{scope}\0{digest}".encode(), hashlib.sha256).hexdigest()[:32]
@@ -107,12 +107,12 @@ class SkillStore:
             archive.seek(0)
             await self._engine.fill_skill_volume(self.volume, self._image, archive)
         self._bytes[scope] += size
-        self._places[scope, digest] = place = f"{SKILLS_FOLDER}/{name}"
+        self._places[scope, digest] = folder = f"{SKILLS_FOLDER}/{name}"
         log.info("skill_placed", digest=digest, bytes=size)
-        return place
+        return folder
 
     def _is_left(self, labels: Mapping[str, str], lease: Lease) -> bool:
-        # We alone have our name, and made no other volume in this life.
+        # Only this process holds the name, and it made no other volume.
         return labels.get(LABEL_SANDBOXD) == self.owner[LABEL_SANDBOXD] or lease.is_dead(labels.get(LABEL_LEASE, ""))
 
     async def _remove(self, volume: str) -> None:
@@ -123,8 +123,8 @@ class SkillStore:
 
 
 def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> None:
-    """The same files below `name`, root's and read-only for everybody else, and nothing but files. Raises ToolFailure
-    when they are not that bundle.
+    """Repack the files below `name`, owned by root and read-only, and accept nothing but files. Raises ToolFailure when
+    they are not that bundle.
     """
     found, folders, top = BundleDigest(), {""}, SKILLS_FOLDER.strip("/")
     try:
@@ -135,9 +135,9 @@ def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> 
             for number, member in enumerate(read_tar(received, 2 * MAX_BUNDLE_FILES)):
                 size += member.size
                 if number >= MAX_BUNDLE_FILES or size > MAX_BUNDLE_BYTES or member.kind != "file":
-                    raise _not_it(digest)
+                    raise _build_mismatch(digest)
                 if not _is_plain(member.name):
-                    raise _not_it(digest)
+                    raise _build_mismatch(digest)
                 for folder in _parents(member.name):
                     if folder not in folders:
                         folders.add(folder)
@@ -148,9 +148,9 @@ def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> 
                 entry.size, entry.mode = len(data), 0o755 if is_executable else 0o644
                 packed.addfile(entry, io.BytesIO(data))
     except ValueError as error:
-        raise _not_it(digest) from error
+        raise _build_mismatch(digest) from error
     if found.hexdigest() != digest:
-        raise _not_it(digest)
+        raise _build_mismatch(digest)
 
 
 def _folder(name: str, mode: int) -> tarfile.TarInfo:
@@ -168,7 +168,7 @@ def _parents(path: str) -> list[str]:
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
-def _not_it(digest: str) -> ToolFailure:
+def _build_mismatch(digest: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.INVALID_ARGUMENTS, f"what was sent is not the archive of the skill with the digest {digest}"
     )

@@ -1,5 +1,9 @@
-"""Sessions without a container: frozen, packed when their container is given up, and taken over from an earlier
+"""Sessions without a running container: frozen, packed when their container is evicted, and adopted from an earlier
 sandboxd.
+
+The state of a session must exist in one place at every moment. So the archive and the session's record are written
+before the container is removed. If sandboxd dies in between, the next one finds the record, and the reaper removes the
+container.
 """
 
 import asyncio
@@ -24,12 +28,12 @@ from workers.sandboxd.session import FILES_LOST, KEPT, Session
 log = structlog.get_logger(__name__)
 
 PACKING_S = 60.0
-"""For packing: others wait for the place. What was packed has longer to come back."""
-_CONTAINERS_OWN = ("/output", "/tmp")  # of the sandbox, not of this host
+"""Limit for packing, because others wait for the slot. Unpacking has a longer limit."""
+_CONTAINERS_OWN = ("/output", "/tmp")  # paths of the sandbox, not of this host
 MIN_IDLE_S = 1.0
-"""A session that has worked a moment ago keeps its container when others want a place."""
+"""A session that was used more recently keeps its container when others need a slot."""
 _MOST_UNPACKS = 3
-"""An archive that could not be unpacked so many times will not be the next time either."""
+"""After this many failures an archive counts as lost."""
 _JOBS_ENDED = (
     "sandboxd was stopped and started again: background jobs have ended; files, kept outputs and the shell's folder "
     "and variables are kept"
@@ -37,8 +41,8 @@ _JOBS_ENDED = (
 
 
 class SuspensionStore:
-    """Parcels in a store of this host: long outputs, the shell's state, /tmp, and a workspace that would go with its
-    container.
+    """Archives in a store of this host: long outputs, the shell's state, /tmp, and a workspace that does not outlive
+    its container.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -63,7 +67,7 @@ class SuspensionStore:
 
 
 def open_suspension_store(folder: Path, free_bytes: int) -> SuspensionStore:
-    """One that keeps its archives in a folder of this process alone. `free_bytes`: as of `FolderStore`."""
+    """Return a store in a folder that only this process uses. `free_bytes`: as in `FolderStore`."""
     return SuspensionStore(Checkpoints(open_own_store(folder, free_bytes), save_s=PACKING_S))
 
 
@@ -73,7 +77,7 @@ def _roots(session: Session) -> tuple[str, ...]:
 
 @contextmanager
 def _as_unavailable(what: str) -> Iterator[None]:
-    """Nobody asked for it by a call, so there is no model to tell."""
+    """Raise a ToolFailure as SandboxUnavailable: no call caused the work, so no model reads the failure."""
     try:
         yield
     except ToolFailure as failure:
@@ -81,7 +85,7 @@ def _as_unavailable(what: str) -> Iterator[None]:
 
 
 class SessionSuspender:
-    """Freezes sessions, packs them and removes their containers. Each holds the session's lock meanwhile, so that calls
+    """Freezes sessions, packs them and removes their containers. Holds the session's lock meanwhile, so that calls
     wait.
     """
 
@@ -91,7 +95,9 @@ class SessionSuspender:
         self._records = records
 
     async def pause(self, entry: Session) -> bool:
-        """Freeze an idle session; its next call thaws it. False when it works after all, or has a background job."""
+        """Freeze an idle session; its next call thaws it. Returns False when the session is busy or has a background
+        job.
+        """
         if not entry.is_ready or entry.is_busy or entry.lock.locked():
             return False
         async with entry.lock:
@@ -100,8 +106,8 @@ class SessionSuspender:
                 return False
             if not entry.is_ready or entry.is_busy or entry.used_at != used_at:
                 return False
-            # From before the engine is asked, whatever comes of it: to thaw one that runs is fine, to ask a frozen one
-            # is its end.
+            # Set the flag before the engine call, whatever its outcome. To thaw a running container is harmless; to
+            # send a request to a frozen one would end it.
             entry.is_paused = True
             freezing = asyncio.ensure_future(self._factory.engine.pause(sandbox.container))
             try:
@@ -112,8 +118,8 @@ class SessionSuspender:
         return True
 
     async def give_up(self, entry: Session, *, must_be_idle: bool = True) -> bool:
-        """Pack what the container alone has and remove it. False when the session works, has a background job, or could
-        not be packed.
+        """Pack the container's own state and remove it. Returns False when the session is busy, has a background job,
+        or cannot be packed.
         """
         if entry.sandbox is None or entry.lock.locked() or (must_be_idle and entry.idle_s() < MIN_IDLE_S):
             return False
@@ -121,12 +127,12 @@ class SessionSuspender:
             return await self._pack_and_remove(entry)
 
     async def suspend(self, entry: Session) -> None:
-        """Give a session up because sandboxd is ending: background jobs end with it. One that works is left."""
+        """Evict a session because sandboxd is shutting down; its background jobs end. A busy session is left alone."""
         async with entry.lock:
             await self._pack_and_remove(entry, is_last=True)
 
     async def unpack(self, entry: Session, sandbox: Sandbox) -> None:
-        """Into its new sandbox what was packed of the last one. Raises SandboxUnavailable; after a few times the
+        """Unpack the archive into the session's new sandbox. Raises SandboxUnavailable. After a few failures the
         archive counts as lost.
         """
         try:
@@ -146,25 +152,27 @@ class SessionSuspender:
         entry.failed_unpacks = 0
 
     def keep(self, entry: Session) -> None:
-        """Record it for the next sandboxd, or that there is nothing to keep. Raises SandboxUnavailable."""
+        """Save the session's record for the next sandboxd, or delete it when nothing is kept. Raises
+        SandboxUnavailable.
+        """
         if self.is_kept(entry):
             self._records.keep_session(entry.record())
         else:
             self._records.forget_session(entry.id)
 
     def try_keep(self, entry: Session) -> None:
-        """As `keep`; when the disk does not take it the next sandboxd finds what was recorded before."""
+        """Save like `keep`, but only log a failure. The next sandboxd then finds the earlier record."""
         try:
             self.keep(entry)
         except SandboxUnavailable as error:
             log.error("session_not_recorded", workspace=entry.workspace.name, error=str(error))
 
     def is_kept(self, entry: Session) -> bool:
-        """Whether its files would be there without this process: as a workspace, or as an archive."""
+        """Return True when the files exist without this process, as a workspace or as an archive."""
         return entry.workspace.outlives_container or (entry.sandbox is None and entry.archive is not None)
 
     async def forget_archive(self, entry: Session, archive: str | None) -> None:
-        """Delete it; what would not go the next start finds."""
+        """Delete an archive. The next start repeats a failed deletion."""
         try:
             if archive is not None:
                 await self._store.forget(entry.tenant, archive)
@@ -172,7 +180,7 @@ class SessionSuspender:
             log.error("archive_not_removed", error=str(error))
 
     async def _pack_and_remove(self, entry: Session, *, is_last: bool = False) -> bool:
-        """`is_last`: sandboxd is ending, and background jobs with it."""
+        """Pack and remove the container. `is_last`: sandboxd is shutting down, so background jobs may end."""
         sandbox = entry.sandbox
         if sandbox is None or sandbox.lost is not None or entry.is_busy or entry.is_closing:
             return False
@@ -188,15 +196,17 @@ class SessionSuspender:
             if has_jobs:
                 entry.add_news(_JOBS_ENDED)
             entry.sandbox = None
-            await self._let_go(entry, sandbox)
+            await self._remove_packed(entry, sandbox)
         except SandboxUnavailable as error:
             log.warning("session_not_given_up", container=sandbox.container[:12], error=str(error))
         finally:
             entry.is_moving = False
         return entry.sandbox is None
 
-    async def _let_go(self, entry: Session, sandbox: Sandbox) -> None:
-        """Record that it is packed, and remove the container; without a record it stays."""
+    async def _remove_packed(self, entry: Session, sandbox: Sandbox) -> None:
+        """Save the record that the session is packed, then remove the container. Without a record the
+        container stays.
+        """
         try:
             self.keep(entry)
         except SandboxUnavailable:
@@ -213,15 +223,15 @@ class SessionSuspender:
 
 
 def adopt(records: Records, workspaces: Workspaces) -> list[Session]:
-    """Sessions without containers. One whose files are gone is forgotten; one whose files are of another kind waits for
-    a sandboxd that has it.
+    """Return kept sessions, without containers. A session whose files are missing is forgotten. A session whose files
+    are of another kind waits for a sandboxd with that kind.
     """
     return [entry for record in records.sessions() if (entry := _adopt(record, records, workspaces)) is not None]
 
 
 def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> Session | None:
     if record.kind != workspaces.kind:
-        # An empty workspace of another kind must not pass for the one that was kept.
+        # An empty workspace of another kind must not replace the kept one.
         log.error("session_of_another_kind", kept=record.kind, here=workspaces.kind, workspace=record.workspace)
         return None
     workspace = workspaces.find(
@@ -234,11 +244,11 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
     entry = Session(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.terms)
     entry.archive, entry.news, entry.unreported_loss = record.parcel, record.news, record.untold
     entry.fence, entry.automatic_at = record.fence, record.automatic_at
-    # What it did between its record and the end of its sandboxd nobody knows.
+    # The changes between the record and the end of that sandboxd are unknown.
     entry.activity.has_written = record.changed or record.parcel is None
     if record.parcel is not None:
         entry.used_at -= max(0.0, time.time() - record.used_at)
-    else:  # nobody knows when it was last used before its sandboxd was killed: its time starts anew
+    else:  # The time of the last use before the kill is unknown: the idle time starts again.
         entry.lost = "sandboxd was started anew"
         entry.add_news(KEPT.format(entry.lost))
     return entry

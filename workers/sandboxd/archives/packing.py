@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.archives.base import ArchiveHash
 from workers.sandboxd.frames import Frame
-from workers.sandboxd.requests import FRAME_COST_BYTES, build_words
+from workers.sandboxd.requests import FRAME_COST_BYTES, quote_text
 
 ROOTS = ("/workspace", "/output")
 """The session's files; long outputs, logs of jobs, the carried shell state and what is remembered of files."""
@@ -276,7 +276,7 @@ def _check(done: Mapping[str, Any], words: bytes | bytearray, what: str, well: t
     error = done.get("error")
     if isinstance(error, Mapping):
         raise ToolFailure(
-            ErrorCode.INTERNAL, f"the session's files could not be {what}: {build_words(error.get('message'))}"
+            ErrorCode.INTERNAL, f"the session's files could not be {what}: {quote_text(error.get('message'))}"
         )
     if done.get("timed_out") is True:
         raise ToolFailure(ErrorCode.TIMEOUT, f"the session's files were not {what} within {PARCEL_TIMEOUT_S:g} s")
@@ -289,6 +289,6 @@ def _check(done: Mapping[str, Any], words: bytes | bytearray, what: str, well: t
         )
     raise ToolFailure(
         ErrorCode.INTERNAL,
-        f"the session's files could not be {what}: tar ended with {build_words(code)}: "
-        f"{build_words(bytes(words[-200:]).decode('utf-8', 'replace'))}",
+        f"the session's files could not be {what}: tar ended with {quote_text(code)}: "
+        f"{quote_text(bytes(words[-200:]).decode('utf-8', 'replace'))}",
     )
