@@ -1,1 +1,1 @@
-"""How a model asks for tools and reads their results: native tool_calls, `<tool_action>` tags."""
+"""Formats in which a model requests tools and reads their results: native `tool_calls`, tags, JSON."""

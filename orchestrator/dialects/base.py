@@ -1,4 +1,4 @@
-"""What a dialect is to the loop: it shapes the request, reads the reply as events, and makes messages of results."""
+"""The interface of a dialect: it builds the request, reads the reply as events, and makes messages of results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ __all__ = ["CallRequested", "Dialect", "Event", "MalformedCall", "ReplyEnd", "Re
 class CallRequested:
     """A complete, well-formed request for a tool. The consumer runs it before it handles the next event.
 
-    `model_id`: the id under which the model expects the result, "" when the dialect has none. `call.id` is always ours.
-    `is_text`: the argument values are strings that the schema may coerce. `is_parallel`: the model asked for several
-    calls at once.
+    `call.id` is always ours. `model_id` is the id under which the model expects the result, "" when the dialect has
+    none. `is_text`: the argument values are strings that the schema may coerce. `is_parallel`: the model requested
+    several calls at once.
     """
 
     call: ToolCall
@@ -30,8 +30,8 @@ class CallRequested:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A request for a tool that cannot be run. `call_id` ties the error observation to it; `reason` tells the model how
-    to write it.
+    """A request for a tool that cannot be run. `call_id` links the error observation to it. `reason` explains to the
+    model how to write the call.
     """
 
     call_id: str
@@ -46,7 +46,7 @@ Event = Text | CallRequested | MalformedCall
 
 @dataclass(frozen=True)
 class ReplyEnd:
-    """What is known when the stream has ended. `message` is the assistant message for the transcript."""
+    """The end of a reply. `message` is the assistant message for the transcript."""
 
     message: Message
     text: str
@@ -60,38 +60,43 @@ class ReplyReader(Protocol):
     def feed(self, chunk: Chunk) -> list[Event]: ...
 
     def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
-        """The last events and the end. In a reply cut by `length` the last call, complete or not, comes as
-        MalformedCall; in one whose stream broke off (`is_broken`) every call that has not come out yet does."""
+        """Return the last events and the end of the reply.
+
+        In a reply cut by `length`, the last call comes as MalformedCall, even if it is complete. When the stream broke
+        off (`is_broken`), so does every call that was not yet returned.
+        """
         ...
 
 
 class Dialect(Protocol):
-    """How one way of asking for tools is spoken."""
+    """One format for tool calls and their results."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def max_repairs(self) -> int | None:
-        """How many replies in a row may be nothing but malformed calls before the run stops; None: as the run's options
-        say.
+        """Return how many replies in a row may contain only malformed calls before the run stops. None: the run's
+        options decide.
         """
         ...
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str: ...
 
     def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
-        """The request for the transcript's messages, in the form that servers take."""
+        """Return the request for the messages of the transcript, in the form that model servers accept."""
         ...
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
-        """A reader for the reply of that step; made-up call ids contain run, step and index, so they are unique and
-        repeatable.
+        """Return a reader for the reply of step `step`.
 
-        `reads_tags` off: tags in the text are text, in every dialect.
+        Generated call ids contain run, step and index, so they are unique and repeatable. If `reads_tags` is False,
+        every dialect treats tags in the text as text.
         """
         ...
 
     def build_observations(self, results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
-        """One message for each result of one reply, in order: (call id as the model knows it, else ours; result)."""
+        """Return one message per result of a reply, in order. Each entry is (the model's call id, or ours if it has
+        none; result).
+        """
         ...

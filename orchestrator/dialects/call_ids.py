@@ -1,4 +1,4 @@
-"""Ids of calls: ours, which are idempotency keys, and those that a message shows the model."""
+"""Ids of calls: our own ids, which are idempotency keys, and the ids that messages show to the model."""
 
 import hashlib
 import re
@@ -8,10 +8,9 @@ _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def build_call_id(run: str, step: int, index: int) -> str:
-    """Our id of the call at `index` of that reply: the same whenever it is made, and no other call's. Fits
-    `contract.calls.Identifier`.
+    """Return our id of the call at `index` of a reply. It is repeatable, unique and fits `contract.calls.Identifier`.
 
-    The model's own id would not do: it is random, repeated or missing.
+    The model's own id is not usable: it can be random, repeated or missing.
     """
     plain = f"{run}-{step}-{index}"
     if _FITTING.fullmatch(plain):
@@ -20,15 +19,17 @@ def build_call_id(run: str, step: int, index: int) -> str:
 
 
 def build_missing_id(run: str, step: int, position: int) -> str:
-    """The id under which the model gets the result of a native call that it gave none. Never one of ours: those mark
-    calls by tags.
+    """Return an id for a native call that the model sent without one.
+
+    It never equals one of our own ids, because those mark calls by tags.
     """
     return f"call_{build_call_id(run[:40], step, position)}"[:64]
 
 
 def build_short_id(model_id: str, call_id: str) -> str:
-    """The model's id if it is nine alphanumerics, which Mistral's templates insist on; else such a one made from
-    ours.
+    """Return the model's id if it has nine alphanumeric characters, else nine characters derived from our id.
+
+    Mistral's chat templates require nine alphanumeric characters.
     """
     if _SHORT.fullmatch(model_id):
         return model_id

@@ -1,4 +1,4 @@
-"""JSON decisions: what a model that answers in JSON only may write, and how it is read. Strict: nothing is repaired."""
+"""JSON decisions: the schema for models that reply in JSON only, and a strict parser that repairs nothing."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ REPLY_FORM = '{"tool": null, "reply": "TEXT"}'
 DECISION_HINT = f"Answer with one JSON object and nothing else: {CALL_FORM} to call a tool, or {REPLY_FORM} to reply."
 
 MAX_OPENINGS = 8
-"""Places in a text where a decision is looked for: each may be read to the text's end."""
+"""The limit of positions at which a text is searched for a decision. Each attempt may read to the end of the text."""
 
 _FENCE = re.compile(r"```[a-zA-Z]*+[ \t]*+\r?\n")
 _KEYS = frozenset({"tool", "arguments", "reply"})
@@ -57,8 +57,10 @@ _OPENING = re.compile(r'\{\s*"(?:tool|arguments|reply)"\s*:')
 
 @dataclass(frozen=True)
 class ToolDecisionOutput:
-    """A decision. `tool` None: `reply` is the answer; else the tool to call, and `reply` is what the model says beside
-    it, mostly None.
+    """A decision of the model.
+
+    If `tool` is None, `reply` is the answer. Otherwise `tool` is the tool to call, and `reply` is accompanying text,
+    usually None.
     """
 
     tool: str | None
@@ -67,13 +69,14 @@ class ToolDecisionOutput:
 
 
 def build_decision_schema(specs: Sequence[ToolSpec]) -> dict[str, Any]:
-    """The strict form of TOOL_DECISION_SCHEMA with the names and parameters of these tools, for servers that constrain
-    a reply to a schema.
+    """Return TOOL_DECISION_SCHEMA limited to the names and parameters of these tools.
+
+    For servers that constrain a reply to a schema.
     """
     calls = [
         {
             "type": "object",
-            "properties": {"tool": {"const": spec.name}, "arguments": _standing_alone(spec.parameters)},
+            "properties": {"tool": {"const": spec.name}, "arguments": _embeddable_schema(spec.parameters)},
             "required": ["tool", "arguments"],
             "additionalProperties": False,
         }
@@ -82,24 +85,28 @@ def build_decision_schema(specs: Sequence[ToolSpec]) -> dict[str, Any]:
     return {"anyOf": [*calls, _REPLY]}
 
 
-def _standing_alone(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters as a part of another schema, where references to their own root would lead elsewhere; loosely,
-    when they need those.
+def _embeddable_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters as a schema that can be part of another one.
+
+    References to their own root would point elsewhere there, so a schema that needs them becomes `{"type": "object"}`.
     """
     plain = plain_schema(parameters)
     return {"type": "object"} if '"$ref"' in json.dumps(plain) else plain
 
 
 def parse_tool_decision(text: str) -> ToolDecisionOutput:
-    """The decision that `text` is, wholly; one code fence around it is let pass. Raises ValueError with a sentence for
-    the model.
+    """Parse a text that is one decision and nothing else, except for one code fence around it.
+
+    Raises ValueError with a sentence for the model.
     """
-    return _decision(_unfenced(strip_thinking(text).strip()))
+    return _parse_decision(_strip_fence(strip_thinking(text).strip()))
 
 
 def find_tool_decision(text: str) -> tuple[str, ToolDecisionOutput | None, str]:
-    """The first decision in `text`, with the words before and behind it; all of `text` and None when there is none that
-    is legal. What the model only thinks of is none."""
+    """Find the first valid decision in `text`. Return the text before it, the decision and the text after it.
+
+    Without a valid decision, return all of `text`, None and "". A decision inside a think block does not count.
+    """
     answer_at = len(text) - len(strip_thinking(text))
     for opening in itertools.islice(_OPENING.finditer(text, answer_at), MAX_OPENINGS):
         start = opening.start()
@@ -107,18 +114,18 @@ def find_tool_decision(text: str) -> tuple[str, ToolDecisionOutput | None, str]:
             continue
         try:
             _, end = json.JSONDecoder().raw_decode(text, start)
-            return text[:start], _decision(text[start:end]), text[end:]
+            return text[:start], _parse_decision(text[start:end]), text[end:]
         except (ValueError, RecursionError):
             continue
     return text, None, ""
 
 
-def _unfenced(text: str) -> str:
+def _strip_fence(text: str) -> str:
     opening = _FENCE.match(text)
     return text[opening.end() : -3].strip() if opening and text.endswith("```", opening.end()) else text
 
 
-def _decision(text: str) -> ToolDecisionOutput:
+def _parse_decision(text: str) -> ToolDecisionOutput:
     if not text.startswith("{"):
         raise ValueError("the reply is not a JSON object")
     value = parse_json_object(text, "the reply")
@@ -128,7 +135,7 @@ def _decision(text: str) -> ToolDecisionOutput:
 
 
 def _explain(value: Mapping[str, Any]) -> str:
-    """Why the schema refuses the value, as a sentence for the model."""
+    """Return why the schema rejects the value, as a sentence for the model."""
     unknown = sorted(set(value) - _KEYS)
     if unknown:
         return f"unknown key '{unknown[0][:100]}' in the decision"

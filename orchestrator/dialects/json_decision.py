@@ -17,7 +17,7 @@ from orchestrator.dialects.decisions import (
 from orchestrator.dialects.model import Chunk, Message, ModelRequest
 from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages
 from orchestrator.dialects.prompts import NO_TOOLS, build_system_prompt, build_worked_example, describe_tools
-from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, requested
+from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, build_call_event
 
 __all__ = ["JsonDecisionDialect", "build_tool_system_prompt"]
 
@@ -31,17 +31,18 @@ Call one tool at a time. Its result comes in the next message. When you know the
 
 
 Parse = Callable[[str], tuple[str, ToolDecisionOutput | None, str]]
-"""The decision in a reply, with the words before and behind it; None: the reply is plain text. Raises ValueError for
-what is to be written again."""
+"""Returns the text before a decision, the decision (None: the reply is plain text) and the text after it. Raises
+ValueError for a reply that the model must write again."""
 
 
 class JsonDecisionDialect:
-    """One decision per reply. `has_schema`: the server takes `response_format` json_schema and holds the reply to it;
-    else only the prompt asks for it. A reply that is no decision is answered with how to write one, once; the next such
-    reply ends the run as it stands.
+    """One JSON decision per reply.
 
-    `parse`: reads a whole reply. `closing_hint` ends the last result, `worked_example` the prompt; both are for small
-    models.
+    A reply that is no decision is answered once with an explanation of the format. The next such reply ends the run.
+
+    `has_schema`: the server supports `response_format` json_schema and constrains the reply to it; otherwise only the
+    prompt requests the format. `parse` reads a whole reply. `closing_hint` ends the last result and `worked_example`
+    ends the prompt; both help small models.
     """
 
     name = "json"
@@ -82,16 +83,18 @@ class JsonDecisionDialect:
         return DecisionReader(run, step, lambda raw: ("", parse(raw), ""))
 
     def build_observations(self, results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
-        return [_observation(call_id, result) for call_id, result in results]
+        return [_build_observation(call_id, result) for call_id, result in results]
 
 
 def build_tool_system_prompt(specs: Sequence[ToolSpec]) -> str:
-    """What a model that decides in JSON reads: the tools, and the two forms of a decision."""
+    """Return the tool prompt for models that decide in JSON: the tools, and the two forms of a decision."""
     return f"{describe_tools(specs) if specs else NO_TOOLS}\n\n{_HOW_TO_DECIDE}"
 
 
 class DecisionReader:
-    """A ReplyReader. The reply is read whole: until its end nothing of it is known to be an answer."""
+    """A ReplyReader for JSON decisions. It buffers the whole reply, because only the end shows whether it is a
+    decision.
+    """
 
     def __init__(self, run: str, step: int, parse: Parse) -> None:
         self._parse = parse
@@ -109,7 +112,7 @@ class DecisionReader:
         native = [event for event in events if not isinstance(event, Text)]
         raw = "".join(self._raw)
         if native:
-            # A server that makes native calls of what it is asked for in JSON.
+            # Some servers convert the JSON decision into native calls.
             return [*([Text(raw)] if raw else []), *native], end
         if not raw.strip():
             return [], end
@@ -129,7 +132,7 @@ class DecisionReader:
             return [Text(decision.reply)] if decision.reply else []
         written = raw[len(before) : len(raw) - len(behind)]
         call: Event = (
-            requested(self._call_id, decision.tool, decision.arguments, written)
+            build_call_event(self._call_id, decision.tool, decision.arguments, written)
             if cut is None
             else MalformedCall(self._call_id, decision.tool, cut, written)
         )
@@ -137,11 +140,11 @@ class DecisionReader:
         return [event for event in (texts[0], call, texts[1]) if event is not None]
 
 
-def _observation(call_id: str, result: ToolResult) -> Message:
+def _build_observation(call_id: str, result: ToolResult) -> Message:
     if call_id != result.call_id:
-        # A native call's id: the server wants its answer under it.
+        # The id belongs to a native call. Servers require the result under the same id.
         return {"role": "tool", "tool_call_id": call_id, "name": result.name, "content": result.text()}
     if result.name == UNKNOWN_TOOL:
-        # A reply that is no decision: there is no tool whose result this could be.
+        # The reply was no decision, so no tool can be named as the source.
         return {"role": "user", "content": result.text()}
     return {"role": "user", "content": f"{RESULT_HEAD}{result.name}]\n{result.text()}"}

@@ -1,4 +1,6 @@
-"""Strict reading of the JSON object that a model wrote: no repair, since a repaired call runs what was not asked."""
+"""Strict parser of JSON objects that a model wrote. It repairs nothing: a repaired call would run
+unrequested things.
+"""
 
 import json
 from typing import Any
@@ -18,15 +20,20 @@ _JSON_TYPES = {
 
 
 def parse_json_object(raw: str, what: str) -> dict[str, Any]:
-    """The object that `raw` is. Raises ValueError with a sentence about `what` ("the arguments"): invalid JSON, another
-    type, NaN, a number beyond floats, a key that comes twice, nesting too deep, more than twice MAX_VALUES values."""
+    """Parse `raw`, which must be one JSON object.
+
+    Raises ValueError with a sentence about `what` ("the arguments") for: invalid JSON, another type, NaN, a number too
+    large for a float, a repeated key, nesting that is too deep, more than twice MAX_VALUES values.
+    """
     be = "are" if what.endswith("s") else "is"
     if has_more_values_in_text(raw, MAX_VALUES):
         raise ValueError(
             f"{what} {be} nested too deep or too large: at most {MAX_VALUES} values can be passed, more in a file"
         )
     try:
-        value = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
+        value = json.loads(
+            raw, parse_constant=_reject_constant, parse_float=_parse_finite, object_pairs_hook=_build_object
+        )
         if isinstance(value, dict) and "\\ud" in raw.lower():
             value = _without_lone_surrogates(value)
     except RecursionError:
@@ -39,27 +46,27 @@ def parse_json_object(raw: str, what: str) -> dict[str, Any]:
 
 
 def _without_lone_surrogates(value: dict[str, Any]) -> dict[str, Any]:
-    """Escaped halves survive the parse, but could not be encoded again."""
+    """Replace lone surrogates: their escapes parse, but the strings could not be encoded again."""
     cleaned: dict[str, Any] = json.loads(join_surrogates(json.dumps(value, ensure_ascii=False)))
     return cleaned
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        seen: set[str] = set()
+        names: set[str] = set()
         for name, _ in pairs:
-            if name in seen:
+            if name in names:
                 raise ValueError(f"the key '{name[:100]}' comes twice")
-            seen.add(name)
+            names.add(name)
     return value
 
 
-def _refuse_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"{text[:40]} is too large a number")

@@ -1,4 +1,4 @@
-"""What a model is to the loop: a name and a stream of chunks."""
+"""The interface of a model: a name and a stream of chunks."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ dialects/native.py.
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """One request. `tools` in the OpenAI wire shape; empty: the field is not sent at all. `extra` goes into the body as
-    it is.
+    """One request to a model. `tools` is in the OpenAI wire shape; an empty list is not sent. `extra` is added to the
+    body.
     """
 
     messages: list[Message]
@@ -28,7 +28,7 @@ class ModelRequest:
 
 
 class Model(Protocol):
-    """A chat model. `stream` raises contract.errors.ModelUnavailable with a sentence for the operator."""
+    """A chat model. `stream` raises contract.errors.ModelUnavailable with a message for the operator."""
 
     @property
     def name(self) -> str: ...

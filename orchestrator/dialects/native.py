@@ -19,10 +19,10 @@ __all__ = ["MalformedNativeCall", "NativeCall", "NativeCallAssembler", "NativeDi
 
 
 class NativeDialect:
-    """Native tool calls. Tags in the text are read as well, but run only in a reply without native calls, at its end.
+    """Native tool calls. Tags in the text also count, but only at the end of a reply without native calls.
 
-    `short_ids`: ids of nine alphanumerics in the messages, which Mistral's templates insist on. `parallel`: ask for
-    several calls at once, of servers that take the field.
+    `short_ids`: use ids of nine alphanumeric characters in messages, which Mistral's templates require. `parallel`:
+    request several calls at once, for servers that support the field.
     """
 
     name = "native"
@@ -33,7 +33,7 @@ class NativeDialect:
         self._short_ids = short_ids
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str:
-        """The instruction alone: the tools travel in the request's own field."""
+        """Return the instruction alone. The tools are in a separate field of the request."""
         return build_system_prompt(instruction)
 
     def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:

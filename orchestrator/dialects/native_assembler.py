@@ -1,6 +1,4 @@
-"""Assembles streamed native tool calls, whose deltas are only nominally OpenAI's (docs/dialects.md lists the
-quirks).
-"""
+"""Assembles streamed native tool calls. Servers differ from OpenAI's deltas; docs/dialects.md lists how."""
 
 import json
 from dataclasses import dataclass
@@ -15,16 +13,17 @@ from orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse
 from orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
 
 MAX_REPLY_CHARS = 128 * 1024 * 1024
-"""Text and calls of one reply; far more than a model has tokens for. Only a server that does not end sends more."""
+"""Limit of the text and calls of one reply, far above any model's token limit. Only a broken server sends more."""
 FRAGMENT_CHARS = 64
-"""A fragment of a call counts as so many, however short it is."""
+"""The minimum size that a fragment of a call counts as. It limits the number of very short fragments."""
 NO_NAME = "the call has no tool name"
 
 
 @dataclass(frozen=True)
 class NativeCall:
-    """A call whose arguments are a JSON object. `id` is the model's, made up when it sent none. `position`: its place
-    in the reply.
+    """A call whose arguments are a JSON object.
+
+    `id` is the model's, or generated when it sent none. `position` is its index in the reply.
     """
 
     id: str
@@ -36,7 +35,7 @@ class NativeCall:
 
 @dataclass(frozen=True)
 class MalformedNativeCall:
-    """A call that cannot be run. `raw` is the argument string as it came."""
+    """A call that cannot be run. `raw` is the argument string as received."""
 
     id: str
     name: str
@@ -47,7 +46,7 @@ class MalformedNativeCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole reply. `finish_reason` as the server sent it: it does not decide whether there are calls."""
+    """A whole reply. `finish_reason` is the server's value and does not decide whether the reply has calls."""
 
     text: str
     calls: list[NativeCall]
@@ -59,7 +58,7 @@ class Reply:
 
 
 class NativeCallAssembler:
-    """Assembles one streamed reply. `run` and `step` go into the ids of calls that came without one."""
+    """Assembles one streamed reply. `run` and `step` are part of the ids generated for calls without one."""
 
     def __init__(self, run: str = "run", step: int = 0) -> None:
         self._run = run
@@ -72,10 +71,10 @@ class NativeCallAssembler:
         self.has_calls = False
 
     def feed(self, chunk: Chunk) -> list[Text]:
-        """The text of one `chat.completion.chunk`. Calls come at `finish`: until then a fragment may still belong to
-        any of them.
+        """Return the text of one `chat.completion.chunk`.
 
-        Raises ModelRefused for a reply that is longer than MAX_REPLY_CHARS.
+        Calls are returned by `finish`, because a later fragment may belong to any of them. Raises ModelRefused for a
+        reply that is longer than MAX_REPLY_CHARS.
         """
         choice = _first_choice(chunk)
         if choice is None:
@@ -88,12 +87,14 @@ class NativeCallAssembler:
             return []
         entries = delta.get("tool_calls")
         if isinstance(entries, list):
-            self._take_fragments(entries)
+            self._add_fragments(entries)
         content = delta.get("content")
-        return self._take_text(content) if isinstance(content, str) else []
+        return self._add_text(content) if isinstance(content, str) else []
 
     def flush(self) -> list[Text]:
-        """Text that was held for its other half, which never came. `finish` does this, too, but cannot show it."""
+        """Return a held half of a surrogate pair as text. `finish` also includes it in the reply,
+        but emits no event.
+        """
         tail = self._surrogates.finish()
         if not tail:
             return []
@@ -101,8 +102,10 @@ class NativeCallAssembler:
         return [Text(tail)]
 
     def finish(self, strict: bool = True) -> Reply:
-        """The reply. When `strict`, raises ValueError with tool name and raw arguments of the first malformed call;
-        else lists them.
+        """Return the reply.
+
+        If `strict`, raise ValueError with the tool name and the raw arguments of the first malformed call; otherwise
+        list all malformed calls.
         """
         self.flush()
         reply = Reply("".join(self._text), [], self._finish_reason, [])
@@ -112,42 +115,41 @@ class NativeCallAssembler:
             if not call_id or call_id in used:
                 call_id = build_missing_id(self._run, self._step, position)
             used.add(call_id)
-            finished = _finished(call, call_id, position)
-            if isinstance(finished, NativeCall):
-                reply.calls.append(finished)
+            item = _finish_call(call, call_id, position)
+            if isinstance(item, NativeCall):
+                reply.calls.append(item)
             elif strict:
-                raise ValueError(
-                    f"tool call {finished.name or '(no name)'}: {finished.reason}; raw arguments: {finished.raw}"
-                )
+                raise ValueError(f"tool call {item.name or '(no name)'}: {item.reason}; raw arguments: {item.raw}")
             else:
-                reply.malformed.append(finished)
+                reply.malformed.append(item)
         return reply
 
-    def _take_text(self, content: str) -> list[Text]:
-        self._grow(len(content))
+    def _add_text(self, content: str) -> list[Text]:
+        self._count_chars(len(content))
         text = self._surrogates.feed(content)
         if not text:
             return []
         self._text.append(text)
         return [Text(text)]
 
-    def _take_fragments(self, entries: list[Any]) -> None:
+    def _add_fragments(self, entries: list[Any]) -> None:
         for entry in entries:
             fragment = parse_fragment(entry)
             if fragment is None:
                 continue
             call = self._slots.place(fragment)
             text = _argument_text(fragment.arguments)
-            self._grow(FRAGMENT_CHARS + len(text) + len(fragment.id or ""))
+            self._count_chars(FRAGMENT_CHARS + len(text) + len(fragment.id or ""))
             if text and not (isinstance(fragment.arguments, dict) and call.fragments == [text]):
                 call.fragments.append(text)
             self.has_calls = self.has_calls or not call.is_phantom()
 
-    def _grow(self, chars: int) -> None:
+    def _count_chars(self, chars: int) -> None:
         self._chars += chars
         if self._chars > MAX_REPLY_CHARS:
             raise ModelRefused(
-                f"the reply of the model is longer than {MAX_REPLY_CHARS} characters: see whether its server works"
+                f"the reply of the model is longer than {MAX_REPLY_CHARS} characters. Check whether its server "
+                "works correctly."
             )
 
 
@@ -160,8 +162,8 @@ def _first_choice(chunk: Chunk) -> dict[str, Any] | None:
 
 
 def _argument_text(arguments: Any) -> str:
-    """A fragment as text. Objects (some servers send them whole) become JSON, other oddities too: then the parse
-    refuses them.
+    """Return a fragment as text. Some servers send objects; they and other types become JSON, which
+    the parser checks.
     """
     if isinstance(arguments, str):
         return arguments
@@ -173,7 +175,7 @@ def _argument_text(arguments: Any) -> str:
         return "(arguments that are no JSON)"
 
 
-def _finished(call: PartialCall, call_id: str, position: int) -> NativeCall | MalformedNativeCall:
+def _finish_call(call: PartialCall, call_id: str, position: int) -> NativeCall | MalformedNativeCall:
     raw = join_surrogates("".join(call.fragments))
     name = join_surrogates(call.name)
     if not name:
@@ -185,5 +187,5 @@ def _finished(call: PartialCall, call_id: str, position: int) -> NativeCall | Ma
 
 
 def parse_arguments(raw: str) -> dict[str, Any]:
-    """The arguments of a call; blank text (and `null`) means none. Raises ValueError."""
+    """Return the arguments of a call. Blank text and `null` mean no arguments. Raises ValueError."""
     return {} if raw.strip() in ("", "null") else parse_json_object(raw, "the arguments")

@@ -1,16 +1,18 @@
-"""Fragments of native tool calls, and to which call each belongs: servers agree on little but the field names."""
+"""Assigns fragments of native tool calls to calls. Servers differ in everything except the field names."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 LONGEST_NAME = 256
-"""No tool has a longer one: fragments beyond are dropped, since a name that grows without end would cost its square."""
+"""Longer than any tool name. Further fragments are dropped: appending without a limit would take quadratic time."""
 
 
 @dataclass
 class PartialCall:
-    """A call in the making. Arguments stay a list of fragments until the reply has ended: joining at each delta would
-    be quadratic.
+    """A call that is being received.
+
+    The arguments remain a list of fragments until the reply ends, because joining them at each delta would take
+    quadratic time.
     """
 
     index: int
@@ -19,13 +21,13 @@ class PartialCall:
     fragments: list[str] = field(default_factory=list)
 
     def is_phantom(self) -> bool:
-        """Nothing of it but an index came."""
+        """Return whether only an index was received."""
         return not (self.id or self.name or self.fragments)
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """One entry of a delta's `tool_calls`. None: not sent. Empty strings are not sent, too."""
+    """One entry of a delta's `tool_calls`. None means not sent, and so does an empty string."""
 
     index: int | None
     id: str | None
@@ -34,30 +36,33 @@ class Fragment:
 
 
 def parse_fragment(entry: Any) -> Fragment | None:
-    """An entry as far as it makes sense, None when it is no object."""
+    """Return the valid parts of an entry, or None when it is no object."""
     if not isinstance(entry, dict):
         return None
     function = entry.get("function")
     function = function if isinstance(function, dict) else {}
     return Fragment(
-        _index(entry.get("index")), _text(entry.get("id")), _text(function.get("name")), function.get("arguments")
+        _parse_index(entry.get("index")),
+        _parse_text(entry.get("id")),
+        _parse_text(function.get("name")),
+        function.get("arguments"),
     )
 
 
-def _index(value: Any) -> int | None:
+def _parse_index(value: Any) -> int | None:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _text(value: Any) -> str | None:
+def _parse_text(value: Any) -> str | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value if isinstance(value, str) and value else None
 
 
 class CallSlots:
-    """The calls of one reply in the making, in order of index, then of arrival."""
+    """The partial calls of one reply, ordered by index, then by arrival."""
 
     def __init__(self) -> None:
         self._calls: list[PartialCall] = []
@@ -70,26 +75,32 @@ class CallSlots:
         return sorted((call for call in self._calls if not call.is_phantom()), key=lambda call: call.index)
 
     def place(self, fragment: Fragment) -> PartialCall:
-        """The call that `fragment` belongs to, a new one if need be, with the fragment's id and name taken in."""
-        call = self._without_index(fragment) if fragment.index is None else self._with_index(fragment, fragment.index)
+        """Return the call that `fragment` belongs to, after adding the fragment's id and name. Creates the call if
+        needed.
+        """
+        call = (
+            self._find_without_index(fragment)
+            if fragment.index is None
+            else self._find_by_index(fragment, fragment.index)
+        )
         if fragment.id and not call.id:
             call.id = fragment.id
             self._by_id.setdefault(fragment.id, call)
         if fragment.name:
-            _take_name(call, fragment.name)
+            _add_name(call, fragment.name)
         self._last = call
         return call
 
-    def _with_index(self, fragment: Fragment, index: int) -> PartialCall:
-        known = self._by_id.get(fragment.id) if fragment.id else None
-        if known is not None and known.index == index:
-            return known
+    def _find_by_index(self, fragment: Fragment, index: int) -> PartialCall:
+        same_id = self._by_id.get(fragment.id) if fragment.id else None
+        if same_id is not None and same_id.index == index:
+            return same_id
         call = self._by_index.get(index)
         if call is None or _is_another(call, fragment):
             return self._open(index)
         return call
 
-    def _without_index(self, fragment: Fragment) -> PartialCall:
+    def _find_without_index(self, fragment: Fragment) -> PartialCall:
         if fragment.id in self._by_id:
             return self._by_id[fragment.id]
         last = self._last
@@ -106,19 +117,19 @@ class CallSlots:
 
 
 def _is_another(call: PartialCall, fragment: Fragment) -> bool:
-    """Whether a fragment at an occupied index starts another call there: some servers send index 0 for every call."""
+    """Return whether a fragment at an occupied index starts another call. Some servers send index 0 for every call."""
     if not fragment.name:
         return False
     if fragment.id and call.id:
         return fragment.id != call.id
     if fragment.id:
         return bool(call.name and call.fragments)
-    # Without an id to compare, only a name that cannot belong to the call any more tells.
+    # Without an id, only a name that cannot continue this call's name proves another call.
     return bool(call.name and call.fragments) and fragment.name != call.name
 
 
-def _take_name(call: PartialCall, name: str) -> None:
-    """A name equal to what we have is a repetition; another fragment before the arguments continues it."""
+def _add_name(call: PartialCall, name: str) -> None:
+    """Add a fragment of a name. An equal name is a repetition; any other fragment before the arguments is appended."""
     if not call.name:
         call.name = name
     elif name != call.name and not call.fragments and len(call.name) <= LONGEST_NAME:

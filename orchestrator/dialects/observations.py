@@ -1,6 +1,4 @@
-"""Observations: the messages that tell a model the results of its calls, in the transcript and in the form that servers
-take.
-"""
+"""Observations: messages with the results of calls, as stored in the transcript and as sent to servers."""
 
 from collections.abc import Sequence
 
@@ -8,13 +6,13 @@ from contract.calls import ToolResult
 from orchestrator.dialects.model import Message
 
 UNKNOWN_TOOL = "unknown"
-"""The name of a result whose call named no tool."""
+"""The tool name of a result whose call had none."""
 NAMELESS_TOOL = "the tool"
-"""In a history, a result that does not say whose it is."""
+"""The tool name for a message of a history that contains none."""
 
 
 def build_tool_messages(results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
-    """A tool message for each result, in order."""
+    """Return one tool message per result, in order."""
     return [
         {"role": "tool", "tool_call_id": call_id, "name": result.name, "content": result.text()}
         for call_id, result in results
@@ -22,16 +20,18 @@ def build_tool_messages(results: Sequence[tuple[str, ToolResult]]) -> list[Messa
 
 
 def build_wire_messages(messages: Sequence[Message], closing_hint: str = "") -> list[Message]:
-    """The transcript as servers take it. They refuse a tool message that no native call precedes, and many chat
-    templates two user messages in a row: results of calls by tag share one user message, which `closing_hint` ends. So
-    do tool messages of a history whose call is not in it.
+    """Return the transcript in the form that servers accept.
+
+    Servers reject a tool message without a preceding native call, and many chat templates reject two user messages in a
+    row. Therefore results of calls by tag, and tool messages whose call is not in the history, are joined into one user
+    message. `closing_hint` ends it.
     """
     wire: list[Message] = []
-    asked: set[str] = set()
+    native_ids: set[str] = set()
     sections: list[str] = []
     for message in messages:
         if message.get("role") == "tool":
-            if message.get("tool_call_id") in asked:
+            if message.get("tool_call_id") in native_ids:
                 wire.append({key: value for key, value in message.items() if key != "name"})
             else:
                 sections.append(
@@ -39,7 +39,7 @@ def build_wire_messages(messages: Sequence[Message], closing_hint: str = "") -> 
                 )
             continue
         _flush(wire, sections, closing_hint)
-        asked = (
+        native_ids = (
             {entry["id"] for entry in message.get("tool_calls") or ()} if message.get("role") == "assistant" else set()
         )
         wire.append(message)

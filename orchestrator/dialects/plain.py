@@ -1,4 +1,4 @@
-"""The dialect of a chat without tools: its messages go to the model as they are, and the reply is text."""
+"""The dialect of a chat without tools: messages go to the model unchanged, and the reply is text."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,16 @@ from orchestrator.dialects.native import NativeDialect
 
 
 class PlainDialect(NativeDialect):
-    """For requests that a program has written itself: nothing is said in front of them, and nothing in the reply is
-    taken for a call in tags.
-    """
+    """For requests that a program wrote itself. Adds no system prompt and reads no calls from the reply."""
 
     name = "plain"
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str:
-        """Nothing: system messages are the program's own."""
+        """Return "": the program supplies its own system messages."""
         return ""
 
     def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
-        """The messages without the empty one that stands for a system prompt."""
+        """Return a request with the messages, except for the empty system message that the loop added."""
         is_ours = bool(messages) and messages[0].get("role") == "system" and messages[0].get("content") == ""
         return super().build_request(messages[1:] if is_ours else messages, ())
 

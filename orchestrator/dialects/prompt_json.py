@@ -1,6 +1,4 @@
-"""The deprecated fallback for models without function calling: schemas in the system prompt, a JSON decision somewhere
-in the text.
-"""
+"""The deprecated fallback for models without function calling: schemas in the system prompt, a decision in the text."""
 
 import json
 from collections.abc import Sequence
@@ -19,8 +17,9 @@ _HOW_TO_CALL = f"To call a tool, answer with this JSON and nothing else: {CALL_F
 
 
 class PromptJsonDialect(JsonDecisionDialect):
-    """Tolerant where the json dialect is strict: a reply without a legal decision is an ordinary answer. Warns once
-    that it is deprecated.
+    """A tolerant form of the json dialect: a reply without a valid decision is an ordinary answer.
+
+    Each instance logs a deprecation warning.
     """
 
     name = "prompt_json"

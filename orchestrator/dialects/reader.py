@@ -1,6 +1,4 @@
-"""Reads one streamed reply, for every dialect: native calls from `tool_calls`, tag calls from the text, and which of
-them count.
-"""
+"""Reads one streamed reply for every dialect: native calls, calls by tag, and which of them count."""
 
 import re
 from collections.abc import Mapping
@@ -31,11 +29,13 @@ _UNFIT_FOR_NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class StreamReader:
-    """A ReplyReader. `tags` None: the text is not searched for calls.
+    """A ReplyReader. If `tags` is None, the text is not searched for calls.
 
-    `provisional`: the request carried native tools, so tag calls wait for the end of the reply; when native calls come,
-    tags are text. Otherwise tag calls come out as soon as they are complete. A complete tag counts even in a reply cut
-    by `length`: its end proves it whole. Of native calls the last one then does not.
+    `provisional`: the request contained native tools, so tag calls wait for the end of the reply. If a native call
+    comes, tags are text. Otherwise a tag call is returned as soon as it is complete.
+
+    A complete tag counts even in a reply cut by `length`, because its closing tag proves that it is whole. The last
+    native call of such a reply does not count.
     """
 
     def __init__(
@@ -59,40 +59,41 @@ class StreamReader:
             events += self._read_text(text)
         if self._tags is not None and self._assembler.has_calls:
             events += self._prefer_native(self._tags)
-        return self._note_shown(events)
+        return self._record_shown(events)
 
     def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
         events = [event for text in self._assembler.flush() for event in self._read_text(text)]
         reply = self._assembler.finish(strict=False)
         if self._tags is not None:
             waiting = [*self._waiting, *self._tags.finish()]
-            events += [self._tag_event(event, reply.finish_reason) for event in waiting]
+            events += [self._convert_tag_event(event, reply.finish_reason) for event in waiting]
         natives = reply.in_order()
         entries = []
         for native in natives:
             cut = BROKEN if is_broken else CUT if reply.finish_reason == "length" and native is natives[-1] else None
-            event = self._native_event(native, cut, is_parallel=len(natives) > 1)
-            entries.append(_message_entry(native, event.model_id))
+            event = self._convert_native_call(native, cut, is_parallel=len(natives) > 1)
+            entries.append(_build_message_entry(native, event.model_id))
             events.append(event)
         message: Message = {"role": "assistant", "content": reply.text or (None if entries else "")}
         if entries:
             message["tool_calls"] = entries
-        self._note_shown(events)
+        self._record_shown(events)
         return events, ReplyEnd(message, "".join(self._shown), reply.finish_reason, self._usage)
 
     def _read_text(self, text: Text) -> list[Event]:
         if self._tags is None:
             return [text]
-        return self._settle(self._tags.feed(text.text))
+        return self._convert_tag_events(self._tags.feed(text.text))
 
-    def _settle(self, found: list[TagEvent]) -> list[Event]:
-        """Tag events as ours, or kept when a native call may still come: then all that follows the first call waits
-        with it.
+    def _convert_tag_events(self, tag_events: list[TagEvent]) -> list[Event]:
+        """Convert tag events to events of the reply.
+
+        While a native call may still come, everything from the first call on waits in `_waiting`.
         """
         if not self._provisional:
-            return [self._tag_event(event) for event in found]
+            return [self._convert_tag_event(event) for event in tag_events]
         events: list[Event] = []
-        for event in found:
+        for event in tag_events:
             if self._waiting or not isinstance(event, Text):
                 self._waiting.append(event)
             else:
@@ -100,23 +101,23 @@ class StreamReader:
         return events
 
     def _prefer_native(self, tags: TagStreamParser) -> list[Event]:
-        """From the first native call on, tags are text: those that wait, the one that is open, and all to come."""
+        """Treat all tags as text, from the first native call on: waiting ones, the open one and later ones."""
         self._tags = None
         waiting, self._waiting = self._waiting, []
         if self._index:
             log.warning(
                 "native_calls_after_tags",
-                message="tag calls of this reply have run already: tags are text from here on",
+                message="Tag calls of this reply have already run. Later tags are treated as text.",
             )
         texts = [event.text if isinstance(event, Text) else event.raw for event in [*waiting, *tags.release()]]
         return [Text(text) for text in texts if text]
 
-    def _tag_event(self, event: TagEvent, finish_reason: str | None = None) -> Event:
+    def _convert_tag_event(self, event: TagEvent, finish_reason: str | None = None) -> Event:
         if isinstance(event, Text):
             return event
         call_id = self._next_id()
         if isinstance(event, Call):
-            return requested(call_id, event.name, event.arguments, event.raw, is_text=True)
+            return build_call_event(call_id, event.name, event.arguments, event.raw, is_text=True)
         cut = (
             ", since the reply was cut at the token limit"
             if finish_reason == "length" and event.reason == "unclosed"
@@ -127,7 +128,7 @@ class StreamReader:
             call_id, event.name, f"Malformed tool_action{about}: {event.reason}{cut}. {TAG_HINT}", event.raw
         )
 
-    def _native_event(
+    def _convert_native_call(
         self, native: NativeCall | MalformedNativeCall, cut: str | None, *, is_parallel: bool
     ) -> CallRequested | MalformedCall:
         call_id = self._next_id()
@@ -135,7 +136,7 @@ class StreamReader:
         if cut is not None:
             return MalformedCall(call_id, native.name or None, cut, native.raw, model_id)
         if isinstance(native, NativeCall):
-            return requested(
+            return build_call_event(
                 call_id, native.name, native.arguments, native.raw, model_id=model_id, is_parallel=is_parallel
             )
         return MalformedCall(
@@ -146,29 +147,31 @@ class StreamReader:
         self._index += 1
         return build_call_id(self._run, self._step, self._index - 1)
 
-    def _note_shown(self, events: list[Event]) -> list[Event]:
+    def _record_shown(self, events: list[Event]) -> list[Event]:
         self._shown += [event.text for event in events if isinstance(event, Text)]
         return events
 
 
-def requested(
-    call_id: str, name: str, arguments: Mapping[str, Any], raw: str, **facts: Any
+def build_call_event(
+    call_id: str, name: str, arguments: Mapping[str, Any], raw: str, **fields: Any
 ) -> CallRequested | MalformedCall:
-    """The call as a record, `facts` being other fields of CallRequested; what the contract does not take (a name of 200
-    characters, nesting 300 deep) is malformed."""
+    """Return the call as an event. `fields` are other fields of CallRequested.
+
+    A call that the contract rejects (a name of 200 characters, nesting 300 deep) becomes MalformedCall.
+    """
     try:
-        return CallRequested(ToolCall(id=call_id, name=name, arguments=dict(arguments)), raw, **facts)
+        return CallRequested(ToolCall(id=call_id, name=name, arguments=dict(arguments)), raw, **fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         reason = f"Malformed tool call: {first['loc'][0]}: {first['msg']}. {NATIVE_HINT}"
-        return MalformedCall(call_id, name[:64], reason, raw, facts.get("model_id", ""))
+        return MalformedCall(call_id, name[:64], reason, raw, fields.get("model_id", ""))
 
 
-def _message_entry(native: NativeCall | MalformedNativeCall, model_id: str) -> dict[str, Any]:
-    """The call as the transcript shows it. A malformed one is there, too, so that a tool message may answer it.
+def _build_message_entry(native: NativeCall | MalformedNativeCall, model_id: str) -> dict[str, Any]:
+    """Return the call as an entry of the assistant message. Malformed calls are included, so that a tool message can
+    answer them.
 
-    Servers refuse names and arguments that no well-behaved model writes, and templates parse the arguments: both are
-    made fit.
+    Servers reject invalid names and arguments, and templates parse the arguments, so both are replaced by valid ones.
     """
     arguments = native.raw if isinstance(native, NativeCall) and native.raw.strip().startswith("{") else "{}"
     return {
@@ -179,7 +182,7 @@ def _message_entry(native: NativeCall | MalformedNativeCall, model_id: str) -> d
 
 
 def build_wire_name(name: str) -> str:
-    """The name of a call as servers take it in a message."""
+    """Return the name of a call in the form that servers accept in a message."""
     return _UNFIT_FOR_NAME.sub("_", name)[:64] or "unknown"
 
 

@@ -1,4 +1,4 @@
-"""Halves of a surrogate pair that arrive in separate deltas: joined, or replaced when the other half never comes."""
+"""Joins halves of a surrogate pair that arrive in separate deltas. Replaces a half whose other half never comes."""
 
 import re
 
@@ -6,14 +6,14 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def join_surrogates(text: str) -> str:
-    """`text` without lone halves, so that it can be encoded: pairs become their character, the rest U+FFFD."""
+    """Return `text` in a form that can be encoded: pairs become their character, lone halves become U+FFFD."""
     if SURROGATE.search(text) is None:
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 class SurrogateJoiner:
-    """Joins halves over the deltas of one stream. Holds back one character at most, and only a leading half."""
+    """Joins halves across the deltas of one stream. Holds at most one character, always a leading half."""
 
     def __init__(self) -> None:
         self._half = ""

@@ -1,22 +1,20 @@
-"""What reading `<tool_action>` tags gives: text, calls, malformed calls. Text + raw of calls + raw of errors = the
-input.
-"""
+"""Events of the tag parser: text, calls, malformed calls. Text + raw of calls + raw of errors = the input."""
 
 from dataclasses import dataclass
 
-# Not frozen: a plain slotted record is made in half the time, and one is made for every chunk of every reply.
+# Not frozen: creating an unfrozen slotted record takes half the time, and every chunk of every reply creates one.
 
 
 @dataclass(slots=True)
 class Text:
-    """Text outside of calls, byte for byte; the loop shows it at once. Every dialect's."""
+    """Text outside of calls, byte for byte, in every dialect. The loop shows it at once."""
 
     text: str
 
 
 @dataclass(slots=True)
 class Call:
-    """A complete call. Argument values are strings, entities decoded."""
+    """A complete call. Argument values are strings with entities decoded."""
 
     name: str
     arguments: dict[str, str]
@@ -25,7 +23,7 @@ class Call:
 
 @dataclass(slots=True)
 class Malformed:
-    """A tag that is no call. `name` is None when none was read."""
+    """A tag that is not a valid call. `name` is None when no name was read."""
 
     reason: str
     name: str | None

@@ -1,5 +1,6 @@
-"""The grammar of replies with calls by tag, as GBNF: llama.cpp's servers hold a reply to it, so a model can neither
-invent a tool nor misspell a tag.
+"""The grammar of replies with calls by tag, as GBNF.
+
+llama.cpp's server constrains a reply to it, so a model can neither invent a tool nor misspell a tag.
 """
 
 import json
@@ -41,21 +42,21 @@ _USES = {
 
 
 def build_tag_grammar(specs: Sequence[ToolSpec]) -> str:
-    """GBNF of what may be replied: one canonical call of one of these tools, or text without a tag.
+    """Return the GBNF of a reply: one canonical call of one of these tools, or text without a tag.
 
-    A call has all required parameters and any optional ones, in the order of the schema; enums, numbers, booleans,
-    lists and objects can only be written as such. A tool that cannot be called by tags, for the name of a required
-    parameter, is left out.
+    A call has all required parameters and any optional ones, in the order of the schema. Enums, numbers, booleans,
+    lists and objects must have valid values. A tool with a required parameter whose name cannot be written in a tag is
+    left out.
     """
     callable_ = [spec for spec in specs if all(is_spellable(name) for name in _schema(spec).get("required") or ())]
-    calls = {f"call-{index}": _call(spec) for index, spec in enumerate(callable_)}
+    calls = {f"call-{index}": _build_call_rule(spec) for index, spec in enumerate(callable_)}
     rules = {"root": " | ".join([*calls, "reply"]), **{name: rule for name, (rule, _) in calls.items()}}
-    _add(rules, ["reply", *(used for _, uses in calls.values() for used in uses)])
+    _add_rules(rules, ["reply", *(used_rules for _, uses in calls.values() for used_rules in uses)])
     return "".join(f"{name} ::= {rule}\n" for name, rule in rules.items())
 
 
 def is_spellable(name: str) -> bool:
-    """Whether a parameter of that name can be written in a tag."""
+    """Return whether a parameter name can be written in a tag."""
     return bool(name) and name != TAG and not DELIMITERS & set(name)
 
 
@@ -63,32 +64,32 @@ def _schema(spec: ToolSpec) -> dict[str, Any]:
     return dict(spec.parameters)
 
 
-def _call(spec: ToolSpec) -> tuple[str, list[str]]:
-    """The rule of a tool's calls, and the rules that it uses."""
+def _build_call_rule(spec: ToolSpec) -> tuple[str, list[str]]:
+    """Return the rule for calls of a tool, and the rules that it uses."""
     required = _schema(spec).get("required") or ()
-    # What is required need not be described.
+    # A schema may require a parameter that it does not describe.
     described = _schema(spec).get("properties") or {}
     properties = {**described, **{name: {} for name in required if name not in described}}
-    parts, used = [_literal(f'<{TAG} name="{_escape_name(spec.name)}">')], []
+    parts, used_rules = [_literal(f'<{TAG} name="{_escape_name(spec.name)}">')], []
     for name, schema in properties.items():
         if is_spellable(name):
-            child, uses = _child(name, schema if isinstance(schema, Mapping) else {})
+            child, uses = _build_child_rule(name, schema if isinstance(schema, Mapping) else {})
             parts.append(f"({child})" if name in required else f"({child})?")
-            used += uses
-    return " ".join([*parts, _literal(f"</{TAG}>")]), used
+            used_rules += uses
+    return " ".join([*parts, _literal(f"</{TAG}>")]), used_rules
 
 
-def _child(name: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """A parameter's tag; text may also stand between an opening and a closing one, where it may have several lines."""
-    value, uses = _value(schema)
+def _build_child_rule(name: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return the rule for a parameter's tag. Text of several lines may stand between an opening and a closing tag."""
+    value, uses = _build_value_rule(schema)
     child = " ".join([_literal(f'<{name} value="'), value, _literal('" />')])
     if uses in (["line"], ["some"]):
         return f"{child} | {_literal(f'<{name}>')} body {_literal(f'</{name}>')}", [*uses, "body"]
     return child, uses
 
 
-def _value(schema: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """What may stand between the quotes, and the rules that it uses."""
+def _build_value_rule(schema: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return the rule for the text between the quotes, and the rules that it uses."""
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     if values:
         return f"({' | '.join(_literal(escape_value(_text(value))) for value in values)})", []
@@ -97,20 +98,20 @@ def _value(schema: Mapping[str, Any]) -> tuple[str, list[str]]:
     if "string" in kinds:
         rules = ["some" if schema.get("minLength") else "line"]
     else:
-        rules = [_integer(schema) if kind == "integer" else str(kind) for kind in kinds]
+        rules = [_select_integer_rule(schema) if kind == "integer" else str(kind) for kind in kinds]
     return (rules[0] if len(rules) == 1 else f"({' | '.join(rules)})"), rules
 
 
-def _integer(schema: Mapping[str, Any]) -> str:
+def _select_integer_rule(schema: Mapping[str, Any]) -> str:
     lowest = schema.get("minimum", -1)
     return "positive" if lowest >= 1 else "natural" if lowest >= 0 else "integer"
 
 
-def _add(rules: dict[str, str], names: Sequence[str]) -> None:
+def _add_rules(rules: dict[str, str], names: Sequence[str]) -> None:
     for name in names:
         if name not in rules:
             rules[name] = _RULES[name]
-            _add(rules, _USES.get(name, ()))
+            _add_rules(rules, _USES.get(name, ()))
 
 
 def _text(value: Any) -> str:
@@ -118,7 +119,7 @@ def _text(value: Any) -> str:
 
 
 def _escape_name(name: str) -> str:
-    """A header's value may hold no line break."""
+    """Escape line breaks as well, because a header's value cannot contain them."""
     return escape_value(name).replace("\n", "&#10;").replace("\r", "&#13;")
 
 

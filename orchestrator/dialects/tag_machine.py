@@ -1,4 +1,4 @@
-"""Walks an open `<tool_action` tag through the grammar's states and keeps the places of what it reads."""
+"""Moves an open `<tool_action` tag through the grammar's states and records the positions of its parts."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -21,17 +21,17 @@ from orchestrator.dialects.tag_grammar import (
 from orchestrator.dialects.tag_values import decode_attribute, decode_entities, strip_body
 
 Outcome = Literal["open", "complete", "mention", "reopen"]
-"""`mention`: what was read is text. `reopen`: a new tag begins at `cut`."""
+"""`mention`: the characters read are text. `reopen`: a new tag begins at `cut`."""
 
 _HEADER, _BODY, _GAP = STATES["header"], STATES["body"], STATES["gap"]
 _BEHIND_MARKER = frozenset(BLANKS + ">/")
 _LONGEST_CLOSE = 64
-"""A closing tag with more blanks than fit may be missed, but only where it straddles the size limit."""
+"""Longest closing tag that is found across the size limit. One with more blanks may be missed there."""
 
 
 class OpenTag:
-    """One tag from its marker on. Offsets count from the marker's `<`; the text is kept in pieces and joined once, at
-    the end.
+    """One tag, from its marker on. Offsets count from the marker's `<`. The text is stored in pieces and joined once,
+    at the end.
     """
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ class OpenTag:
         self._mark = self._open_at = self._start = self._end = 0
         self._sections: list[tuple[int, int]] = []
         self._values: list[tuple[str, list[tuple[int, int]], str]] = []
-        self._seen: set[str] = set()
+        self._child_names: set[str] = set()
 
     def feed(self, chunk: str, position: int, size: int) -> int:
-        """Read `chunk` from `position` up to `size`; gives the position behind what was taken in.
+        """Read `chunk` from `position` up to `size`. Return the position after the last character consumed.
 
-        Ends early when `outcome` is decided, and when the tag has just passed the commit point and the rest may be
+        Returns early when `outcome` is decided, and when the tag has just passed the commit point and the rest may be
         deferred.
         """
         start, state, was_committed = position, self._state, self.is_committed
@@ -98,28 +98,29 @@ class OpenTag:
         return position
 
     def _take_shortcuts(self, state: State, position: int, size: int) -> tuple[int, State]:
-        """Whole parts of the common form, from `position` of the chunk on; gives the place and state behind them."""
+        """Consume whole parts of the common form from `position` on. Return the new position and state."""
         if state is _HEADER:
-            found = HEADER(self._chunk, position, size)
-            if found is None or self._attributes:
+            match = HEADER(self._chunk, position, size)
+            if match is None or self._attributes:
                 return position, state
-            self._attributes, self._name = 1, found[1]
-            position, state = found.end(), _BODY
-        while (found := CHILD(self._chunk, position, size)) is not None and found[1] != TAG:
-            self._child = found[1]
-            self._keep([(self._base + found.start(2), self._base + found.end(2))], '"')
-            position, state = found.end(), _GAP
-        found = CLOSE(self._chunk, position, size)
-        if found is not None:
+            self._attributes, self._name = 1, match[1]
+            position, state = match.end(), _BODY
+        while (match := CHILD(self._chunk, position, size)) is not None and match[1] != TAG:
+            self._child = match[1]
+            self._add_value([(self._base + match.start(2), self._base + match.end(2))], '"')
+            position, state = match.end(), _GAP
+        match = CLOSE(self._chunk, position, size)
+        if match is not None:
             self.outcome = "complete"
-            position = found.end()
+            position = match.end()
         elif state is _BODY and COMMIT(self._chunk, position, size) is not None:
             self.is_committed = True
         return position, state
 
     def defers(self, text: str) -> bool:
-        """Keeps `text` for a later look if nothing can end or begin in it: reading many small pieces at once is far
-        quicker.
+        """Store `text` for later if nothing can end or begin in it, and return whether it was stored.
+
+        Reading many small pieces at once is much faster.
         """
         if self._awaited in text:
             if ">" in text:
@@ -138,26 +139,27 @@ class OpenTag:
         return "".join(self._pieces)
 
     def close(self) -> Call | Malformed:
-        """The event of a completed tag."""
+        """Return the event of a completed tag."""
         raw = self.raw()
         if self._problem is None and not self._name:
             self._problem = "missing tool name"
         if self._problem is not None or self._name is None:
             return Malformed(self._problem or "", self._name or None, raw)
-        return Call(self._name, {child: self._value(raw, spans, quote) for child, spans, quote in self._values}, raw)
+        return Call(
+            self._name, {child: self._join_value(raw, spans, quote) for child, spans, quote in self._values}, raw
+        )
 
     def abandon(self, reason: str = "unclosed") -> Malformed:
-        """The event of a tag that ends here without being complete; an error that was found before is the better
-        reason.
+        """Return the event of a tag that ends without being complete. An earlier error takes
+        precedence over `reason`.
         """
         raw = self.raw()[: self.cut] if self.outcome == "reopen" else self.raw()
         return Malformed(self._problem if self._skipping and self._problem else reason, self._name or None, raw)
 
     def overflow(self) -> tuple[Malformed, str]:
-        """The event of a tag larger than the limit, and the end of it that is to be fed again: it may begin the closing
-        tag.
+        """Return the event of a tag larger than the limit, and the tail to feed again, which may begin the closing tag.
 
-        The tag stays open and skips on to its end, from an empty record.
+        The tag stays open and skips to its end, with empty buffers.
         """
         raw = self.raw()
         cut = raw.rfind("<", max(1, len(raw) - _LONGEST_CLOSE))
@@ -168,7 +170,7 @@ class OpenTag:
         return Malformed("too long", self._name or None, raw[:cut]), raw[cut:]
 
     @staticmethod
-    def _value(raw: str, spans: list[tuple[int, int]], quote: str) -> str:
+    def _join_value(raw: str, spans: list[tuple[int, int]], quote: str) -> str:
         if quote == "cdata":
             return "".join(raw[start:end] for start, end in spans)
         value = raw[spans[0][0] : spans[0][1]]
@@ -179,7 +181,7 @@ class OpenTag:
         self._problem = self._problem or reason
 
     def _slice(self, start: int, end: int) -> str:
-        """Text between two offsets, the later one in the current chunk."""
+        """Return the text between two offsets. `end` is in the current chunk."""
         if start >= self.size:
             return self._chunk[start - self._base : end - self._base]
         missing, parts = self.size - start, [self._chunk[self.size - self._base : end - self._base]]
@@ -262,10 +264,10 @@ class OpenTag:
         self._end = offset
 
     def _keep_value(self, offset: int) -> None:
-        self._keep([(self._start, self._end)], self._quote)
+        self._add_value([(self._start, self._end)], self._quote)
 
     def _empty_value(self, offset: int) -> None:
-        self._keep([(offset, offset)], "")
+        self._add_value([(offset, offset)], "")
 
     def _paired_value_name(self, offset: int) -> str:
         name = self._slice(self._mark, offset)
@@ -301,7 +303,7 @@ class OpenTag:
         return "literal"
 
     def _keep_paired(self, offset: int) -> None:
-        self._keep(self._sections or [(self._start, self._end)], "cdata" if self._sections else "")
+        self._add_value(self._sections or [(self._start, self._end)], "cdata" if self._sections else "")
 
     def _keep_paired_child(self, offset: int) -> None:
         self._keep_paired(offset)
@@ -313,11 +315,11 @@ class OpenTag:
     def _end_cdata(self, offset: int) -> None:
         self._sections.append((self._mark, offset - 2))
 
-    def _keep(self, spans: list[tuple[int, int]], quote: str) -> None:
-        if self._child in self._seen:
-            # The tag is read on to its end all the same: its values may hold what looks like another tag.
+    def _add_value(self, spans: list[tuple[int, int]], quote: str) -> None:
+        if self._child in self._child_names:
+            # Reading continues to the tag's end, because its values may contain text that resembles another tag.
             self._problem = self._problem or f"duplicate parameter '{self._child}'"
-        self._seen.add(self._child)
+        self._child_names.add(self._child)
         self._values.append((self._child, spans, quote))
 
 

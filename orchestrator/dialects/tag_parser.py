@@ -1,4 +1,4 @@
-"""Reads `<tool_action>` calls out of streamed text, whatever the chunks (grammar: docs/dialects.md)."""
+"""Reads `<tool_action>` calls from streamed text, independent of the chunk boundaries (grammar: docs/dialects.md)."""
 
 from orchestrator.dialects.fences import FenceTracker
 from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
@@ -11,7 +11,7 @@ SMALLEST_LIMIT = 64
 THINK = "<think>"
 THINK_END = "</think>"
 LONGEST_HELD = 256
-"""Looking at the start of a tag again with a chunk is quicker than keeping a place in it, while it is short."""
+"""Longest start of a tag that is matched again with each chunk. Up to this length that is faster than a saved state."""
 
 _BEHIND_MARKER = frozenset(BLANKS + ">/")
 _MARKER_START = MARKER[:3]
@@ -21,12 +21,13 @@ _new = object.__new__
 
 
 class TagStreamParser:
-    """One reply's text as events. Text goes out at once, but for at most 12 characters that may begin a tag; a tag is
-    kept until it is complete. Text + raw of calls + raw of errors = input, and the events do not depend on the chunks
-    (but for where texts are cut).
+    """Parses the text of one reply into events.
 
-    `ignore_fenced`: tags inside Markdown code fences are text. `max_tag_chars`: a longer tag is malformed; ValueError
-    below 64.
+    Text is emitted at once, except for at most 12 characters that may begin a tag. A tag is buffered until it is
+    complete. Text + raw of calls + raw of errors = input. Chunk boundaries change only where texts are split.
+
+    `ignore_fenced`: tags inside Markdown code fences are text. `max_tag_chars`: a longer tag is malformed; a value
+    below 64 raises ValueError.
     """
 
     def __init__(self, *, ignore_fenced: bool = False, max_tag_chars: int = MAX_TAG_CHARS) -> None:
@@ -34,9 +35,9 @@ class TagStreamParser:
             raise ValueError(f"max_tag_chars must be at least {SMALLEST_LIMIT}, not {max_tag_chars}")
         self._fences = FenceTracker() if ignore_fenced else None
         self._max_tag_chars = max_tag_chars
-        # What may begin a tag. Longer than the marker it is a tag, in the common form so far; `_is_certain` behind its
-        # commit point.
-        self._held = ""
+        # Text that may begin a tag. If longer than the marker, it is a tag in the common form so far. `_is_certain`
+        # means that it has passed the commit point.
+        self._buffer = ""
         self._is_certain = False
         self._longest_held = min(LONGEST_HELD, max_tag_chars)
         self._tag: OpenTag | None = None
@@ -44,15 +45,15 @@ class TagStreamParser:
         self._thinking = False
         self._is_off = False
         self._is_ending = False
-        # Text without a marker is text as it stands, unless it is searched for more: a thought, its end, fences.
+        # True when only markers matter, so a chunk without one is text: no thought and no fences have to be tracked.
         self._is_simple = False
-        # Nothing is held or open besides: looked at first, since nearly every chunk is plain text.
+        # True when also nothing is held or open. Checked first, because nearly every chunk is plain text.
         self._is_plain = False
 
     def feed(self, chunk: str) -> list[TagEvent]:
-        """The events that `chunk` completes, in order."""
+        """Return the events that `chunk` completes, in order."""
         if self._is_plain and "<" not in chunk and chunk:
-            # Text(chunk), but without a call of its __init__: one is made for every chunk of every reply.
+            # Equals Text(chunk) without the call of __init__, which would cost time for every chunk of every reply.
             event = _new(Text)
             event.text = chunk
             return [event]
@@ -65,68 +66,68 @@ class TagStreamParser:
             ):
                 return []
         elif self._is_simple:
-            if self._held:
-                if self._is_certain and ">" not in chunk and len(self._held) + len(chunk) <= self._longest_held:
-                    self._held += chunk
+            if self._buffer:
+                if self._is_certain and ">" not in chunk and len(self._buffer) + len(chunk) <= self._longest_held:
+                    self._buffer += chunk
                     return []
-                chunk, self._held, self._is_certain = self._held + chunk, "", False
+                chunk, self._buffer, self._is_certain = self._buffer + chunk, "", False
             last = chunk.rfind(_MARKER_START)
             if last == 0 and MARKER.startswith(chunk):
-                self._held, self._is_plain = chunk, False
+                self._buffer, self._is_plain = chunk, False
                 return []
             if last < 0 or (last == 0 and not chunk.startswith(MARKER)):
                 return self._read_marker_free(chunk)
             if last == 0 and _CLOSING not in chunk and self._may_become_common(chunk):
-                self._held, self._is_plain = chunk, False
+                self._buffer, self._is_plain = chunk, False
                 return []
         return self._read_all(chunk)
 
     def finish(self) -> list[TagEvent]:
-        """The events of the end: held text, or the error of a tag that was never closed."""
+        """Return the last events: held text, or the error of a tag that was never closed."""
         events: list[TagEvent] = []
         self._is_ending = True
-        if len(self._held) > len(MARKER):
+        if len(self._buffer) > len(MARKER):
             self._read("", events)
         while self._tag is not None and self._tag.deferred_size:
             self._read(self._tag.take_deferred(), events)
         tag, self._tag = self._tag, None
         if tag is not None:
             return [*events, tag.abandon()] if tag.size else events
-        return [*events, *self._held_text()]
+        return [*events, *self._flush_buffer()]
 
     def release(self) -> list[TagEvent]:
-        """Stop looking for tags: what is held goes out as text, and so does all that follows."""
+        """Stop searching for tags. Return held text; all later input is text."""
         tag, self._tag = self._tag, None
         self._is_off, self._fences, self._at_start, self._thinking = True, None, False, False
         self._is_simple = self._is_plain = False
         if tag is not None:
             raw = tag.raw() + tag.take_deferred()
             return [Text(raw)] if raw else []
-        return self._held_text()
+        return self._flush_buffer()
 
-    def _held_text(self) -> list[TagEvent]:
-        held, self._held = self._held, ""
-        return [Text(held)] if held else []
+    def _flush_buffer(self) -> list[TagEvent]:
+        text, self._buffer = self._buffer, ""
+        return [Text(text)] if text else []
 
     def _read_all(self, chunk: str) -> list[TagEvent]:
         events: list[TagEvent] = []
         self._read(chunk, events)
         self._is_simple = not (self._at_start or self._thinking or self._is_off or self._fences is not None)
-        self._is_plain = self._is_simple and self._tag is None and not self._held
+        self._is_plain = self._is_simple and self._tag is None and not self._buffer
         return events
 
     def _read_marker_free(self, chunk: str) -> list[TagEvent]:
-        """Text, but for an end that the next chunk may make a marker of."""
+        """Return `chunk` as text, except for an end that the next chunk may complete to a marker."""
         end = len(chunk)
         if chunk.endswith(_MARKER_STARTS):
             end = chunk.rfind("<")
-            self._held = chunk[end:]
-        self._is_plain = not self._held
+            self._buffer = chunk[end:]
+        self._is_plain = not self._buffer
         return [Text(chunk[:end])] if end else []
 
     def _read(self, chunk: str, events: list[TagEvent]) -> None:
-        if self._held:
-            chunk, self._held, self._is_certain = self._held + chunk, "", False
+        if self._buffer:
+            chunk, self._buffer, self._is_certain = self._buffer + chunk, "", False
         position, size = 0, len(chunk)
         while position < size:
             if self._tag is not None:
@@ -135,7 +136,9 @@ class TagStreamParser:
                 position = self._read_text(chunk, position, events)
 
     def _may_defer(self, tag: OpenTag, length: int) -> bool:
-        """Whether text may wait. Not before the commit point: there it may show that all was a mention."""
+        """Return whether text may be deferred. Before the commit point it may not: it can show that the tag is a
+        mention.
+        """
         return tag.is_committed and not self._is_ending and tag.size + tag.deferred_size + length < self._max_tag_chars
 
     def _read_tag(self, tag: OpenTag, chunk: str, position: int, events: list[TagEvent]) -> int:
@@ -146,14 +149,14 @@ class TagStreamParser:
             self._read(tag.take_deferred() + chunk[position:], events)
             return size
         if tag.is_committed:
-            # Only up to the last `>`: what follows is read at once with the next one.
+            # Read up to the last `>` only. The rest is read together with the next `>`.
             size = chunk.rfind(">", position) + 1 or size
         position = tag.feed(chunk, position, min(size, position + self._max_tag_chars - tag.size))
         if tag.outcome == "open":
             if tag.size >= self._max_tag_chars:
-                error, again = tag.overflow()
+                error, tail = tag.overflow()
                 events.append(error)
-                self._read(again, events)
+                self._read(tail, events)
             return position
         if tag.outcome == "mention":
             self._tag = None
@@ -161,7 +164,7 @@ class TagStreamParser:
             return position
         self._tag = OpenTag() if tag.outcome == "reopen" else None
         event: Call | Malformed = tag.abandon() if tag.outcome == "reopen" else tag.close()
-        # Nothing is left of a tag that was too long, if the next begins right where it was cut.
+        # A tag that was too long leaves an empty event if the next tag begins exactly at the cut.
         if event.raw:
             events.append(event)
         if self._fences is not None:
@@ -169,13 +172,13 @@ class TagStreamParser:
         return position
 
     def _read_text(self, chunk: str, position: int, events: list[TagEvent]) -> int:
-        """Read text up to the next tag. Gives the position in `chunk` behind what was read."""
+        """Read text up to the next tag. Return the position in `chunk` after the text."""
         if self._is_off:
             events.append(Text(chunk[position:]))
             return len(chunk)
         if self._at_start:
             if len(chunk) < len(THINK) and THINK.startswith(chunk):
-                self._held = chunk
+                self._buffer = chunk
                 return len(chunk)
             self._at_start, self._thinking = False, chunk.startswith(THINK)
         if self._thinking:
@@ -183,18 +186,20 @@ class TagStreamParser:
         return self._find_tag(chunk, position, events)
 
     def _read_thought(self, chunk: str, position: int, events: list[TagEvent]) -> int:
-        """Read a thought up to its end. Its fences do not count: nobody sees it and the answer as one text."""
+        """Read a thought up to its end. Its code fences are not tracked, because they do not affect
+        the answer's text.
+        """
         found = chunk.find(THINK_END, position)
         self._thinking = found < 0
         end = _end_of_text(chunk, position, THINK_END) if found < 0 else found + len(THINK_END)
         if end > position:
             events.append(Text(chunk[position:end]))
         if found < 0:
-            self._held, end = chunk[end:], len(chunk)
+            self._buffer, end = chunk[end:], len(chunk)
         return end
 
     def _find_tag(self, chunk: str, start: int, events: list[TagEvent]) -> int:
-        """Emit text and common calls; open or hold the first other tag. Gives the position behind what was read."""
+        """Emit text and common calls; open or hold the first other tag. Return the position after the text read."""
         search = start
         while (found := chunk.find(MARKER, search)) >= 0:
             search = found + len(MARKER)
@@ -215,19 +220,17 @@ class TagStreamParser:
             if search == len(chunk) or (
                 len(chunk) - found <= self._longest_held and self._may_become_common(chunk[found:])
             ):
-                self._held = chunk[found:]
+                self._buffer = chunk[found:]
                 return len(chunk)
             self._tag = OpenTag()
             return search
         end = _end_of_text(chunk, start, MARKER)
         self._emit(chunk[start:end], events)
-        self._held = chunk[end:]
+        self._buffer = chunk[end:]
         return len(chunk)
 
     def _read_common(self, chunk: str, start: int, events: list[TagEvent]) -> int:
-        """Emit the call that is whole in the chunk and in the common form; gives the position behind it, 0 when there
-        is none.
-        """
+        """Emit a call that is complete in the chunk and in the common form. Return the position after it, or 0."""
         found = COMMON_CALL(chunk, start)
         if found is None or found.end() - start > self._max_tag_chars:
             return 0
@@ -241,9 +244,7 @@ class TagStreamParser:
         return found.end()
 
     def _may_become_common(self, text: str) -> bool:
-        """Whether `text` begins a tag, as far as it goes, and all of it is in the common form. Notes whether it is
-        behind the commit point.
-        """
+        """Return whether `text` is the start of a tag in the common form. Sets `_is_certain`."""
         found = COMMON_START(text) if len(text) <= self._longest_held and not self._is_ending else None
         self._is_certain = found is not None and found.lastindex is not None
         return found is not None
@@ -257,6 +258,6 @@ class TagStreamParser:
 
 
 def _end_of_text(chunk: str, start: int, literal: str) -> int:
-    """Where the end of `chunk` that may begin `literal` starts; its length when there is none."""
+    """Return the start of the end of `chunk` that may begin `literal`, or the chunk's length when there is none."""
     end = chunk.rfind("<", max(start, len(chunk) - len(literal) + 1))
     return end if end >= 0 and literal.startswith(chunk[end:]) else len(chunk)

@@ -1,4 +1,4 @@
-"""Values of tag calls: from the text between the marks to the string that is meant, and back."""
+"""Values of tag calls: decoding of the text between the delimiters, and encoding."""
 
 import re
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ _LAST_BREAK = re.compile(r"\r?\n[ \t]*\Z")
 
 
 def decode_attribute(raw: str, quote: str) -> str:
-    """The value between two `quote`s. A doubled last quote is one too many when the value then holds an odd number of
-    them.
+    """Return the value between two `quote`s. A doubled final quote is reduced when the value has an odd number of
+    quotes.
     """
     if raw.endswith(quote) and raw.count(quote) % 2:
         raw = raw[:-1]
@@ -20,23 +20,23 @@ def decode_attribute(raw: str, quote: str) -> str:
 
 
 def decode_entities(text: str) -> str:
-    """The five named entities and references to real characters, decoded once; all else stays as it is."""
+    """Decode the five named entities and references to valid characters, once. Everything else is unchanged."""
     return _ENTITY.sub(_decode, text) if "&" in text else text
 
 
 def strip_body(body: str) -> str:
-    """A paired child's body without the line break after its opening and before its closing tag."""
+    """Return a paired child's body without the line breaks after its opening tag and before its closing tag."""
     first = _FIRST_BREAK.match(body)
     if first is not None:
         body = body[first.end() :]
     start = body.rfind("\n")
-    # Only the last line can match: searching from the front would try every line break of a long text.
+    # Only the last line can match. A search from the front would try every line break of a long text.
     last = _LAST_BREAK.match(body, start - 1 if body[:start].endswith("\r") else start) if start >= 0 else None
     return body[: last.start()] if last is not None else body
 
 
 def build_tag_call(name: str, arguments: Mapping[str, str]) -> str:
-    """The canonical tag of a call, as a model would write it."""
+    """Return the canonical tag of a call."""
     children = "".join(f'<{key} value="{escape_value(value)}" />' for key, value in arguments.items())
     return f'<tool_action name="{escape_value(name)}">{children}</tool_action>'
 

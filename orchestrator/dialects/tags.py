@@ -28,9 +28,9 @@ __all__ = ["Call", "Malformed", "TagEvent", "TagStreamParser", "TagsDialect", "T
 class TagsDialect:
     """Calls by tags. `ignore_fenced`: tags inside code fences are text.
 
-    `closing_hint` ends the message with the results; small models need telling that it is now their turn.
-    `constrained`: the request carries a GBNF grammar, which llama.cpp's server holds the reply to. `worked_example`:
-    the prompt ends in one, for small models.
+    `closing_hint` ends the message with the results; small models need it to start their answer. `constrained`: the
+    request contains a GBNF grammar, to which llama.cpp's server constrains the reply. `worked_example`: the prompt ends
+    with an example, for small models.
     """
 
     name = "tags"
@@ -50,15 +50,15 @@ class TagsDialect:
         self._shows_example = worked_example
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str:
-        return build_system_prompt(instruction, generate_tool_prompt(specs), self._example(specs))
+        return build_system_prompt(instruction, generate_tool_prompt(specs), self._build_example(specs))
 
     def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
         extra: dict[str, Any] = {"grammar": build_tag_grammar(specs)} if self._constrained and specs else {}
-        if self._example(specs):
+        if self._build_example(specs):
             extra["stop"] = [WORKED_EXAMPLE_STOP]
         return ModelRequest(build_wire_messages(messages, self._closing_hint), extra=extra)
 
-    def _example(self, specs: Sequence[ToolSpec]) -> str:
+    def _build_example(self, specs: Sequence[ToolSpec]) -> str:
         return build_worked_example(specs) if self._shows_example else ""
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:

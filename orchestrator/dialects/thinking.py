@@ -1,11 +1,11 @@
-"""What a reply says before it begins: a `<think>` block at its very start is no answer."""
+"""Removes a `<think>` block from the start of a reply. The block is not part of the answer."""
 
 THINK = "<think>"
 THINK_END = "</think>"
 
 
 def strip_thinking(text: str) -> str:
-    """`text` behind a think block at its start; nothing is left of a block that never ends."""
+    """Return `text` after a think block at its start, or "" when the block never ends."""
     if not text.startswith(THINK):
         return text
     return text.partition(THINK_END)[2].lstrip()

@@ -15,7 +15,7 @@ from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
 from orchestrator.dialects.native import NativeCallAssembler
 from orchestrator.dialects.observations import NAMELESS_TOOL, build_wire_messages
 from orchestrator.dialects.prompt_json import PromptJsonDialect
-from orchestrator.dialects.reader import CUT, read_usage, requested
+from orchestrator.dialects.reader import CUT, build_call_event, read_usage
 from orchestrator.functions.function_tools import as_tool, convert_to_openai_tool
 from orchestrator.loop.call_runner import CallRunner, Requested
 from orchestrator.loop.chat_messages import (
@@ -180,7 +180,7 @@ def _requests(reply: AIMessage, step: int) -> list[Requested]:
 
 
 def _requested(call: dict[str, Any], call_id: str) -> Requested:
-    return requested(call_id, call["name"], call["arguments"], "", model_id=call["id"])
+    return build_call_event(call_id, call["name"], call["arguments"], "", model_id=call["id"])
 
 
 def _tool_message(call_id: str, result: ToolResult) -> ToolMessage:
