@@ -1,5 +1,5 @@
-"""Publishes the events of the runs that this process holds. They are gathered for a moment, so that a fast model makes
-a few events a second.
+"""Publishes the events of the hosted runs that this process holds. Pieces of text are collected for a moment, so that a
+fast model makes a few events a second.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class RunEventBuffer:
     run: str
     claim: str
     attempt: int
-    told_step: int = 0
+    published_step: int = 0
     """The last step whose events are all published."""
     _pending: list[dict[str, Any]] = field(default_factory=list)
     _open: dict[Piece, dict[str, Any]] = field(default_factory=dict)
@@ -66,13 +66,13 @@ class RunEventBuffer:
 
     def resume(self) -> None:
         """Note that a former holder has published events: those from the next step on are void."""
-        self._add(self._fields(RunResumed(run=self.run, step=self.told_step + 1)))
+        self._add(self._fields(RunResumed(run=self.run, step=self.published_step + 1)))
 
     def on_event(self, event: RunEvent) -> None:
         """Returns at once."""
         if isinstance(event, StepStarted):
             self._step = event.step
-        if self._step > self.told_step:
+        if self._step > self.published_step:
             self._note(event)
         if isinstance(event, StepFinished):
             self._step = event.step + 1
@@ -95,7 +95,7 @@ class RunEventBuffer:
         if fields + len(event.text) <= MAX_OUTPUT_CHARS:
             self._add_piece(event, (event.call_id, event.stream), event.text)
         elif fields <= MAX_OUTPUT_CHARS:
-            # Once: the result has the whole of it.
+            # Published once: the result has the whole output.
             self._add(self._fields(OutputOmitted(run=self.run, at=event.at, call_id=event.call_id)))
 
     def _add_piece(self, event: RunEvent, piece: Piece, text: str) -> None:
@@ -117,7 +117,7 @@ class RunEventBuffer:
         self._pending.append(fields)
 
     def _fields(self, event: RunEvent) -> dict[str, Any]:
-        # Of an attempt after the first the loop has another name for the run.
+        # In the loop, an attempt after the first has another name for its run.
         return {**event.to_json(), "run": self.run, "attempt": self.attempt}
 
     @property
@@ -132,13 +132,13 @@ class RunEventBuffer:
         if self._omitted:
             self._pending.append(self._fields(EventsOmitted(run=self.run, count=self._omitted)))
             self._omitted = 0
-        some = self._pending[:AT_ONCE]
-        steps = [fields["step"] for fields in some if fields["type"] == StepFinished.__name__]
-        events = [build_event(fields) for fields in some]
-        telling = EventBatch(
+        page = self._pending[:AT_ONCE]
+        steps = [fields["step"] for fields in page if fields["type"] == StepFinished.__name__]
+        events = [build_event(fields) for fields in page]
+        event_batch = EventBatch(
             self.tenant, self.run, self.claim, self._first, events, max(steps, default=None), len(self._asking)
         )
-        return PendingEvents(telling, len(some))
+        return PendingEvents(event_batch, len(page))
 
     def confirm(self, taken: "PendingEvents", *, is_ours: bool) -> None:
         """Remove published events, or note that another process has the run."""
@@ -155,7 +155,7 @@ class RunEventBuffer:
 class PendingEvents:
     """Events that are being published. `count`: how many of the buffer's."""
 
-    telling: EventBatch
+    event_batch: EventBatch
     count: int
 
 
@@ -167,7 +167,7 @@ class RunEventPublisher:
     def __init__(self, client: RedisClient, deployment: str) -> None:
         self._fields = RunEventStore(client, deployment)
         self._buffers: list[RunEventBuffer] = []
-        self._telling: asyncio.Task[None] | None = None
+        self._sending: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
 
     @asynccontextmanager
@@ -176,29 +176,29 @@ class RunEventPublisher:
         long.
         """
         step, has_any = await retry_until_available(lambda: self._fields.progress(tenant, run))
-        buffer = RunEventBuffer(tenant, run, claim, attempt, told_step=step)
+        buffer = RunEventBuffer(tenant, run, claim, attempt, published_step=step)
         if has_any:
             buffer.resume()
         self._buffers.append(buffer)
-        if self._telling is None or self._telling.done():
-            self._telling = begin_shared(self._send_regularly(), "tell-events")
+        if self._sending is None or self._sending.done():
+            self._sending = begin_shared(self._send_regularly(), "publish-events")
         try:
             yield buffer
         except asyncio.CancelledError:
-            # It goes back, where the last step is told again, or it ends, which is all that is to be known.
+            # The run is given back, and its last step is published again, or it ends: a short attempt is enough.
             with suppress(TimeoutError):
                 async with asyncio.timeout(FINAL_SEND_S):
                     await self._send()
             raise
         except Exception:
-            await self._until_sent(buffer)
+            await self._send_all(buffer)
             raise
         else:
-            await self._until_sent(buffer)
+            await self._send_all(buffer)
         finally:
             self._buffers.remove(buffer)
 
-    async def _until_sent(self, buffer: RunEventBuffer) -> None:
+    async def _send_all(self, buffer: RunEventBuffer) -> None:
         while buffer.has_pending:
             check_cancelled()
             await self._send()
@@ -214,11 +214,11 @@ class RunEventPublisher:
     async def _send(self) -> None:
         """Publish what is buffered of all runs, if Redis answers."""
         async with self._one_at_a_time:
-            some = [(buffer, taken) for buffer in self._buffers if (taken := buffer.take()) is not None]
+            batches = [(buffer, taken) for buffer in self._buffers if (taken := buffer.take()) is not None]
             try:
-                answers = await self._fields.append([taken.telling for _, taken in some]) if some else []
+                answers = await self._fields.append([taken.event_batch for _, taken in batches]) if batches else []
             except BrokerUnavailable as error:
-                log.warning("events_not_told", runs=len(some), error=str(error))
+                log.warning("events_not_published", runs=len(batches), error=str(error))
                 return
-            for (buffer, taken), is_ours in zip(some, answers, strict=True):
+            for (buffer, taken), is_ours in zip(batches, answers, strict=True):
                 buffer.confirm(taken, is_ours=is_ours)

@@ -1,4 +1,4 @@
-"""Follows one batch to its end: rows of what has ended into its files, what happens onto a display."""
+"""Follows one batch to its end: writes the rows of ended items to its files and shows its events."""
 
 import asyncio
 import time
@@ -17,22 +17,20 @@ log = get_logger(__name__)
 
 LOOK_S = 0.25
 ROWS_AT_ONCE = 100
-"""They wait for the disk together, and lie in memory together, with all that their items left: a transcript may have
-megabytes.
-"""
+"""Rows that are written together. They are in memory together, and a transcript may have megabytes."""
 WRITE_AGAIN_S = 5.0
 ENDED = (BatchState.COMPLETED, BatchState.CANCELLED)
 
 
-class BatchForgotten(OperatorError):
-    """Redis knows nothing any more of a batch that it knew."""
+class BatchLost(OperatorError):
+    """Redis has lost a batch."""
 
     code = ErrorCode.BROKER_UNAVAILABLE
 
 
 class Follower:
-    """`show`: gets every event; `tick`: called a few times a second. `rows` None: outcomes stay where they
-    are.
+    """Follows one batch. `show`: gets every event; `tick`: called a few times a second. `rows` None: no rows are
+    written.
     """
 
     def __init__(
@@ -50,28 +48,26 @@ class Follower:
         self._rows, self._show, self._tick = rows, show, tick
         self._written = 0
         self._numbers: dict[str, int] = {}
-        self._gone: set[str] = set()
+        self._lost: set[str] = set()
         self._write_after = 0.0
 
     async def run(self) -> BatchRecord:
-        """Until every item has ended and its row is written; gives the batch as it then is. However long Redis, or the
-        disk, needs.
-
-        Raises BatchForgotten.
+        """Return the batch when every item has ended and its row is written. Waits for Redis and for the disk as long
+        as they need. Raises BatchLost.
         """
         while True:
             check_cancelled()
             try:
-                record = await self._looked()
+                record = await self._read_record()
                 if record.state is BatchState.CANCELLING:
-                    # What nobody works any more by now is nobody else's to end.
+                    # Items that no process holds any more are ended here.
                     await self._queue.cancel(self._tenant, self._batch)
                 is_written = await self.write()
-                await self._hear()
+                await self._show_events()
                 if record.state in ENDED and is_written and await self._write_missed():
                     self._tick()
                     await self._settle()
-                    await self._hear()
+                    await self._show_events()
                     return record
             except BrokerUnavailable as error:
                 log.warning("batch_not_followed", batch=self._batch, error=str(error))
@@ -80,45 +76,43 @@ class Follower:
                 continue
             self._tick()
 
-    async def _looked(self) -> BatchRecord:
+    async def _read_record(self) -> BatchRecord:
         try:
             return await self._queue.batch(self._tenant, self._batch)
         except ToolFailure as error:
-            raise BatchForgotten(
-                f"Redis has forgotten batch {self._batch} while it was worked: its data was flushed or lost. The rows "
+            raise BatchLost(
+                f"Redis has lost batch {self._batch} while it ran: its data was flushed or lost. The rows "
                 "that were written stay: see that Redis keeps its data, then submit the same file again with `--id "
                 f"{self._batch}` and the same --output, which works the lines without one"
             ) from error
 
     async def _write_missed(self) -> bool:
-        """Write what got a number that had been read by: a Redis that forgot its last second counts on from before
-        it.
-        """
+        """Write rows whose number was skipped: a Redis that lost its last second gives the same numbers again."""
         self._written = 0
         return await self.write()
 
     async def end(self) -> None:
-        """Write and show what there is now. Raises RowsNotWritten when the disk does not take all of it,
+        """Write all rows and show all events that exist now. Raises RowsNotWritten if the disk does not take them, and
         BrokerUnavailable.
         """
         try:
             await self._write_now()
         finally:
-            await self._hear()
+            await self._show_events()
 
     async def _write_now(self) -> None:
-        while self._rows is not None and (some := await self._next()) is not None:
-            await asyncio.to_thread(self._rows.append, some[1])
-            self._note_written(some[0])
+        while self._rows is not None and (page := await self._next()) is not None:
+            await asyncio.to_thread(self._rows.append, page[1])
+            self._note_written(page[0])
         if self._rows is not None:
             await asyncio.to_thread(self._rows.settle)
 
     async def write(self) -> bool:
-        """Write the rows of what has ended; False: the disk does not take them now, and nothing of them is lost."""
-        while self._rows is not None and (some := await self._next()) is not None:
-            if time.monotonic() < self._write_after or not await self._append(some[1]):
+        """Write the rows of ended items. Return False if the disk does not take them now; none is lost."""
+        while self._rows is not None and (page := await self._next()) is not None:
+            if time.monotonic() < self._write_after or not await self._append(page[1]):
                 return False
-            self._note_written(some[0])
+            self._note_written(page[0])
         return True
 
     def _note_written(self, ended: Sequence[tuple[int, str]]) -> None:
@@ -127,31 +121,27 @@ class Follower:
         self._written = ended[-1][0]
 
     async def _next(self) -> tuple[Sequence[tuple[int, str]], list[Outcome]] | None:
-        """Some of what has ended and is not written: numbers and runs, and their outcomes; None: that is all."""
-        while told := await self._queue.ended(self._tenant, self._batch, self._written, ROWS_AT_ONCE):
-            if ended := [one for one in told if self._numbers.get(one[1]) != one[0]]:
+        """Return a page of unwritten ends, as numbers and runs, with their outcomes; None: there are no more."""
+        while page := await self._queue.ended(self._tenant, self._batch, self._written, ROWS_AT_ONCE):
+            if ended := [(number, run) for number, run in page if self._numbers.get(run) != number]:
                 records = await self._queue.runs([(self._tenant, run) for _, run in ended])
-                self._tell_gone({run for (_, run), record in zip(ended, records, strict=True) if record is None})
+                self._note_lost({run for (_, run), record in zip(ended, records, strict=True) if record is None})
                 return ended, [
                     record.outcome for record in records if record is not None and record.outcome is not None
                 ]
-            self._written = told[-1][0]
+            self._written = page[-1][0]
         return None
 
-    def _tell_gone(self, gone: set[str]) -> None:
-        """Of runs whose records Redis has lost: even their items' ids are not known any more."""
-        if gone <= self._gone:
+    def _note_lost(self, lost: set[str]) -> None:
+        """Show a notice about runs whose records Redis has lost. Not even the ids of their items are known."""
+        if lost <= self._lost:
             return
-        self._gone |= gone
-        told = (
-            f"{len(self._gone)} items are gone from Redis and have no row: see that it evicts nothing, then submit the "
-            "same file again"
+        self._lost |= lost
+        message = (
+            f"Redis has lost {len(self._lost)} items, and they have no row: see that it evicts nothing, then submit "
+            f"the same file again with `{build_resubmission(self._batch, self._tenant)}` and the same --output"
         )
-        self._show(
-            BatchNotice(
-                message=f"{told} with `{build_resubmission(self._batch, self._tenant)}` and the same --output",
-            )
-        )
+        self._show(BatchNotice(message=message))
 
     async def _append(self, outcomes: list[Outcome]) -> bool:
         assert self._rows is not None
@@ -163,7 +153,7 @@ class Follower:
         return True
 
     async def _settle(self) -> None:
-        """One row an item over both files."""
+        """Leave one row for each item over both files."""
         is_settled = self._rows is None
         while self._rows is not None and not is_settled:
             try:
@@ -177,6 +167,6 @@ class Follower:
         self._write_after = time.monotonic() + WRITE_AGAIN_S
         self._show(BatchNotice(message=f"{error}; it is tried again every {WRITE_AGAIN_S:g} s"))
 
-    async def _hear(self) -> None:
+    async def _show_events(self) -> None:
         for event in await self._reader.read(LOOK_S):
             self._show(event)

@@ -53,7 +53,7 @@ def step(number: int) -> StepFinished:
 
 
 def teller(told_step: int = 0) -> RunEventBuffer:
-    return RunEventBuffer("acme", "r", "word", 1, told_step=told_step)
+    return RunEventBuffer("acme", "r", "word", 1, published_step=told_step)
 
 
 def taken(one: RunEventBuffer) -> list[dict[str, Any]]:

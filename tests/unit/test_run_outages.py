@@ -14,7 +14,7 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.dispatch.request import Request
-from orchestrator.runs.follower import BatchForgotten, Follower
+from orchestrator.runs.follower import BatchLost, Follower
 from store.batches import BatchEventReader, BatchState, batch_key
 from store.run_log import run_key
 from store.runs import RunClaim
@@ -173,7 +173,7 @@ async def test_a_batch_that_redis_has_forgotten_is_told_with_what_to_do_and_its_
     assert await followed.follower.write()
     await followed.client.flushall()
 
-    with pytest.raises(BatchForgotten, match="submit the same file again with") as caught:
+    with pytest.raises(BatchLost, match="submit the same file again with") as caught:
         await followed.follower.run()
 
     assert caught.value.code is ErrorCode.BROKER_UNAVAILABLE

@@ -76,7 +76,7 @@ async def test_who_watches_a_batch_is_told_once_of_items_that_can_have_no_row(
         assert list(rows.succeeded) == ["item-3"]
     (told,) = shown
     assert isinstance(told, BatchNotice)
-    assert "2 items are gone from Redis and have no row" in told.message
+    assert "Redis has lost 2 items" in told.message
 
 
 async def test_a_batch_that_is_cancelled_before_any_line_was_queued_is_cancelled(ground: RunGround) -> None:
