@@ -309,11 +309,12 @@ class CallReviewed(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class ArtifactsCopied(RunEvent):
     """The run's artifacts were copied, and its session is no longer needed. `missing`: a sentence for each artifact
-    that was not found.
+    that was not found. `file`: their archive in the store; "" when they went to a folder.
     """
 
     paths: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

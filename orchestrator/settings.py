@@ -82,7 +82,9 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     program gets status 429.
     """
     workspace_store: str | None = None
-    """See sandboxd. An operator of an embedded stack sets it to keep checkpoints after the end of the stack."""
+    """See sandboxd. The API writes uploads to it and reads artifacts from it. The operator sets it for batches with
+    files.
+    """
     flower_url: str | None = Field(default=None, pattern=_WEB_URL)
     """The URL of Flower, without a password; pages of calls link to it (docs/operations.md). The operator sets it when
     people open Flower through a proxy.

@@ -89,7 +89,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "langchain_core": ("orchestrator/adapters/langchain.py",),
     "langgraph": (),
     "agents": ("orchestrator/adapters/openai_agents.py",),
-    "fsspec": ("workers/sandboxd/archives/fsspec_store.py",),
+    "fsspec": ("store/archives/fsspec_store.py",),
     "inspect_ai": ("orchestrator/adapters/inspect_sandbox.py",),
     "flower": ("orchestrator/operations/flower.py",),
     "openai": ("orchestrator/models/openai.py",),

@@ -44,6 +44,7 @@ AuditAction = Literal[
     "batch.retry",
     "run.cancel",
     "session.close",
+    "file.delete",
     "skill.install",
     "skill.remove",
 ]

@@ -60,8 +60,8 @@ class RunLimits(Record):
 
 
 class Ground(Record):
-    """Where an item works. `workspace`: a folder, an archive or a git bundle, read by the orchestrator; `restore`: a
-    checkpoint instead.
+    """Where an item works. `workspace`: a folder, an archive or a git bundle, read by the orchestrator, or a file of
+    the store (store/archives/files.py), read by the host; `restore`: a checkpoint instead.
 
     `artifacts`: patterns below /workspace of what is to be copied out at the end. `session`: an open one of the
     tenant's, instead of one of the item's own; it stays open. Left out of the bytes where there is none: releases
@@ -148,7 +148,9 @@ class BatchDefaults(Record):
     completion_price: float | None = Field(default=None, ge=0)
     retries: int = Field(default=2, ge=0, le=20)
     artifacts: str | None = None
-    """The folder that items' artifacts are copied to, on the machine of the orchestrator."""
+    """The folder that items' artifacts are copied to, on the machine of the orchestrator. None: they go to the
+    store.
+    """
     asks_people: bool = Field(default=False, exclude_if=lambda asks: not asks)
     """Approvals are asked in the queue of questions (docs/approvals.md). False is left out of the bytes, so that
     earlier releases can read them.

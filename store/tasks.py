@@ -2,12 +2,13 @@
 
 import asyncio
 import contextvars
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, SandboxUnavailable
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -104,3 +105,40 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], limit_s: float
             log.warning("redis_awaited", error=str(error))
             if not await backoff.wait():
                 raise
+
+
+def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
+    """Run blocking work in a thread of its own. The end of the process does not wait for it, unlike the pools of the
+    standard library: an engine or a disk can hang.
+
+    Raises SandboxUnavailable when the host gives no more threads.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # None only where T has it
+
+    def go() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  # the thread's edge: the caller gets it
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, result, failure)
+        except RuntimeError:
+            log.debug("work_outlived_its_loop", thread=name)
+
+    try:
+        threading.Thread(target=go, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise SandboxUnavailable(
+            f"this host gives the process no more threads ({error}): raise its limit of tasks"
+        ) from error
+    return future

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -44,9 +46,12 @@ SCRIPT: list[dict[str, Any]] = [
 
 @dataclass
 class ApiStack:
-    """`apis`: two processes that serve the same; `keys`: by role, as in tests/api_ground.py."""
+    """`apis`: two processes that serve the same; `keys`: by role, as in tests/api_ground.py; `store`: the folder of
+    workspaces and artifacts.
+    """
 
     stack: Stack
+    store: Path
     apis: tuple[ApiProcess, ApiProcess]
     model: ModelServer
     keys: dict[str, str]
@@ -59,12 +64,16 @@ class ApiStack:
 
     def open_api(self) -> "contextlib.AbstractContextManager[ApiProcess]":
         """One more, for a test that kills it."""
-        return open_orchestrator(self.stack, self.model)
+        return open_orchestrator(self.stack, self.model, self.store)
 
 
-def open_orchestrator(stack: Stack, model: ModelServer) -> "contextlib.AbstractContextManager[ApiProcess]":
-    environment = {**model.environment(), "TOOLCREW_APPROVALS": "queue"}
+def open_orchestrator(stack: Stack, model: ModelServer, store: Path) -> "contextlib.AbstractContextManager[ApiProcess]":
+    environment = {**model.environment(), "TOOLCREW_APPROVALS": "queue", **store_settings(store)}
     return open_api_process(stack.footprint, stack.redis_url, concurrency=8, environment=environment)
+
+
+def store_settings(store: Path) -> dict[str, str]:
+    return {"TOOLCREW_WORKSPACE_STORE": str(store)}
 
 
 @contextlib.contextmanager
@@ -76,12 +85,14 @@ def open_api_stack(
     """
     environment = {"TOOLCREW_REDIS_URL": redis_url} if redis_url is not None else {}
     with (
-        open_stack(engine, environment) as stack,
+        tempfile.TemporaryDirectory() as folder,
+        open_stack(engine, {**environment, **store_settings(Path(folder))}) as stack,
         running_model_server([*SCRIPT[:1], *more_rules, *SCRIPT[1:]]) as model,
     ):
         keys = asyncio.run(make_keys(stack.redis_url))
-        with open_orchestrator(stack, model) as one, open_orchestrator(stack, model) as other:
-            yield ApiStack(stack, (one, other), model, keys)
+        store = Path(folder)
+        with open_orchestrator(stack, model, store) as one, open_orchestrator(stack, model, store) as other:
+            yield ApiStack(stack, store, (one, other), model, keys)
             for api in (one, other):
                 assert not api.has_said("api_failed"), api.log()
         assert stack.end() == 0

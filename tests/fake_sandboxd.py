@@ -241,6 +241,7 @@ async def running_sandboxd(
     *behaviours: Behaviour,
     uids: frozenset[int] | None = None,
     checkpoints: Any = None,
+    files: Any = None,
     plans: Plans = PLANS,
     **how: Any,
 ) -> AsyncIterator[Sandboxd]:
@@ -248,7 +249,7 @@ async def running_sandboxd(
     host = build_host(path, *behaviours, plans=plans, **how)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
     shelf = SkillStore(host.engine, "default", {})  # type: ignore[arg-type]
-    control = ControlRequests(host.sessions, plans, checkpoints, shelf, lambda: {"boot": "b00t"})
+    control = ControlRequests(host.sessions, plans, checkpoints, files, shelf, lambda: {"boot": "b00t"})
     server = Server(host.sessions, control.answer, allowed)
     listening = await server.listen(path / "sandboxd.sock", 0o600)
     daemon = Sandboxd(path / "sandboxd.sock", host, server, control)

@@ -84,6 +84,7 @@ class SandboxClient:
         ttl_s: float,
         *,
         restore: str | None = None,
+        workspace: str | None = None,
         network: str | None = None,
         terms: SandboxTerms | None = None,
         moved: Mapping[str, Any] | None = None,
@@ -91,16 +92,19 @@ class SandboxClient:
         """Open by id and tell of the sandbox: container id, generation, image, network, kind of workspace, seconds it
         took.
 
-        `restore`: a checkpoint of the tenant's, unpacked into a new session; an open one is given as it is. `terms`: of
+        `restore`: a checkpoint of the tenant's, unpacked into a new session; an open one is given as it is.
+        `workspace`: a file of the store instead, by its id or location. `terms`: of
         the tenant; None: what the class `default` has, and of an open session those that it has. `moved`: another host
         had the session: `generation`, the fence of its new place; `checkpoint_at`, when what is restored was kept, ISO
         8601 or None; `is_planned`, that host was drained and not lost. Its first call is told what is gone; without
         `restore` it is refused with that. What this host still has of it of an older generation is closed first.
         """
-        wanted = {"image": image, "ttl_s": ttl_s, "restore": restore, "network": network, "moved": moved}
+        wanted: dict[str, Any] = {"image": image, "ttl_s": ttl_s, "restore": restore, "workspace": workspace}
+        wanted |= {"network": network, "moved": moved}
         asked = {field: value for field, value in wanted.items() if value is not None} | _told(terms)
         return self._ask(
-            {"verb": "open", "sandbox": name, **asked}, OPEN_TIMEOUT_S if restore is None else ARCHIVE_TIMEOUT_S
+            {"verb": "open", "sandbox": name, **asked},
+            OPEN_TIMEOUT_S if restore is None and workspace is None else ARCHIVE_TIMEOUT_S,
         )
 
     def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
@@ -110,6 +114,12 @@ class SandboxClient:
         deleted after a week.
         """
         return self._ask({"verb": "checkpoint", "sandbox": name, "automatic": automatic}, ARCHIVE_TIMEOUT_S)
+
+    def save_files(self, name: str, file: str, names: str) -> dict[str, Any]:
+        """Store files of the workspace as one archive. `file`: its id; `names`: a file in the sandbox with the names of
+        these files, each with a NUL at its end. Return the size and sha256 of the archive.
+        """
+        return self._ask({"verb": "save_files", "sandbox": name, "file": file, "names": names}, ARCHIVE_TIMEOUT_S)
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
         """Delete a checkpoint of the tenant whose sandbox `name` is or could be. False when there is none of that

@@ -237,8 +237,8 @@ class SandboxdSettings(LogSettings):
     changes it with the size of the disk.
     """
     workspace_store: str | None = None
-    """The store of checkpoints: a folder, or a URL of fsspec such as s3://bucket/prefix (extra `store`). Default: the
-    state folder. The operator sets it so that sessions survive their host.
+    """The store of checkpoints, uploads and artifacts: a folder, or a URL of fsspec such as s3://bucket/prefix (extra
+    `store`). Default: checkpoints go to the state folder. The operator sets it so that sessions survive their host.
     """
     egress_socket: Path | None = None
     """The socket of the egress proxy (docs/egress.md). The operator sets it when a tenant class gets the network."""

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, FairTurn, OpenStreams, Turns
+from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.http.app_state import AppState
 from orchestrator.settings import OrchestratorSettings
 from store.tasks import SharedReads
@@ -51,3 +52,9 @@ class ApiState(AppState):
         # One skill at a time, because each takes up to half a GiB of memory.
         self.examining = FairTurn()
         self.looks = Turns(LOOKS_OF_A_KEY)
+        # Opened with the service: a store that cannot be opened must be loud.
+        self._stored = StoredFiles.of(settings) if settings.workspace_store is not None else None
+
+    def stored_files(self) -> StoredFiles:
+        """Return the uploads and artifacts. Raises ConfigError when the deployment has no store."""
+        return self._stored or StoredFiles.of(self.settings)

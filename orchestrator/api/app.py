@@ -15,6 +15,7 @@ from orchestrator.api import (
     batches,
     call_lives,
     calls,
+    files,
     health,
     hosts,
     pages,
@@ -31,8 +32,9 @@ from orchestrator.api.api_state import ApiState
 from orchestrator.api.exact_json import ExactJson
 from orchestrator.api.idempotency import Idempotency
 from orchestrator.http.app_state import ConnectedWork
-from orchestrator.http.body_limits import LOGIN_BYTES, BodyLimits
+from orchestrator.http.body_limits import LOGIN_BYTES, BodyLimit, BodyLimits
 from orchestrator.http.problems import Problem
+from store.archives.files import MAX_WORKSPACE_BYTES
 
 VERSION = "v1"
 BATCH_BYTES = 200 * 1024 * 1024
@@ -77,6 +79,7 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
         tools,
         skills,
         batches,
+        files,
         approvals,
         tenants,
         hosts,
@@ -89,10 +92,11 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
         app.include_router(router)
     app.add_middleware(Idempotency, app_state=app_state)
     other = (
-        ("PUT", "/v1/sessions/[^/]+/files/.*", MAX_BLOB_BYTES),
-        ("POST", "/v1/skills", SKILL_BYTES),
-        ("POST", "/v1/batches", BATCH_BYTES),
-        ("POST", "/login", LOGIN_BYTES),
+        BodyLimit("PUT", "/v1/sessions/[^/]+/files/.*", MAX_BLOB_BYTES),
+        BodyLimit("POST", "/v1/skills", SKILL_BYTES),
+        BodyLimit("POST", "/v1/batches", BATCH_BYTES),
+        BodyLimit("POST", "/v1/files", MAX_WORKSPACE_BYTES, is_streamed=True),
+        BodyLimit("POST", "/login", LOGIN_BYTES),
     )
     app.add_middleware(BodyLimits, other=other)
     # Outermost: keys and rates are checked before a byte of a body is read.

@@ -16,11 +16,12 @@ from contract.run_events import FailureKind
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
-from orchestrator.batches.lines import BatchFile, read_lines
+from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, Complaint, read_lines
 from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.batch_status import build_status
+from store.archives.files import TenantStore, is_file_id
 from store.audit import entry_text
 from store.batches import BatchDefaults, BatchRecord, RunLimits
 from store.idempotency import KEPT_S
@@ -115,7 +116,10 @@ async def submit_batch(
 ) -> SubmittedBatch:
     """Queue every line of the body: one JSON object a line, short (`id`, `instruction`) or of OpenAI's batches. All
     lines are checked first, with the names of tools and the arguments of calls."""
-    file = await _read(request, caller.identity.key_id)
+    file = await _read(
+        request, caller.identity.key_id, TenantStore(caller.app_state.settings.workspace_store, caller.tenant)
+    )
+    await _check_uploads(caller, file)
     runs = _runs(caller)
     warnings = await runs.check_tools(file, "the body")
     limits = RunLimits(
@@ -236,7 +240,22 @@ def _view_of(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> Batc
     return BatchView.model_validate({name: value for name, value in told.items() if name != "rows"})
 
 
-async def _read(request: Request, key: str) -> BatchFile:
+async def _check_uploads(caller: Caller, file: BatchFile) -> None:
+    """Raise BadBatch for lines whose workspace is an upload that the tenant does not have."""
+    lines = dict[str, int]()
+    for item in file.items:
+        if item.ground.workspace is not None and is_file_id(item.ground.workspace):
+            lines.setdefault(item.ground.workspace, item.line)
+    missing = await caller.app_state.stored_files().check_all(caller.tenant, lines) if lines else []
+    if missing:
+        complaints = [
+            Complaint(f"tenant {caller.tenant} has no file {name}: upload it (POST /v1/files)", lines[name])
+            for name in missing
+        ]
+        raise BadBatch("the body", complaints[:MAX_SHOWN], max(0, len(complaints) - MAX_SHOWN))
+
+
+async def _read(request: Request, key: str, store: TenantStore) -> BatchFile:
     """The lines of the body. Raises BadBatch with all that is wrong with them, ApiProblem when too much is read
     already.
     """
@@ -247,7 +266,7 @@ async def _read(request: Request, key: str) -> BatchFile:
         if body.tell() > SMALL_BYTES:
             break
     else:
-        return await _parsed(body)
+        return await _parsed(body, store)
     if key in _SENDING:
         raise ApiProblem(
             ErrorCode.RATE_LIMITED,
@@ -262,9 +281,9 @@ async def _read(request: Request, key: str) -> BatchFile:
         _SENDING.discard(key)
     # Not while a client sends: a slow one would hold up all the others.
     async with _LARGE:
-        return await _parsed(body)
+        return await _parsed(body, store)
 
 
-async def _parsed(body: io.BytesIO) -> BatchFile:
+async def _parsed(body: io.BytesIO, store: TenantStore) -> BatchFile:
     body.seek(0)
-    return await asyncio.to_thread(read_lines, body, None, "the body")
+    return await asyncio.to_thread(read_lines, body, None, "the body", store)

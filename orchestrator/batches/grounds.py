@@ -9,7 +9,8 @@ from pathlib import Path
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError
 from orchestrator.batches.artifacts import MAX_PATTERNS, Pattern
-from orchestrator.dispatch.workspace_sources import find_kind, load_source
+from orchestrator.dispatch.workspace_sources import find_source_kind, load_source
+from store.archives.files import NO_STORE, TenantStore, is_stored
 from store.batches import Ground
 
 _HEAD_BYTES = 1024 * 1024
@@ -19,32 +20,28 @@ _HEAD_BYTES = 1024 * 1024
 class Grounds:
     """The grounds of one file's items: names become whole paths, and what many lines name is looked at once."""
 
-    def __init__(self, folder: Path | None) -> None:
-        """`folder`: what relative names begin at; None: nothing of this machine may be named, and nothing is looked
-        at.
+    def __init__(self, folder: Path | None, store: TenantStore | None = None) -> None:
+        """`folder`: where relative names begin; None: no path of this machine may be named. `store`: the tenant's part
+        of the store; None: this process does not know it.
         """
         self._folder = folder.absolute() if folder is not None else None
+        self._store = store
         self._workspaces: dict[str, str | None] = {}
         self._patterns: dict[str, str | None] = {}
         self._known: dict[Ground, Ground] = {}
 
     def settle(self, ground: Ground) -> Ground:
         """With the whole path of its workspace; the same record for all that are equal."""
-        if ground.workspace is not None and self._folder is not None:
+        if ground.workspace is not None and self._folder is not None and not is_stored(ground.workspace):
             ground = ground.model_copy(update={"workspace": self._whole(ground.workspace)})
         return self._known.setdefault(ground, ground)
 
     def complaints(self, ground: Ground) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """What cannot be had: the path of the field, and a sentence."""
-        if self._folder is None:
-            yield from _foreign(ground)
-            return
-        if ground.workspace is not None:
-            path = self._whole(ground.workspace)
-            if path not in self._workspaces:
-                self._workspaces[path] = _look_at(path)
-            if (complaint := self._workspaces[path]) is not None:
-                yield ("workspace",), complaint
+        if ground.workspace is not None and (complaint := self._find_refusal(ground.workspace)) is not None:
+            yield ("workspace",), complaint
+        if ground.artifacts and self._folder is None and (self._store is None or self._store.setting is None):
+            yield ("artifacts",), NO_STORE
         if len(ground.artifacts) > MAX_PATTERNS:
             yield (
                 ("artifacts",),
@@ -59,20 +56,19 @@ class Grounds:
             if (complaint := self._patterns[pattern]) is not None:
                 yield ("artifacts", place), complaint
 
+    def _find_refusal(self, workspace: str) -> str | None:
+        if is_stored(workspace):
+            return self._store.explain_refusal(workspace) if self._store is not None else None
+        if self._folder is None:
+            return "a path of your machine cannot be read here: upload it (POST /v1/files) and give the id of the file"
+        path = self._whole(workspace)
+        if path not in self._workspaces:
+            self._workspaces[path] = _look_at(path)
+        return self._workspaces[path]
+
     def _whole(self, workspace: str) -> str:
         assert self._folder is not None
         return os.path.normpath(self._folder / workspace)
-
-
-def _foreign(ground: Ground) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """What of it is a path of another machine than the one that works it."""
-    if ground.workspace is not None:
-        yield (
-            ("workspace",),
-            "a path of the submitter's machine cannot be read here: begin with a checkpoint (`restore`)",
-        )
-    if ground.artifacts:
-        yield ("artifacts",), "files cannot be copied to the submitter's machine from here: leave this out"
 
 
 def _complaint_of(pattern: str) -> str | None:
@@ -94,7 +90,7 @@ def _look_at(text: str) -> str | None:
         size = path.stat().st_size if path.is_file() else 0
         if _HEAD_BYTES < size <= MAX_BLOB_BYTES:
             with path.open("rb") as file:
-                kind = find_kind(file.read(_HEAD_BYTES))
+                kind = find_source_kind(file.read(_HEAD_BYTES))
             # Of a bundle its references are looked at, too.
             if kind not in (None, "bundle"):
                 return None

@@ -26,6 +26,7 @@ from orchestrator.batches.line_shapes import (
     build_item,
 )
 from orchestrator.batches.strict_json import NotStrict, find_columns, parse_object
+from store.archives.files import TenantStore
 from store.batches import CALLS_URL, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 
 MANY_VALUES = 64
@@ -124,9 +125,9 @@ class BatchFile:
     url: str | None
 
 
-def load_lines(path: Path) -> BatchFile:
-    """The items of a file, in its order; names of workspaces in it begin at its folder. Raises BadBatch with all that
-    is wrong.
+def load_lines(path: Path, store: TenantStore | None = None) -> BatchFile:
+    """The items of a file, in its order; names of workspaces in it begin at its folder. `store`: as for Grounds. Raises
+    BadBatch with all that is wrong.
     """
     try:
         # Looked at first: opening a pipe would wait for somebody who writes it, and a device may never end.
@@ -140,7 +141,7 @@ def load_lines(path: Path) -> BatchFile:
                 ],
             )
         with path.open("rb") as file:
-            return read_lines(file, path.parent, str(path))
+            return read_lines(file, path.parent, str(path), store)
     except FileNotFoundError:
         raise BadBatch(str(path), [Complaint("the file does not exist: look at its name")]) from None
     except (OSError, ValueError) as error:
@@ -149,11 +150,11 @@ def load_lines(path: Path) -> BatchFile:
         ) from error
 
 
-def read_lines(stream: BinaryIO, folder: Path | None, name: str) -> BatchFile:
+def read_lines(stream: BinaryIO, folder: Path | None, name: str, store: TenantStore | None = None) -> BatchFile:
     """The same of a stream that has no folder of its own; `name`: what messages call it; `folder` None: lines may name
     no path. Raises BadBatch, OSError.
     """
-    reader = _Reader(Grounds(folder))
+    reader = _Reader(Grounds(folder, store))
     reader.read(stream)
     if reader.complaints:
         raise BadBatch(name, reader.complaints, reader.more)

@@ -120,9 +120,10 @@ def build_run_body(
     has_transcript: bool = False,
     artifacts: Iterable[str] | None = None,
     missing: Iterable[str] = (),
+    file: str = "",
 ) -> dict[str, JsonValue]:
-    """Body of a row of /v1/agent/runs. Fields that were not asked for are not there. `missing`: why some artifacts are
-    not.
+    """Build the body of a row of /v1/agent/runs, without fields that were not asked for. `missing`: why some artifacts
+    are not there; `file`: their archive in the store.
     """
     body: dict[str, JsonValue] = {
         "run": result.run,
@@ -137,14 +138,14 @@ def build_run_body(
         body,
         transcript=[dict(message) for message in result.transcript] if has_transcript else None,
         **_artifacts(artifacts, missing),
-    )
+    ) | _archive(file)
 
 
 def build_call_body(
-    result: ToolResult, *, artifacts: Iterable[str] | None = None, missing: Iterable[str] = ()
+    result: ToolResult, *, artifacts: Iterable[str] | None = None, missing: Iterable[str] = (), file: str = ""
 ) -> dict[str, JsonValue]:
-    """Body of a row of /v1/tools/execute: the result of the call."""
-    return _with(result.model_dump(mode="json"), **_artifacts(artifacts, missing))
+    """Build the body of a row of /v1/tools/execute: the result of the call."""
+    return _with(result.model_dump(mode="json"), **_artifacts(artifacts, missing)) | _archive(file)
 
 
 def build_chat_body(result: RunResult, *, model: str, created: float) -> dict[str, JsonValue]:
@@ -178,17 +179,20 @@ def build_answer_body(
     model: str,
     created: float,
     has_transcript: bool = False,
-    artifacts: Iterable[str] | None = None,
-    missing: Iterable[str] = (),
+    **artifacts: Any,
 ) -> dict[str, JsonValue]:
-    """Body of a run's row by the url of its item."""
+    """Build the body of a run's row by the url of its item. `artifacts`: as for `build_run_body`."""
     if url == CHAT_URL:
         return build_chat_body(result, model=model, created=created)
-    return build_run_body(result, has_transcript=has_transcript, artifacts=artifacts, missing=missing)
+    return build_run_body(result, has_transcript=has_transcript, **artifacts)
 
 
 def _artifacts(paths: Iterable[str] | None, missing: Iterable[str]) -> dict[str, Iterable[str] | None]:
     return {"artifacts": paths, "artifacts_missing": list(missing) or None}
+
+
+def _archive(file: str) -> dict[str, JsonValue]:
+    return {"artifacts_file": file} if file else {}
 
 
 def _with(body: dict[str, JsonValue], **lists: Iterable[Any] | None) -> dict[str, JsonValue]:

@@ -85,7 +85,10 @@ class SessionLocator:
         excluded: set[str] = set()
         queue = await self._choose(policy, arguments, excluded)
         start = seal_start(
-            self._keys, tenant, session, {name: value for name, value in arguments.items() if name != "restore"}
+            self._keys,
+            tenant,
+            session,
+            {name: value for name, value in arguments.items() if name not in ("restore", "workspace")},
         )
         ttl_s = float(arguments.get("ttl_s", 1800.0))
         address = await self._counted(

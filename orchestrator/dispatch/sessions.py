@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,15 @@ from store.api_keys import Credential
 from store.blobs import Blobs
 
 COPY_TIMEOUT_S = 120.0
+# Pairs, each part with a NUL at its end: `f` and a file; or the target of a link and the link.
+_LIST_FILES = """
+set -o pipefail
+find . -xdev -type f -printf 'f\\0%P\\0'
+find . -xdev -type l -printf '%P\\0' | while IFS= read -r -d '' link; do
+    if [ -f "$link" ]; then target=$(readlink -f -- "$link"; printf x); else target=xx; fi
+    printf '%s\\0%s\\0' "${target%?x}" "$link"
+done
+"""
 CANCEL_WAIT_S = 5.0
 
 
@@ -44,18 +54,33 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Start:
-    """What a session begins with. `restore`: a checkpoint's id. `network` None: what the tenant's class says."""
+    """What a session begins with. `workspace`: a file or folder of this machine; `stored`: a file of the store instead,
+    by its id or location, copied by the host; `restore`: a checkpoint's id. `network` None: what the tenant's class
+    says.
+    """
 
     image: str | None = None
     ttl_s: float = DEFAULT_TTL_S
     workspace: Path | None = None
+    stored: str | None = None
     restore: str | None = None
     network: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Of the verb `open`."""
-        wanted = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore, "network": self.network}
+        wanted = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore}
+        wanted |= {"workspace": self.stored, "network": self.network}
         return {name: value for name, value in wanted.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class WorkspaceListing:
+    """Paths below /workspace. `files`: also links to files of the workspace; `links`: those that lead to no such
+    file.
+    """
+
+    files: tuple[str, ...]
+    links: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -261,6 +286,31 @@ class Session:
             )
         await self._verb("import", {"kind": "tar", "path": path}, content=content, timeout_s=COPY_TIMEOUT_S)
 
+    async def list_files(self) -> WorkspaceListing:
+        """List the files of /workspace. Raises ToolFailure when there are too many for one answer."""
+        result = await self.exec(["bash", "-c", _LIST_FILES], cwd="/workspace", timeout_s=COPY_TIMEOUT_S)
+        if result.timed_out or result.truncated:
+            raise ToolFailure(
+                ErrorCode.FILE_TOO_LARGE,
+                "the workspace has more files than can be listed at once: delete what is not needed",
+            )
+        if result.returncode != 0:
+            words = result.stderr.decode(errors="replace").strip()[-500:]
+            raise ToolFailure(ErrorCode.INTERNAL, f"the files of the workspace cannot be listed: {words}")
+        return _parse_listing(result.stdout)
+
+    async def save_files(self, file: str, paths: Sequence[str]) -> None:
+        """Store files of /workspace in the store as the archive `file` of the session's tenant.
+
+        Raises ToolFailure(FILE_TOO_LARGE) beyond the operator's limit, SandboxUnavailable.
+        """
+        names = f"/output/.files-{secrets.token_hex(8)}"
+        listed = b"".join(os.fsencode(path) + b"\0" for path in paths)
+        written = await self.exec(["bash", "-c", 'cat > "$1"', "list", names], stdin=listed, timeout_s=COPY_TIMEOUT_S)
+        if written.returncode != 0:
+            raise ToolFailure(ErrorCode.NO_SPACE, "the session has no room for the list of its artifacts")
+        await self._verb("save_files", {"file": file, "names": names}, timeout_s=ARCHIVE_TIMEOUT_S)
+
     async def checkpoint(self) -> Checkpoint:
         """Keep the files, long outputs and shell state as they are now; other calls may go on meanwhile. It outlives
         the session.
@@ -411,6 +461,17 @@ def build_call(name: str, arguments: Mapping[str, Any], call_id: str | None = No
     return ToolResult.failed(
         stand_in, ErrorCode.INVALID_ARGUMENTS, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
     )
+
+
+def _parse_listing(output: bytes) -> WorkspaceListing:
+    """Parse the output of _LIST_FILES. Raises ToolFailure."""
+    parts = [os.fsdecode(part) for part in output.split(b"\0")]
+    if len(parts) % 2 == 0:
+        raise ToolFailure(ErrorCode.INTERNAL, "the sandbox has listed its files in another way than it was asked to")
+    pairs = list(zip(parts[:-1:2], parts[1::2], strict=True))
+    files = [path for target, path in pairs if target == "f" or target.startswith("/workspace/")]
+    links = [path for target, path in pairs if target != "f" and not target.startswith("/workspace/")]
+    return WorkspaceListing(tuple(files), tuple(links))
 
 
 def _call_id() -> str:

@@ -11,26 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.archive_kinds import KNOWN_KINDS, find_kind, is_tar
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError
 from orchestrator.dispatch.folders import pack_folder
 
-_MAGIC = (
-    (b"\x1f\x8b", "tar.gz"),
-    (b"BZh", "tar.bz2"),
-    (b"\xfd7zXZ\x00", "tar.xz"),
-    (b"PK\x03\x04", "zip"),
-    (b"PK\x05\x06", "zip"),
-    (b"# v2 git bundle\n", "bundle"),
-    (b"# v3 git bundle\n", "bundle"),
-)
 _XZ_MEMORY_BYTES = 128 * 1024 * 1024
 _OPENERS: Mapping[str, Callable[[bytes], bytes]] = {
     "tar.gz": lambda content: zlib.decompressobj(wbits=31).decompress(content, tarfile.BLOCKSIZE),
     "tar.bz2": lambda content: bz2.BZ2Decompressor().decompress(content, tarfile.BLOCKSIZE),
     "tar.xz": lambda content: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES).decompress(content, tarfile.BLOCKSIZE),
 }
-_KNOWN = "a folder, an archive (.tar, .tar.gz, .tar.bz2, .tar.xz, .zip) or a git bundle"
+_KNOWN = f"a folder, {KNOWN_KINDS}"
 _BUNDLE_HINT = "make it with `git bundle create FILE HEAD --branches`"
 
 
@@ -61,7 +53,7 @@ def load_source(path: Path) -> WorkspaceSource:
         raise ConfigError(
             f"the workspace {path} cannot be read ({error}): fix its permissions or give another"
         ) from error
-    kind = find_kind(content)
+    kind = find_source_kind(content)
     if kind is None:
         raise ConfigError(f"the workspace {path} is of no kind that is known: give {_KNOWN}")
     if kind == "bundle":
@@ -69,14 +61,14 @@ def load_source(path: Path) -> WorkspaceSource:
     return WorkspaceSource(kind, content)
 
 
-def find_kind(content: bytes) -> str | None:
-    """Of an archive or a bundle, by its first bytes; None also for what is compressed and no tar. Whether the rest is
-    whole finds the sandbox.
+def find_source_kind(content: bytes) -> str | None:
+    """Return the kind of an archive or a bundle; None also for compressed content that is no tar. The sandbox finds out
+    whether the rest is whole.
     """
-    for magic, kind in _MAGIC:
-        if content.startswith(magic):
-            return kind if kind not in _OPENERS or _holds_tar(kind, content) else None
-    return "tar" if _is_tar(content[: tarfile.BLOCKSIZE]) else None
+    kind = find_kind(content)
+    if kind is not None and kind in _OPENERS and not _holds_tar(kind, content):
+        return None
+    return kind
 
 
 def _holds_tar(kind: str, content: bytes) -> bool:
@@ -85,15 +77,7 @@ def _holds_tar(kind: str, content: bytes) -> bool:
         block = _OPENERS[kind](content)
     except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError):
         return False
-    return _is_tar(block) or block == bytes(tarfile.BLOCKSIZE)
-
-
-def _is_tar(block: bytes) -> bool:
-    try:
-        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    except tarfile.TarError:
-        return False
-    return True
+    return is_tar(block) or block == bytes(tarfile.BLOCKSIZE)
 
 
 def _read(path: Path) -> bytes:

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,6 +33,8 @@ has as it is deployed here.
 """
 TENANT_BYTES = HELD_BYTES // 4
 """Limit of one tenant's bodies together. A single larger body is accepted while the tenant has no other."""
+STREAMED_BYTES = 16 * 1024 * 1024
+"""Memory that a streamed body takes at most, whatever its length."""
 BODY_OWNER = "toolcrew.body_owner"
 """In the scope of a request: who pays for its body. Set by what checks the key or login; without it LOGIN_BYTES are
 read.
@@ -43,28 +45,39 @@ class _Refused(Exception):
     """Ends whoever reads the body."""
 
 
+class BodyLimit(NamedTuple):
+    """Limit of the bodies of a route. `path`: a pattern of the whole path; `is_streamed`: the route does not hold the
+    whole body.
+    """
+
+    method: str
+    path: str
+    most: int
+    is_streamed: bool = False
+
+
 class BodyLimits:
     """Ends a request whose body is too large or comes too slowly, and reserves memory for it before its first byte is
     read, in its owner's share.
 
-    `other`: (method, pattern of the whole path, bytes) of the routes that take more or less than JSON_BYTES.
+    `other`: the routes that take more or less than JSON_BYTES.
     """
 
-    def __init__(self, app: ASGIApp, other: Sequence[tuple[str, str, int]]) -> None:
+    def __init__(self, app: ASGIApp, other: Sequence[BodyLimit]) -> None:
         self._app = app
-        self._other = [(method, re.compile(path, re.DOTALL), most) for method, path, most in other]
+        self._other = [(limit, re.compile(limit.path, re.DOTALL)) for limit in other]
         self._held = HeldBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        most = self._most(scope)
+        limit = self._limit(scope)
         length = _content_length(scope) or 0
-        if length > most:
-            await refuse(_too_large(most), receive, send)
+        if length > limit.most:
+            await refuse(_too_large(limit.most), receive, send)
             return
-        body = _Body(scope, receive, most, self._held, length)
+        body = _Body(scope, receive, limit, self._held, length)
         has_begun = False
 
         async def sent(message: Message) -> None:
@@ -82,11 +95,11 @@ class BodyLimits:
         if body.refusal is not None and not has_begun:
             await refuse(body.refusal, receive, send)
 
-    def _most(self, scope: Scope) -> int:
-        for method, path, most in self._other:
-            if scope["method"] == method and path.fullmatch(scope["path"]):
-                return most
-        return JSON_BYTES
+    def _limit(self, scope: Scope) -> BodyLimit:
+        for limit, path in self._other:
+            if scope["method"] == limit.method and path.fullmatch(scope["path"]):
+                return limit
+        return BodyLimit("", "", JSON_BYTES)
 
 
 class HeldBodies:
@@ -117,11 +130,11 @@ class HeldBodies:
 class _Body:
     """Counts the bytes of one body. `refusal`: the response when they are too many, or come too slowly."""
 
-    def __init__(self, scope: Scope, receive: Receive, most: int, held: HeldBodies, length: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, limit: BodyLimit, held: HeldBodies, length: int) -> None:
         """`length`: as the request declares it; 0 when it does not."""
         self._scope, self._receive = scope, receive
-        self._most, self._length = most, length
-        is_json = most == JSON_BYTES and b"json" in (find_header(scope, b"content-type") or b"json")
+        self._most, self._length, self._is_streamed = limit.most, length, limit.is_streamed
+        is_json = self._most == JSON_BYTES and b"json" in (find_header(scope, b"content-type") or b"json")
         self._json = bytearray() if is_json else None
         self._held = held
         self._owner = ""
@@ -170,6 +183,7 @@ class _Body:
         """Reserve memory for that many bytes of the body, or return why it is refused. A body without an owner is
         small, and needs none.
         """
+        count = min(count, STREAMED_BYTES) if self._is_streamed else count
         missing = count - self._reserved
         if missing <= 0 or not self._owner:
             return None

@@ -4,7 +4,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from contract.run_events import (
 from orchestrator.admission import until_admitted
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import QueueApprover
-from orchestrator.batches.artifacts import artifact_folder, copy_artifacts
+from orchestrator.batches.artifacts import Copied, artifact_folder, choose_paths, copy_artifacts
 from orchestrator.batches.rows import build_answer_body, build_call_body
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
@@ -43,6 +43,7 @@ from orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
 from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.traces.opening import Traces
 from orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
+from store.archives.files import is_stored, new_file_id
 from store.batches import (
     CHAT_URL,
     HOSTED_BATCH,
@@ -176,7 +177,10 @@ class ItemWork:
         name = new_session_name()
         start = Start(
             image=ground.image,
-            workspace=Path(ground.workspace) if ground.workspace is not None else None,
+            workspace=Path(ground.workspace)
+            if ground.workspace is not None and not is_stored(ground.workspace)
+            else None,
+            stored=ground.workspace if ground.workspace is not None and is_stored(ground.workspace) else None,
             restore=ground.restore,
             network=ground.network,
         )
@@ -308,27 +312,39 @@ class ItemWork:
     async def _artifacts(
         self, item: BatchItem, journal: Journal, defaults: BatchDefaults, session: Session, on_event: OnEvent
     ) -> "_CopiedOut":
-        """The files that the item's line names, copied out, and what of them there is not, as the row has it; nothing
-        when it names none.
+        """Copy the files that the item's line names to the folder of the batch, or to the store when it has none.
+        Return what the row says about them; nothing when the line names none.
         """
-        if not item.ground.artifacts or defaults.artifacts is None:
+        if not item.ground.artifacts:
             return {}
-        exported = journal.artifacts or await self._export(item, journal, defaults.artifacts, session)
+        exported = journal.artifacts
+        if exported is None and defaults.artifacts is None:
+            exported = await self._save(item, journal, session)
+        elif exported is None:
+            exported = await self._export(item, journal, str(defaults.artifacts), session)
         for sentence in exported.missing:
             on_event(BatchNotice(message=f"{item.custom_id}: {sentence}"))
-        return {"artifacts": exported.paths, "missing": exported.missing}
+        return {"artifacts": exported.paths, "missing": exported.missing, "file": exported.file}
+
+    async def _save(self, item: BatchItem, journal: Journal, session: Session) -> ArtifactsCopied:
+        """Have the session's host copy the artifacts to the store."""
+        listing = await session.list_files()
+        found = [*listing.files, *listing.links]
+        chosen, idle = await asyncio.to_thread(choose_paths, found, item.ground.artifacts)
+        links = frozenset(listing.links)
+        paths, skipped = [path for path in chosen if path not in links], [path for path in chosen if path in links]
+        file = new_file_id("artifacts") if paths else ""
+        if paths:
+            await session.save_files(file, paths)
+        missing = Copied(unmatched=tuple(idle), skipped=tuple(skipped)).missing()
+        return await journal.note_artifacts(_printable(paths), _printable(missing), file)
 
     async def _export(self, item: BatchItem, journal: Journal, folder_of_all: str, session: Session) -> ArtifactsCopied:
         target = artifact_folder(Path(folder_of_all), item.custom_id)
         with tempfile.TemporaryDirectory(prefix="toolcrew-artifacts-") as folder:
             await session.export(folder)
             copied = await asyncio.to_thread(copy_artifacts, Path(folder), item.ground.artifacts, target)
-        # A file's name may be any bytes; a row is text.
-        paths, missing = (
-            [os.fsencode(text).decode(errors="backslashreplace") for text in texts]
-            for texts in (copied.paths, copied.missing())
-        )
-        return await journal.note_artifacts(paths, missing)
+        return await journal.note_artifacts(_printable(copied.paths), _printable(copied.missing()))
 
     async def _close(self, tenant: str, session: Session) -> None:
         """An item whose sandbox cannot be removed now has its outcome all the same: its host hears later that it is to
@@ -348,10 +364,16 @@ class ItemWork:
 
 
 class _CopiedOut(TypedDict, total=False):
-    """What a row tells of artifacts."""
+    """What a row says about artifacts."""
 
     artifacts: tuple[str, ...]
     missing: tuple[str, ...]
+    file: str
+
+
+def _printable(texts: Iterable[str]) -> list[str]:
+    """Return the texts for a row: the name of a file may be any bytes."""
+    return [os.fsencode(text).decode(errors="backslashreplace") for text in texts]
 
 
 def _needs_session(item: BatchItem) -> bool:

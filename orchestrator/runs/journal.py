@@ -137,9 +137,11 @@ class Journal:
         self.has_lost_session = self.has_lost_session or _is_session_lost(result)
         await self._append(CallFinished(run=self._log.run, at=self._clock(), result=result))
 
-    async def note_artifacts(self, paths: Iterable[str], missing: Iterable[str]) -> ArtifactsCopied:
+    async def note_artifacts(self, paths: Iterable[str], missing: Iterable[str], file: str = "") -> ArtifactsCopied:
         """Return the event that was logged."""
-        event = ArtifactsCopied(run=self._log.run, at=self._clock(), paths=tuple(paths), missing=tuple(missing))
+        event = ArtifactsCopied(
+            run=self._log.run, at=self._clock(), paths=tuple(paths), missing=tuple(missing), file=file
+        )
         await self._append(event)
         return event
 

@@ -32,6 +32,7 @@ _INPUT_CODES = frozenset(
         ErrorCode.INVALID_ARGUMENTS,
         ErrorCode.FILE_NOT_FOUND,
         ErrorCode.FILE_TOO_LARGE,
+        ErrorCode.PATH_NOT_ALLOWED,
     }
 )
 _BUSY_CODES = frozenset({ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.SESSION_NOT_FOUND})

@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 
 from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.archives.base import ArchiveStore, NotStored, StoreThreads
-from workers.sandboxd.archives.choice import open_own_store, open_store
-from workers.sandboxd.archives.folder import FolderStore
-from workers.sandboxd.archives.fsspec_store import FsspecStore
+from store.archives.base import ArchiveStore, NotStored, StoreThreads
+from store.archives.choice import open_own_store, open_store
+from store.archives.folder import FolderStore
+from store.archives.fsspec_store import FsspecStore
 
 KINDS = ("folder", "memory", "file")
 _counter = itertools.count()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, "direct"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ArchiveStore:
     if request.param == "folder":
         return FolderStore(tmp_path / "store")
     pytest.importorskip("fsspec")
-    root = f"memory://{next(_counter)}" if request.param == "memory" else f"file://{tmp_path}/store"
-    return FsspecStore(root, tmp_path / "spool")
+    root = f"file://{tmp_path}/store" if request.param == "file" else f"memory://{next(_counter)}"
+    return FsspecStore(root, None if request.param == "direct" else tmp_path / "spool")
 
 
 def files_of(store: Any) -> dict[str, Callable[[bytes | None], bytes]]:
@@ -341,7 +341,7 @@ def test_the_setting_chooses_the_store(tmp_path: Path) -> None:
         type(open_store(setting, tmp_path))
         for setting in (None, str(tmp_path / "x"), "memory://x", f"file://{tmp_path}")
     ]
-    assert kinds == [FolderStore, FolderStore, FsspecStore, FsspecStore]
+    assert kinds == [FolderStore, FolderStore, FsspecStore, FolderStore]
 
 
 @pytest.mark.parametrize("url", ["nosuch://bucket", "nosuch::memory://x"])

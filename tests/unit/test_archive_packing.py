@@ -15,7 +15,7 @@ import pytest
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.local_guest import LocalGuest
 from workers.sandboxd.archives import packing as packing_module
-from workers.sandboxd.archives.packing import ArchiveFacts, Guest, Packing, count_most_bytes, unpack
+from workers.sandboxd.archives.packing import ArchiveFacts, Guest, Packing, count_most_bytes, pack_roots, unpack
 from workers.sandboxd.frames import Frame
 
 MIB = 1024 * 1024
@@ -25,7 +25,7 @@ async def pack(
     guest: Guest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int
 ) -> ArchiveFacts:
     """The roots as one archive, written by `write`."""
-    packing = Packing(guest, roots, max_bytes)
+    packing = Packing(guest, pack_roots(roots), max_bytes)
     async with contextlib.aclosing(packing.chunks()) as chunks:
         async for chunk in chunks:
             await write(chunk)
@@ -153,7 +153,7 @@ async def test_of_a_large_workspace_only_pieces_are_in_flight(root: Path) -> Non
 async def test_who_writes_slowly_holds_the_guest_up(root: Path) -> None:
     (root / "large").write_bytes(bytes(range(256)) * 4096 * 16)
     guest = LocalGuest()
-    packing = Packing(guest, (str(root),), 64 * MIB)
+    packing = Packing(guest, pack_roots((str(root),)), 64 * MIB)
     chunks = packing.chunks()
     first = await anext(chunks)
     await asyncio.wait_for(guest.was_held.wait(), 5)

@@ -42,8 +42,6 @@ ABSENT: dict[tuple[str, str], str] = {
     ("api", "TOOLCREW_TENANT_CLASSES"): _EMBEDDED,
     ("orchestrator", "TOOLCREW_EGRESS_SOCKET"): _EMBEDDED,
     ("api", "TOOLCREW_EGRESS_SOCKET"): _EMBEDDED,
-    ("orchestrator", "TOOLCREW_WORKSPACE_STORE"): _EMBEDDED,
-    ("api", "TOOLCREW_WORKSPACE_STORE"): _EMBEDDED,
     ("orchestrator", "TOOLCREW_API_RATE"): "a limit of the API",
     ("worker", "TOOLCREW_WORKER_KIND"): "sandbox is the default",
     ("worker", "TOOLCREW_WORKER_QUEUES"): "a setting of web workers",

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from store.archives.folder import FolderStore
 from tests.local_guest import LocalGuest
 from workers.sandboxd.archives.checkpoints import Checkpoint, Checkpoints
-from workers.sandboxd.archives.folder import FolderStore
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError
-from orchestrator.dispatch.workspace_sources import find_kind, load_source
-from workers.tools.imports import KINDS
+from orchestrator.dispatch.workspace_sources import find_source_kind, load_source
+from workers.sandboxd.archives.imports import KINDS
 
 
 def tar_bytes(mode: str = "w", **how: int) -> bytes:
@@ -79,12 +79,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_what_a_file_is_says_its_content(content: bytes, kind: str | None) -> None:
-    assert find_kind(content) == kind
+    assert find_source_kind(content) == kind
 
 
 @given(st.binary(max_size=1200))
 def test_any_bytes_have_a_kind_that_workers_know_or_none(content: bytes) -> None:
-    assert find_kind(content) in {*KINDS, None}
+    assert find_source_kind(content) in {*KINDS, None}
 
 
 def test_a_v7_tar_has_no_magic_and_is_known_by_its_sum() -> None:
@@ -92,7 +92,7 @@ def test_a_v7_tar_has_no_magic_and_is_known_by_its_sum() -> None:
     header[257:512] = bytes(255)
     header[148:156] = b" " * 8
     header[148:156] = f"{sum(header):06o}\0 ".encode()
-    assert find_kind(bytes(header)) == "tar"
+    assert find_source_kind(bytes(header)) == "tar"
 
 
 def test_a_folder_is_packed_and_a_file_is_taken_as_it_is(tmp_path: Path) -> None:

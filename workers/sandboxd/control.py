@@ -5,7 +5,7 @@ status.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.archives.checkpoints import Checkpoints
 from workers.sandboxd.archives.packing import count_most_bytes
+from workers.sandboxd.archives.workspaces import WorkspaceFiles
 from workers.sandboxd.connection import ReadBody
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.requests import parse_fence, parse_number, parse_session, parse_skill, parse_terms, parse_text
@@ -27,8 +28,8 @@ MAX_FENCE = 2**53
 
 
 class ControlRequests:
-    """Answers every request but a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`, `terms`,
-    `status`, `sessions`.
+    """Answers every request but a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`,
+    `save_files`, `terms`, `status`, `sessions`.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ControlRequests:
         sessions: Sessions,
         plans: Plans,
         checkpoints: Checkpoints,
+        files: WorkspaceFiles,
         skills: SkillStore,
         describe: Callable[[], Mapping[str, Any]],
     ) -> None:
@@ -43,6 +45,7 @@ class ControlRequests:
         self._sessions = sessions
         self._plans = plans
         self._checkpoints = checkpoints
+        self._files = files
         self._skills = skills
         self._describe = describe
 
@@ -68,6 +71,8 @@ class ControlRequests:
         if verb == "delete_checkpoint":
             tenant = parse_session(header).partition(":")[0]
             return {"deleted": await self._checkpoints.forget(tenant, parse_text(header, "checkpoint"))}
+        if verb == "save_files":
+            return await self._save_files(header)
         if verb == "terms":
             return {"sessions": await self._update_terms(header)}
         if verb == "status":
@@ -91,13 +96,14 @@ class ControlRequests:
 
     async def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
         name, ttl_s = parse_session(header), parse_number(header, "ttl_s", DEFAULT_TTL_S, MAX_TTL_S)
-        terms, restore = parse_terms(header), _parse_optional(header, "restore")
+        terms = parse_terms(header)
         plan = self._plans.choose(
             terms or SandboxTerms(), _parse_optional(header, "image"), _parse_optional(header, "network")
         )
-        fill = None if restore is None else partial(self._restore, restore)
         started = time.monotonic()
-        session = await self._sessions.open(name, NewSession(plan, ttl_s, fill, terms, parse_moved(header)))
+        session = await self._sessions.open(
+            name, NewSession(plan, ttl_s, self._choose_fill(header), terms, parse_moved(header))
+        )
         rules = self._plans.rules(session.terms) if session.plan.network == "egress" else None
         return {
             "sandbox": session.identify_sandbox(session.sandbox) if session.sandbox is not None else None,
@@ -108,8 +114,33 @@ class ControlRequests:
             "start_s": time.monotonic() - started,
         }
 
+    def _choose_fill(self, header: Mapping[str, Any]) -> Callable[[Session, Sandbox], Awaitable[None]] | None:
+        """Return what a new session begins with: a checkpoint, a file of the store, or nothing. Raises ToolFailure."""
+        restore, workspace = _parse_optional(header, "restore"), _parse_optional(header, "workspace")
+        if restore is not None and workspace is not None:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "give either 'restore' or 'workspace'")
+        if restore is not None:
+            return partial(self._restore, restore)
+        return partial(self._load_workspace, workspace) if workspace is not None else None
+
     async def _restore(self, checkpoint: str, session: Session, sandbox: Sandbox) -> None:
         await self._checkpoints.load(session.tenant, checkpoint, sandbox)
+
+    async def _load_workspace(self, workspace: str, session: Session, sandbox: Sandbox) -> None:
+        await self._files.load(session.tenant, workspace, sandbox)
+        # No checkpoint has these files.
+        session.activity.has_written = True
+
+    async def _save_files(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        """Store the artifacts of a session."""
+        session, sandbox = await self._sessions.use(parse_text(header, "sandbox"))
+        try:
+            saved = await self._files.save(
+                session.tenant, parse_text(header, "file"), parse_text(header, "names"), sandbox
+            )
+        finally:
+            session.used_at = time.monotonic()
+        return {"bytes": saved.bytes, "sha256": saved.sha256}
 
     async def _update_terms(self, header: Mapping[str, Any]) -> int:
         """Set the terms of all sessions of a tenant on this host, and return how many sessions there are."""

@@ -20,9 +20,10 @@ from typing import Any
 import structlog
 
 from contract.errors import SandboxUnavailable
+from store.archives.choice import open_store
 from workers.lifeline import hold_lifeline
 from workers.sandboxd.archives.checkpoints import MOST_CHECKPOINTS, Checkpoints
-from workers.sandboxd.archives.choice import open_store
+from workers.sandboxd.archives.workspaces import WorkspaceFiles
 from workers.sandboxd.connection import OWNER, Server
 from workers.sandboxd.control import ControlRequests
 from workers.sandboxd.disks.base import WorkspaceMount
@@ -112,9 +113,9 @@ class Daemon:
             revise=plans.revise,
             prepare_network=partial(_prepare_network, settings, plans),
         )
-        self.checkpoints = Checkpoints(
-            open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS
-        )
+        archives = open_store(settings.workspace_store, settings.state(), settings.host_free_bytes)
+        self.files = WorkspaceFiles(archives, settings.workspace_store)
+        self.checkpoints = Checkpoints(archives, most=MOST_CHECKPOINTS)
         self.reaper = Reaper(
             setup.engine, self.factory, records, setup.lease, settings.deployment, settings.sandboxd_name
         )
@@ -356,7 +357,7 @@ async def _run(settings: SandboxdSettings, engine: Engine, received: Sequence[in
     refuse_second(settings.sandboxd_socket, owner=OWNER)
     async with open_daemon(settings, engine) as daemon:
         control = ControlRequests(
-            daemon.sessions, daemon.setup.plans, daemon.checkpoints, daemon.setup.skills, daemon.describe
+            daemon.sessions, daemon.setup.plans, daemon.checkpoints, daemon.files, daemon.setup.skills, daemon.describe
         )
         server = Server(daemon.sessions, control.answer, settings.allowed_uids())
         await _serve(settings, server, daemon, received)

@@ -15,8 +15,8 @@ from pathlib import Path
 import structlog
 
 from contract.errors import SandboxUnavailable, ToolFailure
+from store.archives.choice import open_own_store
 from workers.sandboxd.archives.checkpoints import Checkpoints
-from workers.sandboxd.archives.choice import open_own_store
 from workers.sandboxd.archives.packing import count_most_bytes
 from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
 from workers.sandboxd.factory import SandboxFactory

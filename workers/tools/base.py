@@ -210,19 +210,27 @@ class ToolEnvironment:
         ttl_s: float,
         *,
         restore: str | None = None,
+        workspace: str | None = None,
         network: str | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Open the session's sandbox. `restore`: a checkpoint's id; `moved`: another host had the session
-        (SandboxClient.describe_open).
+        """Open the session's sandbox. `restore`: a checkpoint's id; `workspace`: a file of the store instead; `moved`:
+        another host had the session (SandboxClient.describe_open).
 
         Returns `image`, `network`, `workspace` (its kind) and `start_s`.
         """
         client = self._client()
         fields = self._timed(
-            "open" if restore is None else "restore",
+            "open" if restore is None and workspace is None else "restore",
             lambda: client.describe_open(
-                self._name, image, ttl_s, restore=restore, network=network, terms=self._terms, moved=moved
+                self._name,
+                image,
+                ttl_s,
+                restore=restore,
+                workspace=workspace,
+                network=network,
+                terms=self._terms,
+                moved=moved,
             ),
             lambda opened: float(opened["start_s"]),
         )
@@ -235,6 +243,12 @@ class ToolEnvironment:
         client = self._client()
         fields = self._timed("checkpoint", lambda: client.checkpoint(self._name))
         return {name: fields[name] for name in ("checkpoint", "bytes", "sha256", "skipped", "torn")}
+
+    def save_files(self, file: str, names: str) -> Mapping[str, Any]:
+        """Store files of the workspace (SandboxClient.save_files). Return `bytes` and `sha256`."""
+        client = self._client()
+        fields = self._timed("save_files", lambda: client.save_files(self._name, file, names))
+        return {name: fields[name] for name in ("bytes", "sha256")}
 
     def delete_checkpoint(self, checkpoint: str) -> bool:
         """Return False when there is no checkpoint of that id."""

@@ -12,8 +12,8 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.specs import ToolSpec
 from workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
+from workers.sandboxd.archives.imports import KINDS, build_import, check_import
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.imports import KINDS, build_import, check_import
 from workers.tools.shown_output import LIVE_BYTES, ShownOutput
 from workers.tools.text import encode
 
@@ -47,6 +47,7 @@ def _open(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         arguments.get("image"),
         arguments["ttl_s"],
         restore=arguments.get("restore"),
+        workspace=arguments.get("workspace"),
         network=arguments.get("network"),
         moved=arguments.get("moved"),
     )
@@ -59,6 +60,10 @@ def _close(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 
 def _checkpoint(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     return Outcome(metadata=dict(environment.checkpoint()))
+
+
+def _save_files(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    return Outcome(metadata=dict(environment.save_files(arguments["file"], arguments["names"])))
 
 
 def _delete_checkpoint(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
@@ -191,6 +196,7 @@ SESSION_VERBS = (
                 "image": {"type": "string", "minLength": 1},
                 "ttl_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TTL_S, "default": DEFAULT_TTL_S},
                 "restore": _CHECKPOINT,
+                "workspace": _PATH,
                 "network": {"enum": ["none", "egress"]},
                 "moved": _MOVED,
             },
@@ -210,6 +216,16 @@ SESSION_VERBS = (
             timeout_s=ARCHIVE_TIMEOUT_S,
         ),
         _checkpoint,
+    ),
+    WorkerTool(
+        _spec(
+            "save_files",
+            "Store files of the workspace, whose names are in the file `names`, as one archive.",
+            {"file": _CHECKPOINT, "names": _PATH},
+            ["file", "names"],
+            timeout_s=ARCHIVE_TIMEOUT_S,
+        ),
+        _save_files,
     ),
     WorkerTool(
         _spec(

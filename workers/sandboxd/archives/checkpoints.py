@@ -1,4 +1,6 @@
-"""Checkpoints: archives of a tenant's sessions in a store, by random ids that only their tenant can use."""
+"""Checkpoints: archives of a tenant's sessions in a store, by random ids that only their tenant can use. The store has
+the tenant's files, too (store/archives/files.py).
+"""
 
 import asyncio
 import contextlib
@@ -9,8 +11,9 @@ from collections.abc import AsyncIterator, Sequence, Set
 from dataclasses import dataclass
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.sandboxd.archives.base import ArchiveStore, NotStored
-from workers.sandboxd.archives.packing import ROOTS, Guest, Packing, unpack
+from store.archives.base import ArchiveStore, NotStored
+from store.archives.files import KEPT_S, file_created_at, is_file_id
+from workers.sandboxd.archives.packing import ROOTS, Guest, Packing, pack_roots, unpack
 
 MAX_ARCHIVE_BYTES = 16 * 1024**3
 WHOLE_S = 500.0
@@ -64,7 +67,7 @@ class Checkpoints:
         if not is_automatic:
             await self._check_count(tenant)
         name = _automatic_id() if is_automatic else secrets.token_urlsafe(18)
-        packing = Packing(sandbox, roots, max_bytes)
+        packing = Packing(sandbox, pack_roots(roots), max_bytes)
         async with _in_time("kept", self._save_s), contextlib.aclosing(packing.chunks()) as chunks:
             stored = await self._store.put(f"{tenant}/{name}", chunks)
         facts = packing.facts
@@ -89,10 +92,10 @@ class Checkpoints:
         return await self._store.delete(_name(tenant, checkpoint))
 
     async def forget_old(self, kept_s: float = AUTOMATIC_KEPT_S) -> int:
-        """Delete the automatic ones of this store that are older; gives how many."""
-        before = time.time() - kept_s
+        """Delete the automatic checkpoints of this store that are older, and expired files. Return how many."""
+        now = time.time()
         return await self._forget_all(
-            [name for name in await self._store.list() if (at := _automatic_at(name)) is not None and at < before]
+            [name for name in await self._store.list() if _is_older(name, now - kept_s, now - KEPT_S)]
         )
 
     async def _forget_all(self, names: Sequence[str]) -> int:
@@ -110,7 +113,7 @@ class Checkpoints:
     async def _check_count(self, tenant: str) -> None:
         if self._most is None:
             return
-        kept = [name for name in await self._store.list(f"{tenant}/") if _automatic_at(name) is None]
+        kept = [name for name in await self._store.list(f"{tenant}/") if _is_asked_for(name)]
         if len(kept) >= self._most:
             raise ToolFailure(
                 ErrorCode.NO_SPACE,
@@ -133,8 +136,18 @@ async def _in_time(what: str, within_s: float) -> AsyncIterator[None]:
         ) from None
 
 
+def _is_older(name: str, automatic: float, files: float) -> bool:
+    """Return whether an automatic checkpoint, or a file, was stored before that instant."""
+    made_at, stored_at = _automatic_at(name), file_created_at(name.partition("/")[2])
+    return (made_at is not None and made_at < automatic) or (stored_at is not None and stored_at < files)
+
+
+def _is_asked_for(name: str) -> bool:
+    return _automatic_at(name) is None and file_created_at(name.partition("/")[2]) is None
+
+
 def _name(tenant: str, checkpoint: str) -> str:
-    if _ID.fullmatch(checkpoint) is None:
+    if _ID.fullmatch(checkpoint) is None or is_file_id(checkpoint):
         raise _no_such(checkpoint)
     return f"{tenant}/{checkpoint}"
 

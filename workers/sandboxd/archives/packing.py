@@ -1,18 +1,17 @@
-"""Parcels: what dies with a container, as one tar stream out of a guest and into another. Nothing is ever unpacked on
-the host.
+"""Streams of files out of a guest and into another. Nothing is ever unpacked on the host.
 
-Both ends run the image's own tar inside the sandbox. What a guest sends is kept as it is and only ever given to a guest
-of the same tenant.
+Both ends run the image's own programs inside the sandbox. What a guest sends is stored as it is and only ever given to
+a guest of the same tenant.
 """
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.archives.base import ArchiveHash
+from store.archives.base import ArchiveHash, in_pieces
 from workers.sandboxd.frames import Frame
 from workers.sandboxd.requests import FRAME_COST_BYTES, quote_text
 
@@ -51,7 +50,24 @@ head -c "$2" 0<>"$1" | tar -x -f - -p --delay-directory-restore --no-overwrite-d
     --anchored --no-wildcards --no-recursion --exclude=tmp --recursion -C / -- "${@:3}"
 exit "${PIPESTATUS[1]}"
 """
+# Ends with the exit code of the program that reads the stream.
+_READ_FIFO = """
+trap 'rm -f -- "$1"' EXIT
+head -c "$2" 0<>"$1" | "${@:3}"
+exit "${PIPESTATUS[1]}"
+"""
+# Only the files of the list, without folders above them; links become the files that they lead to.
+_PACK_LIST = """
+trap 'rm -f -- "$1"' EXIT
+tar -c -f - -b 128 --format=posix --dereference --hard-dereference --no-recursion --numeric-owner -C "$2" \\
+    --null --verbatim-files-from --files-from="$1"
+"""
 _FEED = 'cat > "$1"'
+_APPEND = 'cat >> "$1"'
+_WITH_FILE = """
+trap 'rm -f -- "$1"' EXIT
+"${@:2}" < "$1"
+"""
 
 
 class Guest(Protocol):
@@ -92,12 +108,25 @@ def count_most_bytes(workspace_bytes: int, inodes: int) -> int:
     return workspace_bytes + 256 * 1024 * 1024 + 4096 * inodes
 
 
-class Packing:
-    """One archive on its way out: `chunks` once, then `facts`."""
+def pack_roots(roots: Sequence[str]) -> list[str]:
+    """Return the program that packs all that is below these folders."""
+    return ["bash", "-c", _PACK, "pack", *roots]
 
-    def __init__(self, guest: Guest, roots: tuple[str, ...], max_bytes: int) -> None:
+
+def pack_list(names: str, folder: str) -> list[str]:
+    """Return the program that packs the files of a folder whose names are in the file `names`, each with a NUL at its
+    end; it deletes that file.
+    """
+    return ["bash", "-c", _PACK_LIST, "pack", names, folder]
+
+
+class Packing:
+    """One archive on its way out of a guest: `chunks` once, then `facts`."""
+
+    def __init__(self, guest: Guest, argv: list[str], max_bytes: int) -> None:
+        """`argv`: from `pack_roots` or `pack_list`."""
         self._guest = guest
-        self._roots = roots
+        self._argv = argv
         self._max_bytes = max_bytes
         self.facts: ArchiveFacts | None = None
 
@@ -109,7 +138,7 @@ class Packing:
         given is then void.
         """
         flow, tally = _Outflow(self._guest), ArchiveHash()
-        request = _exec(["bash", "-c", _PACK, "pack", *self._roots], {"stream": self._max_bytes + 1})
+        request = _exec(self._argv, {"stream": self._max_bytes + 1})
         packing = asyncio.ensure_future(self._guest.ask(request, sink=flow.take))
         packing.add_done_callback(lambda _: flow.end())
         try:
@@ -138,24 +167,69 @@ async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes
     Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and what `read` raises; files may then
     lie there already.
     """
+    names = [root.removeprefix("/") for root in roots]
+    done, words = await _stream_in(
+        guest, lambda fifo: ["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names], read, total
+    )
+    _check(done, words, "unpacked")
+
+
+async def stream_in(
+    guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int
+) -> tuple[dict[str, Any], str]:
+    """Run a program in the guest whose standard input are these bytes, a pipe. Return its end and its stderr. Raises as
+    `unpack`.
+    """
+    done, words = await _stream_in(
+        guest, lambda fifo: ["bash", "-c", _READ_FIFO, "read", fifo, str(total), *argv], read, total
+    )
+    return done, bytes(words).decode("utf-8", "replace")
+
+
+async def run_with_file(
+    guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int, path: str
+) -> tuple[dict[str, Any], str]:
+    """As `stream_in` for a program that seeks in its standard input: the bytes are stored at `path` meanwhile."""
+    sent = 0
+    async for piece in in_pieces(read, _PIECE_BYTES):
+        words = bytearray()
+        done = await guest.ask(
+            _exec(["bash", "-c", _APPEND, "append", path]),
+            sink=_keep(words),
+            body=_framed(piece),
+            body_bytes=len(piece),
+        )
+        _check(done, words, "copied in")
+        sent += len(piece)
+    _check_size(sent, total)
+    words = bytearray()
+    done = await guest.ask(_exec(["bash", "-c", _WITH_FILE, "run", path, *argv]), sink=_keep(words))
+    return done, bytes(words).decode("utf-8", "replace")
+
+
+async def _stream_in(
+    guest: Guest, build_argv: Callable[[str], list[str]], read: AsyncIterator[bytes], total: int
+) -> tuple[dict[str, Any], bytearray]:
+    """Feed a program that reads a FIFO, a piece at a time: the guest holds a whole piece in memory."""
     fifo, words = f"{_FIFO_FOLDER}/.archive-{secrets.token_hex(8)}", bytearray()
     _check(await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_keep(words)), words, "unpacked")
-    names = [root.removeprefix("/") for root in roots]
-    unpacking = asyncio.ensure_future(
-        guest.ask(_exec(["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names]), sink=_keep(words))
-    )
+    unpacking = asyncio.ensure_future(guest.ask(_exec(build_argv(fifo)), sink=_keep(words)))
     try:
         sent = 0
-        async for piece in _pieces(read):
+        async for piece in in_pieces(read, _PIECE_BYTES):
             sent += len(piece)
             if sent > total or not await _feed(guest, fifo, piece, unpacking):
                 break
-        if sent != total and not unpacking.done():
-            raise SandboxUnavailable(f"the stored files have {sent} bytes and not {total}: restore another checkpoint")
-        done = await unpacking
+        if not unpacking.done():
+            _check_size(sent, total)
+        return await unpacking, words
     finally:
         await _cancelled(unpacking)
-    _check(done, words, "unpacked")
+
+
+def _check_size(sent: int, total: int) -> None:
+    if sent != total:
+        raise SandboxUnavailable(f"the stored files have {sent} bytes and not {total}: use other ones")
 
 
 async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Future[dict[str, Any]]") -> bool:
@@ -245,17 +319,6 @@ def _exec(argv: list[str], capture: Mapping[str, int] | None = None) -> dict[str
 
 def _keep(words: bytearray) -> Callable[[Frame], None]:
     return lambda frame: words.extend(frame.body[: _WORDS_BYTES - len(words)])
-
-
-async def _pieces(read: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    gathered = bytearray()
-    async for chunk in read:
-        gathered += chunk
-        while len(gathered) >= _PIECE_BYTES:
-            yield bytes(gathered[:_PIECE_BYTES])
-            del gathered[:_PIECE_BYTES]
-    if gathered:
-        yield bytes(gathered)
 
 
 async def _framed(piece: bytes) -> AsyncIterator[bytes]:

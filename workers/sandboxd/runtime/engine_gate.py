@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.background import in_thread
+from store.tasks import in_thread
 
 log = structlog.get_logger(__name__)
 

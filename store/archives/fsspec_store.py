@@ -1,5 +1,6 @@
-"""Parcels in whatever fsspec can write to: object stores, remote file systems. The only file that imports fsspec."""
+"""Archives in whatever fsspec can write to: object stores, remote file systems. The only file that imports fsspec."""
 
+import asyncio
 import contextlib
 import functools
 import tempfile
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import structlog
 
 from contract.errors import ConfigError, SandboxUnavailable
-from workers.sandboxd.archives.base import (
+from store.archives.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
     STATE_SETTING,
@@ -30,6 +31,8 @@ from workers.sandboxd.archives.base import (
 log = structlog.get_logger(__name__)
 
 _READ_BYTES = 1024 * 1024
+_PART_BYTES = 8 * 1024 * 1024
+"""What is held of a file that is sent as it comes."""
 _DATA, _FACTS = ".tar", ".json"
 _SPOOLED = "archive-"
 _SEND_S = 480.0
@@ -41,11 +44,12 @@ T = TypeVar("T")
 class FsspecStore:
     """An archive is `<url>/<tenant>/<id>.tar` and, written last, `<id>.json`. It is gathered in `spool`, a folder of
     this process alone, and then sent. `free_bytes`: nothing is gathered when its disk would have less than this left.
+    Without a `spool` it is sent as it comes, for sources that may wait for the store.
 
     Raises ConfigError when fsspec, or the package that its protocol needs, is not installed.
     """
 
-    def __init__(self, url: str, spool: Path, free_bytes: int = 0) -> None:
+    def __init__(self, url: str, spool: Path | None, free_bytes: int = 0) -> None:
         self._spool = spool
         self._free_bytes = free_bytes
         self._threads = StoreThreads()
@@ -53,6 +57,8 @@ class FsspecStore:
 
     async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
         split_name(name)
+        if self._spool is None:
+            return await self._send_directly(name, chunks)
         with _spooled(self._spool) as file:
             facts, is_void = await self._gather(file, chunks), threading.Event()
             try:
@@ -88,32 +94,83 @@ class FsspecStore:
     async def list(self, prefix: str = "") -> list[str]:
         return await self._do("did not list what it holds", lambda: list(self._find(prefix)))
 
+    async def object_size(self, path: str) -> int:
+        return await self._do(f"did not tell of {path}", lambda: self._object_size(path))
+
+    async def read_object(self, path: str) -> AsyncGenerator[bytes]:
+        failed = f"did not give {path}"
+        file = await self._do(failed, lambda: self._fs.open(f"{self._root.rstrip('/')}/{path}", "rb"))
+        try:
+            while chunk := bytes(await self._do(failed, lambda: file.read(_READ_BYTES))):
+                yield chunk
+        finally:
+            await self._do(failed, file.close)
+
     def sweep(self) -> None:
         """Delete what a process that was killed has left in the spool."""
+        if self._spool is None:
+            return
         for path in self._spool.glob(f"{_SPOOLED}*"):
             path.unlink(missing_ok=True)
 
+    async def _send_directly(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
+        tally, failed = ArchiveHash(), "did not take a file"
+        await self._do(failed, lambda: self._prepare(name))
+        file = await self._do(failed, lambda: self._fs.open(self._path(name, _DATA), "wb", block_size=_PART_BYTES))
+        try:
+            async for chunk in chunks:
+                tally.add(chunk)
+                await self._do(failed, functools.partial(write_all, file, chunk), _SEND_S)
+            await self._do(failed, file.close, _SEND_S)
+            facts = tally.facts()
+            await self._do(failed, lambda: self._fs.pipe_file(self._path(name, _FACTS), encode_facts(facts)))
+        except BaseException:
+            with contextlib.suppress(SandboxUnavailable):
+                await asyncio.shield(self._do("did not delete a part of a file", lambda: self._discard(name, file)))
+            raise
+        return facts
+
+    def _prepare(self, name: str) -> None:
+        """Delete the facts of an older archive first: they would be wrong for the new one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name, _FACTS))
+        self._fs.makedirs(self._path(name, "").rpartition("/")[0], exist_ok=True)
+
+    def _discard(self, name: str, file: Any) -> None:
+        """Delete what was sent of an archive that is not whole."""
+        with contextlib.suppress(Exception):
+            file.discard()
+            # Otherwise the garbage collector would finish the file.
+            file.closed = True
+        self._delete(name)
+
+    def _object_size(self, path: str) -> int:
+        self._fs.invalidate_cache()
+        try:
+            info = self._fs.info(f"{self._root.rstrip('/')}/{path}")
+        except FileNotFoundError:
+            raise NotStored(path) from None
+        if info.get("type") != "file" or info.get("size") is None:
+            raise NotStored(path)
+        return int(info["size"])
+
     async def _gather(self, file: Any, chunks: AsyncIterator[bytes]) -> StoredFacts:
-        tally, unchecked = ArchiveHash(), CHECK_EVERY_BYTES
+        tally, unchecked, folder = ArchiveHash(), CHECK_EVERY_BYTES, Path(file.name).parent
         async for chunk in chunks:
             tally.add(chunk)
             unchecked += len(chunk)
             try:
                 if unchecked >= CHECK_EVERY_BYTES:
                     unchecked = 0
-                    await self._threads.run(functools.partial(check_room, self._spool, self._free_bytes, STATE_SETTING))
+                    await self._threads.run(functools.partial(check_room, folder, self._free_bytes, STATE_SETTING))
                 await self._threads.run(functools.partial(write_all, file, chunk))
             except OSError as error:
                 raise _no_spool(error) from error
         return tally.facts()
 
     def _send(self, name: str, local: Path, facts: StoredFacts, is_void: threading.Event) -> None:
-        """Facts of an older archive go first: what they would say of the new one is wrong. `is_void`: nobody waits for
-        it any more.
-        """
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(name, _FACTS))
-        self._fs.makedirs(self._path(name, "").rpartition("/")[0], exist_ok=True)
+        """Send an archive. `is_void`: the caller does not wait for it any more."""
+        self._prepare(name)
         try:
             self._fs.put_file(str(local), self._path(name, _DATA))
             if is_void.is_set():

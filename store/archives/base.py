@@ -1,4 +1,4 @@
-"""What sandboxd asks of a store: whole archives under names, each with its size and sha256 beside it."""
+"""The interface of a store: whole archives under names, each with its size and sha256 next to it."""
 
 import asyncio
 import hashlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.background import in_thread
+from store.tasks import in_thread
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -69,6 +69,17 @@ class ArchiveStore(Protocol):
 
     async def list(self, prefix: str = "") -> list[str]:
         """Names that begin with `prefix`, sorted."""
+        ...
+
+    async def object_size(self, path: str) -> int:
+        """Return the size of a file that someone else has put into the store. `path`: from `parse_location`.
+
+        Raises NotStored, also for a link that leads out of the path's first folder.
+        """
+        ...
+
+    def read_object(self, path: str) -> AsyncGenerator[bytes]:
+        """Read such a file. Raises NotStored."""
         ...
 
 
@@ -160,6 +171,18 @@ def parse_facts(name: str, data: bytes) -> StoredFacts:
             "version that kept them, or restore another checkpoint"
         )
     return StoredFacts(size, digest)
+
+
+async def in_pieces(chunks: AsyncIterator[bytes], size: int) -> AsyncIterator[bytes]:
+    """Yield the same bytes in pieces of `size`, the last one shorter."""
+    gathered = bytearray()
+    async for chunk in chunks:
+        gathered += chunk
+        while len(gathered) >= size:
+            yield bytes(gathered[:size])
+            del gathered[:size]
+    if gathered:
+        yield bytes(gathered)
 
 
 class StoreThreads:

@@ -2,6 +2,7 @@
 else.
 """
 
+import signal
 from collections.abc import Mapping, Sequence
 
 from contract.errors import ErrorCode, ToolFailure
@@ -24,6 +25,8 @@ done
 exit "${PIPESTATUS[0]}"
 """
 _OUTSIDE = 65
+_FILE_TOO_LARGE = 128 + signal.SIGXFSZ
+"""A program was killed at the limit of one file."""
 _UNZIP = f"""
 exec 3<&0 </dev/null
 if unzip -Z1 /dev/fd/3 | grep -qaE '^/|(^|/)\\.\\.(/|$)'; then exit {_OUTSIDE}; fi
@@ -65,7 +68,7 @@ def build_import(kind: str, folder: str) -> list[str]:
 
 def check_import(kind: str, exit_code: int | None, words: str, *, timed_out: bool, timeout_s: float) -> None:
     """Raises ToolFailure unless everything is there. `words`: what its stderr said."""
-    if exit_code != 0 and any(sign in words for sign in _NO_ROOM):
+    if exit_code == _FILE_TOO_LARGE or (exit_code != 0 and any(sign in words for sign in _NO_ROOM)):
         raise ToolFailure(ErrorCode.NO_SPACE, f"the {kind} does not fit into the workspace: give a smaller one")
     if timed_out:
         raise ToolFailure(ErrorCode.TIMEOUT, f"the {kind} was not unpacked within {timeout_s:g} s: give a smaller one")

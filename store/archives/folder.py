@@ -1,4 +1,4 @@
-"""Parcels as files of a folder: of this host, or one that several hosts mount."""
+"""Archives as files of a folder: of this host, or one that several hosts mount."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.archives.base import (
+from store.archives.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
     STORE_SETTING,
@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 class FolderStore:
     """An archive is `<tenant>/<id>.tar` and, written last, `<tenant>/<id>.json`. Folders are 0700, files 0600, all on
-    the disk before `put` returns.
+    the disk before `put` returns. Where the folder is writable for its group, they are for that group, too: several
+    processes share it.
 
     `free_bytes`: nothing is kept when the disk would have less than this left. `setting`: of the operator's, which
     names the folder.
@@ -50,12 +51,12 @@ class FolderStore:
     async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
         tenant, archive = split_name(name)
         failed = f"the folder {self._folder} did not take the files of a session"
-        place = await self._do(failed, lambda: self._make_folder(tenant))
+        place, group = await self._do(failed, lambda: self._make_folder(tenant))
         part = place / f".{archive}.{secrets.token_hex(8)}{_PART}"
         try:
-            with await self._do(failed, lambda: _create(part)) as file:
+            with await self._do(failed, lambda: _create(part, group)) as file:
                 facts = await self._write(file, chunks, failed)
-            await self._do(failed, lambda: _publish(part, place / (archive + _DATA), place / (archive + _FACTS), facts))
+            await self._do(failed, lambda: _publish(part, place / (archive + _DATA), facts, group))
         finally:
             await self._do(failed, lambda: part.unlink(missing_ok=True))
         return facts
@@ -95,11 +96,33 @@ class FolderStore:
                 if time.time() - path.stat().st_mtime >= older_than_s:
                     path.unlink()
 
-    def _make_folder(self, tenant: str) -> Path:
+    async def object_size(self, path: str) -> int:
+        return (await self._do(f"{path} cannot be read", lambda: self._find_object(path).stat())).st_size
+
+    async def read_object(self, path: str) -> AsyncGenerator[bytes]:
+        failed = f"{path} cannot be read"
+        with await self._do(failed, lambda: open(self._find_object(path), "rb", 0)) as file:
+            while chunk := await self._do(failed, lambda: file.read(_READ_BYTES)):
+                yield chunk
+
+    def _find_object(self, path: str) -> Path:
+        try:
+            real = (self._folder / path).resolve(strict=True)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotStored(path) from None
+        if not real.is_relative_to((self._folder / path.partition("/")[0]).resolve()) or not real.is_file():
+            raise NotStored(path)
+        return real
+
+    def _make_folder(self, tenant: str) -> tuple[Path, int]:
+        """Return the folder of a tenant, and the bits of its mode that are for the group."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        place = self._folder / tenant
-        place.mkdir(mode=0o700, exist_ok=True)
-        return place
+        mode, place = self._folder.stat().st_mode, self._folder / tenant
+        group = mode & 0o2070 if mode & 0o020 else 0
+        with contextlib.suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+            place.chmod(0o700 | group)
+        return place, group
 
     def _find(self, prefix: str) -> Sequence[str]:
         tenant, is_whole, _ = prefix.partition("/")
@@ -131,8 +154,14 @@ class FolderStore:
             ) from error
 
 
-def _create(path: Path) -> BinaryIO:
-    return open(path, "xb", 0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))
+def _create(path: Path, group: int) -> BinaryIO:
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NOFOLLOW, 0o600)
+        if group:
+            os.fchmod(descriptor, 0o600 | group & 0o060)
+        return descriptor
+
+    return open(path, "xb", 0, opener=opener)
 
 
 def _read_facts(path: Path, name: str) -> bytes:
@@ -143,13 +172,14 @@ def _read_facts(path: Path, name: str) -> bytes:
         raise NotStored(name) from None
 
 
-def _publish(part: Path, data: Path, facts_path: Path, facts: StoredFacts) -> None:
-    """Facts of an older archive go first: what they would say of the new one is wrong."""
+def _publish(part: Path, data: Path, facts: StoredFacts, group: int) -> None:
+    """Delete the facts of an older archive first: they would be wrong for the new one."""
+    facts_path = data.with_suffix(_FACTS)
     facts_path.unlink(missing_ok=True)
     part.rename(data)
     beside = facts_path.with_name(f".{facts_path.stem}.{secrets.token_hex(8)}{_PART}")
     try:
-        with _create(beside) as file:
+        with _create(beside, group) as file:
             write_all(file, encode_facts(facts))
             os.fsync(file.fileno())
         beside.rename(facts_path)

@@ -1,0 +1,103 @@
+"""Files over HTTP: uploads that workspaces begin with, and artifacts of items that have ended."""
+
+from collections.abc import AsyncGenerator
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+
+from contract.clock import format_instant
+from orchestrator.api.access import AnyCaller, Caller
+from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from orchestrator.api.problem_handlers import responses
+from orchestrator.batches.stored_files import StoredFile, StoredFiles
+
+router = APIRouter(prefix="/v1/files", tags=["files"], responses=responses())
+
+FileId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+_CONTENT = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+
+class FileView(BaseModel):
+    """A file. `id`: begins with `file-` for an upload and with `artifacts-` for artifacts. Instants in ISO 8601."""
+
+    id: str
+    bytes: int
+    sha256: str
+    created_at: str
+    expires_at: str
+
+
+@router.post("", status_code=201, openapi_extra={"requestBody": {"required": True, "content": _CONTENT}})
+async def upload_file(caller: AnyCaller, request: Request, response: Response) -> FileView:
+    """Upload an archive (tar, also compressed, or zip) or a git bundle; the body is the file. A `workspace` of a run or
+    of a batch's line may name it by its id. It is deleted after 30 days.
+    """
+    files = _files(caller)
+    async with caller.app_state.files.turn(caller.identity.key_id):
+        stored = await files.upload(caller.tenant, request.stream())
+    response.headers["Location"] = f"/v1/files/{stored.id}"
+    return view_file(stored)
+
+
+@router.get("")
+async def list_files(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[FileView]:
+    """Uploads and artifacts of the tenant, the newest first."""
+    found, last = await _files(caller).list_page(caller.tenant, decode_cursor(cursor) or "", limit)
+    return Page(data=[view_file(one) for one in found], next_cursor=encode_cursor(last) if last else None)
+
+
+@router.get("/{file_id}", responses=responses(404))
+async def get_file(file_id: FileId, caller: AnyCaller) -> FileView:
+    """The size and the digest of a file."""
+    return view_file(await _files(caller).get(caller.tenant, file_id))
+
+
+@router.get(
+    "/{file_id}/content",
+    response_class=Response,
+    responses={**responses(404), 200: {"description": "The file", "content": {"application/octet-stream": {}}}},
+)
+async def read_file(file_id: FileId, caller: AnyCaller) -> Response:
+    """The content of a file. Artifacts are a tar archive with the paths that the row of their item lists."""
+    files = _files(caller)
+    stored = await files.get(caller.tenant, file_id)
+    suffix = ".tar" if file_id.startswith("artifacts-") else ""
+    headers = {
+        "Content-Length": str(stored.bytes),
+        "Content-Disposition": f'attachment; filename="{file_id}{suffix}"',
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+    }
+    return StreamingResponse(_content(caller, files, file_id), media_type="application/octet-stream", headers=headers)
+
+
+@router.delete("/{file_id}", status_code=204, responses=responses(404))
+async def delete_file(file_id: FileId, caller: AnyCaller) -> None:
+    """Delete a file. Items that name it and have not begun fail."""
+    files = _files(caller)
+    await files.get(caller.tenant, file_id)
+    await caller.note_foreign("file.delete", file_id)
+    await files.delete(caller.tenant, file_id)
+
+
+async def _content(caller: Caller, files: StoredFiles, file: str) -> AsyncGenerator[bytes]:
+    async with caller.app_state.files.turn(caller.identity.key_id):
+        async for chunk in files.read(caller.tenant, file):
+            yield chunk
+
+
+def _files(caller: Caller) -> StoredFiles:
+    """Raises ConfigError when the deployment has no store."""
+    return caller.app_state.stored_files()
+
+
+def view_file(stored: StoredFile) -> FileView:
+    return FileView(
+        id=stored.id,
+        bytes=stored.bytes,
+        sha256=stored.sha256,
+        created_at=format_instant(stored.created_at),
+        expires_at=format_instant(stored.expires_at),
+    )

@@ -1,0 +1,153 @@
+"""Uploads and artifacts of tenants in the store, as the API and the commands use them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from dataclasses import dataclass
+
+from contract.archive_kinds import HEAD_BYTES, KNOWN_KINDS, find_kind
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from orchestrator.settings import OrchestratorSettings
+from store.archives.base import ArchiveStore, NotStored, in_pieces
+from store.archives.choice import open_client_store
+from store.archives.files import (
+    KEPT_S,
+    MAX_WORKSPACE_BYTES,
+    NO_STORE,
+    file_created_at,
+    is_file_id,
+    is_upload,
+    new_file_id,
+)
+
+MAX_UPLOADS = 1000
+"""Limit of a tenant's uploads at a time."""
+_PIECE_BYTES = 1024 * 1024
+_LOOKS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the store. Instants in Unix seconds."""
+
+    id: str
+    bytes: int
+    sha256: str
+    created_at: float
+
+    @property
+    def expires_at(self) -> float:
+        return self.created_at + KEPT_S
+
+
+class StoredFiles:
+    """The files of all tenants. Methods raise SandboxUnavailable when the store fails, and ToolFailure(FILE_NOT_FOUND)
+    for a file that the tenant does not have.
+    """
+
+    def __init__(self, store: ArchiveStore, max_bytes: int = MAX_WORKSPACE_BYTES) -> None:
+        """`max_bytes`: limit of one upload."""
+        self._store = store
+        self._max_bytes = max_bytes
+
+    @classmethod
+    def of(cls, settings: OrchestratorSettings) -> "StoredFiles":
+        """Open the store of the settings. Raises ConfigError when they name none."""
+        if settings.workspace_store is None:
+            raise ConfigError(NO_STORE)
+        return cls(open_client_store(settings.workspace_store))
+
+    async def upload(self, tenant: str, chunks: AsyncIterator[bytes]) -> StoredFile:
+        """Store an archive or a git bundle. Nothing of it stays in memory, and nothing in the store when it fails.
+
+        Raises ToolFailure: INVALID_ARGUMENTS for another kind of file, FILE_TOO_LARGE, QUOTA_EXCEEDED.
+        """
+        if len([file for file in await self._ids(tenant) if is_upload(file)]) >= MAX_UPLOADS:
+            raise ToolFailure(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"tenant {tenant} has {MAX_UPLOADS} uploads, which is the limit: delete some",
+            )
+        file = new_file_id("file")
+        await self._store.put(f"{tenant}/{file}", self._checked(in_pieces(chunks, _PIECE_BYTES)))
+        return await self.get(tenant, file)
+
+    async def get(self, tenant: str, file: str) -> StoredFile:
+        """Return the facts about a file."""
+        created_at = file_created_at(file)
+        if created_at is None:
+            raise _not_found(file)
+        try:
+            facts = await self._store.describe(f"{tenant}/{file}")
+        except NotStored:
+            raise _not_found(file) from None
+        return StoredFile(file, facts.bytes, facts.sha256, created_at)
+
+    async def read(self, tenant: str, file: str) -> AsyncGenerator[bytes]:
+        """Yield the content of a file. Raises SandboxUnavailable at its end when it is damaged."""
+        await self.get(tenant, file)
+        try:
+            async for chunk in self._store.get(f"{tenant}/{file}"):
+                yield chunk
+        except NotStored:
+            raise _not_found(file) from None
+
+    async def delete(self, tenant: str, file: str) -> None:
+        """Delete a file."""
+        if not is_file_id(file) or not await self._store.delete(f"{tenant}/{file}"):
+            raise _not_found(file)
+
+    async def list_page(self, tenant: str, before: str = "", limit: int = 50) -> tuple[list[StoredFile], str | None]:
+        """Return the newest files that are older than `before`, and the id of the last one if there are more."""
+        ids = sorted(await self._ids(tenant), key=_age, reverse=True)
+        later = [file for file in ids if not before or _age(file) < _age(before)]
+        found = await asyncio.gather(*(self.get(tenant, file) for file in later[:limit]), return_exceptions=True)
+        files = list[StoredFile]()
+        for one in found:
+            if isinstance(one, StoredFile):
+                files.append(one)
+            elif not isinstance(one, ToolFailure):
+                raise one
+        return files, later[limit - 1] if len(later) > limit else None
+
+    async def check_all(self, tenant: str, files: Iterable[str]) -> list[str]:
+        """Return those of these ids that the tenant does not have."""
+        looks, missing = asyncio.Semaphore(_LOOKS_AT_ONCE), list[str]()
+
+        async def look(file: str) -> None:
+            async with looks:
+                try:
+                    await self.get(tenant, file)
+                except ToolFailure:
+                    missing.append(file)
+
+        await asyncio.gather(*(look(file) for file in sorted(set(files))))
+        return missing
+
+    async def _ids(self, tenant: str) -> list[str]:
+        names = await self._store.list(f"{tenant}/")
+        return [file for name in names if is_file_id(file := name.partition("/")[2])]
+
+    async def _checked(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        total = 0
+        async for piece in pieces:
+            if total == 0 and find_kind(piece[:HEAD_BYTES]) is None:
+                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file is of no known kind: give {KNOWN_KINDS}")
+            total += len(piece)
+            if total > self._max_bytes:
+                raise ToolFailure(
+                    ErrorCode.FILE_TOO_LARGE,
+                    f"the file is larger than {self._max_bytes} bytes, which is the limit: give a smaller one",
+                )
+            yield piece
+        if total == 0:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file is empty: give {KNOWN_KINDS}")
+
+
+def _age(file: str) -> tuple[float, str]:
+    return file_created_at(file) or 0.0, file
+
+
+def _not_found(file: str) -> ToolFailure:
+    return ToolFailure(
+        ErrorCode.FILE_NOT_FOUND,
+        f"the tenant has no file {file[:100]!r}: it was deleted, has expired, or was never uploaded",
+    )

@@ -1,0 +1,92 @@
+"""Files of a tenant in the store: uploads and artifacts by their ids, and locations that a workspace may name."""
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+KEPT_S = 30 * 86_400.0
+"""How long uploads and artifacts are stored: as long as the records of batches."""
+MAX_WORKSPACE_BYTES = 2 * 1024**3
+"""Limit of one upload, of one workspace from the store, and of the artifacts of one item. The workspace of the sandbox
+(TOOLCREW_SANDBOX_WORKSPACE_BYTES) limits what is unpacked.
+"""
+SHARED = "@shared"
+"""The folder of the store from which every tenant may read. No tenant can have this name."""
+NO_STORE = (
+    "this deployment has no shared store for workspaces and artifacts: the operator sets TOOLCREW_WORKSPACE_STORE of "
+    "the API and of every sandboxd"
+)
+_FILE_ID = re.compile(r"(?:file|artifacts)-([0-9a-f]{8})-[0-9a-f]{24}")
+_MAX_LOCATION_CHARS = 4096
+
+
+def new_file_id(kind: Literal["file", "artifacts"]) -> str:
+    """Return an id that contains its age, so that old files can be deleted without a record of them."""
+    return f"{kind}-{int(time.time()):08x}-{secrets.token_hex(12)}"
+
+
+def is_file_id(text: str) -> bool:
+    return _FILE_ID.fullmatch(text) is not None
+
+
+def is_upload(text: str) -> bool:
+    return is_file_id(text) and text.startswith("file-")
+
+
+def is_location(text: str) -> bool:
+    """Return whether a workspace is a URL."""
+    return "://" in text
+
+
+def is_stored(text: str) -> bool:
+    """Return whether a workspace is in the store: a file's id or a location. Otherwise it is a path of a machine."""
+    return is_file_id(text) or is_location(text)
+
+
+def file_created_at(file: str) -> float | None:
+    """Return when an upload or artifacts were stored, in Unix seconds; None for any other name."""
+    found = _FILE_ID.fullmatch(file)
+    return float(int(found[1], 16)) if found is not None else None
+
+
+def store_root(setting: str) -> str:
+    """Return the URL with which all locations in the store begin."""
+    return setting.rstrip("/") if "://" in setting else f"file://{Path(setting).absolute()}"
+
+
+def parse_location(location: str, setting: str | None, tenant: str) -> str:
+    """Return the path of a location below the root of the store. A tenant may name its own folder and SHARED.
+
+    Raises ValueError with a sentence for any other location.
+    """
+    if setting is None:
+        raise ValueError(NO_STORE)
+    root = store_root(setting)
+    path = location.removeprefix(root + "/")
+    parts = path.split("/")
+    is_plain = location.isprintable() and len(location) <= _MAX_LOCATION_CHARS
+    if path == location or len(parts) < 2 or not is_plain or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"it is not a file of the store: give {root}/{tenant}/... or {root}/{SHARED}/...")
+    if parts[0] not in (tenant, SHARED):
+        raise ValueError(f"it is not a file of tenant {tenant}: give {root}/{tenant}/... or {root}/{SHARED}/...")
+    return path
+
+
+@dataclass(frozen=True)
+class TenantStore:
+    """The part of the store from which a tenant may read. `setting` None: there is no shared store."""
+
+    setting: str | None
+    tenant: str
+
+    def explain_refusal(self, workspace: str) -> str | None:
+        """Return why a workspace of the store cannot be used; None when its name is in order."""
+        if is_location(workspace):
+            try:
+                parse_location(workspace, self.setting, self.tenant)
+            except ValueError as error:
+                return f"{workspace[:200]!r} cannot be used: {error}"
+        return NO_STORE if self.setting is None else None

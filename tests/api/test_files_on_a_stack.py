@@ -1,0 +1,249 @@
+"""Workspaces and artifacts of batches that other orchestrators run: uploads, git bundles and locations of the store on
+real sandboxes.
+"""
+
+import asyncio
+import gzip
+import io
+import json
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from store.archives.files import MAX_WORKSPACE_BYTES
+from tests.api_stack import SOON_S, ApiStack
+from tests.unit.test_workspace_sources import git
+
+pytestmark = pytest.mark.stack
+
+MIB = 1024 * 1024
+LINES = {"Content-Type": "application/jsonl"}
+
+
+def tar_of(*entries: tuple[str, bytes | str], mode: str = "w") -> bytes:
+    """Names with content; a str is a link's target."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, content in entries:
+            entry = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                entry.type, entry.linkname = tarfile.SYMTYPE, content
+                archive.addfile(entry)
+                continue
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def files_in(archive: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+        return {entry.name: opened.extractfile(entry).read() for entry in opened if entry.isreg()}  # type: ignore[union-attr]
+
+
+def call(name: str, command: str, **fields: Any) -> dict[str, Any]:
+    return {"id": name, "tool": "bash_tool", "arguments": {"command": command}, **fields}
+
+
+async def upload(client: httpx.AsyncClient, content: bytes) -> str:
+    answer = await client.post("/v1/files", content=content)
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["bytes"] == len(content)
+    return str(answer.json()["id"])
+
+
+async def submit(client: httpx.AsyncClient, *lines: dict[str, Any]) -> httpx.Response:
+    return await client.post(
+        "/v1/batches", content="\n".join(json.dumps(line) for line in lines), headers=LINES, params={"retries": 0}
+    )
+
+
+async def rows_of(client: httpx.AsyncClient, *lines: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of a batch of these lines, by their ids."""
+    submitted = await submit(client, *lines)
+    assert submitted.status_code == 201, submitted.text
+    path = submitted.headers["location"]
+    async with asyncio.timeout(SOON_S):
+        # Another process runs it: it has no event of ours.
+        while (await client.get(path)).json()["status"] != "completed":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    rows = [json.loads(line) for line in (await client.get(f"{path}/results")).text.splitlines()]
+    return {row["custom_id"]: row for row in rows}
+
+
+def output_of(row: dict[str, Any]) -> str:
+    assert row["error"] is None, row
+    return str(row["response"]["body"]["output"])
+
+
+async def test_an_upload_is_a_workspace_and_artifacts_are_downloaded(api_stack: ApiStack) -> None:
+    archive = tar_of(("src/a.txt", b"from the archive"))
+    async with api_stack.client() as client, api_stack.client(replica=1) as other:
+        file = await upload(client, gzip.compress(archive))
+        command = "cat src/a.txt; mkdir -p out; echo made >out/b.txt; ln -s ../src/a.txt out/link; ln -s /etc/passwd out/leads"
+        rows = await rows_of(
+            other,
+            call("one", command, workspace=file, artifacts=["out/**", "none/*"]),
+            call("two", "ls", workspace=file),
+        )
+        assert output_of(rows["one"]).startswith("from the archive")
+        assert output_of(rows["two"]).strip() == "src"
+        body = rows["one"]["response"]["body"]
+        assert body["artifacts"] == ["out/b.txt", "out/link"]
+        assert len(body["artifacts_missing"]) == 2
+        content = await client.get(f"/v1/files/{body['artifacts_file']}/content")
+        assert files_in(content.content) == {"out/b.txt": b"made\n", "out/link": b"from the archive"}
+        assert content.headers["content-length"] == str(len(content.content))
+        # What one item has made is what another begins with.
+        again = await rows_of(client, call("three", "cat out/b.txt", workspace=body["artifacts_file"]))
+        assert output_of(again["three"]).strip() == "made"
+
+
+@pytest.mark.parametrize("kind", ["bundle", "zip"])
+async def test_a_bundle_and_a_zip_are_workspaces(kind: str, api_stack: ApiStack, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * MIB)
+    if kind == "bundle":
+        git(tmp_path, "init", "-q", "-b", "trunk")
+        git(tmp_path, "add", "a.txt")
+        git(tmp_path, "commit", "-q", "-m", "first")
+        git(tmp_path, "bundle", "create", "-q", "it", "HEAD", "--branches")
+    else:
+        with zipfile.ZipFile(tmp_path / "it", "w") as archive:
+            archive.write(tmp_path / "a.txt", "a.txt")
+    async with api_stack.client() as client:
+        file = await upload(client, (tmp_path / "it").read_bytes())
+        rows = await rows_of(client, call("one", "wc -c <a.txt; ls -A /output /tmp | grep workspace", workspace=file))
+    assert output_of(rows["one"]).split()[0] == str(MIB)
+    assert "workspace" not in output_of(rows["one"])
+
+
+async def test_a_location_of_the_store_is_a_workspace_of_its_tenant_alone(api_stack: ApiStack) -> None:
+    for folder in ("acme", "rival", "@shared"):
+        (api_stack.store / folder / "in").mkdir(parents=True, exist_ok=True)
+        (api_stack.store / folder / "in" / "it.tar").write_bytes(tar_of(("owner", folder.encode())))
+    os.symlink("../../rival/in/it.tar", api_stack.store / "acme" / "in" / "link.tar")
+    root = f"file://{api_stack.store}"
+    async with api_stack.client() as client:
+        rows = await rows_of(
+            client,
+            call("own", "cat owner", workspace=f"{root}/acme/in/it.tar"),
+            call("shared", "cat owner", workspace=f"{root}/@shared/in/it.tar"),
+            call("link", "cat owner", workspace=f"{root}/acme/in/link.tar"),
+            call("none", "cat owner", workspace=f"{root}/acme/in/none.tar"),
+        )
+        assert (output_of(rows["own"]), output_of(rows["shared"])) == ("acme", "@shared")
+        for name in ("link", "none"):
+            assert (rows[name]["error"]["code"], rows[name]["error"]["kind"]) == ("FILE_NOT_FOUND", "input")
+        for place in (
+            "rival/in/it.tar",
+            "acme/../rival/in/it.tar",
+            "acme//in/it.tar",
+            "acme",
+            "../etc/passwd",
+            "@shared",
+        ):
+            refused = await submit(client, call("bad", "ls", workspace=f"{root}/{place}"))
+            assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS"), place
+        for place in (
+            "s3://bucket/acme/it.tar",
+            "file:///etc/passwd",
+            "https://example.org/it.tar",
+            f"{root}x/acme/it.tar",
+        ):
+            refused = await submit(client, call("bad", "ls", workspace=place))
+            assert "is not a file of the store" in refused.text, place
+
+
+async def test_a_file_of_another_tenant_is_no_file(api_stack: ApiStack) -> None:
+    async with api_stack.client() as client, api_stack.client("rival") as rival:
+        file = await upload(client, tar_of(("secret", b"of acme")))
+        for answer in (
+            await rival.get(f"/v1/files/{file}"),
+            await rival.get(f"/v1/files/{file}/content"),
+            await rival.delete(f"/v1/files/{file}"),
+        ):
+            assert (answer.status_code, answer.json()["code"]) == (404, "FILE_NOT_FOUND")
+        assert file not in (await rival.get("/v1/files")).text
+        refused = await submit(rival, call("one", "ls", workspace=file))
+        assert refused.status_code == 422
+        assert f"line 1: tenant rival has no file {file}" in refused.text
+        assert (await client.get(f"/v1/files/{file}")).status_code == 200
+        assert (await client.delete(f"/v1/files/{file}")).status_code == 204
+        assert (await client.get(f"/v1/files/{file}")).status_code == 404
+
+
+async def test_hostile_archives_cost_their_item_alone(api_stack: ApiStack) -> None:
+    async with api_stack.client() as client:
+        bomb = io.BytesIO()
+        with gzip.open(bomb, "wb", compresslevel=9) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
+            entry = tarfile.TarInfo("zeros")
+            entry.size = 600 * MIB
+            archive.addfile(entry, _Zeros(entry.size))  # type: ignore[arg-type]
+        assert len(bomb.getvalue()) < MIB
+        names = {
+            "bomb": bomb.getvalue(),
+            "up": tar_of(("../up", b"x")),
+            "absolute": tar_of(("/etc/absolute", b"x")),
+            "cut": gzip.compress(tar_of(("a", os.urandom(MIB))))[: MIB // 2],
+            "link": tar_of(("out", "/tmp"), ("out/escaped", b"x")),
+        }
+        files = {name: await upload(client, content) for name, content in names.items()}
+        rows = await rows_of(
+            client, *(call(name, "ls -l; cat /tmp/escaped", workspace=file) for name, file in files.items())
+        )
+        told = {name: row["error"]["code"] if row["error"] else None for name, row in rows.items()}
+        assert told["bomb"] == "NO_SPACE", rows["bomb"]
+        assert (told["up"], told["absolute"]) == ("PATH_NOT_ALLOWED", "PATH_NOT_ALLOWED")
+        assert told["cut"] == "INVALID_ARGUMENTS"
+        assert {rows[name]["error"]["kind"] for name in ("up", "absolute", "cut")} == {"input"}
+        # tar follows no link of the archive.
+        assert told["link"] is not None
+
+
+async def declare(api_stack: ApiStack, length: int) -> bytes:
+    """The answer to an upload of that length, of which nothing is sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", api_stack.apis[0].port)
+    lines = [
+        "POST /v1/files HTTP/1.1",
+        "Host: api",
+        f"Authorization: Bearer {api_stack.keys['acme']}",
+        f"Content-Length: {length}",
+    ]
+    writer.write("\r\n".join([*lines, "", ""]).encode())
+    async with asyncio.timeout(SOON_S):
+        answer = await reader.readuntil(b"nearest")
+    writer.close()
+    return answer
+
+
+async def test_too_large_files_are_refused_with_the_limit(api_stack: ApiStack) -> None:
+    async with api_stack.client() as client:
+        refused_early = await declare(api_stack, MAX_WORKSPACE_BYTES + 1)
+        assert b" 413 " in refused_early.splitlines()[0]
+        assert f"at most {MAX_WORKSPACE_BYTES} bytes".encode() in refused_early
+        before = (await client.get("/v1/files", params={"limit": 200})).json()["data"]
+        refused = await client.post("/v1/files", content=b"no archive at all")
+        assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS")
+        assert (await client.get("/v1/files", params={"limit": 200})).json()["data"] == before
+        (api_stack.store / "acme" / "in").mkdir(parents=True, exist_ok=True)
+        with (api_stack.store / "acme" / "in" / "large.tar").open("wb") as file:
+            file.truncate(MAX_WORKSPACE_BYTES + 1)
+        rows = await rows_of(client, call("in", "ls", workspace=f"file://{api_stack.store}/acme/in/large.tar"))
+        assert (rows["in"]["error"]["code"], rows["in"]["error"]["kind"]) == ("FILE_TOO_LARGE", "input")
+        assert str(MAX_WORKSPACE_BYTES) in rows["in"]["error"]["message"]
+
+
+class _Zeros(io.RawIOBase):
+    """So many zeros, without the memory for them."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+
+    def read(self, size: int = -1) -> bytes:
+        count = min(self._left, size)
+        self._left -= count
+        return bytes(count)

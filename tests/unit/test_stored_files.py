@@ -1,0 +1,100 @@
+"""Uploads: streamed into the store, bounded, of known kinds, and of their tenant alone."""
+
+import gzip
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.batches import stored_files
+from orchestrator.batches.stored_files import StoredFiles
+from store.archives.files import SHARED, file_created_at, parse_location
+from store.archives.folder import FolderStore
+
+TAR_GZ = gzip.compress(b"x")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> StoredFiles:
+    return StoredFiles(FolderStore(tmp_path), max_bytes=100_000)
+
+
+async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def test_an_upload_is_what_was_sent_and_of_its_tenant_alone(files: StoredFiles) -> None:
+    stored = await files.upload("acme", chunks(TAR_GZ[:3], TAR_GZ[3:]))
+    assert stored.bytes == len(TAR_GZ)
+    assert b"".join([chunk async for chunk in files.read("acme", stored.id)]) == TAR_GZ
+    assert ([one.id for one in (await files.list_page("acme"))[0]], (await files.list_page("rival"))[0]) == (
+        [stored.id],
+        [],
+    )
+    for attempt in (files.get("rival", stored.id), files.delete("rival", stored.id)):
+        with pytest.raises(ToolFailure) as refused:
+            await attempt
+        assert refused.value.code is ErrorCode.FILE_NOT_FOUND
+    assert await files.check_all("rival", [stored.id]) == [stored.id]
+    await files.delete("acme", stored.id)
+    assert await files.check_all("acme", [stored.id]) == [stored.id]
+
+
+@pytest.mark.parametrize(
+    ("parts", "code"),
+    [
+        ((b"plain text",), ErrorCode.INVALID_ARGUMENTS),
+        ((), ErrorCode.INVALID_ARGUMENTS),
+        ((TAR_GZ, bytes(100_000)), ErrorCode.FILE_TOO_LARGE),
+    ],
+)
+async def test_what_is_refused_leaves_nothing(
+    files: StoredFiles, parts: tuple[bytes, ...], code: ErrorCode, tmp_path: Path
+) -> None:
+    with pytest.raises(ToolFailure) as refused:
+        await files.upload("acme", chunks(*parts))
+    assert refused.value.code is code
+    assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
+
+
+async def test_a_tenant_has_a_limited_number_of_uploads(files: StoredFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_files, "MAX_UPLOADS", 1)
+    await files.upload("acme", chunks(TAR_GZ))
+    await files.upload("rival", chunks(TAR_GZ))
+    with pytest.raises(ToolFailure) as refused:
+        await files.upload("acme", chunks(TAR_GZ))
+    assert refused.value.code is ErrorCode.QUOTA_EXCEEDED
+
+
+@pytest.mark.parametrize("file", ["../rival/x", "auto-00000000-aaaaaaaaaaaaaaaaaaaaaaaa", "file-", "file-00000000-zz"])
+async def test_other_names_are_no_files(files: StoredFiles, file: str) -> None:
+    assert file_created_at(file) is None
+    with pytest.raises(ToolFailure):
+        await files.get("acme", file)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "rival/a.tar",
+        "acme/../rival/a",
+        "acme/./a",
+        "acme//a",
+        "acme/",
+        "acme",
+        "../a",
+        "acme/a\0b",
+        "acme/a\nb",
+        f"{SHARED}x/a",
+    ],
+)
+@pytest.mark.parametrize("root", ["s3://bucket/prefix", "/srv/store"])
+def test_locations_outside_of_the_tenants_folder_are_refused(path: str, root: str) -> None:
+    url = root if "://" in root else f"file://{root}"
+    with pytest.raises(ValueError, match="it is not a file"):
+        parse_location(f"{url}/{path}", root, "acme")
+    assert parse_location(f"{url}/acme/a b/c.tar", root, "acme") == "acme/a b/c.tar"
+    assert parse_location(f"{url}/{SHARED}/c.tar", root, "acme") == f"{SHARED}/c.tar"

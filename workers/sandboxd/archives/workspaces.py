@@ -1,0 +1,139 @@
+"""Workspaces that begin with a file of the store, and artifacts that end in it: streamed by the host that has the
+session.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import dataclass
+
+from contract.archive_kinds import HEAD_BYTES, KNOWN_KINDS, find_kind
+from contract.errors import ErrorCode, ToolFailure
+from store.archives.base import ArchiveStore, NotStored, StoredFacts
+from store.archives.files import MAX_WORKSPACE_BYTES, NO_STORE, is_file_id, is_location, parse_location
+from workers.sandboxd.archives.imports import build_import, check_import
+from workers.sandboxd.archives.packing import Guest, Packing, pack_list, run_with_file, stream_in
+
+WHOLE_S = 500.0
+"""For one workspace, a little less than workers wait for an answer."""
+_FOLDER = "/workspace"
+_SEEKING_KINDS = ("zip", "bundle")
+"""Their programs do not read a pipe."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A file of the store: its size and its bytes."""
+
+    size: int
+    chunks: AsyncGenerator[bytes]
+
+
+class WorkspaceFiles:
+    """Copies between sandboxes and the store. `setting`: the store's own, None: it is not shared; `max_bytes`: limit of
+    one workspace and of the artifacts of one session.
+
+    All methods raise SandboxUnavailable when the store fails or the sandbox is lost.
+    """
+
+    def __init__(self, store: ArchiveStore, setting: str | None, max_bytes: int = MAX_WORKSPACE_BYTES) -> None:
+        self._store = store
+        self._setting = setting
+        self._max_bytes = max_bytes
+
+    async def load(self, tenant: str, workspace: str, sandbox: Guest) -> None:
+        """Unpack a file of the tenant, an archive or a git bundle, into the empty workspace of a sandbox. `workspace`:
+        an id or a location.
+
+        Raises ToolFailure: FILE_NOT_FOUND, PATH_NOT_ALLOWED, FILE_TOO_LARGE, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT.
+        """
+        self._check_shared()
+        with _errors(workspace):
+            source = await self._open(tenant, workspace)
+            if source.size > self._max_bytes:
+                raise ToolFailure(
+                    ErrorCode.FILE_TOO_LARGE,
+                    f"the workspace {workspace[:200]} has {source.size} bytes, and the limit is {self._max_bytes}: "
+                    "give a smaller one",
+                )
+            async with contextlib.aclosing(source.chunks) as chunks:
+                await _load(workspace, source.size, chunks, sandbox)
+
+    async def save(self, tenant: str, file: str, names: str, sandbox: Guest) -> StoredFacts:
+        """Store files of the workspace as the archive `file`. `names`: a file in the sandbox that lists them, each with
+        a NUL at its end.
+
+        Raises ToolFailure: FILE_TOO_LARGE, TIMEOUT, and as `Packing.chunks`.
+        """
+        if not is_file_id(file):
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is not the id of a file")
+        self._check_shared()
+        packing = Packing(sandbox, pack_list(names, _FOLDER), self._max_bytes)
+        with _errors(file):
+            async with asyncio.timeout(WHOLE_S), contextlib.aclosing(packing.chunks()) as chunks:
+                return await self._store.put(f"{tenant}/{file}", chunks)
+
+    def _check_shared(self) -> None:
+        if self._setting is None:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, NO_STORE)
+
+    async def _open(self, tenant: str, workspace: str) -> _Source:
+        if is_file_id(workspace):
+            name = f"{tenant}/{workspace}"
+            return _Source((await self._store.describe(name)).bytes, self._store.get(name))
+        if not is_location(workspace):
+            raise NotStored(workspace)
+        try:
+            path = parse_location(workspace, self._setting, tenant)
+        except ValueError as error:
+            raise ToolFailure(
+                ErrorCode.PATH_NOT_ALLOWED, f"the workspace {workspace[:200]!r} cannot be used: {error}"
+            ) from None
+        return _Source(await self._store.object_size(path), self._store.read_object(path))
+
+
+async def _load(workspace: str, size: int, chunks: AsyncGenerator[bytes], sandbox: Guest) -> None:
+    head = bytearray()
+    while len(head) < HEAD_BYTES and (chunk := await anext(chunks, None)) is not None:
+        head += chunk
+    kind = find_kind(bytes(head))
+    if kind is None:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the workspace {workspace[:200]} is of no known kind: give {KNOWN_KINDS}"
+        )
+    argv, read = build_import(kind, _FOLDER), _joined(bytes(head), chunks)
+    async with asyncio.timeout(WHOLE_S):
+        if kind in _SEEKING_KINDS:
+            # /output is on the disk of the session, which has a quota.
+            path = f"/output/.workspace-{secrets.token_hex(8)}"
+            done, words = await run_with_file(sandbox, argv, read, size, path)
+        else:
+            done, words = await stream_in(sandbox, argv, read, size)
+    code = done.get("exit_code")
+    check_import(
+        kind, code if type(code) is int else None, words, timed_out=done.get("timed_out") is True, timeout_s=WHOLE_S
+    )
+
+
+async def _joined(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield head
+    async for chunk in rest:
+        yield chunk
+
+
+@contextlib.contextmanager
+def _errors(file: str) -> Iterator[None]:
+    """Translate errors of the store for the tenant."""
+    try:
+        yield
+    except NotStored:
+        raise ToolFailure(
+            ErrorCode.FILE_NOT_FOUND,
+            f"the tenant has no file {file[:200]!r}: it was deleted, has expired, or was never uploaded",
+        ) from None
+    except TimeoutError:
+        raise ToolFailure(
+            ErrorCode.TIMEOUT,
+            f"the files of {file[:200]} were not copied within {WHOLE_S:g} s: give fewer or smaller files",
+        ) from None
