@@ -7,8 +7,8 @@ from store.archives.files import is_stored
 from store.batches import BatchItem
 
 WORKSPACE = (
-    "its workspace is a path of the submitter's machine, which a service does not read: upload it and give the id of "
-    "the file"
+    "its workspace is a path of the submitter's machine, which a service does not read: set "
+    "TOOLCREW_WORKSPACE_STORE so that it is uploaded, or give the id of an upload"
 )
 ARTIFACTS = "its artifacts would go to a folder of the submitter's machine, which a service does not write"
 
@@ -23,9 +23,13 @@ def find_paths(item: BatchItem, artifacts: str | None) -> Iterator[str]:
         yield ARTIFACTS
 
 
-def check_detached(file: BatchFile, artifacts: str | None, name: str) -> None:
-    """Raise BadBatch for items that can only run where their batch was submitted."""
-    complaints = [Complaint(sentence, item.line) for item in file.items for sentence in find_paths(item, None)]
+def check_detached(file: BatchFile, artifacts: str | None, name: str, *, uploads: bool = False) -> None:
+    """Raise BadBatch for items that can only run where their batch was submitted. `uploads`: their workspaces are
+    uploaded.
+    """
+    complaints = [
+        Complaint(sentence, item.line) for item in file.items for sentence in find_paths(item, None) if not uploads
+    ]
     if artifacts is not None:
         told = (
             f"artifacts of a detached batch go to the store, not to {artifacts}: leave out --artifacts, and copy them "

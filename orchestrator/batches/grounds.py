@@ -20,10 +20,11 @@ _HEAD_BYTES = 1024 * 1024
 class Grounds:
     """The grounds of one file's items: names become whole paths, and what many lines name is looked at once."""
 
-    def __init__(self, folder: Path | None, store: TenantStore | None = None) -> None:
+    def __init__(self, folder: Path | None, store: TenantStore | None = None, max_bytes: int = MAX_BLOB_BYTES) -> None:
         """`folder`: where relative names begin; None: no path of this machine may be named. `store`: the tenant's part
-        of the store; None: this process does not know it.
+        of the store; None: this process does not know it. `max_bytes`: limit of a workspace on this machine.
         """
+        self._max_bytes = max_bytes
         self._folder = folder.absolute() if folder is not None else None
         self._store = store
         self._workspaces: dict[str, str | None] = {}
@@ -63,7 +64,7 @@ class Grounds:
             return "a path of your machine cannot be read here: upload it (POST /v1/files) and give the id of the file"
         path = self._whole(workspace)
         if path not in self._workspaces:
-            self._workspaces[path] = _look_at(path)
+            self._workspaces[path] = _look_at(path, self._max_bytes)
         return self._workspaces[path]
 
     def _whole(self, workspace: str) -> str:
@@ -79,7 +80,7 @@ def _complaint_of(pattern: str) -> str | None:
     return None
 
 
-def _look_at(text: str) -> str | None:
+def _look_at(text: str, max_bytes: int) -> str | None:
     """Why a workspace will not do; None when it will, as far as can be said without packing it."""
     path = Path(text)
     try:
@@ -88,11 +89,11 @@ def _look_at(text: str) -> str | None:
                 next(entries, None)
             return None
         size = path.stat().st_size if path.is_file() else 0
-        if _HEAD_BYTES < size <= MAX_BLOB_BYTES:
+        if _HEAD_BYTES < size <= max_bytes:
             with path.open("rb") as file:
                 kind = find_source_kind(file.read(_HEAD_BYTES))
             # Of a bundle its references are looked at, too.
-            if kind not in (None, "bundle"):
+            if kind not in (None, "bundle") or (kind is not None and size > MAX_BLOB_BYTES):
                 return None
         load_source(path)
     except ConfigError as error:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, TypeVar, overload
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ErrorCode, OperatorError
 from orchestrator.batches.grounds import Grounds
 from orchestrator.batches.line_shapes import (
@@ -125,9 +126,9 @@ class BatchFile:
     url: str | None
 
 
-def load_lines(path: Path, store: TenantStore | None = None) -> BatchFile:
-    """The items of a file, in its order; names of workspaces in it begin at its folder. `store`: as for Grounds. Raises
-    BadBatch with all that is wrong.
+def load_lines(path: Path, store: TenantStore | None = None, max_bytes: int = MAX_BLOB_BYTES) -> BatchFile:
+    """The items of a file, in its order; names of workspaces in it begin at its folder. `store`, `max_bytes`:
+    as for Grounds. Raises BadBatch with all that is wrong.
     """
     try:
         # Looked at first: opening a pipe would wait for somebody who writes it, and a device may never end.
@@ -141,7 +142,7 @@ def load_lines(path: Path, store: TenantStore | None = None) -> BatchFile:
                 ],
             )
         with path.open("rb") as file:
-            return read_lines(file, path.parent, str(path), store)
+            return read_lines(file, path.parent, str(path), store, max_bytes)
     except FileNotFoundError:
         raise BadBatch(str(path), [Complaint("the file does not exist: look at its name")]) from None
     except (OSError, ValueError) as error:
@@ -150,11 +151,13 @@ def load_lines(path: Path, store: TenantStore | None = None) -> BatchFile:
         ) from error
 
 
-def read_lines(stream: BinaryIO, folder: Path | None, name: str, store: TenantStore | None = None) -> BatchFile:
+def read_lines(
+    stream: BinaryIO, folder: Path | None, name: str, store: TenantStore | None = None, max_bytes: int = MAX_BLOB_BYTES
+) -> BatchFile:
     """The same of a stream that has no folder of its own; `name`: what messages call it; `folder` None: lines may name
     no path. Raises BadBatch, OSError.
     """
-    reader = _Reader(Grounds(folder, store))
+    reader = _Reader(Grounds(folder, store, max_bytes))
     reader.read(stream)
     if reader.complaints:
         raise BadBatch(name, reader.complaints, reader.more)

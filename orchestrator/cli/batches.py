@@ -11,10 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError
 from contract.run_events import FailureKind
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile, load_lines
+from orchestrator.batches.stored_files import StoredFiles
+from orchestrator.batches.transfers import find_local_workspaces, upload_workspaces
 from orchestrator.cli.batches_options import (
     GivenLimits,
     build_defaults,
@@ -37,9 +40,10 @@ from orchestrator.cli.runner import Json, Tenant, open_client, open_pool_client,
 from orchestrator.runs.batch_runs import RowPaths
 from orchestrator.runs.batches import check_batch_id, new_batch_id
 from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import load_settings
+from orchestrator.settings import OrchestratorSettings, load_settings
 from orchestrator.terminal.commands import build_command, build_resubmission
 from orchestrator.terminal.output import escape_controls
+from store.archives.files import MAX_WORKSPACE_BYTES
 from store.batches import BatchDefaults
 
 batches_app = typer.Typer(no_args_is_help=True, help="Run many instructions from a file, and follow them.")
@@ -124,12 +128,15 @@ def submit(
     paths = RowPaths(output, errors) if output is not None else None
 
     async def work() -> int:
-        read = await _read(file, batch, defaults, is_detached=detach)
-        for warning in [] if detach else check_models(read, defaults, load_settings()):
+        settings = load_settings()
+        read = await _read(file, batch, defaults, settings, is_detached=detach)
+        for warning in [] if detach else check_models(read, defaults, settings):
             _warn(warning)
         async with open_client(tenant) as client:
             for warning in await client.batch_runs().check_tools(read, str(file)):
                 _warn(warning)
+            if detach and find_local_workspaces(read.items):
+                read = await upload_workspaces(read, StoredFiles.of(settings), client.tenant)
             return await _submit(
                 client, read, batch or new_batch_id(), file.name, paths, concurrency, defaults, detach, as_json
             )
@@ -185,19 +192,23 @@ batches_app.command("export")(batches_export)
 batches_app.command("report")(batches_report)
 
 
-async def _read(file: Path, batch: str | None, defaults: BatchDefaults, *, is_detached: bool) -> BatchFile:
-    """The file, with all looked at that can be wrong before there is a pool."""
+async def _read(
+    file: Path, batch: str | None, defaults: BatchDefaults, settings: OrchestratorSettings, *, is_detached: bool
+) -> BatchFile:
+    """Read the file, and check all that can be wrong before there is a pool."""
     if batch is not None:
         check_batch_id(batch)
-    if is_detached and load_settings().redis_url is None:
+    if is_detached and settings.redis_url is None:
         raise ConfigError(
             "--detach leaves the work to the orchestrators of a pool: set TOOLCREW_REDIS_URL, or leave it out to work "
             "it here"
         )
-    read = await asyncio.to_thread(load_lines, file)
+    uploads = is_detached and settings.workspace_store is not None
+    max_bytes = MAX_WORKSPACE_BYTES if uploads else MAX_BLOB_BYTES
+    read = await asyncio.to_thread(load_lines, file, max_bytes=max_bytes)
     if is_detached:
-        check_detached(read, defaults.artifacts, file.name)
-    check_lines(read, defaults)
+        check_detached(read, defaults.artifacts, file.name, uploads=uploads)
+    check_lines(read, defaults, is_detached=is_detached)
     if defaults.artifacts is not None:
         await asyncio.to_thread(prepare_artifacts, Path(defaults.artifacts))
     return read

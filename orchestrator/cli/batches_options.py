@@ -61,7 +61,7 @@ def build_defaults(
     )
 
 
-def check_lines(file: BatchFile, defaults: BatchDefaults) -> None:
+def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool = False) -> None:
     """Raises ConfigError when lines ask for what the flags do not give: told now, and not once for each of them at
     their ends.
     """
@@ -71,7 +71,7 @@ def check_lines(file: BatchFile, defaults: BatchDefaults) -> None:
             f"{_told(costly)} a max_cost, and no prices are known: give --prices IN/OUT, what a million tokens cost"
         )
     asking = [item for item in file.items if item.ground.artifacts]
-    if asking and defaults.artifacts is None:
+    if asking and defaults.artifacts is None and not is_detached:
         raise ConfigError(f"{_told(asking)} artifacts: give --artifacts FOLDER, or take `artifacts` out of the lines")
 
 

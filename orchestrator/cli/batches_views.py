@@ -18,11 +18,14 @@ from orchestrator.batches.event_files import read_batch_events
 from orchestrator.batches.live_progress import open_display
 from orchestrator.batches.report import build_report
 from orchestrator.batches.rows import build_row, build_row_line
+from orchestrator.batches.stored_files import StoredFiles
+from orchestrator.batches.transfers import download_artifacts
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, OnlyTenant, Tenant, open_pool_client, run_work
 from orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from orchestrator.runs.batch_status import build_status
 from orchestrator.sdk.client import ToolClient
+from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls, table_rows
 
 BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `list` shows it.")]
@@ -115,6 +118,13 @@ def batches_export(
         Path | None, typer.Option("--output", help="Into this file, and failures beside it. Else all rows on stdout.")
     ] = None,
     errors: Errors = None,
+    artifacts: Annotated[
+        Path | None,
+        typer.Option(
+            "--artifacts",
+            help="Also copy the artifacts of a detached batch from the store into this folder, one folder per item.",
+        ),
+    ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
@@ -123,8 +133,12 @@ def batches_export(
         raise typer.BadParameter("--errors goes with --output: without it all rows are printed")
 
     async def work() -> int:
+        stored = StoredFiles.of(load_settings()) if artifacts is not None else None
         async with open_pool_client(tenant) as client:
             runs = client.batch_runs()
+            if artifacts is not None and stored is not None:
+                async for outcome in runs.outcomes(batch):
+                    await download_artifacts(outcome, stored, runs.tenant, artifacts)
             if output is None:
                 return await _print_rows(runs, batch)
             with await runs.open_rows_again(RowPaths(output, errors), batch) as rows:

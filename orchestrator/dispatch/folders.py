@@ -11,33 +11,43 @@ from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tar_archives import BLOCK, TarEntry, read_tar
 
+_PIECE_BYTES = 1024 * 1024
+
 
 def pack_folder(folder: Path) -> bytes:
     """The folder's content as an uncompressed tar. Raises ConfigError when it is no folder, cannot be read, or is
     larger than a blob.
     """
+    buffer = io.BytesIO()
+    write_folder(buffer, folder, MAX_BLOB_BYTES)
+    return buffer.getvalue()
+
+
+def write_folder(file: IO[bytes], folder: Path, max_bytes: int) -> None:
+    """Write the folder's content to a file as an uncompressed tar. Raises ConfigError as `pack_folder`."""
     if not folder.is_dir():
         raise ConfigError(f"the workspace {folder} is not a folder: give an existing one")
-    buffer = io.BytesIO()
     try:
-        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for path in sorted(folder.rglob("*")):
                 size = path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
-                if buffer.tell() + size > MAX_BLOB_BYTES:
-                    raise ConfigError(
-                        f"the workspace {folder} is larger than {MAX_BLOB_BYTES} bytes: give a smaller folder"
-                    )
+                if file.tell() + size > max_bytes:
+                    raise ConfigError(f"the workspace {folder} is larger than {max_bytes} bytes: give a smaller folder")
                 archive.add(path, arcname=str(path.relative_to(folder)), recursive=False, filter=_plain_entry)
     except OSError as error:
         raise ConfigError(
             f"the workspace {folder} cannot be read ({error}): fix its permissions or give another folder"
         ) from error
-    return buffer.getvalue()
 
 
 def unpack_archive(data: bytes, folder: Path) -> list[str]:
-    """Unpack into `folder`, which is made; gives the names that were left out. Raises ToolFailure when the archive is
-    broken.
+    """Unpack an archive in memory as `unpack_stream` does."""
+    return unpack_stream(io.BytesIO(data), len(data), folder)
+
+
+def unpack_stream(stream: IO[bytes], size: int, folder: Path) -> list[str]:
+    """Unpack `size` bytes of a file that can seek into `folder`, which is made. Return the names that were left out.
+    Raises ToolFailure when the archive is broken.
 
     Nothing is ever written through a link of the archive: files and folders come first, links last, and only those
     whose target cannot lead out. An entry whose own name leads out is refused: PATH_NOT_ALLOWED.
@@ -48,7 +58,7 @@ def unpack_archive(data: bytes, folder: Path) -> list[str]:
     links: list[tuple[PurePosixPath, str]] = []
     try:
         # Every header has a block of its own, so there cannot be more of them.
-        for entry in read_tar(stream := io.BytesIO(data), len(data) // BLOCK):
+        for entry in read_tar(stream, size // BLOCK):
             name = _inner_name(entry.name)
             if entry.kind == "symlink":
                 links.append((name, entry.link))
@@ -92,7 +102,9 @@ def _unpack_entry(stream: IO[bytes], entry: TarEntry, root: Path, name: PurePosi
     parent = _checked_parent(root, target)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(parent / target.name, "wb", opener=lambda path, _: os.open(path, flags, 0o644)) as file:
-        file.write(entry.read(stream))
+        stream.seek(entry.offset)
+        for start in range(0, entry.size, _PIECE_BYTES):
+            file.write(stream.read(min(_PIECE_BYTES, entry.size - start)))
         os.fchmod(file.fileno(), 0o755 if entry.is_executable else 0o644)
     return True
 

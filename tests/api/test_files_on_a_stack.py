@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -16,7 +17,8 @@ import httpx
 import pytest
 
 from store.archives.files import MAX_WORKSPACE_BYTES
-from tests.api_stack import SOON_S, ApiStack
+from tests.api_stack import SOON_S, ApiStack, store_settings
+from tests.stack import run_toolcrew
 from tests.unit.test_workspace_sources import git
 
 pytestmark = pytest.mark.stack
@@ -235,6 +237,47 @@ async def test_too_large_files_are_refused_with_the_limit(api_stack: ApiStack) -
         rows = await rows_of(client, call("in", "ls", workspace=f"file://{api_stack.store}/acme/in/large.tar"))
         assert (rows["in"]["error"]["code"], rows["in"]["error"]["kind"]) == ("FILE_TOO_LARGE", "input")
         assert str(MAX_WORKSPACE_BYTES) in rows["in"]["error"]["message"]
+
+
+async def test_a_detached_batch_of_the_command_uploads_its_folders_and_its_artifacts_are_exported(
+    api_stack: ApiStack, tmp_path: Path
+) -> None:
+    (tmp_path / "repo" / "src").mkdir(parents=True)
+    (tmp_path / "repo" / "src" / "a.txt").write_text("of the submitter")
+    (tmp_path / "it.tar.gz").write_bytes(gzip.compress(tar_of(("a.txt", b"packed"))))
+    lines = [
+        call("One", "cp src/a.txt out.txt", workspace="repo", artifacts=["out.txt"]),
+        call("two", "cat src/a.txt", workspace="./repo"),
+        call("three", "cat a.txt", workspace="it.tar.gz"),
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    environment = {"TOOLCREW_REDIS_URL": api_stack.stack.redis_url, **store_settings(api_stack.store)}
+
+    async def toolcrew(*arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
+        return await asyncio.to_thread(
+            run_toolcrew,
+            api_stack.stack.footprint,
+            *("batches", *arguments, "--tenant", "acme"),
+            environment={**environment, **more},
+        )
+
+    refused = await toolcrew("submit", str(tmp_path / "in.jsonl"), "--detach", TOOLCREW_WORKSPACE_STORE="")
+    assert refused.returncode == 1
+    assert "set TOOLCREW_WORKSPACE_STORE" in refused.stderr
+    async with api_stack.client() as client:
+        before = {file["id"] for file in (await client.get("/v1/files", params={"limit": 200})).json()["data"]}
+        done = await toolcrew("submit", str(tmp_path / "in.jsonl"), "--detach", "--id", "carried")
+        assert done.returncode == 0, done.stderr
+        after = {file["id"] for file in (await client.get("/v1/files", params={"limit": 200})).json()["data"]}
+        assert len({file for file in after - before if file.startswith("file-")}) == 2
+        async with asyncio.timeout(SOON_S):
+            while (await client.get("/v1/batches/carried")).json()["status"] != "completed":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    exported = await toolcrew("export", "carried", "--artifacts", str(tmp_path / "artifacts"))
+    assert exported.returncode == 0, exported.stderr
+    rows = {row["custom_id"]: row for row in map(json.loads, exported.stdout.splitlines())}
+    assert (output_of(rows["two"]), output_of(rows["three"])) == ("of the submitter", "packed")
+    assert [path.read_text() for path in (tmp_path / "artifacts").glob("*/out.txt")] == ["of the submitter"]
 
 
 class _Zeros(io.RawIOBase):
