@@ -80,7 +80,9 @@ def coerce_text(spec: ToolSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_quick(spec: ToolSpec, arguments: Mapping[str, Any], *, text: bool = False) -> bool:
-    """Whether `prepare_arguments` takes at most some tens of milliseconds."""
+    """Whether `prepare_arguments` takes at most some tens of milliseconds. Otherwise an event loop has it run in a
+    thread.
+    """
     facts = _facts(spec.parameters)
     limit = min(MAX_QUICK_VALUES, MAX_QUICK_STEPS // facts.parts)
     if facts.has_list_defaults or has_more_values(arguments, limit):

@@ -324,7 +324,8 @@ def _message(role: str, text: str) -> str:
 
 
 _RUN: ContextVar[RunSpans | None] = ContextVar("toolcrew-run-spans", default=None)
-_CALL: ContextVar[CallSpans | None] = ContextVar("toolcrew-call-spans", default=None)
+CURRENT_CALL: ContextVar[CallSpans | None] = ContextVar("toolcrew-call-spans", default=None)
+"""The spans of the call that this task makes; None: it makes none, or tracing is off."""
 
 
 def open_process_tracer(
@@ -383,17 +384,12 @@ def call_spans(
     spans = CallSpans(
         tracer, span or _begin(tracer, call, tenant, session, run, of_run), is_own=span is None, leave=leave
     )
-    token = _CALL.set(spans)
+    token = CURRENT_CALL.set(spans)
     try:
         yield spans
     finally:
-        _CALL.reset(token)
+        CURRENT_CALL.reset(token)
         spans.finish(None)
-
-
-def current_call() -> CallSpans | None:
-    """The call that this task is at work for."""
-    return _CALL.get()
 
 
 def _begin(

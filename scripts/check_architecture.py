@@ -72,7 +72,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 }
 
 # Module -> the only files of ours that may import it.
-_CELERY = ("orchestrator/dispatch/task_messages.py", "orchestrator/operations/flower.py", "workers/celery_edge/*.py")
+_CELERY = ("orchestrator/dispatch/celery_transport.py", "orchestrator/operations/flower.py", "workers/celery_edge/*.py")
 _REDIS = ("store/*.py", "workers/celery_edge/*.py")
 _TERMINAL = (
     "orchestrator/command.py",

@@ -18,11 +18,10 @@ from contract.approvals import Decision, canonical_json, digest_call
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import ApprovalAsked, ApprovalDecided, OnEvent
-from contract.schema import Checks, prepare_arguments
+from contract.schema import Checks, is_quick, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals.approvers import ApprovalRequest, Approver
 from orchestrator.approvals.policies import ApprovalPolicy, Verdict
-from orchestrator.large_arguments import check_off_loop
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -79,7 +78,7 @@ async def review(
     """
     try:
         given = _seal(call, tenant, session)
-        asked = await check_off_loop(spec, call.arguments, partial(_prepare, call, spec, call.arguments, checks))
+        asked = await _prepare(call, spec, call.arguments, checks)
         verdict = await _judge(policy, tenant, spec, asked)
         if verdict.action == "deny":
             raise _denied(verdict)
@@ -100,16 +99,19 @@ async def review(
         approval.redeem(_seal(shown, tenant, session) if is_same else "", clock())
         if decision.arguments is None:
             return asked
-        changed = await check_off_loop(
-            spec, decision.arguments, partial(_prepare, asked, spec, decision.arguments, checks)
-        )
+        changed = await _prepare(asked, spec, decision.arguments, checks)
         return await _change(changed, spec, policy, tenant)
     except ToolFailure as failure:
         return _failed(call, failure)
 
 
-def _prepare(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], checks: Checks) -> ToolCall:
+async def _prepare(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], checks: Checks) -> ToolCall:
     """The call with prepared arguments that share nothing with those given. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    prepare = partial(_replace_arguments, call, spec, arguments, checks)
+    return prepare() if is_quick(spec, arguments) else await asyncio.to_thread(prepare)
+
+
+def _replace_arguments(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], checks: Checks) -> ToolCall:
     prepared, _ = prepare_arguments(spec, arguments, checks=checks)
     try:
         return ToolCall(id=call.id, name=call.name, arguments=json.loads(canonical_json(prepared)))

@@ -12,8 +12,8 @@ from typing import Any
 from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, HostReport, parse_holder
+from orchestrator.dispatch.celery_transport import FAILED_EVENTS, build_failed_event
 from orchestrator.dispatch.request import Attempt
-from orchestrator.dispatch.task_messages import FAILED_EVENTS, build_failed_event
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed
 from store.calls import CallRecord, CallState, CallStore
 from store.hosts import HostStore

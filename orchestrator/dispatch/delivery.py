@@ -15,6 +15,7 @@ import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NoReturn, Protocol
 
 from contract.calls import RunFailure, ToolCall, ToolContext, ToolResult
@@ -28,7 +29,7 @@ from orchestrator.dispatch.call_monitor import CallMonitor, describe_loss
 from orchestrator.dispatch.request import Attempt, Request
 from orchestrator.dispatch.session_locator import HostSource, SessionLocator
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, Transport
-from orchestrator.tracing import current_call
+from orchestrator.tracing import CURRENT_CALL
 from store.calls import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState, has_ticket, seal_ticket
 from store.connection import SharedClock
 from store.publisher import NotSent
@@ -190,7 +191,6 @@ class Delivery:
 
     async def _send_until_done(self, progress: "_Progress") -> ToolResult:
         request = progress.request
-        until = Backoff(min(RESEND_S, request.queue_wait_s))
         earlier = await self._find_earlier(progress) if request.sent_since is not None else None
         address = await self._find_address(request)
         while True:
@@ -205,7 +205,7 @@ class Delivery:
             except NotSent as refused:
                 if refused.reason == "duplicate" or address is None:
                     raise _used_before(progress.attempt) from None
-                if not await until.wait():
+                if not await progress.untaken.wait():
                     never_taken = _never_taken(address.queue, progress)
                     await self._close_record(progress, progress.state, never_taken.code)
                     raise never_taken from None
@@ -223,7 +223,7 @@ class Delivery:
                 # Its worker may have died before it stored the end.
                 await self._close_record(progress, CallState.UNKNOWN, failed.code)
                 raise
-            if not await self._may_be_sent_again(progress, result, until):
+            if not await self._may_be_sent_again(progress, result):
                 if result.has_not_run:
                     # The worker left the record open, for another attempt.
                     code = result.error_code or ErrorCode.INTERNAL
@@ -231,7 +231,7 @@ class Delivery:
                 return result
             address = await self._refresh(request, address, is_lost=False) if address is not None else None
 
-    async def _may_be_sent_again(self, progress: "_Progress", result: ToolResult, until: Backoff) -> bool:
+    async def _may_be_sent_again(self, progress: "_Progress", result: ToolResult) -> bool:
         """Return whether a worker's result only says that the call was not run there, or that what it did was lost and
         may be done again.
         """
@@ -242,7 +242,7 @@ class Delivery:
             progress.note_loss(has_started=True)
         is_repeatable = is_lost and request.spec.idempotent and progress.losses < MAX_ATTEMPTS
         is_untaken = failure is not None and failure.is_temporary
-        return (is_untaken or is_repeatable) and await until.wait() and await self._renew(progress)
+        return (is_untaken or is_repeatable) and await progress.untaken.wait() and await self._renew(progress)
 
     async def _find_earlier(self, progress: "_Progress") -> CallRecord | None:
         """Return the record of an attempt by another process that is on its way, or has ended; `progress` then
@@ -374,7 +374,7 @@ class Delivery:
         if published_as is not None:
             # The process that sent it had its slot.
             return await self._exchange(request, queue, fence, number, published_as=published_as)
-        spans = current_call()
+        spans = CURRENT_CALL.get()
         waiting = spans.wait(request.call.name, request.context, request.priority) if spans is not None else None
         async with self._admission.slot(self._slot_request(request, queue), is_early=waiting is None) as slot:
             if waiting is not None:
@@ -415,7 +415,7 @@ class Delivery:
         """Sign and publish the call, and return its result after all its events."""
         start_by = max(request.context.deadline_at, self.clock() + LEAST_WAIT_S)
         changed: dict[str, object] = {"attempt": number, "fence": fence, "deadline_at": start_by}
-        spans = current_call()
+        spans = CURRENT_CALL.get()
         sending = spans.send(request.worker_call, queue, number) if spans is not None else None
         if sending is not None and sending.ref.is_sampled:
             changed["trace"] = str(sending.ref)
@@ -492,6 +492,11 @@ class _Progress:
     def state(self) -> CallState:
         """The end of the call if it is not sent again."""
         return CallState.UNKNOWN if self.may_have_acted else CallState.LOST
+
+    @cached_property
+    def untaken(self) -> Backoff:
+        """How long the call is sent again to workers that do not take it."""
+        return Backoff(min(RESEND_S, self.request.queue_wait_s))
 
     def note_loss(self, has_started: bool) -> None:
         self.losses += 1

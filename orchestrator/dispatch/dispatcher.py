@@ -1,5 +1,6 @@
 """Dispatches calls: checks each one, has it delivered to a worker, and returns its one result."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from contract.schema import prepare_arguments
+from contract.schema import is_quick, prepare_arguments
 from contract.session_locations import SessionLocation
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
@@ -21,7 +22,6 @@ from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.session_locator import Opening, SessionLocator
 from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
-from orchestrator.large_arguments import check_off_loop
 from store.publisher import NotSent
 from store.sessions import SessionAddress
 from store.tasks import Backoff
@@ -215,7 +215,8 @@ class Dispatcher:
             middleware.tool_found(spec)
         await self._rules.check_switch(spec, tenant)
         check = partial(prepare_arguments, spec, call.arguments, text=request.text_arguments)
-        arguments, request.aliases = await check_off_loop(spec, call.arguments, check, text=request.text_arguments)
+        is_short = is_quick(spec, call.arguments, text=request.text_arguments)
+        arguments, request.aliases = check() if is_short else await asyncio.to_thread(check)
         await self._rules.check_switch(spec, tenant, arguments)
         await check_policy(policy, tenant, spec, arguments)
         request.policy, request.queue_wait_s = policy, self._queue_wait_s

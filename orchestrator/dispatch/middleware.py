@@ -8,7 +8,7 @@ from contract.specs import ToolSpec
 from orchestrator.dispatch.dispatcher import CallMiddleware, Work
 from orchestrator.dispatch.request import Request
 from orchestrator.metrics.call_meter import CallMeter
-from orchestrator.tracing import call_spans, current_call
+from orchestrator.tracing import CURRENT_CALL, call_spans
 from telemetry.spans import Tracer
 
 
@@ -45,5 +45,5 @@ class TracedCalls(CallMiddleware):
         return result
 
     def tool_found(self, spec: ToolSpec) -> None:
-        if (spans := current_call()) is not None:
+        if (spans := CURRENT_CALL.get()) is not None:
             spans.know(spec)

@@ -11,12 +11,11 @@ from contract.signing import SigningKeys
 from orchestrator.admission import PausableAdmission, SharedAdmission
 from orchestrator.dispatch.call_events import CallEventListener
 from orchestrator.dispatch.call_monitor import CallMonitor
-from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.celery_transport import CeleryTransport, describe_sender
 from orchestrator.dispatch.delivery import Pool
 from orchestrator.dispatch.dispatcher import CallMiddleware, Dispatcher
 from orchestrator.dispatch.middleware import MeteredCalls, TracedCalls
 from orchestrator.dispatch.session_locator import HostSource
-from orchestrator.dispatch.task_messages import describe_sender
 from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from orchestrator.metrics.tally import Tally
 from orchestrator.settings import OrchestratorSettings

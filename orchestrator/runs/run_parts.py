@@ -2,9 +2,10 @@
 and sent.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal, Protocol, TypeVar
 
 from contract.call_events import MODEL
@@ -12,7 +13,7 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.registry import Switch, filter_specs, switches_for
 from contract.run_events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady, Warned
-from contract.schema import find_aliases
+from contract.schema import find_aliases, is_quick
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL
 from orchestrator.admission import WaitNotice, once_per_reason, report_waiting, until_admitted
@@ -29,7 +30,6 @@ from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session, SessionInfo
 from orchestrator.dispatch.tenant_catalog import Offer, is_offered, refuse_unasked, with_tenant_rules
-from orchestrator.large_arguments import check_off_loop
 from orchestrator.loop.agent import Agent, RunCall
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.capabilities import CapabilityCache
@@ -293,9 +293,10 @@ class RunParts:
         """
         switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(tenant)
         try:
-            await check_off_loop(
-                spec, call.arguments, partial(refuse_unasked, switches, own, tenant, spec, call.arguments)
-            )
+            if is_quick(spec, call.arguments):
+                refuse_unasked(switches, own, tenant, spec, call.arguments)
+            else:
+                await asyncio.to_thread(refuse_unasked, switches, own, tenant, spec, call.arguments)
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
         policy = with_tenant_rules(self._policy, own, tenant)

@@ -25,9 +25,9 @@ from contract.hosts import HOST_LOST_TYPE
 from contract.names import POOL_WEB, call_key, control_queue, place_key, refusals_key, result_key, tenants_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy, seal_policy
+from orchestrator.dispatch.celery_transport import build_message
 from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.task_messages import build_message
 from store.calls import seal_ticket
 from tests.builders import build_attempt
 from tests.queue_by_hand import stored_result, stored_state

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.calls import POOL_GRACE_S
+from orchestrator.dispatch.celery_transport import build_message
 from orchestrator.dispatch.request import Attempt
-from orchestrator.dispatch.task_messages import build_message
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 

@@ -22,7 +22,7 @@ from pydantic import SecretStr
 
 from contract.errors import ErrorCode
 from contract.names import POOL_WEB
-from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.celery_transport import build_message
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys

@@ -20,9 +20,9 @@ from contract.calls import ToolCall
 from contract.errors import ErrorCode
 from contract.names import call_key, refusals_key
 from contract.signing import SigningKeys
+from orchestrator.dispatch.celery_transport import build_message
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
-from orchestrator.dispatch.task_messages import build_message
 from orchestrator.sdk.client import ToolClient
 from store.calls import CallState, parse_record
 from tests.builders import build_attempt

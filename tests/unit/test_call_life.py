@@ -14,7 +14,7 @@ from contract.names import blob_key, call_key, host_key, result_key, tenants_key
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
-from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.celery_transport import build_message
 from store.call_life import CallLives, parse_task_id
 from store.run_log import run_key
 from store.sessions import SessionStore

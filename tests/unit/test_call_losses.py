@@ -18,7 +18,7 @@ from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.names import call_key, control_queue, host_key, hosts_key, result_key, tombstone_key
 from orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, RESULT_LATE_S, CallMonitor
-from orchestrator.dispatch.task_messages import describe_sender
+from orchestrator.dispatch.celery_transport import describe_sender
 from orchestrator.dispatch.transport import CallLost
 from store.calls import CallState, CallStore
 from store.hosts import HostStore

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from contract.errors import ConfigError
 from contract.names import call_page_url, flower_task_url, parse_shown_call
-from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.celery_transport import build_message
 from orchestrator.settings import OrchestratorSettings, load_settings
 from tests.builders import build_attempt
 
