@@ -10,7 +10,8 @@ from tests.builders import build_context
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.guest_harness import Guest
 from workers.sandbox_client import GuestResponse
-from workers.sandboxd.requests import build_done, check_request, count_budget, has_stream
+from workers.sandboxd.connection import check_request
+from workers.sandboxd.sandbox import build_done, count_budget, has_stream
 from workers.tools.builtin import build_registry
 
 _REGISTRY = build_registry()

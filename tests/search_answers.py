@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.builders import build_context
-from workers.guest_answers import parse_guest_answer
-from workers.sandbox_client import GuestResponse
+from workers.sandbox_client import GuestResponse, parse_guest_answer
 from workers.tools.base import OnData
 
 

@@ -15,7 +15,7 @@ from tests.builders import build_context
 from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from tests.guest_harness import Guest, needs_namespace, running_guest
 from workers.sandbox_client import GuestResponse, SandboxClient
-from workers.sandboxd.requests import build_done, has_stream
+from workers.sandboxd.sandbox import build_done, has_stream
 from workers.tools.builtin import build_registry
 from workers.tools.text import MAX_OUTPUT_BYTES
 

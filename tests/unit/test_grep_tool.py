@@ -6,7 +6,7 @@ import pytest
 
 from contract.schema import check_schema, prepare_arguments
 from tests.search_answers import ScriptedBench, build_grep_done
-from workers.guest_answers import InvalidGuestAnswer, parse_guest_answer
+from workers.sandbox_client import InvalidGuestAnswer, parse_guest_answer
 from workers.tools.base import Outcome
 from workers.tools.grep import GREP_TOOL
 from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
-from workers.sandboxd.requests import build_done
 from workers.sandboxd.runtime.attestation import Attestation, find_dirt, parse_attestation
+from workers.sandboxd.sandbox import build_done
 
 assert GUEST_PARENT
 from guest.loop import parse_options  # noqa: E402

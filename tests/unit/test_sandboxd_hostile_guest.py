@@ -15,7 +15,7 @@ from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module
 from workers.sandboxd.frames import MAX_HEADER, MAX_UP, encode_frame
-from workers.sandboxd.requests import SANDBOXD_FIELDS
+from workers.sandboxd.sandbox import SANDBOXD_FIELDS
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 0.05, "capture": {"stdout": 100}}
 PATIENT = {**EXEC, "timeout_s": 60}

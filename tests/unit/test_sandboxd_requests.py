@@ -9,9 +9,9 @@ import pytest
 from contract.errors import ToolFailure
 from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
+from workers.sandboxd.connection import MAX_BODY_BYTES
 from workers.sandboxd.frames import MAX_HEADER
-from workers.sandboxd.requests import MAX_BODY_BYTES, count_budget
-from workers.sandboxd.sandbox import FRAME_COST_BYTES
+from workers.sandboxd.sandbox import FRAME_COST_BYTES, count_budget
 
 
 @pytest.mark.parametrize(

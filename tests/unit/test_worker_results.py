@@ -20,7 +20,7 @@ from contract.settings import BrokerSettings
 from store.calls import CallRecord, CallState, FinishedCalls, parse_record
 from tests.conftest import RedisProcess
 from workers.celery_edge.app import build_app
-from workers.celery_edge.result_backend import Answer, CallNotServed, Ending
+from workers.celery_edge.tasks import Answer, CallNotServed, Ending
 
 KEY = call_key("d", "acme", "c1")
 ENCODED = {"v": 2, "call_id": "c1", "success": True, "data": [[{"output": "secret"}]]}

@@ -27,8 +27,7 @@ from store.metrics import RefusalCounter
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from workers.celery_edge.result_backend import CallNotServed
-from workers.celery_edge.tasks import register_tasks
+from workers.celery_edge.tasks import CallNotServed, register_tasks
 from workers.executor import Executor
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 from workers.tools.builtin import build_registry

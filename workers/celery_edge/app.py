@@ -22,16 +22,12 @@ from celery.worker.control import Panel
 from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
 from workers.celery_edge.broker import INTAKE, Intake, LiveTasks, register_transport
-from workers.celery_edge.result_backend import BACKENDS
+from workers.celery_edge.tasks import BACKENDS
 
 log = structlog.get_logger(__name__)
 
 EXIT_RESTART = 75
 """The exit code of a worker that must be started again: its name was given up, or its sandboxd is another one."""
-CELERY_MARGIN_S = 30.0
-"""How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed. In
-the threads pool, which workers beside sandboxes use by default, Celery's limit does nothing: the guest and sandboxd end
-the call."""
 MAX_NAMESAKES = 100
 """Workers of one name on one machine."""
 _held_nodes: list[socket.socket] = []

@@ -6,19 +6,21 @@ cleanup waits for no answer.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import structlog
+from pydantic import ValidationError
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.tenancy import SandboxTerms
 from workers.logs import bound_to_session
 from workers.sandboxd.factory import SandboxdEnding
 from workers.sandboxd.frames import Frame, FrameError, WorkerLink
-from workers.sandboxd.requests import SANDBOXD_FIELDS, check_request, count_budget, parse_terms, parse_text
-from workers.sandboxd.sandbox import RunningCall, Sandbox
+from workers.sandboxd.sandbox import SANDBOXD_FIELDS, RunningCall, Sandbox, count_budget
 from workers.sandboxd.sessions import Sessions
 from workers.unix_listening import BACKLOG, find_peer_uid, open_listener
 
@@ -30,6 +32,12 @@ ReadBody = Callable[[int], AsyncIterator[bytes]]
 AnswerControl = Callable[[Mapping[str, Any], ReadBody], Awaitable[tuple[dict[str, Any], bytes]]]
 """Returns the header and the body of the answer to a request that is not a call."""
 _MESSAGE_CHARS = 4096
+MAX_TIMEOUT_S = 600.0
+MAX_BODY_BYTES = 67_108_864
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}:[A-Za-z0-9_-]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_JOB_OPS = ("job_start", "job_poll", "job_input", "job_kill", "job_list")
+_OPS = ("exec", "read_text", "read_file", "write_file", "write_text", "edit_text", "glob", "grep", "ping", *_JOB_OPS)
 
 
 class Server:
@@ -220,3 +228,86 @@ class Connection:
             error = {"code": ErrorCode.INTERNAL.value, "message": "the guest's answer is too large to be handed on"}
             loss = {name: done[name] for name in ("sandbox_lost", "removal_failed") if name in done}
             self._link.send({"ev": "done", "error": error, **loss, **sandbox_fields})
+
+
+# --- A worker's request. A wrong field is INVALID_ARGUMENTS. ----------------------------------------------------------
+
+
+def check_request(request: object) -> dict[str, Any]:
+    """Return a call's request with `timeout_s`, `body_bytes` and `max_bytes` as numbers within limits. The guest checks
+    the other fields.
+    """
+    if not isinstance(request, dict) or request.get("op") not in _OPS:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a call needs a request whose op is one of {', '.join(_OPS)}")
+    timeout_s = parse_number(request, "timeout_s", 30.0, MAX_TIMEOUT_S)
+    size = _parse_count(request, "body_bytes")
+    if size > MAX_BODY_BYTES:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"body_bytes must be at most {MAX_BODY_BYTES}")
+    if "max_bytes" in request:
+        _parse_count(request, "max_bytes")
+    return {**request, "timeout_s": timeout_s, "body_bytes": size}
+
+
+def parse_text(header: Mapping[str, Any], name: str) -> str:
+    value = header.get(name)
+    if not isinstance(value, str) or not value:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{name}' is missing")
+    return value
+
+
+def parse_session(header: Mapping[str, Any]) -> str:
+    """Return the name of a session, `<tenant>:<session>`. Neither part contains a colon, so no two tenants share a
+    name.
+    """
+    name = parse_text(header, "sandbox")
+    if _SESSION.fullmatch(name) is None:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"'{name[:200]}' is no name of a session: <tenant>:<session>, each of A-Z, a-z, 0-9, _ and -",
+        )
+    return name
+
+
+def parse_fence(header: Mapping[str, Any]) -> int | None:
+    """Return which opening of a session the request refers to, or None for any."""
+    return _parse_count(header, "fence") if "fence" in header else None
+
+
+def parse_terms(header: Mapping[str, Any]) -> SandboxTerms | None:
+    """Return the tenant's current sandbox terms, or None when the request has none."""
+    terms = header.get("terms")
+    if terms is None:
+        return None
+    try:
+        return SandboxTerms.model_validate(terms)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = ".".join(str(part) for part in ("terms", *first["loc"]))
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"{name[:200]}: {first['msg'][:200]}: fix the tenant's policy"
+        ) from None
+
+
+def parse_skill(header: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Return scope, digest and archive size of a request about a skill. The scope is "" for a skill that all tenants
+    share. A size of 0 means that no archive follows.
+    """
+    digest = parse_text(header, "digest")
+    if not _DIGEST.fullmatch(digest):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "digest must be a sha256 in hex")
+    scope = "" if header.get("shared") is True else parse_session(header).partition(":")[0]
+    return scope, digest, _parse_count(header, "body_bytes")
+
+
+def parse_number(header: Mapping[str, Any], name: str, default: float, most: float) -> float:
+    value = header.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name} must be a number above 0 and at most {most:g}")
+    return value
+
+
+def _parse_count(header: Mapping[str, Any], name: str) -> int:
+    value = header.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name} must be a whole number of at least 0")
+    return value

@@ -16,9 +16,16 @@ from contract.tenancy import SandboxTerms
 from workers.sandboxd.archives.checkpoints import Checkpoints
 from workers.sandboxd.archives.packing import count_most_bytes
 from workers.sandboxd.archives.workspaces import WorkspaceFiles
-from workers.sandboxd.connection import ReadBody
+from workers.sandboxd.connection import (
+    ReadBody,
+    parse_fence,
+    parse_number,
+    parse_session,
+    parse_skill,
+    parse_terms,
+    parse_text,
+)
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.requests import parse_fence, parse_number, parse_session, parse_skill, parse_terms, parse_text
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session, SessionMove
 from workers.sandboxd.sessions import MAX_ROWS, NewSession, Sessions

@@ -19,14 +19,6 @@ import structlog
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.frames import Frame, GuestChannel
-from workers.sandboxd.requests import (
-    FRAME_COST_BYTES,
-    build_done,
-    count_budget,
-    count_survivors,
-    has_stream,
-    quote_text,
-)
 from workers.sandboxd.runtime.engine import Engine
 
 log = structlog.get_logger(__name__)
@@ -43,6 +35,31 @@ complete.
 HELLO_TIMEOUT_S = 20.0
 SLACK_BYTES = 256 * 1024
 """Bytes that a guest may send beyond what was requested before it counts as hostile."""
+
+STREAM_FRAMES = 262_144
+"""Maximum number of frames of a streamed output, whatever its size: a program may write one byte at a time."""
+FRAME_COST_BYTES = 64
+"""The cost of a data frame in addition to its body, so that empty frames are not free."""
+_STREAM_STDERR_BYTES = 65_536
+SANDBOXD_FIELDS = frozenset(
+    {"ok", "code", "message", "is_ending", "sandbox", "sandbox_s", "sandbox_lost", "removal_failed", "workspace_kept"}
+)
+"""Fields of a call's answer that only sandboxd may set."""
+_STREAMS: Mapping[str, frozenset[str]] = {
+    "exec": frozenset({"stdout", "stderr", "merged", "live", "live_stderr"}),
+    "job_start": frozenset({"merged"}),
+    "job_poll": frozenset({"merged"}),
+    "job_kill": frozenset({"merged"}),
+    "read_text": frozenset({"file"}),
+    "read_file": frozenset({"file"}),
+    "write_text": frozenset({"file"}),
+    "edit_text": frozenset({"file"}),
+    "glob": frozenset({"lines"}),
+    "grep": frozenset({"lines"}),
+}
+_KILL_FIELDS = ("signalled", "survivors", "method", "ms")
+_KILL_METHODS = ("tree", "all")
+_QUOTE_CHARS = 200
 
 Sink = Callable[[Frame], None]
 
@@ -404,3 +421,54 @@ class Sandbox:
 
 def _drop(_: Frame) -> None:
     """Discard a frame that no caller needs."""
+
+
+# --- What a guest may send --------------------------------------------------------------------------------------------
+
+
+def count_budget(request: Mapping[str, Any]) -> int:
+    """Return how many bytes of data frames a checked request may cause."""
+    total = int(request.get("max_bytes", 0))
+    capture = request.get("capture")
+    if isinstance(capture, dict):
+        total += sum(max(value, 0) for value in capture.values() if isinstance(value, int))
+        if "stream" in capture:
+            total += _STREAM_STDERR_BYTES + FRAME_COST_BYTES * min(max(total, 0), STREAM_FRAMES)
+    return total
+
+
+def has_stream(op: str, stream: object) -> bool:
+    """Return True when a request of that op may be answered with data of that stream."""
+    return isinstance(stream, str) and stream in _STREAMS.get(op, ())
+
+
+def build_done(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the guest's answer without the fields that only sandboxd may set. Only the kill report is checked here,
+    because sandboxd counts kills.
+
+    The worker that made the call checks every field (workers/sandbox_client.py).
+    """
+    done = {name: value for name, value in header.items() if name not in SANDBOXD_FIELDS and name != "id"}
+    if "kill" in done:
+        done["kill"] = _build_kill(done["kill"])
+    return {**done, "ev": "done"}
+
+
+def count_survivors(header: Mapping[str, Any]) -> int:
+    """Return how many processes outlived the call's kill. A malformed report counts as one process."""
+    kill = header.get("kill")
+    if kill is None:
+        return 0
+    count = kill.get("survivors", 0) if isinstance(kill, dict) else 1
+    return count if isinstance(count, int) else 1
+
+
+def quote_text(text: object) -> str:
+    """Return a guest's text, shortened and in printable ASCII, for a log or an error message."""
+    return str(text)[:_QUOTE_CHARS].encode("unicode_escape").decode("ascii")[:_QUOTE_CHARS]
+
+
+def _build_kill(kill: object) -> dict[str, Any] | None:
+    if not isinstance(kill, dict) or kill.get("method") not in _KILL_METHODS:
+        return None
+    return {name: kill[name] for name in _KILL_FIELDS if name in kill}

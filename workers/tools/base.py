@@ -17,8 +17,16 @@ from contract.functions.session_state import NoState, SessionStates
 from contract.registry import Tool, ToolRegistry
 from contract.tenancy import SandboxTerms
 from workers.call_events import CallEvents, NoCallEvents
-from workers.guest_answers import GuestAnswer, InvalidGuestAnswer, parse_error, parse_guest_answer
-from workers.sandbox_client import GuestResponse, SandboxClient, SandboxdUnreachable, sandbox_id
+from workers.sandbox_client import (
+    GuestAnswer,
+    GuestResponse,
+    InvalidGuestAnswer,
+    SandboxClient,
+    SandboxdUnreachable,
+    parse_error,
+    parse_guest_answer,
+    sandbox_id,
+)
 from workers.tools.caller_model import CallerModel
 
 log = structlog.get_logger(__name__)

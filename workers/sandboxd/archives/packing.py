@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from store.archives.base import ArchiveHash, in_pieces
 from workers.sandboxd.frames import Frame
-from workers.sandboxd.requests import FRAME_COST_BYTES, quote_text
+from workers.sandboxd.sandbox import FRAME_COST_BYTES, quote_text
 
 ROOTS = ("/workspace", "/output")
 """The session's files; long outputs, logs of jobs, the carried shell state and what is remembered of files."""
