@@ -2,13 +2,16 @@
 line or drive a terminal.
 """
 
+import contextlib
 import json
 import logging
 import math
+import os
 import re
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -68,6 +71,12 @@ class LogLines:
         }
         return self._line(level, event, at, self._clean_all(kept, _LAST_RESORT))
 
+    def process(self, _: object, method: str, fields: MutableMapping[str, Any]) -> str:
+        """Return the line of an event of structlog, as its last processor."""
+        if method == "exception":
+            fields.setdefault("exc_info", True)
+        return self.build("error" if method == "exception" else method, str(fields.pop("event")), time.time(), fields)
+
     def text(self, event: str, fields: Mapping[str, Any]) -> str:
         """Event and fields as key=value, for a program that says when and how urgent by itself."""
         told = dict(fields)
@@ -116,6 +125,26 @@ class LogLines:
         return (
             f"\x1b[2m{clock}\x1b[0m \x1b[{_COLORS.get(level, '0')}m{level:<8}\x1b[0m \x1b[1m{event:<24}\x1b[0m {pairs}"
         )
+
+
+class StderrLogger:
+    """Receives finished lines from structlog."""
+
+    def msg(self, line: str) -> None:
+        """Write the line."""
+        write_line(line)
+
+    debug = info = warning = error = critical = exception = msg
+
+
+def write_line(line: str) -> None:
+    """Write at once and without a lock: processes share this stderr, and one that was just forked must not wait for a
+    thread that it does not have.
+    """
+    data = f"{line}\n".encode(errors="backslashreplace")
+    with contextlib.suppress(OSError):  # no process reads any more: no reason for calls to fail
+        while data:
+            data = data[os.write(2, data) :]
 
 
 @lru_cache(maxsize=512)

@@ -1,22 +1,16 @@
 """Structured logs of the worker side: our own events and those of libraries, on stderr, one event a line."""
 
-import contextlib
 import logging
-import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 import structlog
-from structlog.contextvars import bound_contextvars
 
-from contract.calls import ToolCall, ToolContext
 from contract.masking import Masker, secrets_of_settings
-from telemetry.log_lines import LogLines, RecordLines
+from telemetry.log_lines import LogLines, RecordLines, StderrLogger, write_line
 from workers.settings import (
     EgressSettings,
     SandboxdSettings,
@@ -38,15 +32,10 @@ def configure_logging(
     lines = _build_lines(service, secrets_of_settings(settings), fixed)
     least = logging.getLevelNamesMapping()[level or settings.log_level]
 
-    def to_line(_: object, method: str, fields: MutableMapping[str, Any]) -> str:
-        if method == "exception":
-            fields.setdefault("exc_info", True)
-        return lines.build("error" if method == "exception" else method, str(fields.pop("event")), time.time(), fields)
-
     structlog.configure(
-        processors=[structlog.contextvars.merge_contextvars, to_line],
+        processors=[structlog.contextvars.merge_contextvars, lines.process],
         wrapper_class=structlog.make_filtering_bound_logger(least),
-        logger_factory=lambda *_: _Stderr(),
+        logger_factory=lambda *_: StderrLogger(),
         cache_logger_on_first_use=True,
     )
     _take_library_records(RecordLines(lines), least)
@@ -56,49 +45,12 @@ def configure_logging(
 def log_not_started(service: str, error: Exception) -> None:
     """Log why a process could not start. It may have no settings to configure logging with."""
     lines = _build_lines(service, {}, {})
-    _write(lines.build("critical", "not_started", time.time(), {"error": str(error)}))
-
-
-def bound_to_call(call: ToolCall, context: ToolContext) -> AbstractContextManager[Any]:
-    """Give all log lines of the block the call's names; threads that it starts do not have them."""
-    names = {
-        "tenant": context.tenant,
-        "session": context.session,
-        "run": context.run,
-        "call": call.id,
-        "tool": call.name,
-    }
-    return bound_contextvars(**{name: value for name, value in names.items() if value is not None})
-
-
-def bound_to_session(name: object) -> AbstractContextManager[Any]:
-    """Do the same for a session as sandboxd names it, `tenant:session`. Any other value binds nothing."""
-    tenant, colon, session = name.partition(":") if isinstance(name, str) else ("", "", "")
-    return bound_contextvars(tenant=tenant, session=session) if colon else bound_contextvars()
-
-
-class _Stderr:
-    """Receives finished lines from structlog."""
-
-    def msg(self, line: str) -> None:
-        _write(line)
-
-    debug = info = warning = error = critical = exception = msg
+    write_line(lines.build("critical", "not_started", time.time(), {"error": str(error)}))
 
 
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        _write(self.format(record))
-
-
-def _write(line: str) -> None:
-    """Write at once and without a lock: processes share this stderr, and one that was just forked must not wait for a
-    thread that it does not have.
-    """
-    data = f"{line}\n".encode(errors="backslashreplace")
-    with contextlib.suppress(OSError):  # no process reads any more: no reason for calls to fail
-        while data:
-            data = data[os.write(2, data) :]
+        write_line(self.format(record))
 
 
 def _build_lines(service: str, secrets: Mapping[str, str], fixed: Mapping[str, str]) -> LogLines:

@@ -18,6 +18,7 @@ from celery.backends.redis import RedisBackend, SentinelBackend
 from celery.exceptions import Ignore
 from celery.signals import task_unknown
 from redis.exceptions import RedisError
+from structlog.contextvars import bound_contextvars
 
 from contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
@@ -28,7 +29,6 @@ from contract.specs import ToolSpec
 from store.calls import FinishedCalls
 from workers.celery_edge.broker import LiveTasks
 from workers.executor import BlobStore, CallRepeated, Executor
-from workers.logs import bound_to_call
 from workers.tools.base import WorkerRegistry
 
 log = structlog.get_logger(__name__)
@@ -205,7 +205,7 @@ class _Edge:
             raise
         if self._look is not None:
             self._look()
-        with bound_to_call(call, context):
+        with bound_contextvars(**_call_names(call, context)):
             try:
                 return self._answer(call, context)
             except CallRepeated as repeated:
@@ -242,14 +242,26 @@ class _Edge:
 
 
 def _log_end(call: ToolCall, context: ToolContext, result: ToolResult) -> None:
-    with bound_to_call(call, context):
-        log.info(
-            "call_ended",
-            attempt=context.attempt,
-            code=result.error_code,
-            **{name: round(seconds, 4) for name, seconds in result.clocks if name != "transfer_s"},
-            sandbox=_sandbox_id(result),
-        )
+    log.info(
+        "call_ended",
+        **_call_names(call, context),
+        attempt=context.attempt,
+        code=result.error_code,
+        **{name: round(seconds, 4) for name, seconds in result.clocks if name != "transfer_s"},
+        sandbox=_sandbox_id(result),
+    )
+
+
+def _call_names(call: ToolCall, context: ToolContext) -> dict[str, str]:
+    """Return the fields that all log lines of a call have."""
+    names = {
+        "tenant": context.tenant,
+        "session": context.session,
+        "run": context.run,
+        "call": call.id,
+        "tool": call.name,
+    }
+    return {name: value for name, value in names.items() if value is not None}
 
 
 def _sandbox_id(result: ToolResult) -> str:

@@ -17,10 +17,10 @@ from pydantic import ValidationError
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.tenancy import SandboxTerms
-from workers.logs import bound_to_session
 from workers.sandboxd.factory import SandboxdEnding
 from workers.sandboxd.frames import Frame, FrameError, WorkerLink
 from workers.sandboxd.sandbox import SANDBOXD_FIELDS, RunningCall, Sandbox, count_budget
+from workers.sandboxd.session import bound_to_session
 from workers.sandboxd.sessions import Sessions
 from workers.unix_listening import BACKLOG, find_peer_uid, open_listener
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.logs import bound_to_session
 from workers.sandboxd.background import settle
 from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.reaper import Reaper
-from workers.sandboxd.session import Session
+from workers.sandboxd.session import Session, bound_to_session
 from workers.sandboxd.sessions import Sessions
 
 log = structlog.get_logger(__name__)

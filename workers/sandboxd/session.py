@@ -4,9 +4,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
+
+from structlog.contextvars import bound_contextvars
 
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.disks.base import Workspace
@@ -247,3 +250,11 @@ class SessionMove:
 
     def _why(self) -> str:
         return _DRAINED if self.is_planned else _LOST
+
+
+def bound_to_session(name: object) -> AbstractContextManager[Any]:
+    """Give all log lines of the block the tenant and the session of `name`, `tenant:session`. Any other value adds
+    nothing.
+    """
+    tenant, colon, session = name.partition(":") if isinstance(name, str) else ("", "", "")
+    return bound_contextvars(tenant=tenant, session=session) if colon else bound_contextvars()
