@@ -7,12 +7,11 @@ import os
 import time
 from collections import deque
 
-from guest.commands.spawn import ExecRequest
 from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, Failure
 from guest.frames import join_frame
 from guest.processes import KillReport, read_oom_kills
-from guest.requests import parse_body_bytes, parse_call
-from guest.supervisor_channel import DONE, DONE_AND_FREE, FACTS, STREAMS
+from guest.requests import ExecRequest, parse_body_bytes, parse_call
+from guest.supervisors import DONE, DONE_AND_FREE, FACTS, STREAMS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

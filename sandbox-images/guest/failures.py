@@ -79,6 +79,14 @@ def printable(name: bytes | str) -> str:
     return raw.decode("utf-8", "backslashreplace")
 
 
+def encode_text(text: str, what: str) -> bytes:
+    """The bytes of a name or argument. Raises Failure for what cannot be one."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise Failure(INVALID_ARGUMENTS, f"{what} has a character that cannot be encoded") from None
+
+
 def check_fields(header: dict[str, Any], *names: str) -> None:
     """Raises Failure when the header has a field that is neither common to all requests nor one of `names`."""
     unknown = header.keys() - _COMMON - set(names)

@@ -21,8 +21,7 @@ from guest.kernel import PR_SET_DUMPABLE, set_process_flag
 from guest.paths import GuestPaths
 from guest.processes import Cleanup, KillReport, kill_everything, merge_kills, reap
 from guest.requests import CALL_OPS, is_request_id
-from guest.supervisor_channel import FACTS
-from guest.supervisors import SupervisorHandle, Supervisors
+from guest.supervisors import FACTS, SupervisorHandle, Supervisors
 from guest.tunnels.tunnels import NET_OPS, Tunnels
 
 TYPE_CHECKING = False

@@ -17,7 +17,7 @@ class GuestPaths:
     walk shows it. `environment`: what every program starts with.
     """
 
-    __slots__ = ("environment", "output", "roots", "use_openat2", "use_ripgrep")
+    __slots__ = ("environment", "output", "readable", "roots", "state", "use_openat2", "use_ripgrep", "workspace")
 
     def __init__(
         self,
@@ -27,7 +27,10 @@ class GuestPaths:
         use_ripgrep: bool = True,
     ) -> None:
         self.roots = roots
+        self.workspace = roots[0]
         self.output = output
+        self.state = output + b"/.state"
+        self.readable = (*roots, output)
         self.use_openat2 = use_openat2
         self.use_ripgrep = use_ripgrep
         self.environment: Mapping[str, str] = ENVIRONMENT
@@ -37,18 +40,6 @@ class GuestPaths:
         proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), f"http://127.0.0.1:{port}")
         own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
         self.environment = {**self.environment, **proxy, **own}
-
-    @property
-    def workspace(self) -> bytes:
-        return self.roots[0]
-
-    @property
-    def state(self) -> bytes:
-        return self.output + b"/.state"
-
-    @property
-    def readable(self) -> tuple[bytes, ...]:
-        return (*self.roots, self.output)
 
 
 ENVIRONMENT: Mapping[str, str] = {

@@ -1,14 +1,20 @@
-"""The processes of a sandbox: who lives below whom, how they are killed and collected, and what the OOM killer did."""
+"""The processes of a sandbox: how programs are started, who lives below whom, how processes are killed and collected,
+and what the OOM killer did.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 
+from guest.failures import INVALID_ARGUMENTS, SPAWN_FAILED, Failure, describe_os_error, encode_text, printable
+from guest.paths import PROGRAMS
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Set
+    from collections.abc import Callable, Iterable, Sequence, Set
 
     from guest.calls import Call
 
@@ -33,6 +39,72 @@ TERM_GRACE_S = 0.25
 """How long a program may take to end by itself at its limit; what it prints then is still its output."""
 _SIGTERM = 15
 _SIGCONT = 18
+
+MAX_ARGUMENT_BYTES = 131_071
+"""What the kernel takes as one argument, without its NUL."""
+BASH = (*PROGRAMS["bash"], b"--noprofile", b"--norc", b"-c")
+# Above all that a supervisor has open.
+_SPARE_FD = 200
+
+# SIGKILL and SIGSTOP cannot be set; 32 and 33 are the C library's own.
+_SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
+
+
+def build_bash_argv(script: bytes) -> list[bytes]:
+    """Raises Failure for a script that no bash could run."""
+    if b"\0" in script:
+        raise Failure(INVALID_ARGUMENTS, "the script has a NUL byte")
+    # The last is the script's own name, $0, in front of what bash complains about.
+    return [*BASH, script, b"bash"]
+
+
+def enter_directory(path: str, workspace: bytes) -> None:
+    """Make `path` this process's working directory: posix_spawn has no such step. Raises Failure."""
+    target = os.path.join(workspace, encode_text(path, "'cwd'"))
+    try:
+        os.chdir(target)
+    except OSError as error:
+        raise describe_os_error(error, f"cwd {printable(target)}") from None
+
+
+def spawn(
+    argv: list[bytes], env: dict[bytes, bytes], stdin: int, stdout: int, stderr: int, further: Sequence[int] = ()
+) -> int:
+    """Start a program in a session of its own, with these descriptors and no other. Raises Failure."""
+    actions: list[tuple[int, ...]] = [
+        (os.POSIX_SPAWN_DUP2, stdin, 0),
+        (os.POSIX_SPAWN_DUP2, stdout, 1),
+        (os.POSIX_SPAWN_DUP2, stderr, 2),
+    ]
+    # First out of the way of each other, and last: until here a number may be one of the others'.
+    actions += [(os.POSIX_SPAWN_DUP2, fd, _SPARE_FD + at) for at, fd in enumerate(further)]
+    for at in range(len(further)):
+        actions += [(os.POSIX_SPAWN_DUP2, _SPARE_FD + at, 3 + at), (os.POSIX_SPAWN_CLOSE, _SPARE_FD + at)]
+    program = _find_program(argv[0], env.get(b"PATH", b""))
+    try:
+        return os.posix_spawn(program, argv, env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SIGNALS)
+    except OSError as error:
+        if error.errno == errno.E2BIG:
+            raise Failure(INVALID_ARGUMENTS, "arguments and environment are too large together") from None
+        if program == BASH[0] and error.errno == errno.ENOENT:
+            # The same path for every shell of the session: when it is not there, the image has none.
+            message = (
+                "the image of this sandbox has no /bin/bash, so no command can run; the file and search tools work "
+                "without it"
+            )
+            raise Failure(SPAWN_FAILED, message) from None
+        reason = os.strerror(error.errno or 0).lower()
+        raise Failure(SPAWN_FAILED, f"{printable(argv[0][:200])} could not be started: {reason}") from None
+
+
+def _find_program(name: bytes, search_path: bytes) -> bytes:
+    if b"/" in name:
+        return name
+    for directory in search_path.split(b":"):
+        candidate = os.path.join(directory or b".", name)
+        if os.access(candidate, os.X_OK) and not os.path.isdir(candidate):
+            return candidate
+    raise Failure(SPAWN_FAILED, f"{printable(name[:200])} could not be started: not found in PATH")
 
 
 class Process:

@@ -1,10 +1,9 @@
-"""Requests of the host by their op: what reads each from its header, and what serves it."""
+"""Requests of the host by their op: how each is read from its header, and what serves it."""
 
 from __future__ import annotations
 
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
-from guest.commands.spawn import ExecRequest
-from guest.failures import MAX_BODY, read_whole
+from guest.failures import INVALID_ARGUMENTS, MAX_BODY, Failure, check_fields, read_text, read_timeout, read_whole
 from guest.files.requests import EditTextRequest, ReadFileRequest, ReadTextRequest, WriteFileRequest, WriteTextRequest
 from guest.search.requests import GlobRequest, GrepRequest
 
@@ -13,11 +12,135 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, TypeGuard
 
-    from guest.supervisor_channel import RequestContext
+    from guest.supervisors import RequestContext
 
     FileRequest = ReadTextRequest | ReadFileRequest | WriteFileRequest | WriteTextRequest | EditTextRequest
     JobRequest = JobStartRequest | JobPollRequest | JobInputRequest | JobListRequest
     SearchRequest = GlobRequest | GrepRequest
+
+STREAM_STDERR_BYTES = 65_536
+STATES = ("none", "use", "keep", "fresh")
+_STREAMS = ("stdout", "stderr", "merged")
+
+
+class ExecRequest:
+    """Run one program.
+
+    `caps` are the bytes kept of each stream; `stream_bytes` is None unless stdout is sent as it comes; `live_bytes` may
+    be sent while the program runs, beside what is kept. `spill`: beyond how many bytes and lines the whole output goes
+    to a file. `state`: whether a script starts from the session's shell state ("use"), leaves its own as well ("keep"),
+    or starts without and leaves its own ("fresh"). `cwd` None: the session's folder.
+    """
+
+    __slots__ = (
+        "argv",
+        "caps",
+        "cwd",
+        "env",
+        "live_bytes",
+        "script_bytes",
+        "spill",
+        "state",
+        "stream_bytes",
+        "timeout_s",
+    )
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        check_fields(header, "argv", "script_bytes", "cwd", "env", "capture", "state", "spill", "live", "max_bytes")
+        self.timeout_s = read_timeout(header)
+        self.argv = _argv(header.get("argv"))
+        self.script_bytes = read_whole(header, "script_bytes", 0, MAX_BODY, default=0)
+        self.state = read_state(header)
+        self.cwd = None if self.has_state and header.get("cwd") is None else read_text(header, "cwd")
+        self.env = _environment(header.get("env"))
+        self.stream_bytes: int | None = None
+        self.caps: dict[str, int] = {}
+        self._read_capture(header.get("capture"))
+        self.spill = _spill(header.get("spill"))
+        self.live_bytes = read_whole(header, "max_bytes", 0, None, default=0) if _flag(header, "live") else 0
+        self._check_script(header)
+
+    @property
+    def has_state(self) -> bool:
+        return self.state != "none"
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.state in ("keep", "fresh")
+
+    @property
+    def lane(self) -> str | None:
+        """Commands that leave a state run one after the other."""
+        return "shell" if self.keeps_state else None
+
+    def _check_script(self, header: dict[str, Any]) -> None:
+        if self.argv is not None and self.script_bytes:
+            raise Failure(INVALID_ARGUMENTS, "'argv' and a script exclude each other")
+        if self.has_state and (self.argv is not None or self.env):
+            raise Failure(
+                INVALID_ARGUMENTS,
+                "with a 'state' neither 'argv' nor 'env' can be given: it is a script's, and has the environment",
+            )
+        if self.argv is None and self.script_bytes > read_whole(header, "body_bytes", 0, MAX_BODY):
+            raise Failure(INVALID_ARGUMENTS, "'script_bytes' is more than the body has")
+
+    def _read_capture(self, capture: object) -> None:
+        if not isinstance(capture, dict):
+            raise Failure(INVALID_ARGUMENTS, "'capture' must be an object")
+        if set(capture) == {"stream"}:
+            self.stream_bytes = read_whole(capture, "stream", 0, None)
+            self.caps = {"stdout": 0, "stderr": STREAM_STDERR_BYTES}
+        elif capture.keys() <= set(_STREAMS):
+            self.caps = {name: read_whole(capture, name, 0, MAX_BODY, default=0) for name in _STREAMS}
+        else:
+            raise Failure(INVALID_ARGUMENTS, "'capture' has 'stream' alone, or 'stdout', 'stderr' and 'merged'")
+
+
+def read_state(header: dict[str, Any]) -> str:
+    state = header.get("state", "none")
+    if state not in STATES:
+        raise Failure(INVALID_ARGUMENTS, f"'state' must be one of {', '.join(STATES)}")
+    return str(state)
+
+
+def _flag(header: dict[str, Any], name: str) -> bool:
+    value = header.get(name, False)
+    if not isinstance(value, bool):
+        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be true or false")
+    return value
+
+
+def _spill(value: object) -> tuple[int, int] | None:
+    """Bytes and lines of output up to which there is no file."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or set(value) != {"bytes", "lines"}:
+        raise Failure(INVALID_ARGUMENTS, "'spill' must be null or an object of 'bytes' and 'lines'")
+    return read_whole(value, "bytes", 0, MAX_BODY), read_whole(value, "lines", 0, None)
+
+
+def _argv(value: object) -> list[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or not all(isinstance(part, str) for part in value):
+        raise Failure(INVALID_ARGUMENTS, "'argv' must be null or a list of strings, not empty")
+    if not value[0] or any("\0" in part for part in value):
+        raise Failure(INVALID_ARGUMENTS, "'argv' has a NUL byte or names no program")
+    return value
+
+
+def _environment(value: object) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise Failure(INVALID_ARGUMENTS, "'env' must be an object of strings")
+    for name, text in value.items():
+        if not name or "=" in name or "\0" in name or "\0" in text:
+            raise Failure(INVALID_ARGUMENTS, f"{name!a} cannot be an environment variable")
+    return value
+
+
+if TYPE_CHECKING:
     CallRequest = JobRequest | ExecRequest | FileRequest | SearchRequest
 
 _REQUESTS: dict[str, type[CallRequest]] = {

@@ -10,9 +10,9 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 from guest.commands.outputs import DRAIN_WINDOW_S, Outputs  # noqa: E402
-from guest.commands.spawn import ExecRequest  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
-from guest.supervisor_channel import ReportReader, ReportWriter  # noqa: E402
+from guest.requests import ExecRequest  # noqa: E402
+from guest.supervisors import ReportReader, ReportWriter  # noqa: E402
 
 _F_SETPIPE_SZ = 1031
 PIECE = 30_000

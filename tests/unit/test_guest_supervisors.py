@@ -16,8 +16,11 @@ from tests.processes import read_proc
 
 assert GUEST_PARENT
 from guest.calls import Call  # noqa: E402
-from guest.supervisor_channel import Progress, open_channel  # noqa: E402
-from guest.supervisors import SupervisorHandle  # noqa: E402
+from guest.supervisors import (  # noqa: E402
+    Progress,
+    SupervisorHandle,
+    open_channel,
+)
 
 pytestmark = needs_namespace
 

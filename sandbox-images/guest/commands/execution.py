@@ -8,23 +8,27 @@ import time
 
 from guest.commands.outputs import Outputs
 from guest.commands.shell_state import ShellSession
-from guest.commands.spawn import build_argv, build_environment, enter_directory, spawn
+from guest.failures import INVALID_ARGUMENTS, Failure, encode_text
 from guest.processes import (
+    MAX_ARGUMENT_BYTES,
     TERM_GRACE_S,
     KillReport,
     ask_to_end,
+    build_bash_argv,
+    enter_directory,
     kill_below,
     offer_to_oom_killer,
     read_descendants,
     read_oom_kills,
     reap,
+    spawn,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.commands.spawn import ExecRequest
     from guest.paths import GuestPaths
-    from guest.supervisor_channel import CallPipes
+    from guest.requests import ExecRequest
+    from guest.supervisors import CallPipes
 
 LEFTOVER_GRACE_S = 0.02
 """What a program that ended left behind may take to end by itself: helpers that follow their parent do."""
@@ -187,3 +191,24 @@ class Execution:
             return {"exit_code": None, "signal": None}
         code = os.waitstatus_to_exitcode(self._status)
         return {"exit_code": code if code >= 0 else None, "signal": -code if code < 0 else None}
+
+
+def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
+    if request.argv is None:
+        if len(script) > MAX_ARGUMENT_BYTES:
+            raise Failure(
+                INVALID_ARGUMENTS,
+                f"the script has {len(script)} bytes, more than {MAX_ARGUMENT_BYTES}: write it to a file and run the "
+                "file",
+            )
+        return build_bash_argv(script)
+    argv = [encode_text(part, "an argument") for part in request.argv]
+    longest = max(len(part) for part in argv)
+    if longest > MAX_ARGUMENT_BYTES:
+        raise Failure(INVALID_ARGUMENTS, f"an argument has {longest} bytes, more than {MAX_ARGUMENT_BYTES}")
+    return argv
+
+
+def build_environment(request: ExecRequest, paths: GuestPaths) -> dict[bytes, bytes]:
+    merged = {**paths.environment, **request.env}
+    return {encode_text(name, "env"): encode_text(value, "env") for name, value in merged.items()}

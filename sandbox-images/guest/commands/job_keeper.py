@@ -12,15 +12,14 @@ from guest.commands.job_log import JobLog
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobStartRequest
 from guest.commands.jobs import EXITED, KILLED, RUNNING
 from guest.commands.shell_state import build_shell, enter_session_folder, load_state
-from guest.commands.spawn import spawn
 from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
 from guest.kernel import WRITE_LATER
-from guest.processes import KillReport, ask_to_end, kill_below, offer_to_oom_killer, read_oom_kills, reap
-from guest.supervisor_channel import Assignment, CallPipes, SupervisorEnds, receive
+from guest.processes import KillReport, ask_to_end, kill_below, offer_to_oom_killer, read_oom_kills, reap, spawn
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from guest.paths import GuestPaths
+    from guest.supervisors import Assignment, SupervisorEnds
 
 GRACE_S = 2.0
 """How long a job may take to end by itself when it is to be killed."""
@@ -40,7 +39,7 @@ class JobKeeper:
     def __init__(self, request: JobStartRequest, ends: SupervisorEnds, body: int | None, paths: GuestPaths) -> None:
         self._request = request
         self._ends = ends
-        self._pipes = CallPipes(ends, body)
+        self._pipes = ends.open_call(body)
         self._paths = paths
         self._status: int | None = None
         self._state = RUNNING
@@ -86,11 +85,11 @@ class JobKeeper:
                 return False
             pace_s = _REAP_PACE_S if self._state == RUNNING else LINGER_S
             if self._serve_events(min(pace_s, until - now) if until is not None else pace_s):
-                heard = receive(self._ends.channel)
-                if heard is None:
+                received = self._ends.receive()
+                if received is None:
                     return False
-                if isinstance(heard, Assignment):
-                    self._serve(heard)
+                if not isinstance(received, str):
+                    self._serve(received)
                     return True
                 if is_start:
                     self._kill()
@@ -142,7 +141,7 @@ class JobKeeper:
     def _serve(self, assignment: Assignment) -> None:
         """Answer one request about the job."""
         self._ends.progress.take()
-        self._pipes = CallPipes(self._ends, assignment.body)
+        self._pipes = self._ends.open_call(assignment.body)
         request = assignment.request
         try:
             if isinstance(request, JobInputRequest):

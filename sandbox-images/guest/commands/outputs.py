@@ -9,9 +9,9 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.commands.spawn import ExecRequest
     from guest.paths import GuestPaths
-    from guest.supervisor_channel import ReportWriter
+    from guest.requests import ExecRequest
+    from guest.supervisors import ReportWriter
 
 QUOTA_BYTES = 67_108_864
 """Of all spill files of a session together, and so of one."""

@@ -12,13 +12,13 @@ import os
 import re
 import stat
 
-from guest.commands.spawn import BASH, MAX_ARGUMENT_BYTES, build_bash_argv, enter_directory
 from guest.failures import PATH_NOT_ALLOWED, Failure, printable
 from guest.paths import ENVIRONMENT, GuestPaths
+from guest.processes import BASH, MAX_ARGUMENT_BYTES, build_bash_argv, enter_directory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.commands.spawn import ExecRequest
+    from guest.requests import ExecRequest
 
 _MAX_PATH = 4096
 MAX_STATE_BYTES = 262_144

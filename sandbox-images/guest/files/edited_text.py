@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from guest.files.edit_matching import Span
-    from guest.supervisor_channel import Watch
+    from guest.supervisors import Watch
 
 _KEPT_PLACES = 20
 """Of further ones only their number is known."""

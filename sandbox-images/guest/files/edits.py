@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from guest.files.edit_matching import Span
     from guest.files.requests import EditTextRequest
-    from guest.supervisor_channel import RequestContext
+    from guest.supervisors import RequestContext
 
 _BLANKS = b" \t\r"
 _MAX_BYTES = 262_144

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from guest.files.requests import ReadFileRequest
     from guest.paths import GuestPaths
-    from guest.supervisor_channel import RequestContext, Watch
+    from guest.supervisors import RequestContext, Watch
 
 _BLOCK = 262_144
 

@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from guest.confinement import Place
     from guest.paths import GuestPaths
-    from guest.supervisor_channel import Watch
+    from guest.supervisors import Watch
 
 MAX_BYTES = 33_554_432
 """A larger file is neither compared nor noted."""

@@ -13,7 +13,7 @@ from guest.files.versions import BodyContent, OldFile, Version, open_old
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from guest.files.requests import WriteFileRequest
-    from guest.supervisor_channel import RequestContext
+    from guest.supervisors import RequestContext
 
 
 def write_file(request: WriteFileRequest, context: RequestContext) -> dict[str, object]:

@@ -10,8 +10,7 @@ import time
 from collections import deque
 
 from guest.commands.shell_state import read_folder
-from guest.commands.spawn import encode_text
-from guest.failures import FILE_NOT_FOUND, Failure, printable
+from guest.failures import FILE_NOT_FOUND, Failure, encode_text, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from guest.supervisor_channel import RequestContext
+    from guest.supervisors import RequestContext
 
 MAX_NAMES = 100
 _STRIDE = 1024

@@ -19,7 +19,7 @@ from guest.files.versions import BodyContent, BytesContent, OldFile, Version, op
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from guest.files.requests import WriteTextRequest
-    from guest.supervisor_channel import RequestContext
+    from guest.supervisors import RequestContext
 
 _SAMPLE_BYTES = 65_536
 _NOTES_BYTES = 4096

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Protocol
 
-    from guest.supervisor_channel import Watch
+    from guest.supervisors import Watch
 
     class Content(Protocol):
         """What is to be written. `blocks` gives it in pieces, from its beginning each time."""

@@ -6,7 +6,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.supervisor_channel import Watch
+    from guest.supervisors import Watch
 
 SEARCH_S = 20.0
 ENTRIES_A_CHECK = 512

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from guest.paths import GuestPaths
     from guest.search.glob_patterns import Match
     from guest.search.requests import GlobRequest
-    from guest.supervisor_channel import ReportWriter, RequestContext
+    from guest.supervisors import ReportWriter, RequestContext
 
 
 def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:

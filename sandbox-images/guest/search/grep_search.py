@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from guest.paths import GuestPaths
     from guest.search.requests import GrepRequest
-    from guest.supervisor_channel import RequestContext
+    from guest.supervisors import RequestContext
 
 _REST_S = 0.001
 _FIRST_BATCH = 4
