@@ -170,7 +170,7 @@ async def _fill_hosts(client: "redis.asyncio.Redis") -> None:
 def _counted_s() -> float:
     """Processor seconds of counting a call, when its series are known."""
     meter = CallMeter(Counts())
-    meter.know((ToolSpec(name="bash_tool", description="x", parameters={"type": "object", "properties": {}}),))
+    meter.tools_changed((ToolSpec(name="bash_tool", description="x", parameters={"type": "object", "properties": {}}),))
     clocks = Clocks(queued_s=0.01, sandbox_s=0.02, run_s=0.3, transfer_s=0.004)
     result = ToolResult(call_id="c1", name="bash_tool", success=True, output="x" * 2000, clocks=clocks)
     meter.count(result)

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -36,18 +36,22 @@ ARCHIVE_TIMEOUT_S = 540.0
 Work = Callable[[], Awaitable[ToolResult]]
 
 
-class CallMiddleware:
-    """An optional feature around the calls of a dispatcher. The methods here add nothing."""
+class CallMiddleware(Protocol):
+    """An optional feature around the calls of a dispatcher: orchestrator/metrics/call_meter.py,
+    orchestrator/dispatch/middleware.py.
+    """
 
     async def run(self, request: Request, work: Work) -> ToolResult:
         """Have a call made. `work` does not raise for a failure of the call; it may be cancelled."""
-        return await work()
+        ...
 
     def tool_found(self, spec: ToolSpec) -> None:
         """Called within `run` when it is known which tool the call means."""
+        ...
 
     def tools_changed(self, published: Sequence[ToolSpec]) -> None:
         """Called before the first call, and when the workers publish other tools."""
+        ...
 
 
 class Dispatcher:

@@ -1,38 +1,16 @@
-"""The optional features around calls: metrics and traces."""
+"""Traces around calls. Metrics are another middleware (orchestrator/metrics/call_meter.py)."""
 
-import asyncio
 from collections.abc import Sequence
 
 from contract.calls import ToolResult
 from contract.specs import ToolSpec
-from orchestrator.dispatch.dispatcher import CallMiddleware, Work
+from orchestrator.dispatch.dispatcher import Work
 from orchestrator.dispatch.request import Request
-from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.tracing import CURRENT_CALL, call_spans
 from telemetry.spans import Tracer
 
 
-class MeteredCalls(CallMiddleware):
-    """Counts every call once. A tenant's own skill counts as skill_tool: its name is the tenant's."""
-
-    def __init__(self, meter: CallMeter) -> None:
-        self._meter = meter
-
-    async def run(self, request: Request, work: Work) -> ToolResult:
-        try:
-            result = await work()
-        except asyncio.CancelledError:
-            if not request.keeps_result:
-                self._meter.count_abandoned(request.call.name)
-            raise
-        self._meter.count(result)
-        return result
-
-    def tools_changed(self, published: Sequence[ToolSpec]) -> None:
-        self._meter.know(published)
-
-
-class TracedCalls(CallMiddleware):
+class TracedCalls:
     """Makes the spans of every call."""
 
     def __init__(self, tracer: Tracer) -> None:
@@ -47,3 +25,6 @@ class TracedCalls(CallMiddleware):
     def tool_found(self, spec: ToolSpec) -> None:
         if (spans := CURRENT_CALL.get()) is not None:
             spans.know(spec)
+
+    def tools_changed(self, published: Sequence[ToolSpec]) -> None:
+        """Spans do not depend on what is published."""

@@ -14,7 +14,7 @@ from orchestrator.dispatch.call_monitor import CallMonitor
 from orchestrator.dispatch.celery_transport import CeleryTransport, describe_sender
 from orchestrator.dispatch.delivery import Pool
 from orchestrator.dispatch.dispatcher import CallMiddleware, Dispatcher
-from orchestrator.dispatch.middleware import MeteredCalls, TracedCalls
+from orchestrator.dispatch.middleware import TracedCalls
 from orchestrator.dispatch.session_locator import HostSource
 from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from orchestrator.metrics.tally import Tally
@@ -107,7 +107,7 @@ async def open_pool(
         stack.push_async_callback(admission.aclose)
         installed = SkillStore(redis, deployment, keys)
         offers = TenantCatalog(catalog, installed)
-        middleware: list[CallMiddleware] = [MeteredCalls(tally.calls)]
+        middleware: list[CallMiddleware] = [tally.calls]
         if tracer is not None:
             middleware.append(TracedCalls(tracer))
         dispatcher = Dispatcher(

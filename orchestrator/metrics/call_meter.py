@@ -1,8 +1,10 @@
 """Counts every call that a dispatcher answers, once."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
-from contract.calls import ToolResult
+from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.metrics import (
     CALL_SECONDS,
@@ -26,16 +28,42 @@ HOST_QUEUES = "host"
 _ENDS = {ErrorCode.HOST_LOST: "lost", ErrorCode.OUTCOME_UNKNOWN: "unknown"}
 
 
+class MeteredRequest(Protocol):
+    """A request, as far as it is counted (orchestrator/dispatch/request.py)."""
+
+    @property
+    def call(self) -> ToolCall: ...
+
+    @property
+    def keeps_result(self) -> bool: ...
+
+
 class CallMeter:
-    """Names of tools come from the catalog: what a model or a program invents is counted under OTHER."""
+    """A middleware of the dispatcher. Names of tools come from the catalog: what a model or a program invents is
+    counted under OTHER. A tenant's own skill counts as skill_tool, because its name is the tenant's.
+    """
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._published: Sequence[ToolSpec] = ()
         self._queues: dict[str, str] = {}
 
-    def know(self, published: Sequence[ToolSpec]) -> None:
-        """The catalog as it is now."""
+    async def run(self, request: MeteredRequest, work: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        """Have a call made, and count its result."""
+        try:
+            result = await work()
+        except asyncio.CancelledError:
+            if not request.keeps_result:
+                self.count_abandoned(request.call.name)
+            raise
+        self.count(result)
+        return result
+
+    def tool_found(self, spec: ToolSpec) -> None:
+        """A call is counted under the name in its result."""
+
+    def tools_changed(self, published: Sequence[ToolSpec]) -> None:
+        """Learn the names of the tools that the workers publish."""
         if published is not self._published:
             self._published = published
             self._queues = {spec.name: POOL_QUEUES.get(spec.pool, HOST_QUEUES) for spec in published}

@@ -28,7 +28,6 @@ from contract.run_events import (
 )
 from orchestrator.dialects.model import Message
 from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.middleware import MeteredCalls
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.loop.limits import Usage
@@ -75,7 +74,7 @@ async def dispatch(tally: Tally, answer: Any, call: ToolCall | None = None) -> T
         TenantCatalog(StaticCatalog(ECHO)),
         KEY,
         queue_wait_s=60,
-        middleware=[MeteredCalls(tally.calls)],
+        middleware=[tally.calls],
     )
     return await door.dispatch(Request(call or build_call(text="hi"), *ROUTE))
 
@@ -152,7 +151,7 @@ async def test_a_caller_that_leaves_is_counted_but_one_whose_call_goes_on_elsewh
             TenantCatalog(StaticCatalog(ECHO)),
             KEY,
             queue_wait_s=60,
-            middleware=[MeteredCalls(tally.calls)],
+            middleware=[tally.calls],
         )
         for keeps in (False, True):
             began.clear()
