@@ -211,7 +211,7 @@ class ToolResult(Record):
         if self.metadata.get(_OUTCOME_LOST) is True:
             return RunFailure.LOST
         reason = self.metadata.get(_NOT_RUN)
-        return RunFailure(reason) if reason in list(RunFailure) else None
+        return RunFailure(reason) if reason is not None and reason in list(RunFailure) else None
 
     @property
     def has_not_run(self) -> bool:

@@ -96,10 +96,10 @@ class TenantPolicy(Record):
 
     def allows_tool(self, name: str) -> bool:
         """Whether calls of that tool, or verb of sessions, are served at all."""
-        names = _names(name)
-        if self.tools is None or not names:
+        if self.tools is None:
             return True
-        return any(_fits(known, pattern) for known in names for pattern in self.tools)
+        names = _names(name)
+        return not names or any(_fits(known, pattern) for known in names for pattern in self.tools)
 
 
 def tools_of(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[str, ...]:

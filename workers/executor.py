@@ -19,7 +19,7 @@ from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, Operat
 from contract.registry import RELEASING, Switch, check_call, check_switches
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SKILL_TOOL, SandboxTerms
 from store.calls import CallClaim, WorkerCallStore
 from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
@@ -63,7 +63,9 @@ class CallPolicy:
         Raises ToolFailure: TOOL_DISABLED, UNKNOWN_TENANT, PERMISSION_DENIED, SECURITY_REFUSED; ConfigError,
         BrokerUnavailable.
         """
-        self.check_switches(spec, tenant, arguments)
+        if spec.name == SKILL_TOOL:
+            # Its arguments may name another tool. All other tools have been checked.
+            self.check_switches(spec, tenant, arguments)
         if self._tenants is None:
             return None
         if spec.name in RELEASING:
@@ -204,7 +206,7 @@ class Executor:
         # The same answer for both: a tenant cannot learn that another one has a tool.
         if tool is None or not tool.spec.is_for(context.tenant):
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
-        # Checked twice: before the arguments, and after them, because they may name another tool.
+        # Before the arguments: a tool that is off says so, whatever it is called with.
         self._policy.check_switches(tool.spec, context.tenant)
         if context.arguments_blob is not None:
             given = decode_arguments(self.blobs.take(context.tenant, context.arguments_blob))

@@ -88,7 +88,9 @@ class Dispatcher:
     async def dispatch(self, request: Request) -> ToolResult:
         """Return the one result of the call."""
         result = await self._run(request, self._call)
-        return result.model_copy(update={"name": request.call.name})
+        # The worker runs a tenant's own skill as skill_tool.
+        name = request.call.name
+        return result if result.name == name else result.model_copy(update={"name": name})
 
     async def command(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
         """Send `session.cancel` or `session.close` at once, past the queue, to the session's host or to the workers of
@@ -221,7 +223,9 @@ class Dispatcher:
         check = partial(prepare_arguments, spec, call.arguments, text=request.text_arguments)
         is_short = is_quick(spec, call.arguments, text=request.text_arguments)
         arguments, request.aliases = check() if is_short else await asyncio.to_thread(check)
-        await self._rules.check_switch(spec, tenant, arguments)
+        if spec.name == SKILL_TOOL:
+            # Its arguments may name another tool.
+            await self._rules.check_switch(spec, tenant, arguments)
         await check_policy(policy, tenant, spec, arguments)
         request.policy, request.queue_wait_s = policy, self._queue_wait_s
         sent_at = self._delivery.clock()

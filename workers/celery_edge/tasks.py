@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 ExecutorFactory = Callable[[], Executor]
 OnRefused = Callable[[RefusalReason], None]
-Body = Callable[..., Mapping[str, Any]]
+Body = Callable[..., "Answer"]
 
 CELERY_MARGIN_S = 30.0
 """How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed. In
@@ -60,9 +60,9 @@ class Ending:
     sandbox: str
 
 
-class Answer(dict[str, Any]):
-    """The return value of a task. Celery, its events and its log see a few harmless fields; the caller gets the whole
-        record.
+class Answer:
+    """The return value of a task. Celery, its events and its log see its text, which has a few harmless fields; the
+    caller gets the whole record. It is no dict, because Celery takes long to shorten the text of one.
 
     `ending` None: the call was not run, and its record stays as it is. `log_end` writes the call's line of the log. It
     is called when the result is stored, so that the caller does not wait for it.
@@ -71,10 +71,12 @@ class Answer(dict[str, Any]):
     def __init__(
         self, encoded: Mapping[str, Any], ending: Ending | None, log_end: Callable[[], None] = lambda: None
     ) -> None:
-        super().__init__({name: value for name, value in encoded.items() if name not in ("data", "kept")})
         self.encoded = encoded
         self.ending = ending
         self.log_end = log_end
+
+    def __repr__(self) -> str:
+        return repr({name: value for name, value in self.encoded.items() if name not in ("data", "kept")})
 
 
 class CallNotServed(Exception):
@@ -185,12 +187,12 @@ class _Edge:
     def body(self, name: str) -> Body:
         """Return the function of the task `name`."""
 
-        def run(envelope: str) -> Mapping[str, Any]:
+        def run(envelope: str) -> Answer:
             return self._run(name, envelope)
 
         return run
 
-    def _run(self, name: str, envelope: object) -> Mapping[str, Any]:
+    def _run(self, name: str, envelope: object) -> Answer:
         """Run the call of the task `name` and return its answer.
 
         Raises EnvelopeRefused when the message is not a valid call; nothing has run. Raises CallNotServed, with the
