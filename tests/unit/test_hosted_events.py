@@ -60,7 +60,7 @@ def taken(one: RunEventBuffer) -> list[dict[str, Any]]:
     found = one.take()
     assert found is not None
     one.confirm(found, is_ours=True)
-    return [json.loads(event) for event in found.telling.events]
+    return [json.loads(event) for event in found.event_batch.events]
 
 
 def increase(ids: list[str]) -> bool:
@@ -134,11 +134,11 @@ def test_open_questions_are_counted() -> None:
     one.on_event(asked)
     found = one.take()
     assert found is not None
-    assert found.telling.asking == 1
+    assert found.event_batch.asking == 1
     one.on_event(ApprovalDecided(run="r", call_id="c", digest="d", is_allowed=True, reason=""))
     later = one.take()
     assert later is not None
-    assert later.telling.asking == 0
+    assert later.event_batch.asking == 0
 
 
 @pytest.mark.parametrize("hostile", ["\x00\x1b[2J‮" * 9000, "\ud83d" * 9000, "\U0001f600" * 9000, '"RunEnded"' * 9000])
