@@ -1,1 +1,1 @@
-"""What the product costs beside its floor and its peers: `scripts/bench`, docs/performance.md."""
+"""What the product costs beside its floor and its peers: `scripts/bench`, docs/testing.md."""

@@ -34,7 +34,7 @@ ASKED_AT_ONCE = 100
 LISTED_US, MOST_LISTED = 100, 100
 CALLS_MADE = size(20_000, 100)
 CALL_CPU_S = 0.003
-"""What a call costs an orchestrator at least (docs/performance.md)."""
+"""What a call costs an orchestrator at least (docs/testing.md)."""
 TARGET_MS = 100.0
 LONGEST_LOOK_MS = 10.0
 

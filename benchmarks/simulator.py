@@ -220,7 +220,7 @@ def _tell_shares(
         by_host[queue][tenant] = number * SHORT.wish
     fair: dict[tuple[str, str], float] = {}
     for host in (ground.world.by_queue[queue] for queue in hosts):
-        # No tenant gets all slots for calls as long as these (docs/admission.md).
+        # No tenant gets all slots for calls as long as these (docs/design.md).
         most = max(1, host.slots * 9 // 10)
         wishes = {tenant: min(most, wish) for tenant, wish in by_host[host.queue].items()}
         for tenant, slots in share_out(host.slots, wishes, ground.weights).items():

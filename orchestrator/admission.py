@@ -305,7 +305,7 @@ class _Ticket:
 
 
 class SharedAdmission:
-    """Gives weighted fair shares of each queue's slots (docs/admission.md).
+    """Gives weighted fair shares of each queue's slots (docs/design.md).
 
     A call costs one round trip before it begins. Its release is sent without waiting for the answer. Requests of one
     turn of the event loop share a pipeline. `clock`: Unix seconds instead of Redis's clock, for simulations.

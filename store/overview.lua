@@ -1,4 +1,4 @@
--- A look at a deployment's queues, tenants and batches, in one step; changes nothing. docs/admission.md draws the state that it reads.
+-- A look at a deployment's queues, tenants and batches, in one step; changes nothing. docs/design.md draws the state that it reads.
 --
 -- ARGV: prefix of the deployment, of admission, of slots, of runs, queues (JSON list), registered tenants (JSON list), how many batches to tell.
 -- Answer (JSON): queues and tenants by name, batches as a list of lists, counts.

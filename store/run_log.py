@@ -319,6 +319,6 @@ def unpack_transcript(run: str, packed: bytes) -> list[dict[str, Any]]:
     except (zlib.error, ValueError, RecursionError) as error:
         raise ConfigError(
             f"the transcript of run {run} in Redis cannot be read ({error}): run the same release everywhere, and see "
-            "which process writes to this Redis. If the run was traced, its trace has the messages (docs/traces.md)"
+            "which process writes to this Redis. If the run was traced, its trace has the messages (docs/observe.md)"
         ) from error
     return messages

@@ -1,5 +1,5 @@
 """Slots of the queues' workers, shared out between tenants by one Lua script that all orchestrators run
-(docs/admission.md).
+(docs/design.md).
 
 A step of the script is atomic: it takes what an orchestrator requests and gives back, and grants what follows from it
 for every orchestrator. The grants of other orchestrators are published; a lease ends what an orchestrator held that has

@@ -1,5 +1,5 @@
 -- One step of admission, whole or not at all: what one orchestrator asks for, and what follows from it for everybody.
--- docs/admission.md draws the state and says why it is so.
+-- docs/design.md draws the state and says why it is so.
 --
 -- ARGV: prefix of the keys, prefix of the keys of slots, this orchestrator, seconds of a lease, the instant ("" for Redis's own), operations (JSON):
 --   ["enqueue", id, call, policy]   a call that wants a slot; once more: tells its state

@@ -1,4 +1,4 @@
-"""`sandbox="toolcrew"` for evaluations with Inspect: each sample gets a session of the pool (docs/inspect.md)."""
+"""`sandbox="toolcrew"` for evaluations with Inspect: each sample gets a session of the pool (docs/integrations.md)."""
 
 import asyncio
 import errno

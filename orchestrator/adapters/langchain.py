@@ -79,8 +79,7 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
             )
         if not self._loop.is_running():
             raise RuntimeError(
-                f"{self.name}: the loop of its client has ended: keep it running, as docs/adapters.md shows for plain "
-                "programs"
+                f"{self.name}: the event loop of its client has ended. Keep it running; docs/integrations.md shows how"
             )
 
     def _told(self, result: ToolResult, tool_call_id: str | None) -> tuple[Any, dict[str, Any]]:

@@ -24,7 +24,7 @@ printed, obey others.
 
 
 class RowResponse(BaseModel):
-    """What an item was answered. `body`: by its url (docs/batch-files.md)."""
+    """What an item was answered. `body`: by its url (docs/batches.md)."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

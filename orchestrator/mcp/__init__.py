@@ -1,1 +1,3 @@
-"""The pool's tools for any client of the Model Context Protocol; the only package that knows its SDK (docs/mcp.md)."""
+"""Serves the pool's tools to clients of the Model Context Protocol (docs/integrations.md). Only this package imports
+its SDK on this side.
+"""

@@ -55,7 +55,7 @@ SMALL_CAPABILITIES = Capabilities(
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/local-model.md. `tools`: those
+    """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/agents.md. `tools`: those
     it can choose between.
 
     `capabilities` None: nobody has asked yet; find_capabilities does. `is_fallback`: no model was named.

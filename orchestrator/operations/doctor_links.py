@@ -92,7 +92,7 @@ async def examine_model(settings: OrchestratorSettings, report: Report) -> None:
     except ConfigError:
         text = (
             "no endpoint and no weights of the local model: set OPENAI_BASE_URL and TOOLCREW_MODEL, or see "
-            "docs/local-model.md"
+            "docs/agents.md"
         )
         report.add("model", False, text, needed=False)
         return

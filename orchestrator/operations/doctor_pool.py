@@ -91,7 +91,7 @@ async def _examine_unreadable(hosts: HostStore, report: Report) -> set[str]:
     unreadable = await hosts.find_unreadable()
     for queue in sorted(unreadable):
         report.broken(
-            "hosts", f"the report of {queue} cannot be read", "run neighbouring releases everywhere (docs/upgrading.md)"
+            "hosts", f"the report of {queue} cannot be read", "run neighbouring releases everywhere (docs/deploy.md)"
         )
     return unreadable
 
@@ -101,7 +101,7 @@ def _trouble_of(one: HostReport) -> tuple[str, str]:
     if one.release != RELEASE:
         return (
             f"it runs release {one.release}, and this program {RELEASE}",
-            "run the same release everywhere (docs/upgrading.md)",
+            "run the same release everywhere (docs/deploy.md)",
         )
     if not one.worker:
         return (
@@ -219,7 +219,7 @@ async def _examine_queues(
             report.broken(
                 "queues",
                 f"{queue.queue}: {queue.length} calls, and no worker serves it",
-                "start its workers (docs/queue.md)",
+                "start its workers (docs/deploy.md)",
             )
         elif age_s is not None and age_s > OLD_MESSAGE_S:
             report.broken(

@@ -177,5 +177,5 @@ async def _examine_refusals(client: RedisClient, deployment: str, report: Report
             "secret",
             f"of all messages so far workers have refused some ({refusals})",
             "the same TOOLCREW_SECRET and release on both sides; if both are, somebody else writes to the queues "
-            "(docs/wire-security.md)",
+            "(docs/security.md)",
         )

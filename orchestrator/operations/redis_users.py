@@ -1,7 +1,7 @@
 """Redis users, one a role, as the lines of an ACL file: what each part of a deployment may touch, and nothing else.
 
 Written for Redis 6.2, whose rules cannot tell reading a key from writing it, nor listening on a channel from publishing
-there. What that leaves open, and how each role's rules were found: docs/wire-security.md.
+there. What that leaves open, and how each role's rules were found: docs/security.md.
 """
 
 import hashlib

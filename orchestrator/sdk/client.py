@@ -355,7 +355,7 @@ class ToolClient:
     @cached_property
     def runs(self) -> ClientRuns:
         """Runs of the client's tenant that the pool's orchestrators work, whether this program lives on or not
-        (docs/runs.md).
+        (docs/agents.md).
         """
         hosted = HostedRuns.on(self._pool, self._settings.deployment)
         return ClientRuns(hosted, lambda: self._as_tenant(None), self.actor)
@@ -446,8 +446,8 @@ class ToolClient:
 
         `model` None: as the environment says, else the embedded small one. `tools` None: all that the model can cope
         with. `on_event` gets OutputArrived while calls run, unless `shows_output` is False: then no worker sends any.
-        `has_trace`: it is written down in `traces` (docs/traces.md), under the result's `run`. Raises ModelUnavailable,
-        SandboxUnavailable, ConfigError.
+        `has_trace`: the run's events are written to `traces` (docs/observe.md), under the result's `run`. Raises
+        ModelUnavailable, SandboxUnavailable, ConfigError.
         """
         if session is not None and workspace is not None:
             raise ConfigError("give either a session or a workspace to run in, not both")

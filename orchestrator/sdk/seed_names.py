@@ -1,5 +1,5 @@
 """The names that the requirement documents use for the loop and its parts. Aliases only: each calls what
-docs/dialects.md describes.
+docs/agents.md describes.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Every command and program of the README is run as it stands there, from a clone's root."""
+"""Every command and program of the README, run from a clone's root."""
 
 import os
 import re
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.model_server.running import running_model_server
-from tests.stack import open_stack, require_engine
+from tests.stack import require_engine
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -25,15 +24,7 @@ FAST = {
 }
 
 
-BLOCKS = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
-
-
-BATCH = next(block for block in BLOCKS if "toolcrew batches submit" in block[0])
-
-
-def read_commands() -> list[str]:
-    """Those that need nothing."""
-    return [line for block in BLOCKS[:-1] if block != BATCH for line in block]
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 
 
 def run(command: str, folder: Path = ROOT, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -52,12 +43,10 @@ def run(command: str, folder: Path = ROOT, **environment: str) -> "subprocess.Co
 
 
 def test_the_readme_names_both_commands_first() -> None:
-    assert read_commands()[:2] == ["scripts/demo", "scripts/test"]
+    assert COMMANDS[:2] == ["scripts/demo", "scripts/test"]
 
 
-@pytest.mark.parametrize(
-    "command", [c for c in read_commands() if c != "scripts/demo" and not c.startswith("toolcrew run")]
-)
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "scripts/demo" and not c.startswith("toolcrew run")])
 def test_a_command_of_the_readme_works(command: str) -> None:
     require_engine()
 
@@ -66,56 +55,32 @@ def test_a_command_of_the_readme_works(command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_commands_for_a_running_pool_work_in_their_order(tmp_path: Path) -> None:
-    engine = require_engine()
-    with open_stack(engine, {"TOOLCREW_HOST": "HOST", "TOOLCREW_WORKSPACE_STORE": str(tmp_path)}) as stack:
-        with running_model_server(ROOT / "examples" / "fix-the-test" / "script.jsonl") as server:
-            (tmp_path / "examples").symlink_to(ROOT / "examples")
-            environment = {
-                "TOOLCREW_REDIS_URL": stack.redis_url,
-                "TOOLCREW_TRACES": str(tmp_path / "traces"),
-                **server.environment(),
-            }
-            for command in BATCH:
-                done = run(command, tmp_path, **environment)
-                assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        for command in BLOCKS[-1]:
-            done = run(command, TOOLCREW_REDIS_URL=stack.redis_url)
-            assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    assert BLOCKS[-1][-1] == "toolcrew hosts drain HOST --wait"
-
-
-PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
-def test_the_program_of_the_readme_works() -> None:
-    require_engine()
-    program = PROGRAMS[0]
-
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert "architecture.md" in done.stdout
-    assert "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03" in done.stdout
-
-
-@pytest.mark.model
-def test_the_program_with_its_own_function_works_with_the_local_model() -> None:
+def run_program(page: str, timeout_s: float) -> str:
+    """Run the one complete program of a page and return its output."""
+    [program] = [p for p in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "asyncio.run(main())" in p]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLCREW_", "OPENAI_"))}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAMS[1]],
+        [sys.executable, "-c", program],
         cwd=ROOT,
         env=kept,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=timeout_s,
         check=False,
     )
-
     assert done.returncode == 0, done.stderr
-    assert "22" in done.stdout
+    return done.stdout
+
+
+def test_the_program_of_the_readme_works() -> None:
+    require_engine()
+
+    assert run_program(README, 120).startswith("True 7\n")
+
+
+@pytest.mark.model
+def test_the_program_of_agents_with_its_own_function_works_with_the_local_model() -> None:
+    assert "22" in run_program((ROOT / "docs" / "agents.md").read_text(), 200)
 
 
 @pytest.mark.model
@@ -133,11 +98,11 @@ def test_the_demo_answers_all_three_jobs_with_the_local_model_and_leaves_nothing
 @pytest.mark.model
 def test_the_run_command_of_the_readme_answers() -> None:
     require_engine()
-    command = next(c for c in read_commands() if c.startswith("toolcrew run"))
+    command = next(c for c in COMMANDS if c.startswith("toolcrew run"))
 
     done = run(command)
 
-    lines = len((ROOT / "docs" / "architecture.md").read_text().splitlines())
+    lines = len((ROOT / "docs" / "design.md").read_text().splitlines())
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(lines) in done.stdout.splitlines()[-1]
 

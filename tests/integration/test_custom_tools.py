@@ -1,4 +1,4 @@
-"""The example package of docs/custom-tools.md, installed and served by a real worker beside the stack: state,
+"""The example package of docs/add-a-tool.md, installed and served by a real worker beside the stack: state,
 configuration, model, limits.
 """
 

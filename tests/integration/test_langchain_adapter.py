@@ -254,7 +254,7 @@ def test_ctrl_c_during_a_plain_invoke_stops_the_call_in_the_sandbox(stack: Stack
 
 @contextlib.contextmanager
 def open_in_thread(stack: Stack) -> Iterator[tuple[BlockingPortal, dict[str, PoolTool], Session]]:
-    """As docs/adapters.md shows it for programs without a loop of their own."""
+    """As docs/integrations.md shows it for programs without a loop of their own."""
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(ToolClient.connect(stack.redis_url)) as client,

@@ -29,7 +29,7 @@ class ModelServer:
     pid: int
 
     def stats(self) -> dict[str, Any]:
-        """The counters, as docs/model-server.md lists them."""
+        """The counters, as docs/testing.md lists them."""
         with urllib.request.urlopen(f"{self._root}/stats", timeout=ANSWER_S) as answer:
             told: dict[str, Any] = json.load(answer)
         return told

@@ -15,7 +15,7 @@ from tests.model_server.templates import find_unknown_places
 
 DEFAULT_KEY = r"\[item ([^\]\s]+)\]"
 MAX_SHOWN = 20
-_GUIDE = "docs/model-server.md"
+_GUIDE = "docs/testing.md"
 
 Span = (
     Annotated[float, Field(ge=0, le=3600)]

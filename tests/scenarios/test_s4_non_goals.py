@@ -36,7 +36,7 @@ SERVER = McpServer()
 
 def test_s4_34_the_tool_system_itself_loads_no_tools_of_mcp_servers() -> None:
     """Neither a program's registry nor a worker's takes a server as a tool. Workers ask only the servers of the file
-    that the operator names (TOOLCREW_MCP_SERVERS), which is a part of its own (docs/mcp.md)."""
+    that the operator names (TOOLCREW_MCP_SERVERS), which is a part of its own (docs/add-a-tool.md)."""
     for value in (SERVER, {"type": "mcp", "server_url": "https://tools.example"}):
         with pytest.raises(TypeError):
             as_tool(value)

@@ -1,7 +1,8 @@
-"""What the author of a package with tools has: the example of docs/custom-tools.md, and a worker that says what is
+"""What the author of a package with tools has: the example of docs/add-a-tool.md, and a worker that says what is
 wrong with a package.
 """
 
+import re
 import runpy
 from pathlib import Path
 
@@ -39,6 +40,11 @@ def test_the_example_passes_its_own_tests(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_document_shows_the_example_as_it_is() -> None:
-    words = (ROOT / "docs" / "custom-tools.md").read_text()
-    for file in ("order_tools.py", "pyproject.toml", "tests/test_as_a_worker.py"):
-        assert (EXAMPLE / file).read_text().strip() in words
+    page = (ROOT / "docs" / "add-a-tool.md").read_text().partition("## Skills")[0]
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", page, re.DOTALL)
+    example = "".join(
+        (EXAMPLE / file).read_text() for file in ("order_tools.py", "pyproject.toml", "tests/test_as_a_worker.py")
+    )
+    assert len(blocks) == 3
+    for block in blocks:
+        assert block.strip() in example

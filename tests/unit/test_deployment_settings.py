@@ -27,7 +27,7 @@ PROCESSES: dict[str, tuple[type[BaseModel], ...]] = {
 _EMBEDDED = "read by an embedded stack only"
 _TEST_ADDRESS = "another address of the service is for tests only"
 _OWN_REDIS = (
-    "for a Redis outside of these files; an overlay sets it together with the mounted certificates (docs/scaling.md)"
+    "for a Redis outside of these files; an overlay sets it together with the mounted certificates (docs/deploy.md)"
 )
 ABSENT: dict[tuple[str, str], str] = {
     ("*", "TOOLCREW_REDIS_SENTINEL_MASTER"): _OWN_REDIS,

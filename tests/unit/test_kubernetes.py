@@ -343,6 +343,6 @@ def test_compose_hands_the_file_of_mcp_servers_on_to_workers_alone() -> None:
 
 
 def test_the_page_of_mcp_servers_puts_their_file_where_workers_look_for_it() -> None:
-    page = (ROOT / "docs" / "mcp.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "add-a-tool.md").read_text(encoding="utf-8")
     command = next(line for line in page.splitlines() if "create configmap mcp " in line)
     assert "--from-literal=path=/etc/toolcrew-mcp/servers.json --from-file=servers.json" in command

@@ -1,4 +1,4 @@
-"""Every row of the quirk table of docs/dialects.md, and the error forms of argument strings."""
+"""Every quirk that native_assembler.py lists, and the error forms of argument strings."""
 
 import json
 import time

@@ -113,7 +113,7 @@ POOL_OF_KIND: Mapping[Literal["sandbox", "web"], Pool] = MappingProxyType({"sand
 
 def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None] | None = None) -> Celery:
     """Return an app without tasks. `on_refused` gets the reason when something in a queue is not a message.
-    docs/queue.md explains each setting.
+    docs/design.md explains each setting.
     """
     register_transport()
     where = broker.celery_options()

@@ -1,3 +1,3 @@
 """Tools that an operator writes in Python: found, loaded and run in a worker's own process. How to write one:
-docs/custom-tools.md.
+docs/add-a-tool.md.
 """

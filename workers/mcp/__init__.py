@@ -1,3 +1,3 @@
 """Tools of other MCP servers as tools of ours: found at a worker's start, called over HTTP or inside sandboxes
-(docs/mcp.md).
+(docs/add-a-tool.md).
 """

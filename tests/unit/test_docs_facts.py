@@ -1,0 +1,102 @@
+"""Facts in the pages that are written by hand: the commands, options, settings, metrics, alerts, files and pictures that
+they name exist, and the pages stay within their size.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from contract.metrics import METRICS
+from contract.setting_names import OTHERS, SETTINGS
+from orchestrator.command import app
+
+ROOT = Path(__file__).parent.parent.parent
+NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+GENERATED = {page for part in NAV if "Reference" in part for entry in part["Reference"] for page in entry.values()}
+OUTSIDE = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"]
+PAGES = [*OUTSIDE, *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED)]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+ALL = "\n".join(TEXTS.values())
+MAX_PICTURE_BYTES = 100_000
+IN_A_SKILL = "scripts/count.py"
+# Alerts of the deployment's own monitoring, without a runbook.
+NO_RUNBOOK = {"ToolcrewMetricsAway", "ToolcrewInfrastructureErrors"}
+
+
+def read_command_lines() -> set[str]:
+    """Return every command line of `toolcrew` on the pages, in inline code and in blocks."""
+    inline = re.findall(r"`(toolcrew [a-z][^`\n]*)`", ALL)
+    fences = re.findall(r"^```([a-z]*)\n(.*?)^```$", ALL, re.DOTALL | re.MULTILINE)
+    lines = [line for kind, block in fences if kind in ("", "sh", "console") for line in block.splitlines()]
+    shown = [re.split(r"\s{2,}|\s#\s| \|\|? | \| |[<>]", line)[0] for line in lines]
+    found = [match for line in shown for match in re.findall(r"(?:^|[\s$(])(toolcrew [a-z].*)", line)]
+    return {line.strip().rstrip(")\"'") for line in [*inline, *found]}
+
+
+@pytest.mark.parametrize("line", sorted(read_command_lines()))
+def test_every_command_and_option_exists(line: str) -> None:
+    command = get_command(app)
+    try:
+        words = shlex.split(line)[1:]
+    except ValueError:
+        words = line.split()[1:]
+    for word in words:
+        inner = getattr(command, "commands", None)
+        if inner is not None:
+            if word.startswith("-"):
+                return
+            options = [choice for choice in re.split(r"[|,]", word) if choice]
+            assert all(choice in inner for choice in options), f"{line}: {word}"
+            command = inner[options[0]]
+        elif word == "--":
+            return
+        elif re.fullmatch(r"--?[a-z][a-z-]*(=.*)?", word):
+            options = [name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)]
+            assert word.partition("=")[0] in options, f"{line}: {word}"
+
+
+def test_every_setting_that_a_page_names_exists() -> None:
+    named = {
+        (page.name, name)
+        for page, text in TEXTS.items()
+        if page.name != "CHANGELOG.md"
+        for name in re.findall(r"TOOLCREW_[A-Z][A-Z_]*[A-Z]", text)
+    }
+    assert {one for one in named if one[1].removeprefix("TOOLCREW_") not in SETTINGS | OTHERS} == set()
+
+
+def test_every_metric_and_alert_that_a_page_names_exists() -> None:
+    rules = (ROOT / "deploy" / "prometheus" / "toolcrew.rules.yml").read_text(encoding="utf-8")
+
+    assert set(re.findall(r"`(toolcrew_[a-z_]+)", ALL)) - METRICS.keys() == set()
+    named = set(re.findall(r"`(Toolcrew[A-Z][A-Za-z]+)`", TEXTS[ROOT / "docs" / "operations.md"]))
+    assert named == set(re.findall(r"alert: (\w+)", rules)) - NO_RUNBOOK
+
+
+def test_every_file_that_a_page_names_exists() -> None:
+    pattern = (
+        r"`((?:contract|store|orchestrator|workers|telemetry|tests|scripts|deploy|examples|sandbox-images)/[^`\s*]+)`"
+    )
+    assert {name for name in re.findall(pattern, ALL) if not (ROOT / name.partition("::")[0]).exists()} <= {IN_A_SKILL}
+
+
+def test_the_pictures_are_those_that_the_scripts_make_and_are_small() -> None:
+    named = set(re.findall(r"\(pictures/([a-z-]+)\.png\)", ALL))
+    scripts = "".join((ROOT / "scripts" / name).read_text() for name in ("pictures.py", "page_pictures.py"))
+
+    assert {name for name in named if f'"{name}"' not in scripts} == set()
+    sizes = {name: (ROOT / "docs" / "pictures" / f"{name}.png").stat().st_size for name in named}
+    assert {name: size for name, size in sizes.items() if size > MAX_PICTURE_BYTES} == {}
+
+
+def test_the_pages_stay_within_their_size() -> None:
+    """At most 20 pages and 35,000 words by hand; the README at most 1,200 words."""
+    words = {page: len(text.split()) for page, text in TEXTS.items()}
+    by_hand = [page for page in PAGES if page.parent == ROOT / "docs" or page.name in ("README.md", "SECURITY.md")]
+    assert len([page for page in by_hand if page.parent.name != "examples"]) <= 20
+    assert sum(words.values()) <= 35_000
+    assert words[ROOT / "README.md"] <= 1_200
