@@ -90,7 +90,7 @@ class SharedSettings(BaseSettings):
 
     redis_url: SecretStr | None = None
     """The URL of the deployment's Redis: `redis://user:password@host:port/db`, `rediss://` for TLS, or `sentinel://`
-    (docs/wire-security.md). The operator sets it in every process and changes it when Redis moves.
+    (docs/security.md). The operator sets it in every process and changes it when Redis moves.
     """
     deployment: str = Field(default="default", pattern=DEPLOYMENT)
     """The name of the deployment, the same in all of its processes. The operator changes it when two deployments share
@@ -98,10 +98,10 @@ class SharedSettings(BaseSettings):
     """
     secret: SecretStr | None = None
     """The secret that signs calls, results and orders, the same in all processes. Default: the password of Redis
-    (docs/wire-security.md). The operator sets it before the first start and whenever it may have leaked.
+    (docs/security.md). The operator sets it before the first start and whenever it may have leaked.
     """
     secrets_previous: list[SecretStr] = Field(default=[])
-    """Older secrets that are still accepted, as a JSON list (docs/wire-security.md). The operator sets it during a
+    """Older secrets that are still accepted, as a JSON list (docs/security.md). The operator sets it during a
     change of TOOLCREW_SECRET.
     """
     redis_sentinel_master: str | None = None

@@ -28,7 +28,7 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     ships. A batch team changes it for each experiment.
     """
     dialect: Literal["native", "tags", "json", "auto"] = "native"
-    """How the model writes tool calls; `auto`: the best way that the model can do (docs/dialects.md). A batch team
+    """How the model writes tool calls; `auto`: the best way that the model can do (docs/agents.md). A batch team
     changes it for a model without native tool calls.
     """
     approvals: Literal["auto", "ask", "never", "queue"] = "ask"
@@ -46,7 +46,7 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     question repeats.
     """
     model_file: Path | None = None
-    """A GGUF file for the local model in place of the downloaded one (docs/local-model.md). A batch team sets it on
+    """A GGUF file for the local model in place of the downloaded one (docs/agents.md). A batch team sets it on
     hosts without internet.
     """
     model_timeout_s: float = Field(default=120.0, gt=0)
@@ -76,7 +76,7 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     egress_socket: Path | None = None
     """The socket of an egress proxy that already runs. An operator of an embedded stack sets it to share that proxy."""
     traces: Path = Field(default_factory=lambda: _state_home() / "toolcrew" / "traces")
-    """The folder of the traces of runs (docs/traces.md). An operator changes it when its disk gets full."""
+    """The folder of the traces of runs (docs/observe.md). An operator changes it when its disk gets full."""
     api_rate: float = Field(default=200.0, gt=0)
     """Requests a second of one API key at one process of the API; twice as many at once. An operator raises it when a
     program gets status 429.

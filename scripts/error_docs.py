@@ -58,8 +58,8 @@ DO = {
     ErrorCode.UNAUTHENTICATED: "make another key: `toolcrew keys create TENANT`",
     ErrorCode.RATE_LIMITED: "wait for `retry_after_s`; or raise the tenant's rate, or add workers",
     ErrorCode.QUOTA_EXCEEDED: "close what is open, or raise the tenant's limit (`toolcrew tenants set`)",
-    ErrorCode.HOST_LOST: "send it again: it was not run ([failures.md](operations.md#what-happens-when-a-process-dies))",
-    ErrorCode.OUTCOME_UNKNOWN: "look whether it has acted, before it is sent again ([failures.md](operations.md#what-happens-when-a-process-dies))",
+    ErrorCode.HOST_LOST: "send it again: it was not run ([Operations](operations.md#what-happens-when-a-process-dies))",
+    ErrorCode.OUTCOME_UNKNOWN: "look whether it has acted, before it is sent again ([Operations](operations.md#what-happens-when-a-process-dies))",
     ErrorCode.ENVELOPE_REFUSED: "the same `TOOLCREW_SECRET` and release on both sides; `toolcrew doctor --deep`",
     ErrorCode.INTERNAL: "report it, with the log's lines of the call",
 }
@@ -85,8 +85,8 @@ API = {
 REASONS: dict[str, str] = {
     "malformed": "no envelope of ours: somebody else writes to the queues",
     "oversized": "larger than an envelope may be",
-    "version": "another release wrote it: run neighbouring ones ([upgrading.md](deploy.md#upgrade))",
-    "signature": "another secret signed it, or nobody with a secret ([wire-security.md](security.md))",
+    "version": "another release wrote it: run neighbouring ones ([Deploy](deploy.md#upgrade))",
+    "signature": "another secret signed it, or nobody with a secret ([Security](security.md))",
     "expired": "it lay in the queue beyond its deadline",
     "wrong_task": "it was sent under another tool's name",
     "wrong_tenant": "what it names is another tenant's",

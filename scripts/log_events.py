@@ -34,7 +34,7 @@ INTRO = """\
 # What the logs say
 
 Every event of every process, made from the sources by `scripts/log_events.py`; what an event means and what to do then is written here by
-hand. Format and common fields: [logs.md](observe.md#logs). The fields are those of the event itself; `tenant`, `batch`, `run`, `session`, `call` and
+hand. Format and common fields: [Observe](observe.md#logs). The fields are those of the event itself; `tenant`, `batch`, `run`, `session`, `call` and
 `tool` come with it wherever they are known.
 
 | event | level | who | fields | what it means, and what to do |

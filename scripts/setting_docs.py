@@ -54,7 +54,7 @@ PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Logs", "Read by every service. Commands and the SDK leave logging to their caller.", LogSettings),
     (
         "Tracing",
-        "Read by orchestrators and workers. OpenTelemetry reads more variables itself ([tracing.md](tracing.md)).",
+        "Read by orchestrators and workers. OpenTelemetry reads more variables itself ([Observe](observe.md#opentelemetry)).",
         TracingSettings,
     ),
     (
@@ -65,11 +65,15 @@ PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Workers", "Read by `toolcrew serve worker` of both kinds.", WorkerSettings),
     (
         "sandboxd",
-        "Read by `python -m workers.sandboxd` ([operations-sandboxes.md](operations-sandboxes.md)).",
+        "Read by `python -m workers.sandboxd` ([Sandboxes and images](images.md)).",
         SandboxdSettings,
     ),
     ("Web tools", "Read by workers of the kind web.", WebSettings),
-    ("Egress proxy", "Read by `python -m workers.egress` ([egress.md](egress.md)).", EgressSettings),
+    (
+        "Egress proxy",
+        "Read by `python -m workers.egress` ([Sandboxes and images](images.md#how-does-a-sandbox-reach-the-network)).",
+        EgressSettings,
+    ),
 )
 # Defaults that depend on the host.
 MADE = {
@@ -90,10 +94,7 @@ def build_page() -> str:
             f"\n## {title}\n\n{about}\n\n| variable | type | default | means |\n|---|---|---|---|\n{_rows(settings)}"
         )
     fields = ", ".join(f"`{name}`" for name in TenantClass.model_fields)
-    parts.append(
-        f"\nA class in `TOOLCREW_TENANT_CLASSES` may have {fields} "
-        "([operations-sandboxes.md](operations-sandboxes.md#tenant-classes)).\n"
-    )
+    parts.append(f"\nA class in `TOOLCREW_TENANT_CLASSES` may have {fields} ([Sandboxes and images](images.md)).\n")
     return "".join(parts)
 
 

@@ -23,7 +23,7 @@ INTRO = """\
 # The built-in tools
 
 Made from the tools' own specs by `scripts/tool_docs.py`; `toolcrew tools show NAME` prints the same of a running pool. How to write one of
-your own: [custom-tools.md](add-a-tool.md). `skill_tool` is there where there are skills: [skills.md](add-a-tool.md#skills).
+your own: [Add a tool](add-a-tool.md). `skill_tool` is there where there are skills: [Add a tool](add-a-tool.md#skills).
 
 Every call gives one result: `success`, `output`, `error`, `error_code`, `metadata`, `truncated`, `spill`. A model reads the output, or
 `Error [CODE]: sentence` with its next move and what was printed until then. Nothing is left out silently: what was cut, skipped, clamped or

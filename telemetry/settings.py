@@ -21,13 +21,13 @@ class LogSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
 
     log_level: LogLevel = "INFO"
-    """The least urgent log level that a service writes (docs/logs.md). An operator sets `DEBUG` while looking for a
+    """The least urgent log level that a service writes (docs/observe.md). An operator sets `DEBUG` while looking for a
     fault.
     """
 
 
 class TracingSettings(BaseSettings):
-    """`TOOLCREW_TRACING`. OpenTelemetry's own variables say where spans go and which are sent (docs/tracing.md)."""
+    """`TOOLCREW_TRACING`. OpenTelemetry's own variables say where spans go and which are sent (docs/observe.md)."""
 
     model_config = SettingsConfigDict(
         env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True
@@ -35,7 +35,7 @@ class TracingSettings(BaseSettings):
 
     tracing: Literal["off", "otlp", "otlp-content"] = "off"
     """`otlp` sends spans of runs, calls and sessions to a collector (extra `ops`). `otlp-content` adds arguments,
-    results and the texts of runs, masked as in trace files (docs/tracing.md). An operator turns it on to find slow
+    results and the texts of runs, masked as in trace files (docs/observe.md). An operator turns it on to find slow
     calls.
     """
     protocol: str = Field(

@@ -109,7 +109,7 @@ class WorkerSettings(SharedSettings, LogSettings):
     separate hosts.
     """
     tool_modules: list[str] = Field(default=[])
-    """Python modules with operators' tools, in addition to installed packages (docs/custom-tools.md). The operator
+    """Python modules with operators' tools, in addition to installed packages (docs/add-a-tool.md). The operator
     changes it with a new tool.
     """
     tool_config: dict[str, JsonValue] = Field(default={})
@@ -118,10 +118,10 @@ class WorkerSettings(SharedSettings, LogSettings):
     """
     skills: str | None = None
     """Folders of skills, separated as in PATH; the first of two skills with one name is used. Default: the skills that
-    toolcrew ships (docs/skills.md). The operator sets it to add skills for all tenants.
+    toolcrew ships (docs/add-a-tool.md). The operator sets it to add skills for all tenants.
     """
     mcp_servers: Path | None = None
-    """A JSON file with MCP servers whose tools are offered (docs/mcp.md). The operator edits it for a new server."""
+    """A JSON file with MCP servers whose tools are offered (docs/add-a-tool.md). The operator edits it."""
     mcp_refresh_s: float = Field(default=600.0, ge=1, le=86_400)
     """Seconds between two requests for the tools of an MCP server. The operator lowers it while developing one."""
 
@@ -241,7 +241,7 @@ class SandboxdSettings(LogSettings):
     `store`). Default: checkpoints go to the state folder. The operator sets it so that sessions survive their host.
     """
     egress_socket: Path | None = None
-    """The socket of the egress proxy (docs/egress.md). The operator sets it when a tenant class gets the network."""
+    """The socket of the egress proxy (docs/images.md). The operator sets it when a tenant class gets the network."""
     egress_uids: list[int] = Field(default=[])
     """Uids that the egress proxy may run as, in addition to root and sandboxd's own. The operator sets it when the
     proxy runs as another user.

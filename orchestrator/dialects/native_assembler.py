@@ -1,4 +1,16 @@
-"""Assembles streamed native tool calls. Servers differ from OpenAI's deltas; docs/dialects.md lists how."""
+"""Assembles streamed native tool calls. Servers deviate from OpenAI's deltas; this module accepts these quirks:
+
+- Fragments that are interleaved, have gaps in their indices, or a first index of 1 or as text: kept by index.
+- Two entries of one index in a delta: merged. No index: a known id continues its call; a new id, or a name while the
+  last call has one, starts a new call; otherwise the last call continues.
+- Index 0 for every call: a new id with a name starts a new call. Another id on a continuation: the first id stays.
+- A repeated id or name is a repetition; another piece of a name before the arguments is appended.
+- No id, or the id of an earlier call: one is made of run, step and position.
+- Arguments that are empty, blank, null or missing: `{}`. Arguments as an object: taken.
+- Invalid JSON, two joined objects, NaN, infinite numbers, a list, a string: malformed, never repaired.
+- Any finish_reason with calls: reported, it does not decide whether there are calls. With `length` the last native
+  call never runs. Chunks without choices or delta: skipped.
+"""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Reads `<tool_action>` calls from streamed text, independent of the chunk boundaries (grammar: docs/dialects.md)."""
+"""Reads `<tool_action>` calls from streamed text, independent of the chunk boundaries (grammar: docs/agents.md)."""
 
 from orchestrator.dialects.fences import FenceTracker
 from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text

@@ -32,19 +32,16 @@ def read_command_lines() -> set[str]:
     inline = re.findall(r"`(toolcrew [a-z][^`\n]*)`", ALL)
     fences = re.findall(r"^```([a-z]*)\n(.*?)^```$", ALL, re.DOTALL | re.MULTILINE)
     lines = [line for kind, block in fences if kind in ("", "sh", "console") for line in block.splitlines()]
-    shown = [re.split(r"\s{2,}|\s#\s| \|\|? | \| |[<>]", line)[0] for line in lines]
-    found = [match for line in shown for match in re.findall(r"(?:^|[\s$(])(toolcrew [a-z].*)", line)]
-    return {line.strip().rstrip(")\"'") for line in [*inline, *found]}
+    unquoted = [re.sub(r"'[^']*'|\"[^\"]*\"", "QUOTED", line) for line in lines]
+    shown = [re.split(r"\s{2,}|\s#\s|\s[|&]|[<>)]", line)[0] for line in unquoted]
+    found = [match for line in shown for match in re.findall(r"(?:^|(?<!-n)[\s$(])(toolcrew [a-z].*)", line)]
+    return {line.strip() for line in [*inline, *found]}
 
 
 @pytest.mark.parametrize("line", sorted(read_command_lines()))
 def test_every_command_and_option_exists(line: str) -> None:
     command = get_command(app)
-    try:
-        words = shlex.split(line)[1:]
-    except ValueError:
-        words = line.split()[1:]
-    for word in words:
+    for word in shlex.split(line)[1:]:
         inner = getattr(command, "commands", None)
         if inner is not None:
             if word.startswith("-"):
