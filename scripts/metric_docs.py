@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/metrics.md from contract/metrics.py, so that the page has every metric.
+"""Writes docs/metrics.md from contract/metrics.py: every metric with its type, labels and meaning.
 
     .venv/bin/python scripts/metric_docs.py [--check]
 
@@ -13,16 +13,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from contract.metrics import METRICS, Metric  # noqa: E402
+from scripts.kept_pages import keep_page  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
-BEGIN, END = "<!-- made by scripts/metric_docs.py -->\n", "<!-- end -->\n"
+INTRO = """\
+# Metrics
+
+Generated from `contract/metrics.py` by `scripts/metric_docs.py`. [Observe](observe.md#metrics) says how to scrape them.
+"""
 
 
-def build_tables() -> str:
-    """Counters and histograms, then gauges."""
+def build_page() -> str:
+    """Return the whole page: counters and histograms, then gauges."""
     summed = [metric for metric in METRICS.values() if metric.kind != "gauge"]
     gauges = [metric for metric in METRICS.values() if metric.kind == "gauge"]
-    return f"## What is counted\n\n{_table(summed)}\n## What is now\n\n{_table(gauges)}"
+    return f"{INTRO}\n## Counters and histograms\n\n{_table(summed)}\n## Gauges\n\n{_table(gauges)}"
 
 
 def _table(metrics: list[Metric]) -> str:
@@ -35,27 +40,8 @@ def _row(metric: Metric) -> str:
     return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} | {metric.look} |\n"
 
 
-def build_page(page: str) -> str:
-    """The page with the tables of now. Raises ValueError when their marks are gone."""
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(
-            f"docs/metrics.md has lost the lines {BEGIN.strip()} and {END.strip()}: put them back around its tables"
-        )
-    return f"{before}{BEGIN}\n{build_tables()}\n{END}{after}"
-
-
 def main() -> int:
-    page = PAGE.read_text()
-    wanted = build_page(page)
-    if page == wanted:
-        return 0
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(wanted)
-        return 0
-    print("docs/metrics.md is not what the metrics say: run .venv/bin/python scripts/metric_docs.py", file=sys.stderr)
-    return 1
+    return keep_page(PAGE, build_page(), "the metrics say")
 
 
 if __name__ == "__main__":
