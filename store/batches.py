@@ -43,6 +43,16 @@ def batches_key(deployment: str, tenant: str) -> str:
     return tenant_key(deployment, tenant, "batch-ids")
 
 
+def member(tenant: str, name: str) -> str:
+    """Return the name of a tenant's run or batch in the deployment's sets; a tenant's name has no bar."""
+    return f"{tenant}|{name}"
+
+
+def split_member(text: str) -> tuple[str, str]:
+    tenant, _, name = text.partition("|")
+    return tenant, name
+
+
 MAX_ID_CHARS = 256
 MAX_ITEMS = 50_000
 MAX_INPUT_BYTES = 200 * 1024 * 1024

@@ -52,7 +52,7 @@ local function forget_oldest(tenant, most)
 end
 
 -- tenant, run, item, digest of the request, about, priority, session ('' for one of its own), defaults, how many may wait, how many are listed, time to
--- live. Gives `started`, `known` (the same request under that id), `other` (another one), `full`, or `busy` and the run that works in the session.
+-- live, webhook ('' for none). Gives `started`, `known` (the same request under that id), `other` (another one), `full`, or `busy` and the run that works in the session.
 function steps.start_run()
   local tenant, run, digest, session = ARGV[4], ARGV[5], ARGV[7], ARGV[10]
   local key, batch = run_key(tenant, run), batch_key(tenant, HOSTED_BATCH)
@@ -73,6 +73,7 @@ function steps.start_run()
   local line = (tonumber(last[2] or '0')) + 1
   redis.call('HSET', key, 'batch', HOSTED_BATCH, 'item', ARGV[6], 'digest', digest, 'about', ARGV[8], 'priority', ARGV[9], 'session', session,
     'line', line, 'state', 'queued', 'attempt', 1, 'queued_at', stamp, 'created_at', stamp)
+  redis.call('HSET', key, 'webhook', ARGV[15])
   redis.call('ZADD', index, line, run)
   forget_oldest(tenant, tonumber(ARGV[13]))
   wait(tenant, HOSTED_BATCH, run)

@@ -74,6 +74,13 @@ local function undelay(tenant, batch, run)
   redis.call('SREM', batch_key(tenant, batch) .. ':delayed', run)
 end
 
+-- The end of a run or batch is to be announced: in the step that ends it, so that no process can lose it (store/webhooks.py).
+local function announce(tenant, kind, name, key)
+  if (redis.call('HGET', key, 'webhook') or '') == '' then return end
+  redis.call('HSET', key, 'webhook_tries', 0, 'webhook_notice', stamp)
+  redis.call('ZADD', runs .. 'webhooks', stamp, tenant .. '|' .. kind .. '|' .. name)
+end
+
 -- Of a batch that is being cancelled nothing is added any more: what was not submitted by then never ends.
 local function settle(tenant, batch)
   local key = batch_key(tenant, batch)
@@ -83,6 +90,7 @@ local function settle(tenant, batch)
   if redis.call('ZCARD', key .. ':ended') < all then return end
   redis.call('ZREM', runs .. 'batches', tenant .. '|' .. batch)
   redis.call('HSET', key, 'state', is_cancelled and 'cancelled' or 'completed', 'ended_at', stamp)
+  announce(tenant, 'batch', batch, key)
 end
 
 -- Of the runs that programs start (hosted_runs.lua).
@@ -117,6 +125,7 @@ local function finish(tenant, run, outcome, failure, ended, transcript)
   undelay(tenant, batch, run)
   if batch == HOSTED_BATCH then
     finish_hosted(tenant, run, failure, ended, transcript or '')
+    announce(tenant, 'run', run, key)
   else
     redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
   end
@@ -147,6 +156,34 @@ local function is_paused(tenant)
 end
 
 local steps = {}
+
+-- how many, seconds. Notices that are due; nobody else gets them for so long. Gives {tenant, kind, name, webhook, tries, instant of the end} of each.
+function steps.claim_webhooks()
+  local given = {}
+  for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'webhooks', '-inf', now, 'LIMIT', 0, tonumber(ARGV[4]))) do
+    local tenant, rest = split(one)
+    local kind, name = split(rest)
+    local key = kind == 'run' and run_key(tenant, name) or batch_key(tenant, name)
+    local told = redis.call('HMGET', key, 'webhook', 'webhook_notice')
+    if told[1] and told[2] then
+      redis.call('ZADD', runs .. 'webhooks', now + tonumber(ARGV[5]), one)
+      table.insert(given, {tenant, kind, name, told[1], redis.call('HINCRBY', key, 'webhook_tries', 1), told[2]})
+    else
+      redis.call('ZREM', runs .. 'webhooks', one)
+    end
+  end
+  return given
+end
+
+-- tenant, kind, name, instant of the end, seconds until the next try ('' for none). A later end of a batch that went on is a notice of its own.
+function steps.settle_webhook()
+  local tenant, kind, name = ARGV[4], ARGV[5], ARGV[6]
+  local key = kind == 'run' and run_key(tenant, name) or batch_key(tenant, name)
+  if redis.call('HGET', key, 'webhook_notice') ~= ARGV[7] then return 0 end
+  local one = tenant .. '|' .. kind .. '|' .. name
+  if ARGV[8] == '' then return redis.call('ZREM', runs .. 'webhooks', one) end
+  return redis.call('ZADD', runs .. 'webhooks', 'XX', 'CH', now + tonumber(ARGV[8]), one)
+end
 
 -- tenant, batch, then for each item: run, item (JSON), priority, line. Gives how many are new; -1, and nothing done, when the batch is cancelled.
 function steps.add()

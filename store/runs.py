@@ -29,6 +29,7 @@ from contract.functions.completions import Usage
 from contract.names import audit_key, deployment_key, runs_prefix, tenant_key
 from contract.run_events import Failure, FailureKind, RunEnded
 from contract.signing import UNSEAL_LUA, SigningKeys
+from contract.webhooks import Webhook
 from store.audit import AUDIT_LUA
 from store.batches import (
     HOSTED_BATCH,
@@ -43,6 +44,7 @@ from store.batches import (
     batches_key,
     decode_fields,
     final_state,
+    member,
     open_item,
     open_outcome,
     parse_batch,
@@ -51,6 +53,7 @@ from store.batches import (
     seal_item,
     seal_outcome,
     seal_rows,
+    split_member,
 )
 from store.connection import broker_errors
 from store.run_events import not_found
@@ -65,6 +68,7 @@ from store.run_log import (
     unpack_transcript,
 )
 from store.tasks import retry_until_available
+from store.webhooks import seal_webhook
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -124,7 +128,7 @@ class RunRecord(Record):
 
 _HOSTED_FIELDS = frozenset((
     "digest", "about", "session", "created_at", "is_cancelled", "told", "told_step", "asking", "event_bytes", "trimmed",
-    "last_event", "end",
+    "last_event", "end", "webhook", "webhook_tries", "webhook_notice",
 ))  # fmt: skip
 """Fields that a hosted run's hash has in addition."""
 
@@ -255,7 +259,7 @@ class RunQueue:
 
     # --- Batches
 
-    async def create(self, tenant: str, batch: str, record: BatchRecord) -> bool:
+    async def create(self, tenant: str, batch: str, record: BatchRecord, webhook: Webhook | None = None) -> bool:
         """Create a batch; its runs are added afterwards. Return False when there is one of that id."""
         key, index = self._batch_key(tenant, batch), batches_key(self._deployment, tenant)
         fields: dict[Any, Any] = {
@@ -268,6 +272,7 @@ class RunQueue:
             "name": record.name,
             "is_detached": int(record.is_detached),
             "ttl_s": RUN_TTL_S,
+            "webhook": seal_webhook(self.keys, tenant, "batch", batch, webhook),
         }
         # All or nothing: a half-written batch would keep its id occupied.
         pipe = self._client.pipeline(transaction=True)
@@ -548,20 +553,24 @@ class RunQueue:
     # --- Hosted runs
 
     async def start_hosted(
-        self, tenant: str, run: str, item: BatchItem, digest: str, about: str, limits: tuple[int, int]
+        self,
+        tenant: str,
+        run: str,
+        item: BatchItem,
+        digest: str,
+        about: str,
+        limits: tuple[int, int],
+        webhook: Webhook | None = None,
     ) -> list[str]:
         """Queue a hosted run. `digest`: of the whole request; `about`: an About as JSON; `limits`: how many may wait,
         and how many are listed. Return `started`, `known` (the same request was started under that id), `other`
         (another one was), `full`, or `busy` and the run that works in the session."""
-        sealed, defaults = (
-            seal_item(self.keys, tenant, run, HOSTED_BATCH, item),
-            seal_defaults(self.keys, tenant, HOSTED_BATCH, HOSTED_DEFAULTS),
-        )
+        defaults = seal_defaults(self.keys, tenant, HOSTED_BATCH, HOSTED_DEFAULTS)
         reply = await self.step(
             "start_run",
             tenant,
             run,
-            sealed,
+            seal_item(self.keys, tenant, run, HOSTED_BATCH, item),
             digest,
             about,
             item.priority,
@@ -569,6 +578,7 @@ class RunQueue:
             defaults,
             *limits,
             RUN_TTL_S,
+            seal_webhook(self.keys, tenant, "run", run, webhook),
         )
         return [part.decode() for part in reply]
 
@@ -685,16 +695,6 @@ def _cancelled(run: str, record: RunRecord) -> Outcome:
         message="the batch was cancelled before this item was begun",
     )
     return Outcome(custom_id=record.item.custom_id, run=run, status_code=499, failure=failure, attempt=record.attempt)
-
-
-def member(tenant: str, name: str) -> str:
-    """Return the name of a tenant's run or batch in the deployment's sets; a tenant's name has no bar."""
-    return f"{tenant}|{name}"
-
-
-def split_member(text: str) -> tuple[str, str]:
-    tenant, _, name = text.partition("|")
-    return tenant, name
 
 
 def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:

@@ -15,7 +15,7 @@ from docker import APIClient
 from tests.api_ground import make_keys
 from tests.api_process import ApiProcess, open_api_process
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import Stack, open_stack
+from tests.stack import Stack, free_port, open_stack
 
 STEPS = 4
 """Fewer than a run has by default."""
@@ -47,11 +47,12 @@ SCRIPT: list[dict[str, Any]] = [
 @dataclass
 class ApiStack:
     """`apis`: two processes that serve the same; `keys`: by role, as in tests/api_ground.py; `store`: the folder of
-    workspaces and artifacts.
+    workspaces and artifacts; `hook_port`: a port of this machine to which webhooks may be sent.
     """
 
     stack: Stack
     store: Path
+    hook_port: int
     apis: tuple[ApiProcess, ApiProcess]
     model: ModelServer
     keys: dict[str, str]
@@ -76,6 +77,10 @@ def store_settings(store: Path) -> dict[str, str]:
     return {"TOOLCREW_WORKSPACE_STORE": str(store)}
 
 
+def allow_hosts(port: int) -> dict[str, str]:
+    return {"TOOLCREW_WEBFETCH_ALLOW_HOSTS": json.dumps([f"127.0.0.1:{port}"])}
+
+
 @contextlib.contextmanager
 def open_api_stack(
     engine: APIClient, redis_url: str | None = None, more_rules: Iterable[Mapping[str, Any]] = ()
@@ -84,15 +89,16 @@ def open_api_stack(
     those of SCRIPT.
     """
     environment = {"TOOLCREW_REDIS_URL": redis_url} if redis_url is not None else {}
+    hook_port = free_port()
     with (
         tempfile.TemporaryDirectory() as folder,
-        open_stack(engine, {**environment, **store_settings(Path(folder))}) as stack,
+        open_stack(engine, {**environment, **store_settings(Path(folder)), **allow_hosts(hook_port)}) as stack,
         running_model_server([*SCRIPT[:1], *more_rules, *SCRIPT[1:]]) as model,
     ):
         keys = asyncio.run(make_keys(stack.redis_url))
         store = Path(folder)
         with open_orchestrator(stack, model, store) as one, open_orchestrator(stack, model, store) as other:
-            yield ApiStack(stack, store, (one, other), model, keys)
+            yield ApiStack(stack, store, hook_port, (one, other), model, keys)
             for api in (one, other):
                 assert not api.has_said("api_failed"), api.log()
         assert stack.end() == 0

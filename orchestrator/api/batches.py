@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import FailureKind
+from contract.webhooks import MAX_URL_CHARS, Webhook
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
@@ -88,6 +89,8 @@ class BatchOptions(BaseModel):
     max_wall_s: float | None = Field(default=None, gt=0)
     max_tokens: int | None = Field(default=None, gt=0)
     retries: int = Field(default=2, ge=0, le=20)
+    webhook_url: str | None = Field(default=None, max_length=MAX_URL_CHARS)
+    """Where the end of the batch is announced. The header `Webhook-Secret` has the secret of the signature."""
     ask: bool = False
     """Calls that need approval wait in the approvals queue; else they are refused, or allowed, as the orchestrator's
     settings say.
@@ -113,9 +116,11 @@ async def submit_batch(
     options: Annotated[BatchOptions, Query()],
     response: Response,
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+    webhook_secret: Annotated[str | None, Header(max_length=256)] = None,
 ) -> SubmittedBatch:
     """Queue every line of the body: one JSON object a line, short (`id`, `instruction`) or of OpenAI's batches. All
     lines are checked first, with the names of tools and the arguments of calls."""
+    webhook = _build_webhook(options.webhook_url, webhook_secret)
     file = await _read(
         request, caller.identity.key_id, TenantStore(caller.app_state.settings.workspace_store, caller.tenant)
     )
@@ -139,6 +144,7 @@ async def submit_batch(
         name=options.name,
         is_detached=True,
         goes_on=named is None,
+        webhook=webhook,
     )
     response.headers["Location"] = f"/v1/batches/{batch}"
     view = await _view(runs, batch)
@@ -238,6 +244,19 @@ def _view_of(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> Batc
     """A batch as clients get it: where its rows lie on whose machine is not theirs to know."""
     told = build_status(batch, record, counts)
     return BatchView.model_validate({name: value for name, value in told.items() if name != "rows"})
+
+
+def _build_webhook(url: str | None, secret: str | None) -> Webhook | None:
+    if url is None and secret is None:
+        return None
+    try:
+        return Webhook(url=url or "", secret=secret or "")
+    except ValidationError:
+        raise ApiProblem(
+            ErrorCode.INVALID_ARGUMENTS,
+            "a webhook needs `webhook_url` (http or https) and the header Webhook-Secret (whsec_ and 24 to 64 bytes in "
+            "base64): give both",
+        ) from None
 
 
 async def _check_uploads(caller: Caller, file: BatchFile) -> None:

@@ -13,6 +13,7 @@ from contract.clock import format_instant
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.json_limits import is_deeper
 from contract.run_events import Failure
+from contract.webhooks import Webhook
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
@@ -36,7 +37,9 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 class NewRun(BaseModel):
     """`session`: an open one to work in; without, the run has one of its own, of `image`, `restore` and `network`.
-    `tools`: those that the model may call; None: all that it can cope with. `metadata`: found again with the run."""
+    `tools`: those that the model may call; None: all that it can cope with. `metadata`: found again with the run.
+    `webhook`: where its end is announced.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -55,6 +58,7 @@ class NewRun(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1, le=2**53)
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
     priority: int = Field(default=0, ge=-100, le=100)
+    webhook: Webhook | None = None
 
     @model_validator(mode="after")
     def _can_be_kept(self) -> Self:
@@ -133,7 +137,13 @@ async def start_run(
         else None
     )
     run = await hosted(caller).start(
-        caller.tenant, wanted.body(), wanted.ground(), word=word, metadata=wanted.metadata, priority=wanted.priority
+        caller.tenant,
+        wanted.body(),
+        wanted.ground(),
+        word=word,
+        metadata=wanted.metadata,
+        priority=wanted.priority,
+        webhook=wanted.webhook,
     )
     response.headers["Location"] = f"/v1/runs/{run.id}"
     return view_run(run)

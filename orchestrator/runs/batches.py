@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import BatchNotice, FailureKind
+from contract.webhooks import Webhook
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile
 from orchestrator.terminal.commands import build_resubmission
@@ -57,6 +58,7 @@ class Batches:
         name: str = "",
         is_detached: bool = False,
         goes_on: bool = True,
+        webhook: Webhook | None = None,
     ) -> str:
         """Queue the items of a file and return the batch's id. With the id of a batch that was submitted with the same
         file, continue that batch: add missing items and queue infrastructure failures again. `goes_on` False: the same
@@ -79,7 +81,7 @@ class Batches:
             name=name,
             is_detached=is_detached,
         )
-        is_new = await self._queue.create(self.tenant, chosen, record)
+        is_new = await self._queue.create(self.tenant, chosen, record, webhook)
         if not is_new:
             await self._check_same(chosen, file)
         if not is_new and not goes_on:

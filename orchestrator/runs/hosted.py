@@ -15,7 +15,7 @@ from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import CallFinished, ModelReplied
 from contract.signing import SigningKeys
-from orchestrator.batches.detached import find_paths
+from contract.webhooks import Webhook
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.observations import build_tool_messages
@@ -119,14 +119,15 @@ class HostedRuns:
         word: str | None = None,
         metadata: Mapping[str, str] | None = None,
         priority: int = 0,
+        webhook: Webhook | None = None,
     ) -> HostedRun:
         """Queue a run; some orchestrator takes it within a moment. `word`: started again with the same word it is the
         same run, and nothing is done.
 
-        `ground.session`: an open session that the run works in, by itself among runs; it stays open. Raises
-        ToolFailure: INVALID_ARGUMENTS (a path of some machine, a body above 1 MiB, metadata out of bounds, a word that
-        stands for another request, a session in which another run works), QUOTA_EXCEEDED (too many wait),
-        SESSION_NOT_FOUND, UNKNOWN_TENANT.
+        `webhook`: where its end is announced. `ground.session`: an open session that the run works in, by itself among
+        runs; it stays open. Raises ToolFailure: INVALID_ARGUMENTS (a path of some machine, a body above 1 MiB, metadata
+        out of bounds, a word that stands for another request, a session in which another run works), QUOTA_EXCEEDED
+        (too many wait), SESSION_NOT_FOUND, UNKNOWN_TENANT.
         """
         about = _build_about(body, ground, metadata or {})
         run = secrets.token_hex(12) if word is None else _run_of_word(tenant, word)
@@ -135,8 +136,13 @@ class HostedRuns:
         if ground.session is not None:
             await self._check_session(tenant, ground.session)
         text = item.model_dump_json()
-        digest = hashlib.sha256(f"{text}\0{json.dumps(dict(metadata or {}), sort_keys=True)}".encode()).hexdigest()
-        self._check_started(tenant, await self._queue.start_hosted(tenant, run, item, digest, about, self._limits))
+        notice = f"\0{webhook.model_dump_json()}" if webhook is not None else ""
+        digest = hashlib.sha256(
+            f"{text}\0{json.dumps(dict(metadata or {}), sort_keys=True)}{notice}".encode()
+        ).hexdigest()
+        self._check_started(
+            tenant, await self._queue.start_hosted(tenant, run, item, digest, about, self._limits, webhook)
+        )
         return await self.get(tenant, run)
 
     async def get(self, tenant: str, run: str) -> HostedRun:
@@ -238,7 +244,7 @@ def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> Batch
         raise _refused(
             "the run's request could not be read again, for it is nested too deeply: make it flatter"
         ) from error
-    if next(find_paths(item, None), None) is not None:
+    if ground.workspace is not None or ground.artifacts:
         raise _refused(
             "a run reads no folder of any machine and copies nothing out to one: begin with a checkpoint (`restore`) "
             "or in a session"

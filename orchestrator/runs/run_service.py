@@ -27,10 +27,12 @@ from orchestrator.runs.outcomes import judge_error, status_of
 from orchestrator.runs.run_gate import RunDeferred
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
+from orchestrator.runs.webhooks import WebhookSender
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
 from store.batches import HOSTED_BATCH, BatchDefaults, BatchEventWriter, Outcome, RunBody
 from store.runs import RunClaim, RunQueue
+from store.tasks import cancel_all
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -64,7 +66,11 @@ async def open_runner(
     async with Models(settings) as models:
         parts, traces = RunParts(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
         work = ServiceWork(pool, parts, models, traces, RunEventPublisher(pool.redis, settings.deployment))
-        yield Runner(pool.redis, settings.deployment, queue, work, writer, concurrency, None, tenants)
+        sending = asyncio.create_task(WebhookSender(queue, pool.dispatcher).run(), name="send-webhooks")
+        try:
+            yield Runner(pool.redis, settings.deployment, queue, work, writer, concurrency, None, tenants)
+        finally:
+            await cancel_all((sending,))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,44 @@
+"""Webhooks: where the end of a run or batch is announced, and the signature of a notice (Standard Webhooks)."""
+
+import base64
+import binascii
+import hashlib
+import hmac
+
+from pydantic import Field, field_validator
+
+from contract.calls import Record
+
+SEND_TOOL = "webhook.send"
+MAX_URL_CHARS = 2048
+_PREFIX = "whsec_"
+_LEAST_BYTES, _MOST_BYTES = 24, 64
+
+
+class Webhook(Record):
+    """Where the end is announced. `secret`: `whsec_` and 24 to 64 bytes in base64; receivers check notices with it."""
+
+    url: str = Field(min_length=1, max_length=MAX_URL_CHARS, pattern=r"^https?://[^\s]+$")
+    secret: str = Field(max_length=256, repr=False)
+
+    @field_validator("secret")
+    @classmethod
+    def _is_secret(cls, secret: str) -> str:
+        _key(secret)
+        return secret
+
+
+def sign(secret: str, notice: str, timestamp: int, body: str) -> str:
+    """Return the value of `webhook-signature` for the notice of that id."""
+    signed = hmac.new(_key(secret), f"{notice}.{timestamp}.{body}".encode(), hashlib.sha256).digest()
+    return f"v1,{base64.b64encode(signed).decode()}"
+
+
+def _key(secret: str) -> bytes:
+    try:
+        key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
+    except (binascii.Error, ValueError):
+        key = b""
+    if not secret.startswith(_PREFIX) or not _LEAST_BYTES <= len(key) <= _MOST_BYTES:
+        raise ValueError(f"a secret is {_PREFIX} and {_LEAST_BYTES} to {_MOST_BYTES} bytes in base64")
+    return key

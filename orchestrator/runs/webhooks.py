@@ -1,0 +1,115 @@
+"""Sends the notices of runs and batches that have ended: signed, by a web worker, again until they are delivered."""
+
+import asyncio
+import hashlib
+import json
+import random
+import secrets
+import time
+from typing import Any
+
+from pydantic import ValidationError
+
+from contract.calls import ToolCall
+from contract.clock import format_instant
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ToolFailure
+from contract.webhooks import SEND_TOOL, sign
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.request import Request
+from orchestrator.runs.batch_status import build_status
+from store.runs import RunQueue
+from store.tasks import check_cancelled
+from store.webhooks import DueNotice, DueNotices, open_webhook
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+LOOK_S = 1.0
+LEASE_S = 120.0
+"""Longer than one delivery takes. A notice whose sender died is sent again after it."""
+AT_ONCE = 16
+PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14_400.0, 28_800.0, 28_800.0)
+"""After the first, second, ... failure; then the notice is dropped, a day after the end."""
+
+
+class WebhookSender:
+    """One process's share of the notices of a deployment."""
+
+    def __init__(self, queue: RunQueue, dispatcher: Dispatcher) -> None:
+        self._queue, self._notices = queue, DueNotices(queue.step)
+        self._dispatcher = dispatcher
+
+    async def run(self) -> None:
+        """Send notices until cancelled."""
+        while True:
+            check_cancelled()
+            try:
+                sent = await self.send_due()
+            except BrokerUnavailable as error:
+                log.warning("webhooks_not_read", error=str(error))
+                sent = 0
+            if not sent:
+                await asyncio.sleep(LOOK_S * random.uniform(0.5, 1.5))
+
+    async def send_due(self) -> int:
+        """Send all notices that are due now, once. Return how many."""
+        due = await self._notices.claim(AT_ONCE, LEASE_S)
+        await asyncio.gather(*(self._send(notice) for notice in due))
+        return len(due)
+
+    async def _send(self, notice: DueNotice) -> None:
+        names = {"tenant": notice.tenant, "kind": notice.kind, "name": notice.name, "tries": notice.tries}
+        try:
+            problem = await self._deliver(notice)
+        except (EnvelopeRefused, ValidationError, ConfigError, ToolFailure) as error:
+            log.error("webhook_dropped", **names, error=str(error)[:500])
+            await self._notices.settle(notice, None)
+            return
+        if problem is None:
+            log.info("webhook_sent", **names)
+            await self._notices.settle(notice, None)
+        elif notice.tries > len(PAUSES_S):
+            log.error("webhook_dropped", **names, error=problem)
+            await self._notices.settle(notice, None)
+        else:
+            log.warning("webhook_failed", **names, error=problem)
+            await self._notices.settle(notice, PAUSES_S[notice.tries - 1] * random.uniform(1.0, 1.2))
+
+    async def _deliver(self, notice: DueNotice) -> str | None:
+        """Return why a notice was not delivered; None: it was."""
+        webhook = open_webhook(self._queue.keys, notice)
+        data = await self._data(notice)
+        body = json.dumps(
+            {"type": f"{notice.kind}.ended", "timestamp": format_instant(float(notice.ended)), "data": data},
+            separators=(",", ":"),
+        )
+        # The same for each try: receivers find repetitions by it.
+        digest = hashlib.sha256(f"{notice.tenant}|{notice.kind}|{notice.name}|{notice.ended}".encode()).hexdigest()
+        message, timestamp = f"msg_{digest[:32]}", int(time.time())
+        headers = {
+            "Content-Type": "application/json",
+            "webhook-id": message,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": sign(webhook.secret, message, timestamp, body),
+        }
+        arguments: dict[str, Any] = {"url": webhook.url, "headers": headers, "body": body}
+        call = ToolCall(id=secrets.token_hex(16), name=SEND_TOOL, arguments=arguments)
+        result = await self._dispatcher.dispatch(Request(call, notice.tenant, None, audience="session"))
+        if not result.success:
+            return result.error or "failed"
+        status = result.metadata.get("status")
+        return None if isinstance(status, int) and 200 <= status < 300 else f"the receiver answered {status}"
+
+    async def _data(self, notice: DueNotice) -> dict[str, Any]:
+        if notice.kind == "run":
+            run = await self._queue.hosted(notice.tenant, notice.name)
+            failure = run.end.failure if run.end is not None else None
+            return {
+                "id": run.id,
+                "state": run.state.value,
+                "metadata": run.metadata,
+                "failure": failure.code if failure is not None else None,
+            }
+        record = await self._queue.batch(notice.tenant, notice.name)
+        status = build_status(notice.name, record, await self._queue.counts(notice.tenant, notice.name))
+        return {name: status[name] for name in ("id", "status", "name", "request_counts", "failed")}

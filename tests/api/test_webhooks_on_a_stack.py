@@ -1,0 +1,95 @@
+"""Webhooks from a real web worker to a real receiver."""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.api_stack import SOON_S, ApiStack
+
+pytestmark = pytest.mark.stack
+
+KEY = b"k" * 32
+SECRET = "whsec_" + base64.b64encode(KEY).decode()
+Received = tuple[dict[str, str], bytes]
+
+
+@asynccontextmanager
+async def receiving(port: int, *statuses: int) -> AsyncIterator["asyncio.Queue[Received]"]:
+    """A receiver that answers with these statuses, the last one for good."""
+    received: asyncio.Queue[Received] = asyncio.Queue()
+    left = list(statuses)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head.splitlines()[1:])}
+        body = await reader.readexactly(int(headers["content-length"]))
+        status = left.pop(0) if len(left) > 1 else left[0]
+        writer.write(f"HTTP/1.1 {status} Told\r\nContent-Length: 0\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+        received.put_nowait((headers, body))
+
+    async with await asyncio.start_server(answer, "127.0.0.1", port):
+        yield received
+
+
+def check(headers: dict[str, str], body: bytes) -> dict[str, object]:
+    """What a receiver does by the Standard Webhooks convention."""
+    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+    expected = base64.b64encode(hmac.new(KEY, signed, hashlib.sha256).digest()).decode()
+    assert headers["webhook-signature"] == f"v1,{expected}"
+    return dict(json.loads(body))
+
+
+async def test_the_ends_of_a_batch_and_of_a_run_are_announced_again_until_the_receiver_takes_them(
+    api_stack: ApiStack,
+) -> None:
+    url = f"http://127.0.0.1:{api_stack.hook_port}/ended"
+    async with api_stack.client() as client, receiving(api_stack.hook_port, 503, 204) as received:
+        line = json.dumps({"id": "a", "tool": "bash_tool", "arguments": {"command": "true"}})
+        headers = {"Content-Type": "application/jsonl", "Webhook-Secret": SECRET}
+        submitted = await client.post("/v1/batches", content=line, headers=headers, params={"webhook_url": url})
+        assert submitted.status_code == 201, submitted.text
+        async with asyncio.timeout(SOON_S):
+            first, second = await received.get(), await received.get()
+        told, again = check(*first), check(*second)
+        assert (told["type"], told["data"]["id"]) == ("batch.ended", submitted.json()["id"])  # type: ignore[index]
+        assert again == told
+        assert first[0]["webhook-id"] == second[0]["webhook-id"]
+        run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": {"url": url, "secret": SECRET}})
+        assert run.status_code == 202, run.text
+        assert SECRET not in run.text
+        async with asyncio.timeout(SOON_S):
+            told = check(*(await received.get()))
+        assert (told["type"], told["data"]["id"]) == ("run.ended", run.json()["id"])  # type: ignore[index]
+
+
+async def test_private_addresses_get_no_notice(api_stack: ApiStack) -> None:
+    async with api_stack.client() as client, receiving(api_stack.hook_port + 1, 204) as received:
+        url = f"http://127.0.0.1:{api_stack.hook_port + 1}/"
+        run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": {"url": url, "secret": SECRET}})
+        async with asyncio.timeout(SOON_S):
+            # Another process sends it: it has no event of ours.
+            while not any(api.has_said("webhook_failed") and run.json()["id"] in api.log() for api in api_stack.apis):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert received.empty()
+
+
+@pytest.mark.parametrize("fields", [{"url": "ftp://x", "secret": SECRET}, {"url": "https://x.org", "secret": "weak"}])
+async def test_a_webhook_that_cannot_be_used_is_refused(api_stack: ApiStack, fields: dict[str, str]) -> None:
+    async with api_stack.client() as client:
+        refused = await client.post("/v1/runs", json={"instruction": "hello", "webhook": fields})
+        assert refused.status_code == 422
+        refused = await client.post(
+            "/v1/batches",
+            content='{"id": "a", "instruction": "x"}',
+            headers={"Content-Type": "application/jsonl", "Webhook-Secret": fields["secret"]},
+            params={"webhook_url": fields["url"]},
+        )
+        assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS")

@@ -1,0 +1,158 @@
+"""Notices of ends: due from the step that ends a run or batch, signed, sent again, and lost by no process that dies."""
+
+import base64
+import hashlib
+import hmac
+import json
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+import redis.asyncio
+from pydantic import ValidationError
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode
+from contract.webhooks import Webhook, sign
+from orchestrator.dispatch.request import Request
+from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.webhooks import PAUSES_S, WebhookSender
+from store.batches import BatchDefaults, BatchRecord, BatchState, Outcome, RunBody
+from store.runs import RunQueue
+from store.tenants import RedisTenants
+from store.webhooks import DueNotices
+from tests.builders import KEY
+from tests.conftest import RedisProcess
+from tests.run_ground import build_item
+
+SECRET = "whsec_" + base64.b64encode(b"k" * 24).decode()
+HOOK = Webhook(url="https://hooks.example.org/x", secret=SECRET)
+
+
+class Receiver:
+    """A web worker. `answers`: statuses or errors, the last one for good."""
+
+    def __init__(self, *answers: int | ErrorCode) -> None:
+        self.answers = list(answers)
+        self.sent: list[dict[str, Any]] = []
+
+    async def dispatch(self, request: Request) -> ToolResult:
+        self.sent.append(dict(request.call.arguments))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, ErrorCode):
+            return ToolResult.failed(request.call, answer, "no")
+        return ToolResult(call_id=request.call.id, name=request.call.name, success=True, metadata={"status": answer})
+
+
+class Ground:
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self.client = client
+        self.queue = RunQueue(client, "d", KEY)
+        self.hosted = HostedRuns(client, "d", KEY, RedisTenants(client, "d", KEY))
+
+    def sender(self, receiver: Receiver) -> WebhookSender:
+        return WebhookSender(RunQueue(self.client, "d", KEY), cast(Any, receiver))
+
+    async def end_batch(self, webhook: Webhook | None = HOOK) -> None:
+        record = BatchRecord(
+            state=BatchState.IN_PROGRESS, total=1, sha256="", concurrency=1, defaults=BatchDefaults(), created_at=1.0
+        )
+        await self.queue.create("acme", "b", record, webhook)
+        await self.queue.add("acme", "b", [("b-1", build_item(1))])
+        (claim,) = await self.queue.claim(1, ("acme", "b"))
+        assert await self.due() == {}
+        await self.queue.finish(claim, Outcome(custom_id=claim.record.item.custom_id, run="b-1", status_code=200))
+
+    async def due(self) -> dict[str, float]:
+        found = await self.client.zrange("toolcrew:d:runs:webhooks", 0, -1, withscores=True)
+        return {name.decode(): score for name, score in found}
+
+    async def make_due(self) -> None:
+        for name in await self.due():
+            await self.client.zadd("toolcrew:d:runs:webhooks", {name: 1.0})
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        yield Ground(client)
+
+
+async def test_the_end_of_a_batch_is_announced_once_and_signed(ground: Ground) -> None:
+    receiver = Receiver(204)
+    await ground.end_batch()
+    assert list(await ground.due()) == ["acme|batch|b"]
+    assert await ground.sender(receiver).send_due() == 1
+    assert await ground.sender(receiver).send_due() == 0
+    assert await ground.due() == {}
+    (sent,) = receiver.sent
+    body, headers = json.loads(sent["body"]), sent["headers"]
+    assert (sent["url"], body["type"], body["data"]["id"], body["data"]["status"]) == (
+        HOOK.url,
+        "batch.ended",
+        "b",
+        "completed",
+    )
+    assert body["data"]["request_counts"]["completed"] == 1
+    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.{sent['body']}".encode()
+    expected = base64.b64encode(hmac.new(b"k" * 24, signed, hashlib.sha256).digest()).decode()
+    assert headers["webhook-signature"] == f"v1,{expected}"
+    assert SECRET not in json.dumps(sent)
+
+
+async def test_a_batch_without_a_webhook_is_not_announced(ground: Ground) -> None:
+    await ground.end_batch(None)
+    assert await ground.due() == {}
+
+
+async def test_the_end_of_a_run_is_announced(ground: Ground) -> None:
+    receiver = Receiver(200)
+    run = await ground.hosted.start("acme", RunBody(instruction="x"), metadata={"for": "tests"}, webhook=HOOK)
+    await ground.hosted.cancel("acme", run.id)
+    assert await ground.sender(receiver).send_due() == 1
+    body = json.loads(receiver.sent[0]["body"])
+    assert (body["type"], body["data"]["id"], body["data"]["state"]) == ("run.ended", run.id, "cancelled")
+    assert body["data"]["metadata"] == {"for": "tests"}
+
+
+async def test_a_notice_that_fails_is_sent_again_with_the_same_id_and_is_dropped_at_last(ground: Ground) -> None:
+    receiver = Receiver(500, ErrorCode.NETWORK_ERROR)
+    await ground.end_batch()
+    for tries in range(1, len(PAUSES_S) + 2):
+        assert await ground.sender(receiver).send_due() == 1, tries
+        if tries <= len(PAUSES_S):
+            seconds, microseconds = await ground.client.time()
+            (at,) = (await ground.due()).values()
+            assert at - seconds - microseconds / 1e6 > PAUSES_S[tries - 1] * 0.9
+            assert await ground.sender(receiver).send_due() == 0
+            await ground.make_due()
+    assert await ground.due() == {}
+    assert len({sent["headers"]["webhook-id"] for sent in receiver.sent}) == 1
+
+
+async def test_a_sender_that_dies_loses_no_notice(ground: Ground) -> None:
+    receiver = Receiver(200)
+    await ground.end_batch()
+    # It has the notice, and is killed before it has sent it.
+    assert len(await DueNotices(ground.queue.step).claim(9, 60)) == 1
+    assert await ground.sender(receiver).send_due() == 0
+    await ground.make_due()
+    assert await ground.sender(receiver).send_due() == 1
+    assert await ground.due() == {}
+
+
+async def test_a_forged_webhook_is_dropped(ground: Ground) -> None:
+    receiver = Receiver(200)
+    await ground.end_batch()
+    await ground.client.hset("toolcrew:d:t:acme:batch.b", "webhook", HOOK.model_dump_json())
+    await ground.sender(receiver).send_due()
+    assert receiver.sent == []
+    assert await ground.due() == {}
+
+
+@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "no", "whsec_!!!"])
+def test_weak_secrets_are_refused(secret: str) -> None:
+    with pytest.raises(ValidationError):
+        Webhook(url="https://example.org", secret=secret)
+    with pytest.raises(ValueError, match="a secret is whsec_"):
+        sign(secret, "msg_1", 1, "{}")

@@ -1,0 +1,53 @@
+"""webhook.send: posts a notice to a URL of a tenant, by the same rules as the pages that are fetched."""
+
+import ssl
+from typing import Any
+
+from contract.specs import ToolSpec
+from contract.webhooks import MAX_URL_CHARS, SEND_TOOL
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from workers.web.connections import build_tls
+from workers.web.egress import EgressRules
+from workers.web.exchange import Request, Route, exchange
+from workers.web.limits import Deadline, FetchLimits
+from workers.web.resolver import Resolver
+from workers.web.urls import parse_url
+
+WEBHOOK_SPEC = ToolSpec(
+    name=SEND_TOOL,
+    description="Post a notice of the end of a run or batch.",
+    parameters={
+        "type": "object",
+        "properties": {
+            "url": {"type": "string", "minLength": 1, "maxLength": MAX_URL_CHARS},
+            "headers": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 1024}},
+            "body": {"type": "string", "maxLength": 64 * 1024},
+        },
+        "required": ["url", "headers", "body"],
+        "additionalProperties": False,
+    },
+    timeout_s=20,
+    max_timeout_s=20,
+    idempotent=True,
+    audience="session",
+    pool="web",
+)
+
+
+def build_webhook(
+    resolver: Resolver, rules: EgressRules, limits: FetchLimits | None = None, tls: ssl.SSLContext | None = None
+) -> WorkerTool:
+    """Build the tool. Redirects are not followed, and the body of the answer is not read."""
+    bounds, context = limits or FetchLimits(), tls or build_tls()
+
+    def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+        deadline, target = Deadline(environment.context.timeout_s), parse_url(arguments["url"])
+        rules.check_target(target)
+        addresses = [target.literal] if target.literal is not None else []
+        addresses = addresses or list(resolver.resolve(target.host, deadline, bounds.resolve_s))
+        rules.check_addresses(target, addresses)
+        request = Request(target, "POST", arguments["headers"], arguments["body"].encode())
+        answer = exchange(request, Route(addresses, bounds, deadline, context), lambda _: 0)
+        return Outcome(metadata={"status": answer.head.status})
+
+    return WorkerTool(WEBHOOK_SPEC, handler)
