@@ -69,8 +69,9 @@ def test_every_command_of_sessions_works(stack: Stack, tmp_path: Path) -> None:
     assert (tmp_path / "names.txt").read_bytes() == (ROOT / "examples" / "tutorial" / "names.txt").read_bytes()
 
 
-def test_every_command_of_batches_works(stack: Stack, tmp_path: Path) -> None:
-    with running_model_server(ROOT / "examples" / "fix-the-test" / "script.jsonl") as server:
+def test_every_command_of_batches_works(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "fix-the-test" / "script.jsonl"
+    with open_stack(require_engine(), {}) as stack, running_model_server(script) as server:
         done = run(read_commands("batches.md"), tmp_path, stack, **server.environment())
 
     rows = [json.loads(line) for line in (tmp_path / "fixes.jsonl").read_text().splitlines()]

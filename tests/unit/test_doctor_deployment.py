@@ -232,7 +232,7 @@ async def test_a_redis_that_goes_in_between_is_an_error_that_says_so(
 @pytest.mark.parametrize(
     ("fields", "is_broken", "words", "remedy"),
     [
-        ({"release": "0"}, True, "release 0", "upgrading.md"),
+        ({"release": "0"}, True, "release 0", "docs/deploy.md"),
         (
             {"healthy": False, "trouble": "sandboxd does not answer"},
             True,
