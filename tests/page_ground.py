@@ -77,7 +77,7 @@ class World:
         self.tenants = RedisTenants(client, DEPLOYMENT, settings.broker().signing_keys())
         self.hosted = HostedRuns(client, DEPLOYMENT, settings.broker().signing_keys(), self.tenants)
         self._keys = ApiKeys(client, DEPLOYMENT, settings.broker().signing_keys())
-        self.done = self.rival_run = ""
+        self.done = self.rival_run = self.question = self.call = ""
         self.rivals: ApprovalQuestion | None = None
 
     async def furnish(self) -> None:
@@ -91,9 +91,11 @@ class World:
             await self.open_session(tenant, f"{tenant}-session")
             failed = Attempt(failure=FailureKind.MODEL, code="TIMEOUT", message=WRITABLE)
             await self.submit_batch(tenant, f"{tenant}-batch", WRITABLE[:200], [("good", Attempt()), ("bad", failed)])
-        await self.ask(WRITABLE, number=90, warning=f"it removes files {WRITABLE}")
+        self.question = (await self.ask(WRITABLE, number=90, warning=f"it removes files {WRITABLE}")).id
         self.rivals = await self.ask("cat secrets", tenant="rival", number=91, run="run-r")
         self.done = await self.tell_run(f"Count the files. {WRITABLE}")
+        self.call = f"{self.done}-1-1"
+        await self.note_call(self.call)
         self.rival_run = await self.tell_run("Something of a rival", tenant="rival")
 
     async def add_key(self, tenant: str) -> NewKey:

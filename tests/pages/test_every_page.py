@@ -14,10 +14,13 @@ PATHS = (
     "/runs/RUN?of=acme",
     "/runs/RUN/transcript?of=acme",
     "/calls",
+    "/calls/CALL?of=acme",
     "/approvals",
+    "/approvals/QUESTION",
     "/batches",
     "/batches/acme-batch?of=acme",
     "/batches/acme-batch/items?of=acme",
+    "/batches/acme-batch/items/acme-batch-2?of=acme",
     "/sessions",
     "/tools",
     "/tenants",
@@ -70,6 +73,7 @@ CONTRASTS = """() => {
   }
   return low;
 }"""
+IS_TOO_WIDE = "(width) => document.documentElement.scrollWidth > width"
 WIDER = """() => [...document.querySelectorAll('body *')].filter((one) => {
   const box = one.getBoundingClientRect();
   if (!box.width || !box.height || one.closest('.skip, .hidden, thead, pre, .scroll, .said, svg')) return false;
@@ -78,7 +82,7 @@ WIDER = """() => [...document.querySelectorAll('body *')].filter((one) => {
 
 
 def address(path: str, world: World) -> str:
-    return path.replace("RUN", world.done)
+    return path.replace("RUN", world.done).replace("QUESTION", world.question).replace("CALL", world.call)
 
 
 def picture(kind: str, path: str) -> str:
@@ -97,15 +101,18 @@ async def test_every_page_is_whole_and_runs_nothing_that_a_stranger_wrote(world:
             await take_picture(visit.page, picture("wide", path))
 
 
-async def test_every_page_can_be_read_on_a_phone_in_the_dark(world: World, visitors: Visitors) -> None:
-    options = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark", "is_mobile": True, "has_touch": True}
-    async with visitors.visit("admin", **options) as visit:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 400, 1000, 1400])
+async def test_no_page_is_wider_than_its_window(world: World, visitors: Visitors, width: int, scheme: str) -> None:
+    is_phone = width < 600
+    options = {"viewport": {"width": width, "height": 800}, "is_mobile": is_phone, "has_touch": is_phone}
+    async with visitors.visit("admin", color_scheme=scheme, **options) as visit:
         for path in PATHS:
             await visit.page.goto(address(path, world))
-            assert (path, await visit.page.evaluate("document.documentElement.scrollWidth")) == (path, 360)
+            assert (path, await visit.page.evaluate(IS_TOO_WIDE, width)) == (path, False)
             assert (path, await visit.page.evaluate(WIDER)) == (path, [])
             assert (path, await visit.page.evaluate(CONTRASTS)) == (path, [])
-            await take_picture(visit.page, picture("phone", path))
+            await take_picture(visit.page, picture(f"{width}-{scheme}", path))
 
 
 async def test_without_script_the_pages_say_the_same(world: World, visitors: Visitors) -> None:
@@ -113,7 +120,7 @@ async def test_without_script_the_pages_say_the_same(world: World, visitors: Vis
         await visit.page.goto(address("/runs/RUN?of=acme", world))
         assert await visit.page.get_by_text("total 3").count()
         assert await visit.page.get_by_text("3 processes signalled").count()
-        await visit.page.get_by_role("link", name="The transcript").click()
+        await visit.page.get_by_role("link", name="Transcript with every message").click()
         await visit.page.get_by_role("heading", name="Transcript").wait_for()
         await visit.page.goto("/hosts")
         await visit.page.get_by_text("Take out of service…").first.click()
@@ -145,3 +152,4 @@ async def test_the_checks_of_pages_find_what_they_look_for(world: World, visitor
         assert len(await visit.page.evaluate(FAULTS)) >= 2
         await visit.page.evaluate("document.querySelector('#hosts').style.width = '3000px'")
         assert await visit.page.evaluate(WIDER)
+        assert await visit.page.evaluate(IS_TOO_WIDE, 1200)

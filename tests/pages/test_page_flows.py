@@ -114,8 +114,8 @@ async def test_a_call_is_allowed_after_its_exact_bytes_were_seen(world: World, v
         )
         assert below, "the warning stands after what it warns of"
         await take_picture(visit.page, "approval")
-        await visit.page.get_by_role("button", name="Allow though it is dangerous").click()
-        await expect(visit.page.get_by_text("Allowed: the call goes on.")).to_be_visible()
+        await visit.page.get_by_role("button", name="Allow this dangerous call").click()
+        await expect(visit.page.get_by_text("Allowed. The call goes on.")).to_be_visible()
     assert (await answer_of(world, question)).answer.is_allowed
 
 
@@ -125,7 +125,7 @@ async def test_a_call_is_denied_with_a_reason(world: World, visitors: Visitors) 
         await visit.page.goto(f"/approvals/{question.id}")
         await visit.page.get_by_label("Reason (the model reads it)").fill("not from here")
         await visit.page.get_by_role("button", name="Deny").click()
-        await expect(visit.page.get_by_text("Denied: the model reads the reason.")).to_be_visible()
+        await expect(visit.page.get_by_text("Denied. The model reads the reason.")).to_be_visible()
     answer = (await answer_of(world, question)).answer
     assert (answer.is_allowed, answer.reason, answer.by.name) == (False, "not from here", "operator")
 
@@ -143,7 +143,7 @@ async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_
         assert json.loads(text) == question.call.arguments
         await box.fill(text.replace("ls ", "ls -l "))
         await visit.page.get_by_role("button", name="Allow with these").click()
-        await expect(visit.page.get_by_text("Allowed: the call goes on.")).to_be_visible()
+        await expect(visit.page.get_by_text("Allowed. The call goes on.")).to_be_visible()
     assert (await answer_of(world, question)).answer.arguments == {"command": "ls -l \u202e\x00\t\n"}
 
 
@@ -164,21 +164,21 @@ async def test_a_tool_is_switched_for_everybody_and_for_one_tenant(world: World,
     async with visitors.visit("operator") as visit:
         page = visit.page
         await page.goto("/tools")
-        await page.get_by_label("Why webfetch_tool is turned off").fill("it is being <b>mended</b>")
-        await page.get_by_role("button", name="Turn off webfetch_tool for everybody").click()
-        await expect(page.get_by_text("it is being <b>mended</b>")).to_be_visible()
-        await page.get_by_role("button", name="Turn on webfetch_tool for everybody").click()
-        await expect(page.get_by_text("The tool is on")).to_be_visible()
+        await page.get_by_label("Reason to disable webfetch_tool").fill("it is being <b>fixed</b>")
+        await page.get_by_role("button", name="Disable webfetch_tool for all tenants").click()
+        await expect(page.get_by_text("it is being <b>fixed</b>")).to_be_visible()
+        await page.get_by_role("button", name="Enable webfetch_tool for all tenants").click()
+        await expect(page.get_by_text("The tool is enabled")).to_be_visible()
         await page.get_by_label("Tenant", exact=True).select_option("acme")
         await page.get_by_role("button", name="Show", exact=True).click()
-        await page.get_by_role("button", name="Turn off webfetch_tool for acme").click()
-        await expect(page.get_by_text("Off for this tenant")).to_be_visible()
+        await page.get_by_role("button", name="Disable webfetch_tool for acme").click()
+        await expect(page.get_by_text("Disabled for this tenant")).to_be_visible()
         await page.goto("/audit")
         await expect(page.get_by_role("row").nth(1)).to_contain_text("tool.disable")
     async with visitors.visit("acme") as visit:
         await visit.page.goto("/tools")
-        await expect(visit.page.get_by_text("Off for this tenant")).to_be_visible()
-        assert await visit.page.get_by_role("button", name="Turn").count() == 0
+        await expect(visit.page.get_by_text("Disabled for this tenant")).to_be_visible()
+        assert await visit.page.get_by_role("button", name="able").count() == 0
 
 
 async def test_tools_are_shown_as_the_policy_of_the_tenant_allows_them(world: World, visitors: Visitors) -> None:
@@ -206,7 +206,7 @@ async def test_a_tenant_is_paused_and_resumed(world: World, visitors: Visitors) 
     async with visitors.visit("operator") as visit:
         await visit.page.goto("/tenants")
         row = visit.page.get_by_role("row").filter(has_text="rival")
-        await row.get_by_label("Why rival is paused").fill("it does not pay")
+        await row.get_by_label("Reason to pause rival").fill("it does not pay")
         await row.get_by_role("button", name="Pause rival").click()
         await expect(row).to_contain_text("paused")
         assert (await world.tenants.policy("rival")).is_paused
@@ -291,7 +291,7 @@ async def test_a_batch_is_read_item_by_item_and_step_by_step(world: World, visit
     async with visitors.visit("acme") as visit:
         page = visit.page
         await page.goto("/batches/read-batch")
-        await page.get_by_role("link", name="All items, one by one").click()
+        await page.get_by_role("link", name="All items").click()
         await expect(page.get_by_role("row", name="good")).to_contain_text("42")
         await expect(page.get_by_role("row", name="open")).to_contain_text("running")
         await take_picture(page, "batch-items")

@@ -79,6 +79,6 @@ async def one_call(call: str, person: Looking, of: str = "") -> Response:
         title=f"Call {life.call}",
         page="calls",
         life=life if person.is_operator else replace(life, flower_url=None),
-        told=life.to_json(),
+        fields=life.to_json(),
         has_run_page=has_run_page,
     )

@@ -24,16 +24,16 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 MOST_TENANTS = 200
 PAGE = 50
 DONE = {
-    "on": "The tool is on: within 2 seconds everywhere.",
-    "off": "The tool is off: within 2 seconds everywhere.",
-    "paused": "The tenant is paused: what runs goes on to its end, and nothing new is begun.",
-    "resumed": "The tenant goes on within 2 seconds.",
-    "drained": "The host takes nothing new: its sessions go elsewhere, then its worker ends.",
-    "cancelled": "It is being cancelled: what runs is ended within seconds.",
-    "allowed": "Allowed: the call goes on.",
-    "denied": "Denied: the model reads the reason.",
+    "enabled": "The tool is enabled. The change reaches every worker within 2 seconds.",
+    "disabled": "The tool is disabled. The change reaches every worker within 2 seconds.",
+    "paused": "The tenant is paused. Running calls go on to their end; no new call starts.",
+    "resumed": "The tenant is resumed. Its calls start again within 2 seconds.",
+    "drained": "The host takes no new sessions. Its sessions move to other hosts, then its worker stops.",
+    "cancelled": "It is being cancelled. Running calls end within seconds.",
+    "allowed": "Allowed. The call goes on.",
+    "denied": "Denied. The model reads the reason.",
 }
-"""What pages say after something was done, by the word in their address: no other site's words."""
+"""The sentence that a page shows after a change, by the `done` value of its address. The text never comes from the address."""
 
 Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
@@ -74,7 +74,7 @@ async def switch_tool(
         await person.client.enable(name, tenant=person.tenant)
     else:
         await person.client.disable(name, reason=reason.strip() or None, by=person.actor.label(), tenant=person.tenant)
-    return back("tools", tenant=person.tenant, done="on" if enabled == "yes" else "off")
+    return back("tools", tenant=person.tenant, done="enabled" if enabled == "yes" else "disabled")
 
 
 @router.get("/tenants")
@@ -140,8 +140,8 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
         if report.kind == "sandbox" and report.store == "local" and lossy != "yes":
             raise ApiProblem(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"the checkpoints of {report.host} do not leave it, so its sessions would lose their files: go back "
-                "and mark that they may be lost",
+                f"the checkpoints of {report.host} are stored on it, so its sessions would lose their files: go "
+                "back and select 'Lose these files' to drain it anyway",
             )
     keys = app_state.settings.broker().signing_keys()
     for report in found:

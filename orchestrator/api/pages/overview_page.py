@@ -52,8 +52,8 @@ async def overview(request: Request, person: Looking) -> Response:
 
 async def _doing(person: Person, run: HostedRun) -> str:
     """What its last event tells, in a few words."""
-    told = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
-    text = await told.last(run.tenant, run.id)
+    events = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
+    text = await events.last(run.tenant, run.id)
     event = json.loads(text) if text else {}
     match event.get("type"):
         case "CallStarted" | "CallSent":
@@ -76,5 +76,5 @@ async def _doing(person: Person, run: HostedRun) -> str:
 
 def _tool(event: Mapping[str, Any]) -> str:
     """The name of the one that is called. Of an event that was too large to be kept it is not known any more."""
-    told = event.get("call") or event.get("result") or {}
-    return str(told.get("name", "a tool"))
+    named = event.get("call") or event.get("result") or {}
+    return str(named.get("name", "a tool"))

@@ -13,13 +13,15 @@ from urllib.parse import quote, urlencode
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from contract.clock import format_instant
 from orchestrator.api.pages.seen import build_json, count_odd, reveal, reveal_exactly, shorten
 from orchestrator.batches.figures import format_count, format_seconds
 
 FOLDER = Path(__file__).parent
+_AGES = ((1, "s", 60), (60, "min", 3600), (3600, "h", 172_800), (86_400, "d", float("inf")))
+"""Seconds of a unit, its name, and the ages in seconds below which it is used."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -70,7 +72,6 @@ def environment() -> Environment:
     made.filters |= {
         "reveal": reveal,
         "exactly": reveal_exactly,
-        "instant": _instant,
         "ago": _ago,
         "until": _until,
         "seconds": lambda value: format_seconds(max(0.0, float(value))),
@@ -79,7 +80,7 @@ def environment() -> Environment:
         "json": build_json,
         "part": lambda value: quote(str(value), safe=""),
     }
-    made.globals |= {"static": static_address, "count_odd": count_odd, "shorten": shorten}
+    made.globals |= {"static": static_address, "count_odd": count_odd, "shorten": shorten, "now": lambda: format_instant(time.time(), "milliseconds")}
     return made
 
 
@@ -110,11 +111,11 @@ class _Addresses:
         self._viewer = viewer
 
     def __call__(self, *path: str, **query: Any) -> str:
-        told: dict[str, Any] = {"tenant": self._viewer.tenant} if self._viewer is not None else {}
-        told |= query
+        shared: dict[str, Any] = {"tenant": self._viewer.tenant} if self._viewer is not None else {}
+        shared |= query
         if self._viewer is None or not self._viewer.is_operator:
-            told |= {"tenant": None, "of": None}
-        return address(*path, **told)
+            shared |= {"tenant": None, "of": None}
+        return address(*path, **shared)
 
 
 def address(*path: str, **query: Any) -> str:
@@ -124,30 +125,28 @@ def address(*path: str, **query: Any) -> str:
     return f"{where}?{urlencode(kept)}" if kept else where
 
 
-def _instant(at: float | None) -> Markup:
-    """A moment, by the clock."""
-    if not at:
-        return Markup("")
-    text = format_instant(at)
-    return Markup('<time datetime="{0}">{0}</time>').format(text)
-
-
 def _ago(at: float | None) -> Markup:
-    """A moment, by how long ago it was."""
+    """Show how long ago a moment was; its title is the moment itself. The script of the page keeps the age correct."""
     if not at:
         return Markup("")
-    text = format_instant(at)
-    return Markup('<time datetime="{0}" title="{0}">{1} ago</time>').format(
-        text, format_seconds(max(0.0, time.time() - at))
-    )
+    text = format_instant(at, "milliseconds")
+    return Markup('<time class="ago" datetime="{0}" title="{0}">{1}</time>').format(text, _age(time.time() - at))
+
+
+def _age(seconds: float) -> str:
+    """Return an age in whole units, as `formatAge` in page.js does."""
+    for size, unit, below in _AGES:
+        if seconds < below:
+            break
+    return f"{int(max(0.0, seconds) // size)} {unit} ago"
 
 
 def _until(at: float | None) -> Markup:
     if not at:
         return Markup("")
     left = at - time.time()
-    return Markup('<time datetime="{}">{}</time>').format(
-        format_instant(at), format_seconds(left) if left > 0 else escape("over")
+    return Markup('<time datetime="{0}" title="{0}">{1}</time>').format(
+        format_instant(at), format_seconds(left) if left > 0 else "no time"
     )
 
 

@@ -163,10 +163,10 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
             if parts:
                 yield ServerEvent("parts", json.dumps(parts), last)
             if following.done() and following.result() is None:
-                yield ServerEvent("end", {"told": "The run has ended."})
+                yield ServerEvent("end", {"message": "The run has ended."})
                 return
     except ToolFailure:
-        yield ServerEvent("end", {"told": "You are logged out: load the page again to log in."})
+        yield ServerEvent("end", {"message": "You are logged out. Reload the page to log in."})
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -178,10 +178,10 @@ async def _read_so_far(person: Person, run: str, story: RunStory, until: str | N
     """Fold what is kept into the story; gives the id of the last event. What came up to the event `until` counts as
     known.
     """
-    told = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
+    events = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
     last = "0-0"
     while True:
-        page = await told.read(person.owner, run, last)
+        page = await events.read(person.owner, run, last)
         for id_, text in page.entries:
             if until and _place(last) <= _place(until) < _place(id_):
                 story.take_changed()

@@ -1,22 +1,22 @@
-// Keeps parts of a page as they are now. Without it every page is the same, and is loaded again by hand.
+// Updates parts of a page. Every page also works without it.
 "use strict";
 
 const RETRY_MS = 4000;
 
-// What hinders is told until it is over; what has ended stays told.
-let isTrouble = false;
+// A failure is shown until it is over. An end stays shown.
+let isFailure = false;
 
-function tell(text, hinders = false) {
+function show(text, failed = false) {
   const line = document.getElementById("live-state");
-  isTrouble = hinders;
+  isFailure = failed;
   if (line && line.textContent !== text) line.textContent = text;
 }
 
 function goOn() {
-  if (isTrouble) tell("");
+  if (isFailure) show("");
 }
 
-// Opened parts stay open, and what was scrolled to its end stays there, when a part is replaced.
+// When a part is replaced, its open details stay open and its scroll position stays.
 function swap(old, made) {
   const open = new Set([...old.querySelectorAll("details[open][id]")].map((one) => one.id));
   made.querySelectorAll("details[id]").forEach((one) => { if (open.has(one.id)) one.open = true; });
@@ -32,7 +32,7 @@ function parse(html) {
   return new DOMParser().parseFromString(html, "text/html").body.firstElementChild;
 }
 
-// Nobody is interrupted who types, selects, or stands on a button of the part.
+// A part is not replaced while a person types, selects text or focuses a button in it.
 function isInUse(part) {
   const selection = window.getSelection();
   return part.contains(document.activeElement) || (selection && !selection.isCollapsed && part.contains(selection.anchorNode));
@@ -43,7 +43,7 @@ async function refresh(id, address) {
   if (!part || document.hidden || isInUse(part)) return true;
   const answer = await fetch(address, { headers: { "X-Fragment": "1" }, redirect: "manual", cache: "no-store" });
   if (answer.status === 401) {
-    tell("You are logged out: load the page again to log in.");
+    show("You are logged out. Reload the page to log in.");
     return false;
   }
   if (!answer.ok) throw new Error(String(answer.status));
@@ -61,14 +61,14 @@ function watch(part) {
     try {
       goesOn = (await refresh(id, dataset.live)) && Boolean(document.getElementById(id)?.dataset.live);
     } catch {
-      tell("The service does not answer; trying again.", true);
+      show("The service does not answer. Trying again.", true);
     }
     if (goesOn) setTimeout(again, every);
   };
   setTimeout(again, every);
 }
 
-// A run as it goes on: each message has steps, which replace those of their ids or follow them.
+// Steps of a running run: a message replaces steps with the same id and appends new ones.
 function follow(list) {
   const source = new EventSource(list.dataset.stream);
   source.onopen = goOn;
@@ -83,18 +83,35 @@ function follow(list) {
   });
   source.addEventListener("end", (event) => {
     source.close();
-    tell(JSON.parse(event.data).told);
+    show(JSON.parse(event.data).message);
   });
   source.onerror = () => {
     if (source.readyState === EventSource.CLOSED) {
-      tell("The stream broke off; trying again.", true);
+      show("The connection was lost. Trying again.", true);
       setTimeout(() => follow(list), RETRY_MS);
     } else {
-      tell("The stream broke off; it goes on as soon as the service answers.", true);
+      show("The connection was lost. Updates go on when the service answers.", true);
     }
   };
 }
 
+const AGES = [[1, "s", 60], [60, "min", 3600], [3600, "h", 172800], [86400, "d", Infinity]];
+// The clock of the browser may be wrong: ages count from the time of the service.
+const behind = Date.parse(document.body.dataset.now) - Date.now();
+
+function formatAge(seconds) {
+  const [size, unit] = AGES.find(([, , below]) => seconds < below);
+  return `${Math.floor(Math.max(0, seconds) / size)} ${unit} ago`;
+}
+
+function updateAges() {
+  document.querySelectorAll("time.ago").forEach((one) => {
+    const text = formatAge((Date.now() + behind - Date.parse(one.dateTime)) / 1000);
+    if (one.textContent !== text) one.textContent = text;
+  });
+}
+
+setInterval(updateAges, 5000);
 document.querySelectorAll("[data-live]").forEach(watch);
 document.querySelectorAll("[data-stream]").forEach(follow);
 document.querySelectorAll(".keeps").forEach((one) => { one.scrollTop = one.scrollHeight; });
