@@ -1,4 +1,4 @@
-"""Decisions before dispatch: what a model may call unasked, what is asked about and of whom, and what nobody may."""
+"""Approval of calls before dispatch: calls that run unasked, calls that need a decision, and calls that are refused."""
 
 from contract.approvals import Decision, digest_call
 from orchestrator.approvals.approvers import (

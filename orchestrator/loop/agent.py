@@ -1,4 +1,4 @@
-"""The ReAct loop: ask the model, run the calls of its reply, tell it the results, until it answers or a limit is
+"""The ReAct loop: call the model, run the calls of its reply, return the results to it, until it answers or a limit is
 reached.
 """
 
@@ -46,14 +46,16 @@ __all__ = ["Agent", "ReActStrategy", "RunCall", "RunResult"]
 log = get_logger(__name__)
 
 MAX_REFUSALS = 4
-"""So often a request that is too long is sent again, shorter each time."""
+"""How often a request that is too long is shortened and sent again."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. `answer` is the last text of the model, also when a limit stopped the run; `clocks` sums those
-    of its calls; `usage` is what the server counted; `cost` is None without prices, and estimated where the server does
-    not count."""
+    """The result of a run. `answer` is the last text of the model, also when a limit stopped the run.
+
+    `clocks` is the sum over the calls. `usage` is what the server counted. `cost` is None without prices, and estimated
+    for a server that does not count tokens.
+    """
 
     answer: str
     stop_reason: StopReason
@@ -67,14 +69,14 @@ class RunResult:
 
 @dataclass
 class Agent:
-    """One model in one dialect with tools. Runs any number of instructions, also at once. `run_id`: of its only run;
-    "": each gets one. `spent_by_tools`: what the calls of its only run had of the model, which counts for its budgets.
+    """One model in one dialect with tools. Runs any number of instructions, also concurrently.
 
-    `switched_off`: tools that are there and that nobody may call now; a model that calls one is told so. `skills`:
-    names of skills; a model that calls one as a tool gets its instructions.
+    `run_id`: the id of its only run; "": each run gets a new id. `spent_by_tools`: the model usage of tools in its only
+    run, which counts for its budgets. `switched_off`: existing tools that may not be called now; a model that calls one
+    gets an explanation. `skills`: names of skills; a model that calls one as a tool gets its instructions.
 
-    Ids of calls are made of the run's: under one that has been used, pools take a second run's calls for repetitions of
-    the first's.
+    Call ids contain the run's id. If a second run used the same id, pools would treat its calls as repetitions of the
+    first run's.
     """
 
     model: Model
@@ -91,43 +93,46 @@ class Agent:
     _has_run: bool = field(default=False, init=False, repr=False, compare=False)
 
     async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
-        """Work `request` to an answer or a limit; `history`: messages between the system prompt and it.
+        """Run `request` until the model answers or a limit is reached. `history`: messages between the system prompt
+        and it.
 
-        Raises ModelUnavailable, and ValueError when the only run of `run_id` has begun; a call's failure is told to the
-        model, never raised.
+        Raises ModelUnavailable, and ValueError when the only run of `run_id` has already started. The failure of a call
+        is reported to the model and never raised.
         """
         if self.run_id and self._has_run:
             raise ValueError(
-                f"'{self.run_id}' has had its run: give the next one an Agent with another run_id, or none"
+                f"the run '{self.run_id}' has already started. Create an Agent with another run_id, or without one."
             )
         self._has_run = True
-        return await _Run(self, request, history).work()
+        return await _Run(self, request, history).execute()
 
 
 ReActStrategy = Agent
-"""The name under which the requirements know it."""
+"""The documented name of Agent."""
 
 
 @dataclass
 class _Reply:
-    """One reply as it is worked through. `end`: once it has been read to its end. `asked`: its calls, as far as they
-    were handed over.
+    """One reply that is being processed. `end` is set after its last chunk. `requested`: the calls
+    handed over so far.
     """
 
     request: ModelRequest
     reader: ReplyReader
     end: ReplyEnd | None = None
-    asked: list[Requested] = field(default_factory=list)
+    requested: list[Requested] = field(default_factory=list)
     observed: list[Observed] = field(default_factory=list)
     malformed: int = 0
     tools_s: float = 0.0
-    asked_at: float = field(default_factory=time.monotonic)
+    requested_at: float = field(default_factory=time.monotonic)
 
     def finish(self) -> ReplyEnd:
-        """Its end, also when it stops in the middle: calls that were half read count as asked."""
+        """Return the end of the reply, also when it stops in the middle: calls that were partly read count as
+        requested.
+        """
         if self.end is None:
             events, self.end = self.reader.finish(is_broken=True)
-            self.asked += [event for event in events if not isinstance(event, Text)]
+            self.requested += [event for event in events if not isinstance(event, Text)]
         return self.end
 
     def is_nothing_but_malformed(self) -> bool:
@@ -148,7 +153,7 @@ class _Run:
             self._id,
             agent.specs,
             agent.run_call,
-            self._note_call,
+            self._record_call,
             agent.options.max_parallel_calls,
             agent.switched_off,
             agent.skills,
@@ -161,11 +166,11 @@ class _Run:
         self._shortened = 0
         self._current: _Reply | None = None
         self._last_request = ModelRequest([])
-        self._begun: dict[str, ToolResult | None] = {}
+        self._call_results: dict[str, ToolResult | None] = {}
 
-    async def work(self) -> RunResult:
+    async def execute(self) -> RunResult:
         agent = self._agent
-        self._tell(
+        self._emit(
             RunStarted(
                 run=self._id,
                 instruction=self._request,
@@ -175,13 +180,13 @@ class _Run:
             )
         )
         try:
-            reason = await self._until_done()
+            reason = await self._run_steps()
         except (Exception, asyncio.CancelledError) as error:
             nameless = "the run was cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
-            self._tell(RunAborted(run=self._id, reason=str(error) or nameless))
+            self._emit(RunAborted(run=self._id, reason=str(error) or nameless))
             raise
         spent = self._spending
-        self._tell(
+        self._emit(
             RunFinished(
                 run=self._id,
                 answer=self._answer,
@@ -195,7 +200,7 @@ class _Run:
             self._answer, reason, spent.steps, self._transcript, spent.counted, self._clocks, self._id, spent.cost
         )
 
-    async def _until_done(self) -> StopReason:
+    async def _run_steps(self) -> StopReason:
         wall_s = self._agent.options.max_wall_s
         try:
             async with asyncio.timeout(wall_s) as wall:
@@ -205,28 +210,28 @@ class _Run:
             if not wall.expired():
                 raise
             self._warn(
-                f"stopped at the limit of {wall_s:g} s; what was running has been ended, and the last reply is returned"
+                f"stopped at the limit of {wall_s:g} s; running calls were cancelled, and the last reply is returned"
             )
             self._record_interrupted()
             return StopReason.MAX_WALL
         return reason
 
     async def _step(self) -> StopReason | None:
-        """One reply with its calls, added to the transcript. Gives the reason to stop, or None."""
+        """Add one reply and its results to the transcript. Return the reason to stop, or None."""
         spending, started = self._spending, time.monotonic()
         spending.steps += 1
-        self._begun.clear()
-        self._tell(StepStarted(run=self._id, step=spending.steps))
-        reply = await self._reply()
+        self._call_results.clear()
+        self._emit(StepStarted(run=self._id, step=spending.steps))
+        reply = await self._request_reply()
         end = self._record(reply)
         self._answer = strip_thinking(end.text)
         spending.malformed_replies = spending.malformed_replies + 1 if reply.is_nothing_but_malformed() else 0
         model_s = max(0.0, time.monotonic() - started - reply.tools_s)
-        self._tell(StepFinished(run=self._id, step=spending.steps, model_s=model_s, usage=end.usage))
-        return self._stop_reason(reply, end)
+        self._emit(StepFinished(run=self._id, step=spending.steps, model_s=model_s, usage=end.usage))
+        return self._find_stop_reason(reply, end)
 
     def _record(self, reply: _Reply) -> ReplyEnd:
-        """Take the reply and its results into the transcript and the sums."""
+        """Add the reply and its results to the transcript and the totals."""
         end, self._current = reply.finish(), None
         self._transcript.append(end.message)
         if reply.observed:
@@ -234,41 +239,41 @@ class _Run:
         for _, result in reply.observed:
             self._clocks += result.clocks
         if self._spending.charge(end.usage, self._window.estimate(reply.request.messages, end.message)):
-            self._warn("the server does not count tokens: the budget goes by an estimate")
+            self._warn("the server does not count tokens, so the budget uses an estimate")
         return end
 
     def _record_interrupted(self) -> None:
-        """What the calls of the reply that a limit interrupted have done stays known, and each has its answer."""
+        """Record the calls of a reply that a limit interrupted. Each call gets a result."""
         reply = self._current
-        if reply is None or not reply.asked:
+        if reply is None or not reply.requested:
             return
         if reply.end is None:
-            self._tell_answer(reply, reply.finish())
-        results = build_interrupted_results(reply.asked[len(reply.observed) :], self._begun)
+            self._emit_answer(reply, reply.finish())
+        results = build_interrupted_results(reply.requested[len(reply.observed) :], self._call_results)
         for _, result in results:
-            if self._begun.get(result.call_id) is None:
-                self._tell(CallFinished(run=self._id, result=result))
+            if self._call_results.get(result.call_id) is None:
+                self._emit(CallFinished(run=self._id, result=result))
         reply.observed += results
         self._record(reply)
 
-    def _stop_reason(self, reply: _Reply, end: ReplyEnd) -> StopReason | None:
+    def _find_stop_reason(self, reply: _Reply, end: ReplyEnd) -> StopReason | None:
         if not reply.observed:
             if end.finish_reason == "length":
-                self._warn("the reply was cut at the model's token limit; the answer is not whole")
+                self._warn("the reply was cut at the model's token limit; the answer is incomplete")
                 return StopReason.CUT_REPLY
             if not self._answer.strip():
-                self._warn("the model answered nothing")
+                self._warn("the model sent an empty answer")
                 return StopReason.EMPTY_REPLY
             return StopReason.ANSWERED
         repairs = self._agent.dialect.max_repairs
         limit = self._agent.options.max_malformed_replies if repairs is None else repairs + 1
         if self._spending.malformed_replies >= limit:
             self._warn(
-                f"the model wrote {self._spending.malformed_replies} replies in a row that cannot be read; the last "
-                "one is returned as it is"
+                f"the model wrote {self._spending.malformed_replies} malformed replies in a row; the last one is "
+                "returned unchanged"
             )
             return StopReason.MALFORMED_REPLY
-        reason = self._spending.exhausted()
+        reason = self._spending.find_exhausted()
         if reason is not None:
             self._warn(
                 f"stopped by the limit {reason.value} after {self._spending.steps} steps while the model still called "
@@ -276,33 +281,33 @@ class _Run:
             )
         return reason
 
-    async def _reply(self) -> _Reply:
-        """One whole reply. A request that is too long is shortened and sent again, a reply that broke off asked for
-        again.
+    async def _request_reply(self) -> _Reply:
+        """Return one whole reply. A request that is too long is shortened, and an interrupted reply
+        is requested again.
         """
         shown, refusals, interruptions = ShownText(), 0, 0
         while True:
             messages, request = self._build_request()
             try:
-                reply = await self._read(request, shown)
+                reply = await self._read_reply(request, shown)
             except ContextWindowExceeded as error:
                 refusals += 1
-                before = self._window.fit(messages, self._transcript.older, self._transcript.newest)
-                self._window.shrink(error.limit_tokens, before[0])
+                previous = self._window.fit(messages, self._transcript.older, self._transcript.newest)
+                self._window.shrink(error.limit_tokens, previous[0])
                 if (
                     refusals > MAX_REFUSALS
-                    or self._window.fit(messages, self._transcript.older, self._transcript.newest) == before
+                    or self._window.fit(messages, self._transcript.older, self._transcript.newest) == previous
                 ):
                     raise
-                shown.begin_again()
+                shown.restart()
             except ModelInterrupted as error:
                 interruptions += 1
                 if interruptions > self._agent.options.max_interruptions:
                     raise
-                self._warn(f"{error}; the reply is asked for again")
-                shown.begin_again()
+                self._warn(f"{error}; the reply is requested again")
+                shown.restart()
             else:
-                self._withdraw(shown.end())
+                self._emit_withdrawal(shown.end())
                 self._window.learn(request.messages, reply.finish().usage)
                 return reply
 
@@ -311,19 +316,21 @@ class _Run:
         fitted, shortened = self._window.fit(messages, self._transcript.older, self._transcript.newest)
         if shortened > self._shortened:
             self._warn(
-                f"{shortened} results are shortened to fit the context window of {self._window.limit_tokens} tokens"
+                f"{shortened} results were shortened to fit the context window of {self._window.limit_tokens} tokens"
             )
         self._shortened = shortened
         return messages, self._agent.dialect.build_request(fitted, self._agent.specs)
 
-    async def _read(self, request: ModelRequest, shown: ShownText) -> _Reply:
-        """The reply to one request: shown as it comes, its calls run in order. Raises ModelInterrupted or
-        ContextWindowExceeded when it broke off before any call."""
+    async def _read_reply(self, request: ModelRequest, shown: ShownText) -> _Reply:
+        """Read the reply to one request: emit its text as it arrives, and run its calls in order.
+
+        Raises ModelInterrupted or ContextWindowExceeded when it broke off before any call.
+        """
         reader = self._agent.dialect.open_reader(
             self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing
         )
         reply = self._current = _Reply(request, reader)
-        self._tell(build_asked(self._id, self._spending.steps, request, self._last_request))
+        self._emit(build_model_asked(self._id, self._spending.steps, request, self._last_request))
         self._last_request = request
         is_broken = False
         async with ReadAhead(self._agent.model.stream(request)) as chunks:
@@ -334,48 +341,48 @@ class _Run:
             except (ModelInterrupted, ContextWindowExceeded) as error:
                 if not reply.observed:
                     raise
-                # What has run is not run again: the rest of the reply is lost, and the model is asked how to go on.
+                # Calls that have run must not run again. Drop the rest of the reply and continue with the next step.
                 self._warn(f"{error}; its calls up to there have run")
                 is_broken = True
         events, reply.end = reader.finish(is_broken=is_broken)
-        self._tell_answer(reply, reply.end)
+        self._emit_answer(reply, reply.end)
         await self._handle(events, reply, shown)
         return reply
 
     async def _handle(self, events: Sequence[Event], reply: _Reply, shown: ShownText) -> None:
-        """Events in order: neighbouring calls are handed over together, and what follows waits for them."""
+        """Handle events in order. Adjacent calls are handed over together, and the events after them wait."""
         calls: list[Requested] = []
         for event in events:
             if not isinstance(event, Text):
                 calls.append(event)
                 continue
-            await self._carry_out(calls, reply)
+            await self._run_calls(calls, reply)
             calls = []
-            void, text = shown.show(event.text)
-            self._withdraw(void)
+            withdrawn, text = shown.show(event.text)
+            self._emit_withdrawal(withdrawn)
             if text:
-                self._tell(TextArrived(run=self._id, text=text))
-        await self._carry_out(calls, reply)
+                self._emit(TextArrived(run=self._id, text=text))
+        await self._run_calls(calls, reply)
 
-    async def _carry_out(self, calls: Sequence[Requested], reply: _Reply) -> None:
+    async def _run_calls(self, calls: Sequence[Requested], reply: _Reply) -> None:
         if not calls:
             return
         started = time.monotonic()
-        reply.asked += calls
+        reply.requested += calls
         reply.observed += await self._calls.run(calls)
         reply.malformed += sum(isinstance(call, MalformedCall) for call in calls)
         reply.tools_s += time.monotonic() - started
 
-    def _note_call(self, event: RunEvent) -> None:
+    def _record_call(self, event: RunEvent) -> None:
         if isinstance(event, CallStarted):
-            self._begun[event.call.id] = None
+            self._call_results[event.call.id] = None
         elif isinstance(event, CallFinished):
-            self._begun[event.result.call_id] = event.result
-        self._tell(event)
+            self._call_results[event.result.call_id] = event.result
+        self._emit(event)
 
-    def _tell_answer(self, reply: _Reply, end: ReplyEnd) -> None:
-        model_s = max(0.0, time.monotonic() - reply.asked_at - reply.tools_s)
-        self._tell(
+    def _emit_answer(self, reply: _Reply, end: ReplyEnd) -> None:
+        model_s = max(0.0, time.monotonic() - reply.requested_at - reply.tools_s)
+        self._emit(
             ModelAnswered(
                 run=self._id,
                 step=self._spending.steps,
@@ -386,30 +393,30 @@ class _Run:
             )
         )
 
-    def _withdraw(self, characters: int) -> None:
+    def _emit_withdrawal(self, characters: int) -> None:
         if characters:
-            self._tell(TextWithdrawn(run=self._id, characters=characters))
+            self._emit(TextWithdrawn(run=self._id, characters=characters))
 
     def _warn(self, message: str) -> None:
         log.warning("run_warning", run=self._id, message=message)
-        self._tell(Warned(run=self._id, message=message))
+        self._emit(Warned(run=self._id, message=message))
 
-    def _tell(self, event: RunEvent) -> None:
+    def _emit(self, event: RunEvent) -> None:
         self._agent.on_event(event)
 
 
-def build_asked(run: str, step: int, request: ModelRequest, before: ModelRequest) -> ModelAsked:
-    """Return the event of a request as its difference to the one before."""
-    pairs = zip(before.messages, request.messages, strict=False)
-    kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def build_model_asked(run: str, step: int, request: ModelRequest, previous: ModelRequest) -> ModelAsked:
+    """Return the event of a request as its difference to the previous request."""
+    pairs = zip(previous.messages, request.messages, strict=False)
+    equal_messages = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return ModelAsked(
         run=run,
         step=step,
         messages=len(request.messages),
         tools=len(request.tools),
-        kept=kept,
-        new_messages=request.messages[kept:],
-        new_tools=request.tools if request.tools != before.tools else None,
+        kept=equal_messages,
+        new_messages=request.messages[equal_messages:],
+        new_tools=request.tools if request.tools != previous.tools else None,
         extra=request.extra,
     )
 

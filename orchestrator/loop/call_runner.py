@@ -1,5 +1,5 @@
-"""Carries out the calls of a run: in order, read-only ones side by side where the model asked for that; with a guard
-against repetition.
+"""Runs the calls of a run in order, and read-only calls concurrently if the model requested that. Detects repeated
+failures.
 """
 
 import asyncio
@@ -21,25 +21,23 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 REPEATS = 3
-"""So many identical failures are answered with more than the failure."""
+"""After this number of identical failures, the result contains an instruction to stop."""
 
 RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
 Requested = CallRequested | MalformedCall
 Observed = tuple[str, ToolResult]
-"""(the call's id as the model knows it, else ours; its result)."""
+"""(the model's id of the call, or ours if it has none; its result)."""
 
 
 class CallRunner:
-    """Runs the calls of one run. `tell` gets their events as they happen. `skills`: names that a model may take for
-    tools.
-    """
+    """Runs the calls of one run. `emit` receives their events. `skills`: names that a model may use like tools."""
 
     def __init__(
         self,
         run: str,
         specs: Sequence[ToolSpec],
         run_call: RunCall,
-        tell: Callable[[RunEvent], None],
+        emit: Callable[[RunEvent], None],
         max_parallel: int,
         switched_off: Mapping[str, Switch] | None = None,
         skills: Collection[str] = (),
@@ -49,35 +47,38 @@ class CallRunner:
         self._switched_off = switched_off or {}
         self._skills = skills if SKILL_TOOL in self._specs else ()
         self._run_call = run_call
-        self._tell = tell
+        self._emit = emit
         self._slots = asyncio.Semaphore(max_parallel)
         self._failures: dict[str, int] = {}
 
     async def run(self, requested: Sequence[Requested]) -> list[Observed]:
-        """Results in the order of the requests. Cancelled: every call that runs is, too."""
+        """Return the results in the order of the requests. Cancelling it cancels every running call."""
         observed: list[Observed] = []
-        for group in self._groups(requested):
+        for group in self._group_requests(requested):
             if len(group) == 1:
-                results = [await self._one(group[0])]
+                results = [await self._run_one(group[0])]
             else:
-                results = await self._side_by_side(group)
+                results = await self._run_concurrently(group)
             observed += [
-                (request.model_id or _id(request), self._guard(request, result))
+                (request.model_id or _get_call_id(request), self._guard(request, result))
                 for request, result in zip(group, results, strict=True)
             ]
         return observed
 
-    async def _side_by_side(self, group: Sequence[Requested]) -> list[ToolResult]:
+    async def _run_concurrently(self, group: Sequence[Requested]) -> list[ToolResult]:
         try:
             async with asyncio.TaskGroup() as running:
-                tasks = [running.create_task(self._one(request), name=f"call-{_id(request)}") for request in group]
+                tasks = [
+                    running.create_task(self._run_one(request), name=f"call-{_get_call_id(request)}")
+                    for request in group
+                ]
         except BaseExceptionGroup as errors:
-            # Only what `tell` raises comes here: it comes out as it does from a call by itself.
+            # Only `emit` can raise here. Raise its error unwrapped, as for a single call.
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    def _groups(self, requested: Sequence[Requested]) -> list[list[Requested]]:
-        """Neighbours that may run side by side; every other one by itself."""
+    def _group_requests(self, requested: Sequence[Requested]) -> list[list[Requested]]:
+        """Group adjacent requests that may run concurrently. Every other request is a group of its own."""
         groups: list[list[Requested]] = []
         for request in requested:
             if groups and self._may_overlap(request) and self._may_overlap(groups[-1][-1]):
@@ -92,24 +93,22 @@ class CallRunner:
         spec = self._specs.get(request.call.name)
         return spec is not None and spec.read_only
 
-    async def _one(self, request: Requested) -> ToolResult:
-        began = time.monotonic()
+    async def _run_one(self, request: Requested) -> ToolResult:
+        started = time.monotonic()
         if isinstance(request, MalformedCall):
-            result = ToolResult.failed(_call(request), ErrorCode.INVALID_ARGUMENTS, request.reason)
+            result = ToolResult.failed(_get_call(request), ErrorCode.INVALID_ARGUMENTS, request.reason)
         else:
             async with self._slots:
-                call = self._resolved(request)
-                self._tell(CallStarted(run=self._run, call=call))
-                result = self._unknown(call) or await self._outcome(call)
-        # A result of the log was measured by the process that made the call.
-        seconds = max(time.monotonic() - began, result.clocks.total_s)
-        self._tell(CallFinished(run=self._run, result=result, seconds=seconds))
+                call = self._resolve_call(request)
+                self._emit(CallStarted(run=self._run, call=call))
+                result = self._check_tool_name(call) or await self._execute(call)
+        # A result from the run's log was measured by the process that made the call.
+        seconds = max(time.monotonic() - started, result.clocks.total_s)
+        self._emit(CallFinished(run=self._run, result=result, seconds=seconds))
         return result
 
-    def _unknown(self, call: ToolCall) -> ToolResult | None:
-        """The result of a call to a tool that the model was not told of: whoever runs calls may know more tools than
-        this run may use.
-        """
+    def _check_tool_name(self, call: ToolCall) -> ToolResult | None:
+        """Return a failed result if the run may not use the tool. `run_call` may support more tools than this run."""
         if call.name in self._specs:
             return None
         switch = self._switched_off.get(call.name)
@@ -120,40 +119,36 @@ class CallRunner:
             call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": nearest}
         )
 
-    async def _outcome(self, call: ToolCall) -> ToolResult:
+    async def _execute(self, call: ToolCall) -> ToolResult:
         try:
             return await self._run_call(call)
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message)
         except OperatorError as error:
             return ToolResult.failed(call, error.code, str(error))
-        except (
-            Exception,
-            asyncio.CancelledError,
-        ) as error:  # a user's code may stand behind it; the loop goes on whatever that raises
+        # `run_call` may be a user's code. Any error of it becomes a result, so that the run continues.
+        except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
                 raise
             log.exception("run_call_failed", run=self._run, tool=call.name, call=call.id)
             return ToolResult.failed(call, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}".removesuffix(": "))
 
-    def _resolved(self, request: CallRequested) -> ToolCall:
-        """The call as it is carried out: of a skill that is no tool by itself, the loading of its instructions, which
-        say how it is used.
-        """
+    def _resolve_call(self, request: CallRequested) -> ToolCall:
+        """Return the call to execute. A call of a skill that is no tool becomes a call that loads its instructions."""
         call = request.call
         if call.name in self._specs or call.name in self._switched_off or call.name not in self._skills:
-            return self._typed(request)
+            return self._coerce_arguments(request)
         return call.model_copy(update={"name": SKILL_TOOL, "arguments": {"name": call.name, "action": "load"}})
 
-    def _typed(self, request: CallRequested) -> ToolCall:
+    def _coerce_arguments(self, request: CallRequested) -> ToolCall:
         spec = self._specs.get(request.call.name)
         if spec is None or not request.is_text:
             return request.call
         return request.call.model_copy(update={"arguments": coerce_text(spec, request.call.arguments)})
 
     def _guard(self, request: Requested, result: ToolResult) -> ToolResult:
-        """The result, told with more emphasis when the very same request has failed before, again and again."""
-        key = _key(request)
+        """Return the result, with a note if the same request has failed REPEATS times or more."""
+        key = _build_repeat_key(request)
         if not _has_failed(result):
             self._failures.pop(key, None)
             return result
@@ -169,18 +164,25 @@ class CallRunner:
         return result.model_copy(update={"error": _with_note(result.error, note, MAX_ERROR_CHARS)})
 
 
-def build_interrupted_results(requested: Sequence[Requested], begun: Mapping[str, ToolResult | None]) -> list[Observed]:
-    """A result for each call of a batch that the run's time limit interrupted. `begun`: by call id what those gave that
-    had begun, None for the ones that were still running."""
+def build_interrupted_results(
+    requested: Sequence[Requested], started_results: Mapping[str, ToolResult | None]
+) -> list[Observed]:
+    """Return a result for each call of a batch that the run's time limit interrupted.
+
+    `started_results`: result by id of each call that has started, None for calls that were still running.
+    """
     return [
-        (request.model_id or _id(request), begun.get(_id(request)) or _interrupted(request, begun))
+        (
+            request.model_id or _get_call_id(request),
+            started_results.get(_get_call_id(request)) or _build_interrupted(request, started_results),
+        )
         for request in requested
     ]
 
 
-def _interrupted(request: Requested, begun: Mapping[str, ToolResult | None]) -> ToolResult:
-    call = _call(request)
-    if call.id in begun:
+def _build_interrupted(request: Requested, started_results: Mapping[str, ToolResult | None]) -> ToolResult:
+    call = _get_call(request)
+    if call.id in started_results:
         return ToolResult.failed(
             call, ErrorCode.CANCELLED, "the run reached its time limit during this call: it may or may not have acted"
         )
@@ -188,30 +190,32 @@ def _interrupted(request: Requested, begun: Mapping[str, ToolResult | None]) -> 
 
 
 def _is_being_cancelled() -> bool:
-    """Whether somebody cancels this task; False: something that it waited for was cancelled."""
+    """Return whether this task is being cancelled. False: something that it waited for was cancelled."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
-def _call(request: Requested) -> ToolCall:
-    """The call; of a malformed one, as much as its result needs."""
+def _get_call(request: Requested) -> ToolCall:
+    """Return the call. For a malformed one, only the id and the name are set."""
     if isinstance(request, CallRequested):
         return request.call
     return ToolCall(id=request.call_id, name=(request.name or UNKNOWN_TOOL)[:MAX_NAME_CHARS])
 
 
-def _id(request: Requested) -> str:
+def _get_call_id(request: Requested) -> str:
     return request.call.id if isinstance(request, CallRequested) else request.call_id
 
 
-def _key(request: Requested) -> str:
+def _build_repeat_key(request: Requested) -> str:
     if isinstance(request, MalformedCall):
         return f"malformed {request.name} {request.raw}"
     return f"{request.call.name} {json.dumps(request.call.arguments, sort_keys=True)}"
 
 
 def _has_failed(result: ToolResult) -> bool:
-    """A command that ran and exited with an error counts, too: it is what a stuck model repeats most."""
+    """Return whether the call failed. A command with a nonzero exit code counts, because a stuck model often repeats
+    it.
+    """
     return not result.success or result.metadata.get("exit_code") not in (None, 0)
 
 

@@ -1,4 +1,6 @@
-"""Chat messages as objects, for programs that hold a conversation themselves; and the same in the OpenAI wire shape."""
+"""Chat messages as objects, for programs that manage a conversation themselves, and conversion to the OpenAI wire
+shape.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,21 +13,21 @@ from orchestrator.dialects.reader import build_wire_name
 
 @dataclass(frozen=True)
 class SystemMessage:
-    """What the model is told before all else."""
+    """The system prompt."""
 
     content: str
 
 
 @dataclass(frozen=True)
 class HumanMessage:
-    """What the user says."""
+    """A message of the user."""
 
     content: str
 
 
 @dataclass(frozen=True)
 class AIMessage:
-    """A reply. `tool_calls`: dicts with id, name, type "tool_call", and the parsed arguments under both `arguments` and
+    """A reply. `tool_calls`: dicts with id, name, type "tool_call", and the parsed arguments as both `arguments` and
     `args`.
     """
 
@@ -37,7 +39,7 @@ class AIMessage:
 
 @dataclass(frozen=True)
 class ToolMessage:
-    """A tool's result. `artifact`: the result's metadata, which the model does not see."""
+    """The result of a tool. `artifact`: the result's metadata, which the model does not see."""
 
     content: str
     tool_call_id: str
@@ -59,31 +61,31 @@ _ROLES = {
 
 
 def build_tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of `AIMessage.tool_calls`."""
+    """Return an entry of `AIMessage.tool_calls`."""
     parsed = dict(arguments)
     return {"id": call_id, "name": name, "arguments": parsed, "args": parsed, "type": "tool_call"}
 
 
 def convert_to_wire(message: Any) -> Message:
-    """The message as servers take it: ours, a dict in the wire shape (given back as it is), or an object with `type`
-    and `content`.
+    """Return the message in the wire shape.
 
-    Raises TypeError for anything else.
+    Accepts our message objects, a dict in the wire shape (copied), or an object with `type` and `content`. Raises
+    TypeError for anything else.
     """
     if isinstance(message, Mapping):
         return dict(message)
-    role = _role(message)
+    role = _find_role(message)
     wire: Message = {"role": role, "content": message.content}
     if role == "tool":
         wire["tool_call_id"] = message.tool_call_id
     calls: Sequence[Mapping[str, Any]] = getattr(message, "tool_calls", None) or ()
     if calls:
-        wire["tool_calls"] = [_entry(call) for call in calls]
+        wire["tool_calls"] = [_build_entry(call) for call in calls]
         wire["content"] = message.content or None
     return wire
 
 
-def _role(message: Any) -> str:
+def _find_role(message: Any) -> str:
     own: dict[type, str] = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant", ToolMessage: "tool"}
     role = own.get(type(message)) or _ROLES.get(str(getattr(message, "type", "")).removesuffix("MessageChunk").lower())
     if role is None or not hasattr(message, "content"):
@@ -91,7 +93,7 @@ def _role(message: Any) -> str:
     return role
 
 
-def _entry(call: Mapping[str, Any]) -> dict[str, Any]:
+def _build_entry(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = call["arguments"] if "arguments" in call else call.get("args", {})
     function = {"name": build_wire_name(call["name"]), "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": call["id"], "type": "function", "function": function}

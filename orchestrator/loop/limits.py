@@ -1,4 +1,4 @@
-"""What a run may spend: steps, seconds, tokens, money, malformed replies; and why it stopped."""
+"""Limits of a run: steps, seconds, tokens, money, malformed replies; and the reason why it stopped."""
 
 import time
 from collections.abc import Callable
@@ -30,13 +30,13 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True)
 class Prices:
-    """What a million tokens cost, in the currency that `max_cost` is in."""
+    """Prices of a million tokens, in the currency of `max_cost`."""
 
     prompt_per_million: float
     completion_per_million: float
 
     def cost(self, usage: Usage) -> float:
-        """What `usage` costs."""
+        """Return the cost of `usage`."""
         return (
             usage.prompt_tokens * self.prompt_per_million + usage.completion_tokens * self.completion_per_million
         ) / 1e6
@@ -44,14 +44,14 @@ class Prices:
 
 @dataclass(frozen=True)
 class ReActOptions:
-    """Limits of a run; None: no such limit.
+    """Limits of a run. None: no limit.
 
-    `tool_timeout_s`: a call's, where neither it nor its tool says otherwise; whoever runs the calls (`ToolClient.run`,
-    `LocalTools.run`) keeps it. `max_wall_s` ends what is running; tokens and cost are looked at between steps, and
-    estimated for a server that does not count. `max_cost` needs `prices`. `max_malformed_replies`: so many replies in a
-    row may be nothing but malformed calls. `max_parallel_calls`: read-only calls that the model asked for at once.
-    `max_interruptions`: so often may one reply break off and be asked for again. `context_tokens`: the model's window;
-    older results are shortened to stay below it.
+    `tool_timeout_s`: the limit of a call for which neither the call nor its tool sets one; `run_call`
+    (`ToolClient.run`, `LocalTools.run`) enforces it. `max_wall_s` cancels running calls. Tokens and cost are checked
+    between steps, and estimated for a server that does not count tokens. `max_cost` needs `prices`.
+    `max_malformed_replies`: replies in a row that may contain only malformed calls. `max_parallel_calls`: concurrent
+    read-only calls. `max_interruptions`: how often one reply may break off and be requested again. `context_tokens`:
+    the model's window; older results are shortened to fit it.
     """
 
     enable_tool_action_parsing: bool = True
@@ -77,13 +77,16 @@ class ReActOptions:
         if self.max_interruptions < 0:
             raise ValueError(f"max_interruptions must be at least 0, not {self.max_interruptions}")
         if self.max_cost is not None and self.prices is None:
-            raise ValueError("max_cost needs prices: give ReActOptions(prices=Prices(...)), too")
+            raise ValueError("max_cost needs prices. Set ReActOptions(prices=Prices(...)).")
 
 
 @dataclass
 class Spending:
-    """What a run has used so far. `usage`: what the server counted; `uncounted`: the estimate for replies that it did
-    not count; `by_tools` gives what tools in workers had of the run's model. Budgets go by all three."""
+    """The resources that a run has used. All token counts below count for its budgets.
+
+    `usage`: tokens that the server counted. `uncounted`: the estimate for replies that it did not count. `by_tools`
+    returns the usage of the run's model by tools in workers.
+    """
 
     options: ReActOptions
     steps: int = 0
@@ -91,22 +94,23 @@ class Spending:
     uncounted: Usage = field(default_factory=Usage)
     by_tools: Callable[[], Usage] = Usage
     malformed_replies: int = 0
-    """In a row, up to now."""
+    """The current number of malformed replies in a row."""
     started_at: float = field(default_factory=time.monotonic)
 
     @property
     def counted(self) -> Usage:
-        """What the server counted, the tools' share included."""
+        """Return the tokens that the server counted, including those of tools."""
         return self.usage + self.by_tools()
 
     @property
     def cost(self) -> float | None:
-        """In the currency of the prices; None without prices."""
+        """Return the cost in the currency of the prices, or None without prices."""
         return self.options.prices.cost(self.counted + self.uncounted) if self.options.prices is not None else None
 
     def charge(self, usage: Usage, estimate: Usage) -> bool:
-        """Add the tokens of one reply: `estimate` counts when the server has not. True when a budget goes by an
-        estimate from now on.
+        """Add the tokens of one reply, or `estimate` if the server did not count.
+
+        Returns True when this is the first estimate and a budget depends on it.
         """
         if usage != Usage():
             self.usage += usage
@@ -115,8 +119,8 @@ class Spending:
         self.uncounted += estimate
         return is_first and (self.options.max_tokens, self.options.max_cost) != (None, None)
 
-    def exhausted(self) -> StopReason | None:
-        """The first budget that is used up, or None."""
+    def find_exhausted(self) -> StopReason | None:
+        """Return the first budget that is used up, or None."""
         options = self.options
         if self.steps >= options.max_iterations:
             return StopReason.MAX_ITERATIONS
@@ -130,9 +134,12 @@ class Spending:
         return None
 
 
-def with_window(options: ReActOptions, settings: OrchestratorSettings, known: Capabilities | None) -> ReActOptions:
-    """The options with the model's context window, where they do not name one: what the settings say, else what the
-    server told.
+def with_window(
+    options: ReActOptions, settings: OrchestratorSettings, capabilities: Capabilities | None
+) -> ReActOptions:
+    """Return the options with the model's context window.
+
+    The first value of these counts: the options, the settings, the server's report.
     """
-    told = known.context_window if known is not None else None
-    return replace(options, context_tokens=options.context_tokens or settings.model_context_tokens or told)
+    server_limit = capabilities.context_window if capabilities is not None else None
+    return replace(options, context_tokens=options.context_tokens or settings.model_context_tokens or server_limit)

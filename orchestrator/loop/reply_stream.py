@@ -1,4 +1,4 @@
-"""The model's stream on its way to the loop: read ahead, and without what a broken reply has said already."""
+"""The model's stream on its way to the loop: reads ahead, and removes repeated text after an interrupted reply."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,15 +7,15 @@ from contract.errors import ModelInterrupted
 from orchestrator.dialects.model import Chunk
 
 MAX_CHUNKS = 64 * 1024
-"""Read ahead of the loop. More than a reply has tokens, so only a server that does not end waits, for as long as a tool
-or a person takes.
+"""Limit of the chunks read ahead of the loop. It exceeds the tokens of any reply, so only a broken server reaches it and
+waits until the loop continues.
 """
 
 
 class ReadAhead:
     """Reads the model's stream in the background, so that a tool that runs for 30 s does not stall the connection.
 
-    Iterated once. Raises what the stream raises; a stream that was cancelled from within is ModelInterrupted.
+    It can be iterated once. Raises the errors of the stream; a stream that cancelled itself raises ModelInterrupted.
     """
 
     def __init__(self, stream: AsyncIterator[Chunk]) -> None:
@@ -47,7 +47,7 @@ class ReadAhead:
         await self._queue.put(await self._read())
 
     async def _read(self) -> Exception | None:
-        """Read to the end; gives what the stream raised, for the reader to raise."""
+        """Read to the end. Return an exception of the stream, which `__anext__` raises."""
         try:
             async for chunk in self._stream:
                 await self._queue.put(chunk)
@@ -55,54 +55,55 @@ class ReadAhead:
             assert self._task is not None
             if not self._task.cancelling():
                 return ModelInterrupted("the model's stream was cancelled from within")
-            # Cancelled while the queue was full, the stream does not know of it yet.
+            # When cancelled while the queue was full, the stream itself was not cancelled and must be closed.
             close = getattr(self._stream, "aclose", None)
             if close is not None:
                 await close()
             raise
-        except Exception as error:  # noqa: BLE001  # whatever it is, the reader raises it
+        except Exception as error:  # noqa: BLE001  # the reader raises it
             return error
         return None
 
 
 class ShownText:
-    """The text of one step as it was shown. When the reply breaks off and comes again, what is the same is not shown
-    again.
-    """
+    """The text of one step as it was shown. If the reply is requested again, equal text is not shown again."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
-        self._before = ""
+        self._earlier_text = ""
         self._matched = 0
 
-    def begin_again(self) -> None:
-        """The reply comes again, from its start."""
-        self._before, self._pieces, self._matched = self._text(), [], 0
+    def restart(self) -> None:
+        """Record that the reply starts again from its beginning."""
+        self._earlier_text, self._pieces, self._matched = self._displayed_text(), [], 0
 
     def show(self, text: str) -> tuple[int, str]:
-        """(characters shown earlier that are void, text to show now)."""
+        """Return (number of earlier characters to withdraw, text to show now)."""
         self._pieces.append(text)
-        if not self._before:
+        if not self._earlier_text:
             return 0, text
-        # In place: a copy of the rest for each chunk would cost the reply's square.
-        if self._before.startswith(text, self._matched):
+        # Compared in place: a copy of the rest for each chunk would take quadratic time.
+        if self._earlier_text.startswith(text, self._matched):
             self._matched += len(text)
             return 0, ""
-        rest = self._before[self._matched :]
+        rest = self._earlier_text[self._matched :]
         same = _common_prefix(rest, text)
-        self._before = ""
+        self._earlier_text = ""
         return len(rest) - same, text[same:]
 
     def end(self) -> int:
-        """The reply has ended: how many characters shown earlier are void."""
-        void = len(self._before) - self._matched if self._before else 0
-        self._before = ""
-        return void
+        """Return how many earlier characters to withdraw at the end of the reply."""
+        withdrawn = len(self._earlier_text) - self._matched if self._earlier_text else 0
+        self._earlier_text = ""
+        return withdrawn
 
-    def _text(self) -> str:
-        # What is on display: the new reply so far, and behind it what the old one had more.
-        return "".join(self._pieces) + (self._before[self._matched :] if self._before else "")
+    def _displayed_text(self) -> str:
+        # The displayed text: the new reply so far, then the remaining text of the earlier reply.
+        return "".join(self._pieces) + (self._earlier_text[self._matched :] if self._earlier_text else "")
 
 
-def _common_prefix(one: str, other: str) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _common_prefix(left_text: str, other: str) -> int:
+    return next(
+        (index for index, (a, b) in enumerate(zip(left_text, other, strict=False)) if a != b),
+        min(len(left_text), len(other)),
+    )

@@ -1,4 +1,4 @@
-"""The run's messages: append-only, in the OpenAI wire shape; one JSON line each."""
+"""The messages of a run: append-only, in the OpenAI wire shape, one JSON line each."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from orchestrator.dialects.model import Message
 
 
 class Transcript:
-    """Messages in order. What is in stays as it is."""
+    """Messages in order. Stored messages never change."""
 
     def __init__(self, *messages: Message) -> None:
         self._messages: list[Message] = []
@@ -20,16 +20,18 @@ class Transcript:
 
     @property
     def older(self) -> list[int]:
-        """Places of the observations of all steps but the last, tool messages of the history among them."""
+        """Return the indexes of the observations of all steps except the last, including tool
+        messages of the history.
+        """
         return list(self._older)
 
     @property
     def newest(self) -> list[int]:
-        """Places of the observations of the last step."""
+        """Return the indexes of the observations of the last step."""
         return list(self._newest)
 
     def append(self, message: Message) -> None:
-        """Add one message; a later change of the caller's dict does not reach it."""
+        """Add a deep copy of one message, so that later changes by the caller have no effect."""
         self._messages.append(json.loads(json.dumps(message)))
 
     def append_observations(self, messages: Iterable[Message]) -> None:
@@ -41,7 +43,7 @@ class Transcript:
         self._newest = list(range(first, len(self._messages)))
 
     def messages(self) -> list[Message]:
-        """Copies of them, for a request. What lies deeper than a message's own fields is shared: leave it as it is."""
+        """Return shallow copies of the messages for a request. Do not change nested values, which are shared."""
         return [dict(message) for message in self._messages]
 
     def to_json_lines(self) -> str:

@@ -1,1 +1,1 @@
-"""Models behind one Protocol: OpenAI-compatible endpoints, a scripted one for tests, the embedded small one."""
+"""Models behind one Protocol: OpenAI-compatible endpoints, a scripted model for tests, the embedded small model."""

@@ -1,4 +1,4 @@
-"""The model as tools get it: one whole reply to one prompt, within a budget."""
+"""The model that tools receive: it returns one whole reply per prompt, within a budget."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from orchestrator.dialects.reader import read_usage
 MAX_CALLS = 20
 MAX_TOKENS = 200_000
 INTERRUPTIONS = 2
-"""How often a reply that broke off is asked for again: nobody has seen a part of it."""
+"""How often an interrupted reply is requested again. This is safe because no part of it was returned."""
 CHARS_PER_TOKEN = 4
 
 
 @dataclass
-class _Spent:
-    """What an adapter has used up. `tokens`: estimated where the server does not count."""
+class _Usage:
+    """The calls and tokens that an adapter has used. `tokens` is estimated for servers that do not count."""
 
     calls: int = 0
     tokens: int = 0
@@ -29,17 +29,16 @@ class _Spent:
 
 @dataclass(frozen=True)
 class BudgetedModel:
-    """A model to ask from within a tool: at most `max_calls` times, for about `max_tokens` tokens, prompts and replies
-    together.
+    """A model that a tool may call at most `max_calls` times, for about `max_tokens` tokens of prompts and replies.
 
-    What is asked counts before it is answered, and whether it is or not. A reply that has begun is never cut for the
-    budget, so the last one may go over it. No tools are offered to the model.
+    Each call counts before it is sent, even if it fails. A reply is never cut for the budget, so the last one may
+    exceed it. The model is offered no tools.
     """
 
     model: Model
     max_calls: int = MAX_CALLS
     max_tokens: int = MAX_TOKENS
-    _spent: _Spent = field(default_factory=_Spent, init=False, repr=False, compare=False)
+    _used: _Usage = field(default_factory=_Usage, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -47,40 +46,40 @@ class BudgetedModel:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all replies so far, as the server counted them."""
-        return self._spent.usage
+        """Return the tokens of all replies so far, as the server counted them."""
+        return self._used.usage
 
     async def complete(
         self, prompt: str | Sequence[Message], *, max_tokens: int | None = None, timeout_s: float = 60.0
     ) -> Completion:
-        """The reply to a prompt, or to messages in the OpenAI wire shape. `max_tokens` bounds the reply.
+        """Return the reply to a prompt, or to messages in the OpenAI wire shape. `max_tokens` limits the reply.
 
-        Raises ToolFailure when the budget is used up or the reply takes longer than `timeout_s`, ModelUnavailable when
-        the model cannot be asked.
+        Raises ToolFailure when the budget is used up or the reply takes longer than `timeout_s`, and ModelUnavailable
+        when the model cannot be called.
         """
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        claimed = self._claim_call(messages)
+        estimated_tokens = self._claim_call(messages)
         extra: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                completion = await self._ask(ModelRequest(messages, extra=extra))
+                completion = await self._request_reply(ModelRequest(messages, extra=extra))
         except TimeoutError:
             if not limit.expired():
                 raise
-            message = f"the model did not answer in {timeout_s:g} s: ask for less, or give it more time"
+            message = f"the model did not answer in {timeout_s:g} s. Request less, or raise the time limit."
             raise ToolFailure(ErrorCode.TIMEOUT, message) from None
-        self._charge(claimed, completion)
+        self._charge(estimated_tokens, completion)
         return completion
 
-    async def _ask(self, request: ModelRequest) -> Completion:
+    async def _request_reply(self, request: ModelRequest) -> Completion:
         for _ in range(INTERRUPTIONS):
             try:
-                return await self._read(request)
+                return await self._read_reply(request)
             except ModelInterrupted:
                 continue
-        return await self._read(request)
+        return await self._read_reply(request)
 
-    async def _read(self, request: ModelRequest) -> Completion:
+    async def _read_reply(self, request: ModelRequest) -> Completion:
         assembler, usage = NativeCallAssembler(), Usage()
         async for chunk in self.model.stream(request):
             assembler.feed(chunk)
@@ -89,28 +88,29 @@ class BudgetedModel:
         return Completion(reply.text, usage, reply.finish_reason)
 
     def _claim_call(self, messages: Sequence[Message]) -> int:
-        """Count one call with about the tokens of its messages, which it gives, before it is made: calls at the same
-        time cannot all be the last.
-        """
-        if self._spent.calls >= self.max_calls:
-            raise ToolFailure(
-                ErrorCode.PERMISSION_DENIED,
-                f"this tool may ask the model {self.max_calls} times and has done so: its budget is used up",
-            )
-        if self._spent.tokens >= self.max_tokens:
-            raise ToolFailure(
-                ErrorCode.PERMISSION_DENIED,
-                f"this tool may use {self.max_tokens} tokens of the model and has used {self._spent.tokens}: its "
-                "budget is used up",
-            )
-        claimed = sum(len(str(value)) for message in messages for value in message.values()) // CHARS_PER_TOKEN
-        self._spent.calls += 1
-        self._spent.tokens += claimed
-        return claimed
+        """Count one call and its estimated tokens before it is sent, and return the estimate.
 
-    def _charge(self, claimed: int, completion: Completion) -> None:
+        Counting first prevents concurrent calls from exceeding the budget together.
+        """
+        if self._used.calls >= self.max_calls:
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED,
+                f"this tool has used its budget of {self.max_calls} calls to the model. Answer without further calls.",
+            )
+        if self._used.tokens >= self.max_tokens:
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED,
+                f"this tool has used {self._used.tokens} tokens, and its budget is {self.max_tokens}. Answer without "
+                "further calls to the model.",
+            )
+        estimated_tokens = sum(len(str(value)) for message in messages for value in message.values()) // CHARS_PER_TOKEN
+        self._used.calls += 1
+        self._used.tokens += estimated_tokens
+        return estimated_tokens
+
+    def _charge(self, estimated_tokens: int, completion: Completion) -> None:
         usage = completion.usage
-        self._spent.usage = self._spent.usage + usage
+        self._used.usage = self._used.usage + usage
         counted = usage.prompt_tokens + usage.completion_tokens
-        # A server that does not count must not make the budget endless.
-        self._spent.tokens += counted - claimed if counted else len(completion.text) // CHARS_PER_TOKEN + 1
+        # Without an estimate, a server that does not count tokens would make the budget unlimited.
+        self._used.tokens += counted - estimated_tokens if counted else len(completion.text) // CHARS_PER_TOKEN + 1

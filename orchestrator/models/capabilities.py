@@ -1,4 +1,4 @@
-"""What a model's server can do, found out by a few tiny requests and remembered for each endpoint and model."""
+"""Finds the capabilities of a model's server with a few small requests, and caches them per endpoint and model."""
 
 import asyncio
 import hashlib
@@ -22,21 +22,21 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 VERSION = 1
-"""Of the cache's files and of the questions: answers to other ones are asked for again."""
+"""Version of the cache files and of the probes. A file with another version is ignored."""
 MAX_REQUESTS = 5
 LIFETIME_S = 30 * 24 * 3600.0
 REPLY_TOKENS = 256
-# The second bound is for models that think before they speak.
+# The higher limit is for models that write reasoning before the reply.
 THINKING_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What may be asked of a server for one model.
+    """The features that a server supports for one model.
 
-    `native_tools`: calls really come back. `parallel`, `strict`, `tool_choice`: the fields `parallel_tool_calls`,
-    `strict` of a function and `tool_choice: "required"` may be sent. `json_schema`: replies follow a `response_format`.
-    `context_window`: tokens.
+    `native_tools`: the model really returns calls. `parallel`, `strict`, `tool_choice`: the server accepts the fields
+    `parallel_tool_calls`, `strict` of a function and `tool_choice: "required"`. `json_schema`: replies follow a
+    `response_format`. `context_window`: tokens.
     """
 
     native_tools: bool = False
@@ -49,7 +49,7 @@ class Capabilities:
 
 @runtime_checkable
 class KnowsCapabilities(Protocol):
-    """A model that need not be asked."""
+    """A model whose capabilities are known without a probe."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -57,7 +57,7 @@ class KnowsCapabilities(Protocol):
 
 @runtime_checkable
 class HasEndpoint(Protocol):
-    """A model whose capabilities may be remembered: `address` names its server, without credentials."""
+    """A model whose capabilities may be cached. `address` names its server, without credentials."""
 
     @property
     def address(self) -> str: ...
@@ -66,8 +66,9 @@ class HasEndpoint(Protocol):
 
 
 async def find_capabilities(model: Model, cache: "CapabilityCache") -> Capabilities:
-    """Of the model's own knowledge, of the cache, or of a probe. Raises ModelUnavailable when the model cannot be
-    asked.
+    """Return the capabilities from the model itself, from the cache or from a probe.
+
+    Raises ModelUnavailable when the model cannot be reached.
     """
     if isinstance(model, KnowsCapabilities):
         return model.capabilities
@@ -76,7 +77,7 @@ async def find_capabilities(model: Model, cache: "CapabilityCache") -> Capabilit
     return await probe(model)
 
 
-# --- The questions ----------------------------------------------------------------------------------------------------
+# --- Probes -----------------------------------------------------------------------------------------------------------
 
 ECHO_PARAMETERS = {
     "type": "object",
@@ -85,11 +86,10 @@ ECHO_PARAMETERS = {
     "additionalProperties": False,
 }
 ECHO_PROMPT = "Call the tool echo with the text: hello"
-# Without a word of JSON: a server that ignores the schema shall be found out.
+# The prompt does not mention JSON, so that a server that ignores the schema is detected.
 SCHEMA_PROMPT = "Say hello."
-# What a refusal may blame -> how servers name it. The first that is found counts; `tools` last, whose name the others
-# contain.
-_BLAMED = {
+# Field -> pattern of its names in the error messages of servers.
+_FIELD_PATTERNS = {
     "parallel": re.compile(r"parallel", re.IGNORECASE),
     "strict": re.compile(r"\bstrict\b|additionalProperties", re.IGNORECASE),
     "tool_choice": re.compile(r"tool[_ ]choice|\brequired\b", re.IGNORECASE),
@@ -98,39 +98,42 @@ _NO_TOOLS = re.compile(r"support\w* (?:tool|function)|tools? (?:is|are|param)|--
 
 
 async def probe(model: Model) -> Capabilities:
-    """Ask the model, by MAX_REQUESTS requests at most. Raises ModelUnavailable when it cannot be asked; a refusal is an
-    answer.
+    """Probe the model with at most MAX_REQUESTS requests.
+
+    Raises ModelUnavailable when it cannot be reached. A refused request is a result, not an error.
     """
-    questions = _Questions(model)
-    found, fields = await _probe_tools(questions)
+    prober = _Prober(model)
+    calls_tools, fields = await _probe_tools(prober)
     return Capabilities(
-        native_tools=found,
-        parallel=found and "parallel" in fields,
-        strict=found and "strict" in fields,
-        tool_choice=found and "tool_choice" in fields,
-        json_schema=await _probe_schema(questions),
+        native_tools=calls_tools,
+        parallel=calls_tools and "parallel" in fields,
+        strict=calls_tools and "strict" in fields,
+        tool_choice=calls_tools and "tool_choice" in fields,
+        json_schema=await _probe_schema(prober),
         context_window=await model.find_context_window() if isinstance(model, HasEndpoint) else None,
     )
 
 
-class _Questions:
-    """Asks the model, and counts."""
+class _Prober:
+    """Sends probes and counts the remaining requests."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._max_tokens = REPLY_TOKENS
-        self.left = MAX_REQUESTS
+        self.remaining = MAX_REQUESTS
 
-    async def ask(self, prompt: str, tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> Reply:
-        """The reply; one that is cut is asked for again, longer, as often as requests are left."""
-        reply = await self._ask_once(prompt, tools, extra)
-        if reply.finish_reason == "length" and self._max_tokens == REPLY_TOKENS and self.left > 0:
+    async def send(self, prompt: str, tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> Reply:
+        """Return the reply. Repeat the request once with a higher token limit if the reply was cut
+        and requests remain.
+        """
+        reply = await self._send_once(prompt, tools, extra)
+        if reply.finish_reason == "length" and self._max_tokens == REPLY_TOKENS and self.remaining > 0:
             self._max_tokens = THINKING_TOKENS
-            reply = await self._ask_once(prompt, tools, extra)
+            reply = await self._send_once(prompt, tools, extra)
         return reply
 
-    async def _ask_once(self, prompt: str, tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> Reply:
-        self.left -= 1
+    async def _send_once(self, prompt: str, tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> Reply:
+        self.remaining -= 1
         assembler = NativeCallAssembler()
         request = ModelRequest([{"role": "user", "content": prompt}], tools, {"max_tokens": self._max_tokens, **extra})
         async for chunk in self._model.stream(request):
@@ -138,15 +141,16 @@ class _Questions:
         return assembler.finish(strict=False)
 
 
-async def _probe_tools(questions: _Questions) -> tuple[bool, frozenset[str]]:
-    """(do calls come back, the fields that the server takes). Begins with all fields and drops those that a refusal
-    names.
+async def _probe_tools(prober: _Prober) -> tuple[bool, frozenset[str]]:
+    """Return whether calls come back, and the fields that the server accepts.
+
+    Starts with all fields and removes those that a refusal names.
     """
-    fields = frozenset(_BLAMED)
-    # One request is the schema's.
-    while questions.left > 1:
+    fields = frozenset(_FIELD_PATTERNS)
+    # The last request is reserved for the schema probe.
+    while prober.remaining > 1:
         try:
-            reply = await questions.ask(ECHO_PROMPT, [_echo_tool("strict" in fields)], _build_extra(fields))
+            reply = await prober.send(ECHO_PROMPT, [_echo_tool("strict" in fields)], _build_extra(fields))
         except ContextWindowExceeded:
             return False, fields
         except ModelRefused as error:
@@ -157,29 +161,30 @@ async def _probe_tools(questions: _Questions) -> tuple[bool, frozenset[str]]:
             continue
         if not any(call.name == "echo" for call in reply.calls):
             return False, fields
-        return await _takes_plain_tools(questions, fields), fields
+        return await _accepts_plain_tools(prober, fields), fields
     return False, fields
 
 
-async def _takes_plain_tools(questions: _Questions, fields: frozenset[str]) -> bool:
-    """Whether tools may be sent without a choice, as every step of a run does: a server may force a call and yet refuse
-    to leave it open.
+async def _accepts_plain_tools(prober: _Prober, fields: frozenset[str]) -> bool:
+    """Return whether tools may be sent without `tool_choice`, as every step of a run does.
+
+    Some servers accept a forced call but reject an optional one.
     """
-    if "tool_choice" not in fields or questions.left < 1:
+    if "tool_choice" not in fields or prober.remaining < 1:
         return True
     try:
-        await questions.ask(ECHO_PROMPT, [_echo_tool("strict" in fields)], _build_extra(fields - {"tool_choice"}))
+        await prober.send(ECHO_PROMPT, [_echo_tool("strict" in fields)], _build_extra(fields - {"tool_choice"}))
     except ModelRefused:
         return False
     return True
 
 
-async def _probe_schema(questions: _Questions) -> bool:
-    if questions.left < 1:
+async def _probe_schema(prober: _Prober) -> bool:
+    if prober.remaining < 1:
         return False
     schema = {"name": "echo", "schema": ECHO_PARAMETERS, "strict": True}
     try:
-        reply = await questions.ask(
+        reply = await prober.send(
             SCHEMA_PROMPT, [], {"response_format": {"type": "json_schema", "json_schema": schema}}
         )
     except (ModelRefused, ContextWindowExceeded):
@@ -191,18 +196,19 @@ async def _probe_schema(questions: _Questions) -> bool:
     return isinstance(answer, dict) and set(answer) == {"text"} and isinstance(answer["text"], str)
 
 
-def _narrow(fields: frozenset[str], said: str) -> frozenset[str] | None:
-    """The fields without those that the refusal names; without all when it names none; None when tools themselves are
-    refused.
+def _narrow(fields: frozenset[str], detail: str) -> frozenset[str] | None:
+    """Return the fields without those that the refusal names, or no fields when it names none.
+
+    Returns None when the server refuses tools themselves.
     """
-    blamed = {name for name, pattern in _BLAMED.items() if name in fields and pattern.search(said)}
-    if blamed:
-        return fields - blamed
-    return None if not fields or _NO_TOOLS.search(said) else frozenset()
+    named = {name for name, pattern in _FIELD_PATTERNS.items() if name in fields and pattern.search(detail)}
+    if named:
+        return fields - named
+    return None if not fields or _NO_TOOLS.search(detail) else frozenset()
 
 
 def _echo_tool(is_strict: bool) -> dict[str, Any]:
-    # Some servers refuse the schema's closing word as an unknown one; strict ones demand it.
+    # Some servers reject `additionalProperties` as unknown; in strict mode it is required.
     parameters = {name: value for name, value in ECHO_PARAMETERS.items() if is_strict or name != "additionalProperties"}
     function: dict[str, Any] = {"name": "echo", "description": "Returns the text.", "parameters": parameters}
     return {"type": "function", "function": {**function, "strict": True} if is_strict else function}
@@ -217,11 +223,11 @@ def _build_extra(fields: frozenset[str]) -> dict[str, Any]:
     return extra
 
 
-# --- The memory -------------------------------------------------------------------------------------------------------
+# --- Cache ------------------------------------------------------------------------------------------------------------
 
 
 class _Entry(BaseModel):
-    """One file of the cache. `saved_at`: seconds since the epoch."""
+    """One file of the cache. `saved_at` is in seconds since the epoch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -233,35 +239,37 @@ class _Entry(BaseModel):
 
 
 class CapabilityCache:
-    """Capabilities by endpoint and model, in memory and as one file each in `folder` (None: in memory only). For one
-    event loop.
+    """Capabilities by endpoint and model, in memory and in one file each in `folder` (None: in memory only).
 
-    A file that cannot be read, of another version or older than LIFETIME_S counts as none. What cannot be written is
-    not remembered.
+    Use it in one event loop. A file that is unreadable, has another version or is older than LIFETIME_S is ignored. If
+    a file cannot be written, the entry stays in memory only.
     """
 
     def __init__(self, folder: Path | None, *, now: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._now = now
-        self._known: dict[str, _Entry] = {}
+        self._entries: dict[str, _Entry] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def find(self, address: str, model: str, ask: Callable[[], Awaitable[Capabilities]]) -> Capabilities:
-        """What is known of that model, else what `ask` (a probe) finds. Callers at the same time ask once; what `ask`
-        raises is not kept.
+    async def find(self, address: str, model: str, probe_model: Callable[[], Awaitable[Capabilities]]) -> Capabilities:
+        """Return the capabilities of the model from the cache, or from `probe_model`.
+
+        Concurrent callers share one probe. An exception of the probe is raised and not cached.
         """
         key = hashlib.sha256(f"{address}\n{model}".encode()).hexdigest()
         async with self._locks.setdefault(key, asyncio.Lock()):
-            entry = self._known.get(key) or await asyncio.to_thread(self._load, key)
+            entry = self._entries.get(key) or await asyncio.to_thread(self._load, key)
             if entry is None or not self._is_fresh(entry):
-                found = await ask()
-                entry = _Entry(version=VERSION, address=address, model=model, saved_at=self._now(), capabilities=found)
+                calls_tools = await probe_model()
+                entry = _Entry(
+                    version=VERSION, address=address, model=model, saved_at=self._now(), capabilities=calls_tools
+                )
                 await asyncio.to_thread(self._save, key, entry)
-            self._known[key] = entry
+            self._entries[key] = entry
             return entry.capabilities
 
     def _is_fresh(self, entry: _Entry) -> bool:
-        # A date in the future is a clock that was wrong: it would never expire.
+        # A date in the future comes from a wrong clock. Such an entry would never expire.
         return 0 <= self._now() - entry.saved_at <= LIFETIME_S
 
     def _path(self, key: str) -> Path | None:

@@ -1,5 +1,6 @@
-"""Which model a run uses: the one given, the endpoint that the environment names, else the embedded small one; and
-which dialect it speaks.
+"""Chooses the model of a run and its dialect.
+
+The model is the named one, else the one at the configured endpoint, else the embedded small one.
 """
 
 import asyncio
@@ -37,8 +38,8 @@ SMALL_INSTRUCTION = (
 )
 DIALECT_NAMES = ("native", "tags", "json", "auto")
 SMALL_TOOLS = ("bash_tool",)
-"""Half a billion parameters cannot choose between tools: with read_tool beside it, sums are done in the head, and
-wrong.
+"""A model with 0.5 billion parameters cannot choose between tools. With a second tool it calculates without tools, and
+wrongly.
 """
 
 FALLBACK_WARNING = (
@@ -50,15 +51,15 @@ FALLBACK_WARNING = (
 SMALL_CAPABILITIES = Capabilities(
     native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True, context_window=CONTEXT_TOKENS
 )
-"""What a probe of the embedded server finds; it takes ten seconds there."""
+"""The result of probing the embedded server, as a constant because the probe takes ten seconds there."""
 
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/agents.md. `tools`: those
-    it can choose between.
+    """A model and its settings.
 
-    `capabilities` None: nobody has asked yet; find_capabilities does. `is_fallback`: no model was named.
+    `is_small`: it needs the recipe of docs/agents.md. `tools`: the tools that it can choose between.
+    `capabilities` None: not probed yet; find_capabilities probes. `is_fallback`: no model was named.
     """
 
     model: Model
@@ -69,13 +70,13 @@ class ChosenModel:
     is_fallback: bool = False
 
 
-def find_shipped(settings: OrchestratorSettings, asked: str | None) -> Literal["local", "scripted"] | None:
-    """Return the shipped model that a run with the model `asked` uses; None for a model at an endpoint.
+def find_shipped(settings: OrchestratorSettings, requested: str | None) -> Literal["local", "scripted"] | None:
+    """Return the shipped model that a run with the model `requested` uses; None for a model at an endpoint.
 
     Raises ConfigError for the name of a shipped model while OPENAI_BASE_URL is set: the server may have a model of that
     name.
     """
-    name = asked or settings.model
+    name = requested or settings.model
     if name is None:
         return None if _has_endpoint(settings) else "local"
     if name not in (LOCAL, SCRIPTED):
@@ -92,20 +93,19 @@ def find_shipped(settings: OrchestratorSettings, asked: str | None) -> Literal["
 @asynccontextmanager
 async def choose_model(
     settings: OrchestratorSettings,
-    asked: "Model | ChosenModel | str | None" = None,
+    requested: "Model | ChosenModel | str | None" = None,
     *,
     progress: Progress | None = None,
 ) -> AsyncIterator[ChosenModel]:
-    """The model to use, closed at the end. `asked` "local" and "scripted" name the shipped ones; any other text is a
-    name at the endpoint.
+    """Yield the model to use and close it at the end.
 
-    Raises ConfigError when nothing can be chosen or find_shipped raises it, ModelUnavailable when the local server does
-    not start.
+    `requested` "local" and "scripted" name the shipped models; any other string is a model's name at the endpoint.
+    Raises ConfigError when no model can be chosen, and ModelUnavailable when the local server does not start.
     """
-    if asked is not None and not isinstance(asked, str):
-        yield asked if isinstance(asked, ChosenModel) else ChosenModel(asked)
+    if requested is not None and not isinstance(requested, str):
+        yield requested if isinstance(requested, ChosenModel) else ChosenModel(requested)
         return
-    name, shipped = asked or settings.model, find_shipped(settings, asked)
+    name, shipped = requested or settings.model, find_shipped(settings, requested)
     if shipped == SCRIPTED:
         yield ChosenModel(ScriptedModel(demo_script()), is_small=True, capabilities=EVERYTHING)
         return
@@ -132,9 +132,10 @@ async def choose_model(
         await model.aclose()
 
 
-async def know_model(chosen: ChosenModel, name: str, cache: CapabilityCache) -> Capabilities | None:
-    """What is known of the model; it is asked only when the dialect `name` needs to know and nobody does. Raises
-    ModelUnavailable.
+async def find_needed_capabilities(chosen: ChosenModel, name: str, cache: CapabilityCache) -> Capabilities | None:
+    """Return the known capabilities of the model. Probe it only when the dialect `name` needs them.
+
+    Raises ModelUnavailable.
     """
     if chosen.capabilities is not None:
         return chosen.capabilities
@@ -145,23 +146,26 @@ async def know_model(chosen: ChosenModel, name: str, cache: CapabilityCache) -> 
     return None
 
 
-def choose_dialect(name: str, known: Capabilities | None = None, *, is_small: bool = False) -> Dialect:
-    """The dialect of that name. "auto" is native for a model that calls tools natively, or of which nothing is known,
-    else tags. Raises ConfigError for another name."""
+def choose_dialect(name: str, capabilities: Capabilities | None = None, *, is_small: bool = False) -> Dialect:
+    """Return the dialect of that name.
+
+    "auto" is native for a model that calls tools natively or whose capabilities are unknown, else tags. Raises
+    ConfigError for an unknown name.
+    """
     if name == "auto":
-        name = "native" if known is None or known.native_tools else "tags"
+        name = "native" if capabilities is None or capabilities.native_tools else "tags"
     if name == "native":
-        # A small model is told nothing that it does not need.
-        parallel = known is not None and known.parallel and not is_small
+        # A small model gets no fields that it does not need.
+        parallel = capabilities is not None and capabilities.parallel and not is_small
         return NativeDialect(parallel=parallel)
     if name == "tags":
         return TagsDialect(closing_hint=SMALL_MODEL_HINT if is_small else "", worked_example=is_small)
     if name == "json":
         hint = SMALL_MODEL_JSON_HINT if is_small else ""
         return JsonDecisionDialect(
-            has_schema=known is not None and known.json_schema, closing_hint=hint, worked_example=is_small
+            has_schema=capabilities is not None and capabilities.json_schema, closing_hint=hint, worked_example=is_small
         )
-    raise ConfigError(f"no dialect '{name}': choose one of {', '.join(DIALECT_NAMES)}")
+    raise ConfigError(f"no dialect '{name}'. Choose one of {', '.join(DIALECT_NAMES)}.")
 
 
 def _has_endpoint(settings: OrchestratorSettings) -> bool:
@@ -169,7 +173,7 @@ def _has_endpoint(settings: OrchestratorSettings) -> bool:
 
 
 def _open_endpoint(settings: OrchestratorSettings, name: str | None) -> "OpenAIModel":
-    # Here, because the SDK costs a second to import and most commands need no model.
+    # Imported here, because the SDK takes a second to import and most commands need no model.
     from orchestrator.models.openai import DEFAULT_BASE_URL, OpenAIModel
 
     if name is None:

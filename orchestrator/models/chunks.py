@@ -1,6 +1,4 @@
-"""The chunks of a reply: streamed deltas made plain, and a reply that came whole told as the chunks it would have
-been.
-"""
+"""Chunks of a reply: normalises streamed deltas, and splits a whole reply into chunks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,18 +8,20 @@ from orchestrator.dialects.model import Chunk
 _CONTENT_FIELDS = ("content", "tool_calls", "reasoning_content", "reasoning")
 
 
-def mend(chunk: Chunk) -> Chunk:
-    """The chunk, its text always in `content`: some servers send parts, and a refusal stands in a field of its own."""
+def normalize(chunk: Chunk) -> Chunk:
+    """Return the chunk with its text in `content`. Some servers send text parts, or a refusal in a separate field."""
     choices = chunk.get("choices")
     for choice in choices if isinstance(choices, list) else ():
         delta = choice.get("delta") if isinstance(choice, dict) else None
         if isinstance(delta, dict) and not isinstance(delta.get("content"), str):
-            _mend_delta(delta)
+            _normalize_delta(delta)
     return chunk
 
 
 def has_content(chunk: Chunk) -> bool:
-    """Whether a part of the reply is in it; a role, an empty text, usage are none. Reasoning is: it cost the wait."""
+    """Return whether the chunk contains a part of the reply. A role, empty text and usage do not
+    count; reasoning does.
+    """
     choices = chunk.get("choices")
     for choice in choices if isinstance(choices, list) else ():
         delta = choice.get("delta") if isinstance(choice, dict) else None
@@ -31,7 +31,9 @@ def has_content(chunk: Chunk) -> bool:
 
 
 def is_end(chunk: Chunk) -> bool:
-    """A finish_reason, or the usage that follows the last choice: servers that omit one send the other."""
+    """Return whether the chunk has a finish_reason, or the usage after the last choice. Some servers send only one of
+    them.
+    """
     choices = chunk.get("choices")
     if not choices:
         return bool(chunk.get("usage"))
@@ -41,7 +43,7 @@ def is_end(chunk: Chunk) -> bool:
 
 
 def split_reply(reply: Any) -> Iterator[Chunk] | None:
-    """The chunks of a `chat.completion`: its message, its finish_reason, its usage. None when it is no such thing."""
+    """Return the chunks of a `chat.completion`: its message, finish_reason and usage. None for any other value."""
     choices = reply.get("choices") if isinstance(reply, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
@@ -54,16 +56,18 @@ def _split(reply: dict[str, Any], choice: dict[str, Any], message: dict[str, Any
     delta = dict(message)
     calls = message.get("tool_calls")
     if isinstance(calls, list):
-        # By place: here an index says nothing, and some servers number every call 0.
-        delta["tool_calls"] = [{**call, "index": place} for place, call in enumerate(calls) if isinstance(call, dict)]
-    yield mend({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-    # Whole even without a finish_reason: it came as one JSON value.
+        # Numbered by position: some servers send index 0 for every call.
+        delta["tool_calls"] = [
+            {**call, "index": position} for position, call in enumerate(calls) if isinstance(call, dict)
+        ]
+    yield normalize({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    # The reply is complete even without a finish_reason, because it is one JSON value.
     yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice.get("finish_reason")}]}
     if reply.get("usage"):
         yield {**head, "choices": [], "usage": reply["usage"]}
 
 
-def _mend_delta(delta: dict[str, Any]) -> None:
+def _normalize_delta(delta: dict[str, Any]) -> None:
     content, refusal = delta.get("content"), delta.get("refusal")
     if isinstance(content, list):
         delta["content"] = "".join(_part_text(part) for part in content)
@@ -72,6 +76,6 @@ def _mend_delta(delta: dict[str, Any]) -> None:
 
 
 def _part_text(part: Any) -> str:
-    """The text of one part; of a part of reasoning nothing, which is never scanned for calls."""
+    """Return the text of one part. Reasoning parts have none here, because they are never searched for calls."""
     text = part.get("text") if isinstance(part, dict) and part.get("type") in (None, "text") else None
     return text if isinstance(text, str) else ""

@@ -1,6 +1,4 @@
-"""What a failed request to a model means, whatever SDK met it: is it worth another try, and which sentence does the
-operator read.
-"""
+"""Classifies failed requests to a model: whether a retry may succeed, and the message for the operator."""
 
 import json
 import re
@@ -12,16 +10,16 @@ from orchestrator.models.retries import is_retried_status
 
 MAX_DETAIL_CHARS = 300
 MAX_SEARCHED_CHARS = 4000
-Kind = Literal["timeout", "connection", "status", "told", "broken", "unfinished", "no_chat", "unknown"]
-"""`status`: an HTTP status of refusal. `told`: an error inside a reply. `unfinished`: an end without a
+Kind = Literal["timeout", "connection", "status", "in_reply", "broken", "unfinished", "no_chat", "unknown"]
+"""`status`: an HTTP error status. `in_reply`: an error object inside a reply. `unfinished`: an end without a
 finish_reason.
 """
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One failed attempt. `body`: the server's error object as parsed, a string when it was not JSON. `wait_s`: what
-    the server asks for.
+    """One failed attempt. `body` is the server's parsed error object, or a string when it was not JSON. `wait_s` is the
+    wait that the server requests.
     """
 
     kind: Kind
@@ -29,25 +27,25 @@ class Failure:
     body: Any = None
     wait_s: float | None = None
     is_final: bool = False
-    """The server says itself that another try is in vain."""
+    """The server states that a retry cannot succeed."""
     name: str = ""
-    """For `unknown` that of the SDK's exception; for `no_chat` the format of the answer, when it is known."""
+    """For `unknown`: the name of the SDK's exception. For `no_chat`: the format of the response, if known."""
 
     @property
     def codes(self) -> frozenset[str]:
-        """The server's own `code` and `type`, in lower case."""
+        """Return the server's `code` and `type`, in lower case."""
         body = self.body if isinstance(self.body, dict) else {}
         return frozenset(str(body[key]).lower() for key in ("code", "type") if body.get(key) is not None)
 
     @property
     def reason(self) -> str:
-        """A few words for a log, none of them the server's."""
+        """Return a short reason for the log. It contains no text of the server."""
         return f"status {self.status}" if self.kind == "status" else _REASONS[self.kind]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Who failed. `address` bears no credentials; `secret` is struck out of whatever the server said."""
+    """The endpoint that failed. `address` contains no credentials. `secret` is removed from all text of the server."""
 
     address: str
     model: str
@@ -57,7 +55,7 @@ class Endpoint:
 _REASONS: dict[Kind, str] = {
     "timeout": "no answer in time",
     "connection": "no connection",
-    "told": "an error inside the reply",
+    "in_reply": "an error inside the reply",
     "broken": "a broken reply",
     "unfinished": "an unfinished reply",
     "no_chat": "no chat endpoint",
@@ -65,8 +63,8 @@ _REASONS: dict[Kind, str] = {
 }
 _ALWAYS_RETRIED: frozenset[Kind] = frozenset({"timeout", "connection", "broken", "unfinished"})
 _QUOTA_CODES = frozenset({"insufficient_quota", "billing_hard_limit_reached"})
-# llama.cpp answers 500 when it was started without --jinja or when its template refuses the messages: the next try gets
-# the same.
+# llama.cpp answers 500 when it was started without --jinja or when its template rejects the messages. A retry gets the
+# same answer.
 _TEMPLATE = re.compile(r"jinja", re.IGNORECASE)
 _ABOUT_TOOLS = re.compile(r"tool|function", re.IGNORECASE)
 _REFUSED_STATUSES = frozenset({400, 413, 415, 422, 501})
@@ -74,16 +72,16 @@ _DENIED_STATUSES = frozenset({401, 402, 403, 404})
 
 
 def is_transient(failure: Failure) -> bool:
-    """Whether the same request may pass in a while."""
+    """Return whether the same request may succeed later."""
     if failure.is_final or failure.codes & _QUOTA_CODES or is_too_long(failure):
         return False
     if failure.kind in _ALWAYS_RETRIED:
         return True
     if failure.kind == "status":
         return is_retried_status(failure.status or 0) and not _is_template_fault(failure)
-    if failure.kind == "told":
-        status = _told_status(failure)
-        # Without a status it is as good as a break: most servers that fail in a reply say no more than what went wrong.
+    if failure.kind == "in_reply":
+        status = _embedded_status(failure)
+        # Without a status, treat it like a broken connection: most servers send only a message here.
         return "invalid_request_error" not in failure.codes if status is None else is_retried_status(status)
     return False
 
@@ -91,12 +89,13 @@ def is_transient(failure: Failure) -> bool:
 def build_error(
     failure: Failure, endpoint: Endpoint, *, attempts: int = 1, max_wait_s: float | None = None
 ) -> ModelUnavailable:
-    """The error for a request whose reply never began. `attempts`: how often it was tried; `max_wait_s`: set when the
-    server asks for more.
+    """Return the error for a request without any reply.
+
+    `attempts`: number of attempts. `max_wait_s`: set when the server requests a longer wait.
     """
-    sentence = _sentence(failure, endpoint)
+    sentence = _build_sentence(failure, endpoint)
     if max_wait_s is not None:
-        sentence += f"; it asks to wait {failure.wait_s:.0f} s, longer than the {max_wait_s:.0f} s that are waited here"
+        sentence += f"; it requests a wait of {failure.wait_s:.0f} s, and the limit is {max_wait_s:.0f} s"
     if attempts > 1:
         sentence += f" (tried {attempts} times)"
     if is_too_long(failure):
@@ -109,10 +108,10 @@ def build_error(
 
 
 def build_interruption(failure: Failure, endpoint: Endpoint) -> ModelUnavailable:
-    """The error for a reply of which a part was given out: ModelInterrupted, or ContextWindowExceeded when it grew too
-    long.
+    """Return the error for a reply that was partly returned: ModelInterrupted, or ContextWindowExceeded when it grew
+    too long.
     """
-    sentence = _sentence(failure, endpoint)
+    sentence = _build_sentence(failure, endpoint)
     if is_too_long(failure):
         return ContextWindowExceeded(sentence, find_limit_tokens(failure))
     return ModelInterrupted(sentence)
@@ -132,7 +131,7 @@ _TOO_LONG = re.compile(
     r"|longer than the (?:model's )?context|context (?:the )?overflows|inputs. tokens \+ .max_new_tokens. must be",
     re.IGNORECASE,
 )
-# Each names the limit; a number that could as well be the request's own length is left alone.
+# Each pattern captures the limit. Numbers that may be the request's own length are not matched.
 _LIMITS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -149,24 +148,25 @@ _LIMIT_KEYS = ("n_ctx", "max_model_len", "context_length", "max_context_length")
 
 
 def is_too_long(failure: Failure) -> bool:
-    """The request does not fit the context window, in the words of OpenAI, llama.cpp, vLLM, Ollama and those that copy
-    them.
+    """Return whether the request exceeds the context window. Knows the messages of OpenAI, llama.cpp, vLLM, Ollama and
+    compatible servers.
     """
-    if failure.kind not in ("status", "told") or failure.status in (401, 403, 404, 429):
+    if failure.kind not in ("status", "in_reply") or failure.status in (401, 403, 404, 429):
         return False
     return (
-        bool(failure.codes & _TOO_LONG_CODES) or _TOO_LONG.search(_said(failure.body)[:MAX_SEARCHED_CHARS]) is not None
+        bool(failure.codes & _TOO_LONG_CODES)
+        or _TOO_LONG.search(_error_text(failure.body)[:MAX_SEARCHED_CHARS]) is not None
     )
 
 
 def find_limit_tokens(failure: Failure) -> int | None:
-    """The context window as the server tells it with the refusal."""
+    """Return the context window that the server names in its refusal, in tokens."""
     body = failure.body if isinstance(failure.body, dict) else {}
     for key in _LIMIT_KEYS:
         value = body.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-    text = _said(failure.body)[:MAX_SEARCHED_CHARS]
+    text = _error_text(failure.body)[:MAX_SEARCHED_CHARS]
     for pattern in _LIMITS:
         if (match := pattern.search(text)) is not None:
             return int(match[1]) or None
@@ -176,15 +176,15 @@ def find_limit_tokens(failure: Failure) -> int | None:
 # --- Sentences --------------------------------------------------------------------------------------------------------
 
 
-def _sentence(failure: Failure, endpoint: Endpoint) -> str:
+def _build_sentence(failure: Failure, endpoint: Endpoint) -> str:
     where = f"the model at {endpoint.address}"
     match failure.kind:
         case "timeout":
-            return f"{where} did not answer in time: check that it is up, or give it more time"
+            return f"{where} did not answer in time: check that it runs, or raise its time limit"
         case "connection":
             return f"{where} cannot be reached or broke off its reply: check OPENAI_BASE_URL and that the server is up"
         case "broken":
-            return f"{where} broke off its reply: try again; if it stays, look at its log"
+            return f"{where} broke off its reply: try again; if it repeats, read the server's log"
         case "unfinished":
             return (
                 f"{endpoint.address} ended its reply without a finish_reason: it broke off, or it is no chat endpoint; "
@@ -193,11 +193,11 @@ def _sentence(failure: Failure, endpoint: Endpoint) -> str:
         case "no_chat":
             return f"{endpoint.address} did not answer as a chat endpoint does{_streaming_hint(failure)}; {_CHECK_URL}"
         case "status":
-            return _status_sentence(failure, endpoint, where)
-        case "told":
+            return _build_status_sentence(failure, endpoint, where)
+        case "in_reply":
             return f"{where} failed while it answered: {_detail(failure, endpoint)}"
         case _:
-            return f"{where} could not be asked: {failure.name}"
+            return f"{where} could not be called: {failure.name}"
 
 
 _CHECK_URL = "check OPENAI_BASE_URL (it ends in /v1)"
@@ -207,7 +207,7 @@ def _streaming_hint(failure: Failure) -> str:
     return " that streams (when it cannot, set TOOLCREW_MODEL_STREAMING=false)" if failure.name == "json" else ""
 
 
-def _status_sentence(failure: Failure, endpoint: Endpoint, where: str) -> str:
+def _build_status_sentence(failure: Failure, endpoint: Endpoint, where: str) -> str:
     if is_too_long(failure):
         return f"{where} refuses the request as longer than its context window: {_detail(failure, endpoint)}"
     if failure.status in (401, 403):
@@ -237,31 +237,31 @@ def _status_sentence(failure: Failure, endpoint: Endpoint, where: str) -> str:
 
 
 def _is_refusal(failure: Failure) -> bool:
-    if failure.kind == "told":
-        return _told_status(failure) in _REFUSED_STATUSES or "invalid_request_error" in failure.codes
+    if failure.kind == "in_reply":
+        return _embedded_status(failure) in _REFUSED_STATUSES or "invalid_request_error" in failure.codes
     if failure.status == 404:
-        # Routers answer so when none of a model's hosts takes tools.
-        return _ABOUT_TOOLS.search(_said(failure.body)) is not None
+        # Routers answer 404 when none of a model's hosts accepts tools.
+        return _ABOUT_TOOLS.search(_error_text(failure.body)) is not None
     return failure.status in _REFUSED_STATUSES or _is_template_fault(failure)
 
 
 def _is_denial(failure: Failure) -> bool:
-    """Of a key, an account or a model's name: by HTTP status, or as an error inside a reply tells it."""
-    status = _told_status(failure) if failure.kind == "told" else failure.status
+    """Return whether a key, an account or a model's name was denied, by HTTP status or by an error inside a reply."""
+    status = _embedded_status(failure) if failure.kind == "in_reply" else failure.status
     return status in _DENIED_STATUSES or bool(failure.codes & _QUOTA_CODES)
 
 
 def _is_template_fault(failure: Failure) -> bool:
-    return (failure.status or 0) >= 500 and _TEMPLATE.search(_said(failure.body)) is not None
+    return (failure.status or 0) >= 500 and _TEMPLATE.search(_error_text(failure.body)) is not None
 
 
-def _told_status(failure: Failure) -> int | None:
-    """The HTTP status that an error inside a reply names as its `code`."""
+def _embedded_status(failure: Failure) -> int | None:
+    """Return the HTTP status that an error inside a reply contains as its `code`."""
     return next((int(code) for code in failure.codes if re.fullmatch(r"[45]\d\d", code)), None)
 
 
-def _said(body: Any) -> str:
-    """The server's words: its message, or all that it sent."""
+def _error_text(body: Any) -> str:
+    """Return the server's message, or its whole body as text."""
     if body is None:
         return "it gave no reason"
     message = (body.get("message") or body.get("detail") or body) if isinstance(body, dict) else body
@@ -270,12 +270,12 @@ def _said(body: Any) -> str:
     try:
         return json.dumps(message, ensure_ascii=False, default=str)
     except RecursionError:
-        return "its reason nests too deep to be read"
+        return "its reason is nested too deep to be read"
 
 
 def _detail(failure: Failure, endpoint: Endpoint) -> str:
-    """What the server said, on one line; pages that are not JSON are named, not quoted."""
-    text = "its answer is not JSON" if isinstance(failure.body, str) else _said(failure.body)
-    # Before it is cut: half a key is a leak, too.
-    struck = text.replace(endpoint.secret, "***") if endpoint.secret else text
-    return " ".join(struck.split())[:MAX_DETAIL_CHARS]
+    """Return the server's message on one line. Pages that are not JSON are mentioned, not quoted."""
+    text = "its answer is not JSON" if isinstance(failure.body, str) else _error_text(failure.body)
+    # Remove the key before cutting the text: half a key is also a leak.
+    redacted = text.replace(endpoint.secret, "***") if endpoint.secret else text
+    return " ".join(redacted.split())[:MAX_DETAIL_CHARS]

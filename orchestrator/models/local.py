@@ -1,4 +1,4 @@
-"""The embedded small model: its server as a child process, and the model that speaks to it."""
+"""The embedded small model: its server as a child process, and the client model."""
 
 import asyncio
 import json
@@ -11,21 +11,19 @@ from typing import Any
 from contract.errors import ModelUnavailable
 from orchestrator.models.openai import OpenAIModel
 
-# Greedy. The prompt cache makes a step three times as fast; it changes rounding, and so at times the words of an
-# answer, not its facts.
+# Greedy sampling. The prompt cache makes a step three times as fast. It changes rounding, which can change the wording
+# of an answer, but not its facts.
 SAMPLING: dict[str, Any] = {"temperature": 0, "seed": 7, "max_tokens": 160, "cache_prompt": True}
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 300.0
-# A server of our own on this machine is not busy with others: when it does not answer, it is dead.
+# This server has no other clients. If it does not answer, it is dead.
 RETRIES = 1
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class LocalModelServer:
-    """Owns the server process: starts it on entering, ends it on leaving. It also ends by itself when this process
-    dies.
-    """
+    """Owns the server process: starts it on entering and stops it on leaving. It also exits when this process dies."""
 
     def __init__(self, weights: Path, *, threads: int = 1, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._weights = weights.resolve()
@@ -39,11 +37,11 @@ class LocalModelServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the server process, None while there is none."""
+        """Return the pid of the server process, or None when there is none."""
         return self._process.pid if self._process is not None else None
 
     def open_model(self, extra: dict[str, Any] | None = None, *, streaming: bool = True) -> OpenAIModel:
-        """A model on this server, closed with it. `extra` adds to the sampling recipe or replaces parts of it."""
+        """Return a model on this server. The server closes it. `extra` overrides parts of the sampling settings."""
         recipe = {**SAMPLING, **(extra or {})}
         model = OpenAIModel(
             self.model_name, self.base_url, self.api_key, REPLY_TIMEOUT_S, recipe, retries=RETRIES, streaming=streaming
@@ -60,7 +58,7 @@ class LocalModelServer:
             await self._stop()
             if isinstance(error, TimeoutError):
                 raise ModelUnavailable(
-                    f"the local model did not load in {self._start_timeout_s:.0f} s: is the machine busy?"
+                    f"the local model did not load in {self._start_timeout_s:.0f} s. Check whether the machine is overloaded, and try again."
                 ) from None
             raise
         return self
@@ -76,7 +74,7 @@ class LocalModelServer:
         command = [sys.executable, "-m", "orchestrator.models.local_server"]
         command += ["--weights", str(self._weights), "--threads", str(self._threads)]
         pipe, silent = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        # In our own folder: `-m` then finds the package, whether it is installed or not.
+        # Run in the package's parent folder, so that `-m` finds the package even if it is not installed.
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=silent, cwd=PACKAGE_ROOT
         )

@@ -1,8 +1,8 @@
-"""The embedded model's server, a program of its own: `python -m orchestrator.models.local_server --weights FILE`.
+"""The embedded model's server as a separate program: `python -m orchestrator.models.local_server --weights FILE`.
 
 The first line of stdin is `{"api_key": ...}`. When the model is loaded, stdout gets one line `{"base_url": ...,
-"model": "local"}` and nothing else. It ends on SIGTERM, and when stdin ends: so it never outlives the process that
-started it.
+"model": "local"}` and nothing else. The server exits on SIGTERM and at the end of stdin, so it never outlives the
+process that started it.
 """
 
 import argparse
@@ -17,27 +17,26 @@ CONTEXT_TOKENS = 4096
 
 
 def load_template() -> str:
-    """The chat template, byte for byte: the server derives its tool-call parser from it."""
+    """Return the chat template, byte for byte. The server derives its tool-call parser from it."""
     return (Path(__file__).parent / "local-model.jinja").read_bytes().decode()
 
 
 def main() -> None:
-    arguments = _arguments()
-    answer = _claim_stdout()
+    arguments = _parse_arguments()
+    ready_descriptor = _claim_stdout()
     key = json.loads(sys.stdin.readline())["api_key"]
     server = open_server(arguments.weights, arguments.port, arguments.threads, key)
     line = json.dumps({"base_url": f"{server.listening_address}/v1", "model": MODEL_NAME})
-    os.write(answer, line.encode() + b"\n")
-    os.close(answer)
+    os.write(ready_descriptor, line.encode() + b"\n")
+    os.close(ready_descriptor)
     while sys.stdin.buffer.read(4096):
         pass
-    # The server's threads would be joined by an orderly exit, a reply in the making included; nobody waits for it any
-    # more.
+    # A normal exit would wait for the server's threads and their current reply, which has no client any more.
     os._exit(0)
 
 
 def open_server(weights: Path, port: int, threads: int, api_key: str) -> Any:
-    """A server that answers on 127.0.0.1; port 0: the kernel picks one. Returns when the model is loaded."""
+    """Return a server that listens on 127.0.0.1 and has loaded the model. Port 0: the kernel selects one."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -57,22 +56,22 @@ def open_server(weights: Path, port: int, threads: int, api_key: str) -> Any:
     return xllamacpp.Server(params)
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m orchestrator.models.local_server", description="Serves the embedded model."
     )
     parser.add_argument("--weights", type=Path, required=True, help="the GGUF file")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    # llama.cpp's threads spin: a second one on a busy two-core machine makes a reply ten times slower.
+    # llama.cpp's threads busy-wait. A second thread on a busy two-core machine makes a reply ten times slower.
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
 
 def _claim_stdout() -> int:
-    """A descriptor for the one answer line; whatever the libraries print goes to stderr."""
-    answer = os.dup(1)
+    """Return a descriptor for the ready line, and redirect the output of libraries to stderr."""
+    ready_descriptor = os.dup(1)
     os.dup2(2, 1)
-    return answer
+    return ready_descriptor
 
 
 if __name__ == "__main__":

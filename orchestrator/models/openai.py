@@ -1,4 +1,4 @@
-"""Models behind OpenAI-compatible chat endpoints, streamed or whole. The only file that knows the SDK."""
+"""Models behind OpenAI-compatible chat endpoints, streamed or whole. The only module that uses the SDK."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, AsyncStream
 
 from contract.errors import ModelUnavailable
 from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.models.chunks import has_content, is_end, mend, split_reply
+from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
 from orchestrator.models.failures import Endpoint, Failure, build_error, build_interruption, is_transient
 from orchestrator.models.retries import DEFAULT_RETRIES, RetryPolicy, compute_backoff_s, parse_retry_after
 from telemetry.logs import get_logger
@@ -21,18 +21,18 @@ log = get_logger(__name__)
 
 DEFAULT_BASE_URL = "https://api.openai.com/v1"
 NO_KEY = "no-key"
-"""Sent to servers that want none: the SDK refuses to be without."""
+"""Sent to servers without keys, because the SDK requires one."""
 CONNECT_TIMEOUT_S = 10.0
-# Beside the SDK's own: version 2 lets what breaks a begun stream through.
+# In addition to the SDK's errors: version 2 does not wrap errors that break a stream.
 _BROKEN = (httpx.HTTPError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
 
 
 class OpenAIModel:
-    """A chat model at `base_url`. `extra` goes into every request body.
+    """A chat model at `base_url`. `extra` is added to every request body.
 
-    A request is sent again, as `retries` says (a number: that many times after the first), until a part of its reply
-    was given out: then a break is ModelInterrupted, and the caller's to mend. `timeout_s` bounds the wait for the next
-    bytes, not the reply as a whole; with `streaming` False all of it comes at once, so the wait for it as a whole.
+    A request is retried by the policy `retries` (a number: that many retries) until a part of its reply was returned.
+    After that, a break raises ModelInterrupted, and the caller decides. `timeout_s` limits the wait for the next bytes,
+    not for the whole reply. With `streaming` False the reply comes at once, so it limits the whole wait.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class OpenAIModel:
 
     @property
     def address(self) -> str:
-        """The base URL without user, password and query."""
+        """Return the base URL without user, password and query."""
         return self._endpoint.address
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        """The reply's chunks as the server wrote them, a refusal's text as content.
+        """Yield the reply's chunks as the server sent them, with the text of a refusal as content.
 
-        Raises ModelUnavailable: ModelInterrupted for a reply that breaks off after a part of it, ContextWindowExceeded
-        for a request that is too long, ModelRefused for one that will not pass as it is.
+        Raises ModelUnavailable: ModelInterrupted for a reply that breaks off after its first part,
+        ContextWindowExceeded for a request that is too long, ModelRefused for a request that the server rejects.
         """
         read = self._read_stream if self._streaming else self._read_whole
         attempt = 0
@@ -82,18 +82,21 @@ class OpenAIModel:
                         yield chunk
                 return
             except (_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN) as error:
-                # ValueError: numbers of more digits than Python reads, and a request that JSON cannot carry.
-                failure = _failure(error)
-            # Out here, so that no cause is on display: the SDK's errors carry the request, and servers echo keys in
-            # their texts.
+                # ValueError: a number with more digits than Python parses, or a request that cannot be JSON.
+                failure = _classify_error(error)
+            # Raised outside of `except`, so that the error has no cause: the SDK's errors contain the request, and
+            # servers repeat keys in their messages.
             if is_begun:
                 raise build_interruption(failure, self._endpoint)
-            await self._wait(failure, attempt)
+            await self._wait_for_retry(failure, attempt)
 
     async def find_context_window(self) -> int | None:
-        """Tokens that fit, when the endpoint's list of models says so (vLLM, llama.cpp, Groq, OpenRouter). None when it
-        does not, or fails as often as it may: what is found is remembered for long, and must not hang on one broken
-        connection."""
+        """Return the context window in tokens if the endpoint's list of models contains it (vLLM, llama.cpp, Groq,
+        OpenRouter).
+
+        Returns None if it does not, or if all attempts fail. Retries, because the result is cached for long and must
+        not depend on one broken connection.
+        """
         try:
             listing = await self._list_models()
         except ModelUnavailable:
@@ -101,23 +104,22 @@ class OpenAIModel:
         models = listing.get("data") if isinstance(listing, dict) else None
         entries = [entry for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []
         own = [entry for entry in entries if entry.get("id") == self.name] or (entries if len(entries) == 1 else [])
-        return _context_window(own[0]) if own else None
+        return _find_window(own[0]) if own else None
 
     async def _list_models(self) -> object:
-        """Raises ModelUnavailable."""
         attempt = 0
         while True:
             attempt += 1
             try:
                 return await self._client.get("/models", cast_to=object)
             except (openai.OpenAIError, ValueError, *_BROKEN) as error:
-                failure = _failure(error)
-            await self._wait(failure, attempt)
+                failure = _classify_error(error)
+            await self._wait_for_retry(failure, attempt)
 
     async def aclose(self) -> None:
         await self._client.close()
 
-    async def _wait(self, failure: Failure, attempt: int) -> None:
+    async def _wait_for_retry(self, failure: Failure, attempt: int) -> None:
         """Wait until the request may be sent again. Raises ModelUnavailable when it may not."""
         if not is_transient(failure):
             raise build_error(failure, self._endpoint, attempts=attempt)
@@ -130,9 +132,9 @@ class OpenAIModel:
         await self._policy.sleep(wait_s)
 
     async def _read_stream(self, request: ModelRequest) -> AsyncGenerator[Chunk, None]:
-        """One attempt. Whatever it gives out is a part of the reply: before that, it fails unseen."""
-        # What says nothing yet is held until something does: a break before that may be mended unseen.
-        held: list[Chunk] | None = []
+        """Make one attempt. It yields nothing until the reply has content, so an earlier failure can be retried."""
+        # Chunks without content are held until content arrives. A break before that can be retried unnoticed.
+        pending: list[Chunk] | None = []
         has_ended = False
         async with await self._open(request) as stream:
             try:
@@ -140,29 +142,29 @@ class OpenAIModel:
                     if not isinstance(chunk, dict):
                         continue
                     has_ended = has_ended or is_end(chunk)
-                    mend(chunk)
-                    if held is None:
+                    normalize(chunk)
+                    if pending is None:
                         yield chunk
                         continue
-                    _raise_told_error(chunk)
-                    held.append(chunk)
+                    _raise_embedded_error(chunk)
+                    pending.append(chunk)
                     if has_content(chunk):
-                        for kept in held:
-                            yield kept
-                        held = None
+                        for pending_chunk in pending:
+                            yield pending_chunk
+                        pending = None
             except (openai.APIConnectionError, *_BROKEN):
-                # The reply is whole: only its tail, the usage, is lost.
+                # The reply is complete. Only its last part, the usage, is lost.
                 if not has_ended:
                     raise
         if not has_ended:
-            raise _AttemptFailed(_unfinished(stream, is_begun=held is None))
-        for kept in held or ():
-            yield kept
+            raise _AttemptFailed(_build_unfinished(stream, is_begun=pending is None))
+        for pending_chunk in pending or ():
+            yield pending_chunk
 
     async def _read_whole(self, request: ModelRequest) -> AsyncGenerator[Chunk, None]:
         reply = await self._open(request)
         if isinstance(reply, dict):
-            _raise_told_error(reply)
+            _raise_embedded_error(reply)
         chunks = split_reply(reply)
         if chunks is None:
             raise _AttemptFailed(Failure("no_chat"))
@@ -170,19 +172,19 @@ class OpenAIModel:
             yield chunk
 
     async def _open(self, request: ModelRequest) -> Any:
-        """The open stream, or the whole reply. What a server does not know of our own additions is left out from then
-        on.
+        """Return the open stream, or the whole reply. Optional fields that the server rejects are
+        omitted from then on.
         """
         while True:
             try:
-                return await self._post(self._body(request))
+                return await self._post(self._build_body(request))
             except openai.APIStatusError as error:
                 if not self._adapt(error):
                     raise
 
     async def _post(self, body: dict[str, Any]) -> Any:
-        # The generic door of the SDK: chunks come as parsed JSON. Its typed one builds a model of each, which costs ten
-        # times as much and is dumped again at once.
+        # The SDK's generic method returns chunks as parsed JSON. Its typed method builds a model of each chunk, which
+        # takes ten times as long and would be converted back at once.
         if not self._streaming:
             return await self._client.post("/chat/completions", cast_to=object, body=body)
         return await self._client.post(
@@ -190,21 +192,21 @@ class OpenAIModel:
         )
 
     def _adapt(self, error: openai.APIStatusError) -> bool:
-        """Whether the request was changed to the server's liking. Each change happens once a model, so this comes to an
+        """Return whether the request was changed to suit the server. Each change happens once per model, so retries
         end.
         """
         if error.status_code not in (400, 422):
             return False
-        said = str(error.body)
-        if self._streaming and self._asks_usage and "stream_options" in said:
+        body_text = str(error.body)
+        if self._streaming and self._asks_usage and "stream_options" in body_text:
             self._asks_usage = False
             return True
-        if self._limit_name == "max_tokens" and "max_completion_tokens" in said:
+        if self._limit_name == "max_tokens" and "max_completion_tokens" in body_text:
             self._limit_name = "max_completion_tokens"
             return True
         return False
 
-    def _body(self, request: ModelRequest) -> dict[str, Any]:
+    def _build_body(self, request: ModelRequest) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.name, "messages": request.messages, "stream": self._streaming}
         if self._streaming and self._asks_usage:
             body["stream_options"] = {"include_usage": True}
@@ -217,15 +219,15 @@ class OpenAIModel:
 
 
 class _AttemptFailed(Exception):
-    """One attempt at a reply failed."""
+    """Raised when one attempt at a reply failed."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
 
 
-def _failure(error: Exception) -> Failure:
-    """What ended an attempt, in terms of ours."""
+def _classify_error(error: Exception) -> Failure:
+    """Return the failure that an exception means."""
     if isinstance(error, _AttemptFailed):
         return error.failure
     if isinstance(error, _BROKEN):
@@ -239,24 +241,24 @@ def _failure(error: Exception) -> Failure:
         return Failure(
             "status",
             error.status_code,
-            _told(error.body) if _is_json(error.response.text) else error.response.text,
+            _as_error_object(error.body) if _is_json(error.response.text) else error.response.text,
             parse_retry_after(headers),
             is_final=headers.get("x-should-retry") == "false",
         )
     if isinstance(error, openai.APIError):
-        return Failure("told", body=_told(error.body))
+        return Failure("in_reply", body=_as_error_object(error.body))
     return Failure("unknown", name=type(error).__name__)
 
 
-def _raise_told_error(reply: dict[str, Any]) -> None:
-    """Some servers report an error where a reply or a chunk should be, with status 200."""
+def _raise_embedded_error(reply: dict[str, Any]) -> None:
+    """Raise for an error object that a server sent with status 200 in place of a reply or a chunk."""
     if "choices" in reply or not (reply.get("error") or reply.get("object") == "error"):
         return
-    raise _AttemptFailed(Failure("told", body=_told(reply.get("error") or reply)))
+    raise _AttemptFailed(Failure("in_reply", body=_as_error_object(reply.get("error") or reply)))
 
 
-def _told(body: object) -> object:
-    """An error that is a bare text, as the record that the others send."""
+def _as_error_object(body: object) -> object:
+    """Return an error that is only a text in the form of an error object."""
     return {"message": body} if isinstance(body, str) else body
 
 
@@ -268,28 +270,26 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _unfinished(stream: AsyncStream[object], *, is_begun: bool) -> Failure:
-    """The failure of a reply without an end: of a stream that broke off, or of an answer that was no stream in the
-    first place.
-    """
+def _build_unfinished(stream: AsyncStream[object], *, is_begun: bool) -> Failure:
+    """Return the failure of a reply without an end: a stream that broke off, or a response that was no stream."""
     content_type = stream.response.headers.get("content-type", "")
     if is_begun or "event-stream" in content_type:
         return Failure("unfinished")
     return Failure("no_chat", name="json" if "json" in content_type else "")
 
 
-def _context_window(entry: dict[str, Any]) -> int | None:
-    """Of one entry of the list of models; each kind of server has its own name for it."""
+def _find_window(entry: dict[str, Any]) -> int | None:
+    """Return the context window in an entry of the list of models. Each kind of server names the field differently."""
     meta = entry.get("meta")
     names = ("max_model_len", "context_window", "context_length", "n_ctx")
-    found = [entry.get(name) for name in names] + ([meta.get("n_ctx")] if isinstance(meta, dict) else [])
+    values = [entry.get(name) for name in names] + ([meta.get("n_ctx")] if isinstance(meta, dict) else [])
     return next(
-        (value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
+        (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
     )
 
 
 def _without_credentials(base_url: str) -> str:
-    """The URL without user, password and query, for messages."""
+    """Return the URL without user, password and query, for messages."""
     parts = urlsplit(base_url)
     host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname or ""
     return f"{parts.scheme}://{host}{f':{parts.port}' if parts.port else ''}{parts.path}".rstrip("/")

@@ -1,5 +1,5 @@
-"""When a failed request to a model is sent again: how long to wait, as the server asks or by backoff with full
-jitter.
+"""When a failed request to a model is retried: after the wait that the server requests, or with exponential backoff and
+full jitter.
 """
 
 import asyncio
@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 RETRIED_STATUSES = frozenset({408, 409, 429})
-"""Beside them every 5xx; 501 says that the server will never do it."""
+"""Also every 5xx, except for 501: that server will never support the request."""
 _NOT_IMPLEMENTED = 501
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often a request is sent, and how long to wait between attempts. `attempts` counts the first one; `max_wait_s`
-    bounds one wait, also one that the server asks for; `sleep` waits.
+    """How often a request is sent, and how long to wait between attempts.
+
+    `attempts` includes the first one. `max_wait_s` limits one wait, including one that the server requests. `sleep`
+    waits.
     """
 
     attempts: int = 6
@@ -31,7 +33,7 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.base_s < 0 or self.max_wait_s < 0 or self.factor < 1:
-            raise ValueError(f"not a retry policy: {self}")
+            raise ValueError(f"not a valid retry policy: {self}")
 
 
 DEFAULT_RETRIES = RetryPolicy()
@@ -42,21 +44,21 @@ def is_retried_status(status: int) -> bool:
 
 
 def compute_backoff_s(policy: RetryPolicy, attempt: int, draw: Callable[[], float] = random.random) -> float:
-    """Seconds to wait after failed attempt number `attempt` (from 1), drawn evenly between nothing and the exponential
-    bound.
+    """Return the seconds to wait after failed attempt number `attempt` (from 1): random between 0 and the exponential
+    limit.
 
-    `draw` gives a number from 0 to 1.
+    `draw` returns a number from 0 to 1.
     """
-    # Capped before the power: 2 ** 2000 does not fit a float.
+    # Limit the exponent, because 2 ** 2000 does not fit a float.
     exponent = min(attempt - 1, 64)
     return draw() * min(policy.max_wait_s, policy.base_s * policy.factor**exponent)
 
 
 def parse_retry_after(headers: Mapping[str, str], now: Callable[[], float] = time.time) -> float | None:
-    """Seconds that the server asks to wait, None when it does not say so in a known form. A date that has passed: 0.
+    """Return the seconds that the server requests to wait, 0 for a date in the past, None without a valid header.
 
-    `headers` finds names in lower case. A date is read against the server's own clock when it tells it (`date`), else
-    against `now`.
+    `headers` looks names up in lower case. A date is compared with the server's clock (`date`) if sent, else with
+    `now`.
     """
     milliseconds = _parse_number(headers.get("retry-after-ms"))
     if milliseconds is not None:
@@ -72,14 +74,14 @@ def parse_retry_after(headers: Mapping[str, str], now: Callable[[], float] = tim
 
 
 def _parse_number(text: str | None) -> float | None:
-    """A plain number; signs, exponents, nan and inf are none."""
+    """Parse a plain number. Signs, exponents, nan and inf are rejected."""
     if text is None or not _NUMBER.fullmatch(text.strip()):
         return None
     return float(text)
 
 
 def _parse_date(text: str | None) -> float | None:
-    """Seconds since the epoch of an HTTP date."""
+    """Return an HTTP date in seconds since the epoch."""
     if not text:
         return None
     try:

@@ -1,4 +1,4 @@
-"""A model that says what a script tells it: for tests and for a demo without a model."""
+"""A model that replies from a script, for tests and for a demo without a model."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -12,13 +12,13 @@ from orchestrator.models.capabilities import Capabilities
 
 CHUNK_CHARS = 7
 EVERYTHING = Capabilities(native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True)
-"""Nobody reads the fields that are sent to a script."""
+"""A script ignores the fields of requests, so it supports all of them."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """A reply with native calls, (tool, arguments) each, after some text. Arguments given as a string are sent as they
-    are.
+    """A reply with text and then native calls, each as (tool, arguments). Arguments given as a string are sent
+    unchanged.
     """
 
     calls: Sequence[tuple[str, dict[str, Any] | str]]
@@ -27,22 +27,21 @@ class Calls:
 
 @dataclass(frozen=True)
 class Raw:
-    """A reply of chunks as they stand, for the quirks of servers."""
+    """A reply of chunks that are sent unchanged, for the quirks of servers."""
 
     chunks: Sequence[Chunk]
 
 
 Reply = str | Calls | Raw
 Turn = Reply | Callable[[list[Message]], Reply]
-"""What the model answers: a reply, or a function that makes one of the request's messages."""
+"""A scripted reply, or a function that makes one from the request's messages."""
 
 
 @dataclass
 class ScriptedModel:
-    """Answers request after request with `turns`, in small chunks; one function instead of a list answers every
-    request.
+    """Answers successive requests with `turns`, in small chunks. A function instead of a list answers every request.
 
-    `requests` keeps what it was asked. Raises ModelUnavailable when the script has no turn left.
+    `requests` records all requests. Raises ModelUnavailable when no turn is left.
     """
 
     turns: Sequence[Turn] | Callable[[list[Message]], Reply]
@@ -52,42 +51,42 @@ class ScriptedModel:
     capabilities: Capabilities = EVERYTHING
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        # A snapshot: the loop goes on appending to its messages.
+        # Copied, because the loop continues to append to its messages.
         self.requests.append(ModelRequest(list(request.messages), list(request.tools), dict(request.extra)))
-        reply = self._reply(len(self.requests) - 1, request.messages)
-        for chunk in _chunks(reply, self.chunk_chars, f"call{len(self.requests)}"):
+        reply = self._choose_reply(len(self.requests) - 1, request.messages)
+        for chunk in _split_reply(reply, self.chunk_chars, f"call{len(self.requests)}"):
             yield chunk
 
     async def aclose(self) -> None:
         """Nothing to release."""
 
-    def _reply(self, number: int, messages: list[Message]) -> Reply:
+    def _choose_reply(self, number: int, messages: list[Message]) -> Reply:
         if callable(self.turns):
             return self.turns(messages)
         if number >= len(self.turns):
             raise ModelUnavailable(
-                f"the script has {len(self.turns)} turns and was asked for number {number + 1}: write a longer one"
+                f"the script has {len(self.turns)} turns, and turn {number + 1} was requested. Add turns to the script."
             )
         turn = self.turns[number]
         return turn(messages) if callable(turn) else turn
 
 
 def demo_script() -> Callable[[list[Message]], Reply]:
-    """Turns that do the three demo jobs: ask for the command that a request needs, then answer with what it printed.
+    """Return a function that does the three demo jobs: it calls the needed command, then answers with its output.
 
-    Looks at the system prompt (for the dialect) and the last message only, so it serves any number of runs at once.
+    It reads only the system prompt (for the dialect) and the last message, so it serves any number of concurrent runs.
     """
 
     def reply(messages: list[Message]) -> Reply:
         last, system = messages[-1], str(messages[0].get("content") or "")
         content = str(last.get("content") or "")
-        decides = '{"tool": null' in system
+        uses_json = '{"tool": null' in system
         if last.get("role") == "tool" or content.startswith(("Tool result", "[Tool result")):
-            return _said(_demo_answer(content), decides)
+            return _encode_answer(_demo_answer(content), uses_json)
         command = next((command for path, command in DEMO_COMMANDS.items() if path in content), None)
         if command is None:
-            return _said(f"I only know the demo jobs; they are about {', '.join(DEMO_COMMANDS)}.", decides)
-        if decides:
+            return _encode_answer(f"I only know the demo jobs; they are about {', '.join(DEMO_COMMANDS)}.", uses_json)
+        if uses_json:
             return json.dumps({"tool": "bash_tool", "arguments": {"command": command}})
         if "<tool_action" in system:
             return build_tag_call("bash_tool", {"command": command})
@@ -96,8 +95,8 @@ def demo_script() -> Callable[[list[Message]], Reply]:
     return reply
 
 
-def _said(text: str, decides: bool) -> str:
-    return json.dumps({"tool": None, "reply": text}) if decides else text
+def _encode_answer(text: str, uses_json: bool) -> str:
+    return json.dumps({"tool": None, "reply": text}) if uses_json else text
 
 
 DEMO_COMMANDS = {
@@ -105,7 +104,7 @@ DEMO_COMMANDS = {
     "/workspace/notes.txt": "sha256sum /workspace/notes.txt",
     "/workspace/numbers.txt": "awk '{sum += $1} END {print sum}' /workspace/numbers.txt",
 }
-"""File that a demo request names -> the command that answers it."""
+"""File named in a demo request -> the command that answers the request."""
 
 
 def _demo_answer(observation: str) -> str:
@@ -114,7 +113,7 @@ def _demo_answer(observation: str) -> str:
     return f"The tool failed. {output}" if output.startswith("Error [") else f"The tool says: {output}"
 
 
-def _chunks(reply: Reply, size: int, call_id: str) -> Iterator[Chunk]:
+def _split_reply(reply: Reply, size: int, call_id: str) -> Iterator[Chunk]:
     if isinstance(reply, Raw):
         yield from reply.chunks
         return

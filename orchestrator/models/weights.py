@@ -1,4 +1,4 @@
-"""The weights file of the embedded model: where it may lie, and the sha256 that decides whether it is the one."""
+"""Finds the weights file of the embedded model, and verifies it by its sha256."""
 
 import hashlib
 import importlib.util
@@ -19,12 +19,12 @@ CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 60.0
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes there, bytes in all) while a file is downloaded."""
+"""Called with (bytes present, total bytes) while a file is downloaded."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One weights file: its name, size and sha256, its repository on the hub, and the packages that carry it in
+    """One weights file: its name, size and sha256, its repository on the hub, and the packages that contain it in
     chunks.
     """
 
@@ -56,18 +56,18 @@ def load_weights(
     hub_url: str | None = HUB_URL,
     progress: Progress | None = None,
 ) -> Path:
-    """Path of the verified weights, from the first source that has them: user's file, cache, chunk packages, hub.
-    Blocks for seconds.
+    """Return the path of the verified weights from the first source that has them: user's file, cache, chunk packages,
+    hub.
 
-    `hub_url` None: the hub is not asked. Raises ConfigError, the operator's: a user's file with another hash, or no
-    source at all.
+    Blocks for seconds. `hub_url` None: do not use the hub. Raises ConfigError for a user's file with another hash, or
+    when no source has the file.
     """
     if user_file is not None:
-        return _user_file(weights, user_file.expanduser())
+        return _check_user_file(weights, user_file.expanduser())
     cached = cache_dir.expanduser() / weights.file_name
     if _is_genuine(weights, cached):
         return cached
-    # What is installed already is not downloaded again.
+    # Use installed packages before a download.
     if _assemble(weights, cached):
         return cached
     if hub_url is not None and _download(weights, cached, hub_url, progress):
@@ -79,12 +79,12 @@ def load_weights(
     )
 
 
-def _user_file(weights: Weights, path: Path) -> Path:
+def _check_user_file(weights: Weights, path: Path) -> Path:
     if _is_genuine(weights, path):
         return path
     raise ConfigError(
-        f"{path} is not {weights.file_name} (sha256 {weights.sha256}): give that file, or unset TOOLCREW_MODEL_FILE to "
-        "look elsewhere"
+        f"{path} is not {weights.file_name} (sha256 {weights.sha256}): use that file, or unset TOOLCREW_MODEL_FILE to "
+        "search the other sources"
     )
 
 
@@ -99,22 +99,22 @@ def _is_genuine(weights: Weights, path: Path) -> bool:
 
 
 def _assemble(weights: Weights, target: Path) -> bool:
-    """Join the chunk packages' files. They are found without being imported: their uploader is unknown, so their code
-    never runs.
+    """Join the files of the chunk packages. They are located without an import: their uploader is unknown, so their
+    code must never run.
     """
-    parts = list(_chunk_files(weights))
+    parts = list(_find_chunk_files(weights))
     if len(parts) != weights.chunks:
         return False
-    with _atomic(target) as (file, temporary):
+    with _open_temporary(target) as (file, temporary):
         for part in parts:
             with part.open("rb") as source:
                 while block := source.read(BLOCK_BYTES):
                     file.write(block)
         file.flush()
-        return _keep_if_genuine(weights, temporary, target)
+        return _install_if_genuine(weights, temporary, target)
 
 
-def _chunk_files(weights: Weights) -> Iterator[Path]:
+def _find_chunk_files(weights: Weights) -> Iterator[Path]:
     for number in range(1, weights.chunks + 1):
         spec = importlib.util.find_spec(weights.chunk_package.format(number=number))
         folders = spec.submodule_search_locations if spec is not None else None
@@ -124,8 +124,8 @@ def _chunk_files(weights: Weights) -> Iterator[Path]:
 
 
 @contextmanager
-def _atomic(target: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """A temporary file beside `target`, gone afterwards unless it was renamed."""
+def _open_temporary(target: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """Yield a temporary file next to `target`. It is removed afterwards unless it was renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     temporary = Path(name)
@@ -136,7 +136,7 @@ def _atomic(target: Path) -> Iterator[tuple[BinaryIO, Path]]:
         temporary.unlink(missing_ok=True)
 
 
-def _keep_if_genuine(weights: Weights, temporary: Path, target: Path) -> bool:
+def _install_if_genuine(weights: Weights, temporary: Path, target: Path) -> bool:
     if not _is_genuine(weights, temporary):
         return False
     temporary.replace(target)
@@ -144,8 +144,8 @@ def _keep_if_genuine(weights: Weights, temporary: Path, target: Path) -> bool:
 
 
 def _download(weights: Weights, target: Path, hub_url: str, progress: Progress | None) -> bool:
-    """Fetch from the hub, going on where an earlier attempt stopped. False when the hub cannot be reached or serves
-    another file.
+    """Download from the hub and resume an earlier attempt. Return False when the hub is unreachable or serves another
+    file.
     """
     partial = target.with_name(f"{target.name}.part")
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
@@ -156,7 +156,7 @@ def _download(weights: Weights, target: Path, hub_url: str, progress: Progress |
             _fetch(client, url, weights, partial, progress)
     except (httpx.HTTPError, httpx.InvalidURL):
         return False
-    if _keep_if_genuine(weights, partial, target):
+    if _install_if_genuine(weights, partial, target):
         return True
     if partial.exists() and partial.stat().st_size >= weights.size_bytes:
         partial.unlink()
@@ -164,19 +164,21 @@ def _download(weights: Weights, target: Path, hub_url: str, progress: Progress |
 
 
 def _fetch(client: httpx.Client, url: str, weights: Weights, partial: Path, progress: Progress | None) -> None:
-    there = partial.stat().st_size if partial.exists() else 0
-    if there >= weights.size_bytes:
+    present = partial.stat().st_size if partial.exists() else 0
+    if present >= weights.size_bytes:
         return
-    headers = {"Range": f"bytes={there}-", "Accept-Encoding": "identity"} if there else {"Accept-Encoding": "identity"}
+    headers = (
+        {"Range": f"bytes={present}-", "Accept-Encoding": "identity"} if present else {"Accept-Encoding": "identity"}
+    )
     with client.stream("GET", url, headers=headers) as response:
         response.raise_for_status()
         resumed = response.status_code == httpx.codes.PARTIAL_CONTENT
-        there = there if resumed else 0
+        present = present if resumed else 0
         with partial.open("ab" if resumed else "wb") as file:
             for block in response.iter_bytes(BLOCK_BYTES):
-                there += len(block)
-                if there > weights.size_bytes:
+                present += len(block)
+                if present > weights.size_bytes:
                     raise httpx.DecodingError("the hub sent more than the file's size")
                 file.write(block)
                 if progress is not None:
-                    progress(there, weights.size_bytes)
+                    progress(present, weights.size_bytes)

@@ -33,7 +33,7 @@ from orchestrator.dispatch.tenant_catalog import Offer, is_offered, refuse_unask
 from orchestrator.loop.agent import Agent, RunCall
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.capabilities import CapabilityCache
-from orchestrator.models.choice import ChosenModel, choose_dialect, know_model
+from orchestrator.models.choice import ChosenModel, choose_dialect, find_needed_capabilities
 from orchestrator.runs.live_text import LiveText
 from orchestrator.settings import OrchestratorSettings
 from store.skills import SkillUses
@@ -196,7 +196,7 @@ class RunParts:
     async def build_agent(self, session: Session | None, chosen: ChosenModel, config: RunConfig) -> Agent:
         """Return the agent of one run in an open session; None: of a run without tools."""
         name = "native" if config.is_chat else config.dialect or self._settings.dialect
-        known = await know_model(chosen, name, self._capabilities)
+        known = await find_needed_capabilities(chosen, name, self._capabilities)
         options = with_window(config.options, self._settings, known)
         specs: list[ToolSpec] = []
         skills: Sequence[SkillSummary] = ()

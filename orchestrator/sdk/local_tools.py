@@ -33,7 +33,7 @@ from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.adapter import BudgetedModel
 from orchestrator.models.capabilities import CapabilityCache
-from orchestrator.models.choice import ChosenModel, choose_dialect, choose_model, know_model
+from orchestrator.models.choice import ChosenModel, choose_dialect, choose_model, find_needed_capabilities
 from orchestrator.settings import load_settings
 from store.switches import RegistrySwitches
 
@@ -146,7 +146,7 @@ class LocalTools:
         run = secrets.token_hex(8)
         async with choose_model(settings, model) as chosen:
             wanted = dialect or settings.dialect
-            known = await know_model(chosen, wanted, CapabilityCache(settings.capability_folder))
+            known = await find_needed_capabilities(chosen, wanted, CapabilityCache(settings.capability_folder))
             bound = self.for_run(run=run, session=session, model=chosen.model, timeout_s=options.tool_timeout_s)
             agent = Agent(
                 chosen.model,

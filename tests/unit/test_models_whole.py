@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
-from orchestrator.models.chunks import has_content, is_end, mend, split_reply
+from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
 from orchestrator.models.openai import OpenAIModel
 from tests.model_endpoint import END, HELLO, ROLE, USAGE, answer, failure, read, serving, text_of
 
@@ -72,7 +72,7 @@ def test_what_is_no_completion_has_no_chunks(reply: Any) -> None:
     "chunk", [{}, {"choices": None}, {"choices": 7}, {"choices": [None, 7]}, {"choices": [{"delta": "x"}]}]
 )
 def test_chunks_of_any_shape_are_let_through(chunk: Chunk) -> None:
-    assert mend(chunk) == chunk
+    assert normalize(chunk) == chunk
     assert not has_content(chunk)
     assert not is_end(chunk)
 
