@@ -7,8 +7,8 @@ from contract.errors import ModelInterrupted
 from orchestrator.dialects.model import Chunk
 
 MAX_CHUNKS = 64 * 1024
-"""Limit of the chunks read ahead of the loop. It exceeds the tokens of any reply, so only a broken server reaches it and
-waits until the loop continues.
+"""Limit of the chunks read ahead of the loop. It exceeds the tokens of any reply, so only a broken server reaches it
+and waits until the loop continues.
 """
 
 

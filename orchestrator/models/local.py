@@ -58,7 +58,8 @@ class LocalModelServer:
             await self._stop()
             if isinstance(error, TimeoutError):
                 raise ModelUnavailable(
-                    f"the local model did not load in {self._start_timeout_s:.0f} s. Check whether the machine is overloaded, and try again."
+                    f"the local model did not load in {self._start_timeout_s:.0f} s. Check whether the machine is "
+                    "overloaded, and try again."
                 ) from None
             raise
         return self

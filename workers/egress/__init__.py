@@ -1,3 +1,3 @@
-"""The egress proxy: the only way out of sandboxes whose class has one, by the rules of their tenant
+"""The egress proxy: the only way out for sandboxes whose tenant class has network. It applies the tenant's rules
 (docs/images.md).
 """

@@ -1,5 +1,7 @@
-"""What a session may reach and use: the line with which sandboxd opens a connection, and the rates, bytes and
-connections that it caps.
+"""What a session may reach and use: the line with which sandboxd opens a connection, and the session's quotas.
+
+A quota belongs to the session, not to a connection, so a client cannot get more by opening several connections. Only
+sandboxd says which session a connection belongs to; the client's bytes come after that line.
 """
 
 import asyncio
@@ -17,15 +19,15 @@ from workers.settings import EgressRules
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_REMEMBERED = 100_000
-"""Sessions whose bytes are remembered; of more, those that were used longest ago begin anew."""
+"""Maximum number of sessions whose byte counts are kept. Beyond it, the count of the least recently used session starts
+again.
+"""
 _BURST_S = 0.1
 _LEAST_BURST_BYTES = 1024
 
 
 class Opening(BaseModel):
-    """One line of JSON, the end of the line included. There are no default rules: a session without any reaches
-    nothing.
-    """
+    """One line of JSON, with its line end. There are no default rules: a session without rules reaches nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,7 +38,7 @@ class Opening(BaseModel):
 
 
 def parse_opening(line: bytes) -> Opening:
-    """Raises Refusal for anything else than an opening of this version."""
+    """Return the opening of a line. Raises Refusal for anything but an opening of this version."""
     try:
         return Opening.model_validate_json(line)
     except ValidationError as error:
@@ -44,7 +46,7 @@ def parse_opening(line: bytes) -> Opening:
         where = ".".join(str(part) for part in first["loc"]) or "the line"
         raise bad_gateway(
             EgressVerdict.BAD_OPENING,
-            f"sandboxd did not say what this session may reach ({where}: {first['msg']}), so nothing can be reached: "
+            f"sandboxd did not send what this session may reach ({where}: {first['msg']}), so nothing can be reached: "
             "tell the operator",
         ) from None
 
@@ -53,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 
 class Bucket:
-    """A rate over many users, first come, first served: `bytes_per_second`, with bursts of a tenth of a second."""
+    """Limits the rate of many connections in order of arrival, with bursts of a tenth of a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -68,7 +70,7 @@ class Bucket:
         self._rate = bytes_per_second
 
     async def take(self, at_most: int) -> int:
-        """Between 1 and `at_most` bytes, when it is their time."""
+        """Wait for the rate and return between 1 and `at_most` bytes."""
         if self._turn.locked() or self._fill() < min(at_most, self._least()):
             async with self._turn:
                 while (missing := min(at_most, self._least()) - self._fill()) > 0:  # noqa: ASYNC110
@@ -79,7 +81,7 @@ class Bucket:
         return taken
 
     def give_back(self, count: int) -> None:
-        """What was taken and not used."""
+        """Return bytes that were taken and not used."""
         self._tokens += count
 
     def _fill(self) -> float:
@@ -89,7 +91,7 @@ class Bucket:
         return self._tokens
 
     def _least(self) -> int:
-        # Not byte by byte: a piece costs the same work whatever its size.
+        # Not byte by byte: a chunk costs the same work whatever its size.
         return self._burst(self._rate) // 4
 
     @staticmethod
@@ -98,7 +100,7 @@ class Bucket:
 
 
 class Allowance:
-    """One session's, shared by all of its connections. Bytes of both directions count."""
+    """The quota of one session, shared by all of its connections. Bytes of both directions count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.connections = 0
@@ -107,12 +109,12 @@ class Allowance:
         self._bucket = Bucket(clock)
 
     def set_rules(self, opening: Opening) -> None:
-        """The newest opening's rules are the session's."""
+        """Apply the rules of the newest opening to the session."""
         self._max_bytes = opening.rules.max_bytes
         self._bucket.set_rate(opening.rules.bytes_per_second)
 
     async def take(self, at_most: int) -> int:
-        """How many bytes, up to `at_most`, may be read now; 0 when the session has used all it has."""
+        """Return how many bytes, up to `at_most`, may be read now. Returns 0 when the session has used its quota."""
         taken = await self._bucket.take(at_most)
         granted = max(0, min(taken, self._max_bytes - self._used))
         self._bucket.give_back(taken - granted)
@@ -120,7 +122,7 @@ class Allowance:
         return granted
 
     def give_back(self, count: int) -> None:
-        """What was taken and not read."""
+        """Return bytes that were taken and not read."""
         self._used -= count
         self._bucket.give_back(count)
 
@@ -137,7 +139,9 @@ class Allowance:
 
 
 class Allowances:
-    """Every session's. `max_tenant_connections`: of one tenant at a time, over all of its sessions."""
+    """The quotas of all sessions. `max_tenant_connections`: open connections of one tenant, over all of its
+    sessions.
+    """
 
     def __init__(
         self,
@@ -153,7 +157,7 @@ class Allowances:
 
     @contextlib.contextmanager
     def enter(self, opening: Opening) -> Iterator[Allowance]:
-        """The session's, for one connection more. Raises Refusal when there may be none."""
+        """Yield the session's quota for one more connection. Raises Refusal when no more connection is allowed."""
         allowance = self._find(opening)
         self._check(opening, allowance)
         allowance.connections += 1
@@ -195,6 +199,6 @@ class Allowances:
         while len(self._sessions) > self._max_remembered:
             key, oldest = next(iter(self._sessions.items()))
             if oldest.connections:
-                return  # in use: it is as recent as any
+                return  # the oldest entry is in use, so all others are more recent
             del self._sessions[key]
             log.warning("egress_session_forgotten", tenant=key[0], session=key[1], remembered=self._max_remembered)

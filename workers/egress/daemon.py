@@ -1,4 +1,4 @@
-"""The egress proxy as a whole: listen, serve whom the kernel says may connect, and end what is open at the end."""
+"""The egress proxy as a process: listens, serves peers with an allowed uid, and ends open connections at shutdown."""
 
 import asyncio
 import contextlib
@@ -22,16 +22,16 @@ from workers.web.resolver import SystemResolver
 log = structlog.get_logger(__name__)
 
 ORPHAN_GRACE_S = 5.0
-"""How long the proxy outlives the keeper of an embedded stack; it has nothing to save."""
+"""How long the proxy outlives the process that keeps an embedded stack. It has nothing to save."""
 MAX_CONNECTIONS = 2048
-"""Connections of all sessions at a time. One tenant may have half of them."""
+"""Maximum number of connections of all sessions. One tenant may have half of them."""
 _SPARE_FILES = 256
 _ACCEPT_PAUSE_S = 0.1
 
 
 async def run(settings: EgressSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises OSError when the socket cannot be had, ConfigError when the process may
-    open too few files.
+    """Serve until SIGTERM or SIGINT. Raises OSError when the socket cannot be opened, and ConfigError when the process
+    may open too few files.
     """
     hold_lifeline(ORPHAN_GRACE_S)
     _allow_files(MAX_CONNECTIONS)
@@ -41,7 +41,7 @@ async def run(settings: EgressSettings) -> None:
     names = Names(lambda: SystemResolver(LOOKUPS_A_TENANT))
     addresses = AddressRules(settings.refuse_ranges, settings.nat64_prefix)
     limits = ProxyLimits()
-    # One tenant alone cannot keep the others out.
+    # One tenant alone cannot use up all connections.
     allowances = Allowances(max_tenant_connections=MAX_CONNECTIONS // 2)
     proxy = Proxy(Destinations(names, addresses, limits), allowances, limits)
     try:
@@ -54,7 +54,7 @@ async def run(settings: EgressSettings) -> None:
 async def serve(
     settings: EgressSettings, proxy: Proxy, stop: asyncio.Event, max_connections: int = MAX_CONNECTIONS
 ) -> None:
-    """Listen until `stop`; then end every connection. Raises OSError when the socket cannot be had."""
+    """Listen until `stop`, then end every connection. Raises OSError when the socket cannot be opened."""
     path = settings.egress_socket
     uids = settings.allowed_uids()
     listener = open_listener(path, socket_mode(uids), owner="egress proxy", variable="TOOLCREW_EGRESS_SOCKET")
@@ -77,7 +77,7 @@ async def serve(
 
 
 class _Listener:
-    """The connections there are."""
+    """Accepts connections and holds their tasks."""
 
     def __init__(self, proxy: Proxy, uids: frozenset[int], max_connections: int) -> None:
         self._proxy = proxy
@@ -86,13 +86,14 @@ class _Listener:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def accept(self, listener: socket.socket) -> None:
-        """Never ends by itself."""
+        """Accept connections until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # Out of files, or a client that left at once: neither may end the proxy for the others.
+                # The process has no free descriptor, or the client left at once. Neither may end the proxy for other
+                # clients.
                 log.warning("egress_accept_failed", error=str(error))
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
@@ -120,19 +121,21 @@ class _Listener:
 async def _serve(proxy: Proxy, sock: socket.socket) -> None:
     try:
         await proxy.serve(sock)
-    except Exception:  # the edge: a bug costs this connection only, and is loud
+    except Exception:  # the edge: a bug must cost this connection only
         log.exception("egress_bug")
 
 
 def _allow_files(max_connections: int) -> None:
-    """Two sockets a connection. Raises ConfigError when the host does not let the process open so many."""
-    wanted = 2 * max_connections + _SPARE_FILES
+    """Raise the limit of open files: each connection has two sockets. Raises ConfigError when the host does not allow
+    it.
+    """
+    needed_files = 2 * max_connections + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # said below, in words of ours
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < wanted:
+    if soft != resource.RLIM_INFINITY and soft < needed_files:
+        with contextlib.suppress(ValueError, OSError):  # the check below reports it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < needed_files:
             raise ConfigError(
-                f"{max_connections} connections need {wanted} open files, and this process may have {hard}: "
+                f"{max_connections} connections need {needed_files} open files, and this process may have {hard}: "
                 "raise the limit (ulimit -n)"
             )

@@ -1,5 +1,8 @@
-"""From what a client asks for to a connected socket: the tenant's list, one lookup, every address judged, no other one
-connected to.
+"""Connects to the destination of a request: check the tenant's list, resolve once, judge every address, connect to a
+judged address.
+
+The name is resolved once and the socket connects to exactly the judged addresses. A second lookup could return another
+address (DNS rebinding). The peer of the connected socket is checked again.
 """
 
 import asyncio
@@ -25,7 +28,7 @@ MAX_SHOWN = 20
 LOOKUPS_A_TENANT = 4
 MAX_LOOKUP_THREADS = 64
 MAX_TENANTS = 1000
-"""Whose resolvers are kept."""
+"""Maximum number of tenants whose resolvers are kept."""
 _PRIVATE = tuple(
     ipaddress.ip_network(text)
     for text in ("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7", "::1/128")
@@ -34,10 +37,10 @@ _METADATA = frozenset(ipaddress.ip_address(text) for text in ("100.100.100.200",
 
 
 class Names:
-    """Lookups in threads, some a tenant: one whose name servers are slow makes nobody else wait.
+    """Lookups in threads, a few at once per tenant. Slow name servers of one tenant delay no other tenant.
 
-    `open_resolver` gives a tenant's resolver, which may block. It is kept for the next lookup: it may count those that
-    still hang.
+    `open_resolver` returns a tenant's resolver, which may block. The resolver is kept for the next lookup, because it
+    may count lookups that still hang.
     """
 
     def __init__(self, open_resolver: Callable[[], Resolver]) -> None:
@@ -46,7 +49,7 @@ class Names:
         self._tenants: OrderedDict[str, tuple[Resolver, asyncio.Semaphore]] = OrderedDict()
 
     async def resolve(self, tenant: str, host: str, limit_s: float) -> tuple[Address, ...]:
-        """Raises Refusal when the name has no address, or none in time."""
+        """Return the addresses of the name. Raises Refusal when it has none, or none in time."""
         resolver, turns = self._find(tenant)
         async with turns:
             looking = asyncio.get_running_loop().run_in_executor(
@@ -70,7 +73,7 @@ class Names:
 
 
 class Destinations:
-    """Where connections may go."""
+    """Opens connections to allowed destinations."""
 
     def __init__(self, names: Names, addresses: AddressRules, limits: ProxyLimits) -> None:
         self._names = names
@@ -78,17 +81,17 @@ class Destinations:
         self._limits = limits
 
     async def connect(self, tenant: str, target: Target, rules: EgressRules) -> socket.socket:
-        """A connected, non-blocking socket. Raises Refusal; it tells no address."""
+        """Return a connected, non-blocking socket. Raises Refusal, whose text contains no address."""
         check_listed(target, rules)
         if target.literal is None:
             addresses = await self._names.resolve(tenant, target.host, self._limits.resolve_s)
         else:
             addresses = (target.literal,)
         self._judge(target, addresses, rules)
-        return await self._connect_to_one(target, one_of_each_first(addresses)[:MAX_TRIED])
+        return await self._connect_to_first(target, one_of_each_first(addresses)[:MAX_TRIED])
 
     def _judge(self, target: Target, addresses: Sequence[Address], rules: EgressRules) -> None:
-        """One bad address refuses the host: which one is connected to must not decide."""
+        """Refuse the host if one address is bad. Which address gets the connection must not decide."""
         may_be_private = _is_listed(target, rules.private_hosts)
         for address in addresses:
             is_excepted = may_be_private and _is_private(address) and not self._addresses.is_closed_by_operator(address)
@@ -99,7 +102,7 @@ class Destinations:
                     "use another host, or ask the operator to list it under private_hosts",
                 )
 
-    async def _connect_to_one(self, target: Target, addresses: Sequence[Address]) -> socket.socket:
+    async def _connect_to_first(self, target: Target, addresses: Sequence[Address]) -> socket.socket:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._limits.connect_s
         failure: Refusal | None = None
@@ -111,7 +114,7 @@ class Destinations:
             except TimeoutError:
                 failure = _unreachable(target, f"takes no connection within {self._limits.connect_s:g} s")
             except OSError as error:
-                # The number's words: the error's own tell the address.
+                # Use the text of the error number: the error's own text contains the address.
                 failure = _unreachable(
                     target, f"refused the connection ({os.strerror(error.errno or errno.ECONNREFUSED)})"
                 )
@@ -121,7 +124,7 @@ class Destinations:
 
 
 def check_listed(target: Target, rules: EgressRules) -> None:
-    """Judge all that is known before a lookup: a name that is not on the list is not even asked for. Raises Refusal."""
+    """Check the host and the port before a lookup: a name that is not listed is not resolved. Raises Refusal."""
     if not _is_listed(target, rules.hosts):
         raise refuse(
             EgressVerdict.HOST_REFUSED, f"{target.host} is not on this tenant's list; allowed: {_show(rules.hosts)}"
@@ -140,14 +143,18 @@ def check_listed(target: Target, rules: EgressRules) -> None:
 
 
 def _is_listed(target: Target, patterns: Sequence[str]) -> bool:
-    """An address only as itself: `*.0.0.1` is about names."""
+    """Return True when the list has the target. An IP address matches only itself, because `*.0.0.1` is a pattern for
+    names.
+    """
     if target.literal is not None:
         return target.host in patterns
     return any(matches(pattern, target.host) for pattern in patterns)
 
 
 def _is_private(address: Address) -> bool:
-    """What a host of one's own may have; never link-local, metadata, multicast and the like."""
+    """Return True for an address that a private host may have. Link-local, metadata and multicast addresses are never
+    allowed.
+    """
     return address not in _METADATA and any(address in network for network in _PRIVATE)
 
 

@@ -1,5 +1,5 @@
-"""One plain HTTP request and its answer, each taken apart and framed anew: what one side sends is never a second
-request to the other.
+"""One plain HTTP request and its answer. Both are parsed and framed again, so that bytes of one side can never pass as
+a second request at the other side (request smuggling).
 """
 
 from workers.egress.allowances import Allowance
@@ -24,8 +24,8 @@ _HEAD_END = b"\r\n\r\n"
 async def read_head(
     stream: Stream, allowance: Allowance, limits: ProxyLimits, head: bytes = b""
 ) -> tuple[bytes, bytes]:
-    """A head with its empty line, which begins with `head`, and what came behind it. Raises HeadError; the head is
-    empty at a clean end.
+    """Return a head, with its empty line, and the bytes after it. `head`: bytes that were already read. The head is
+    empty when the stream ends before it. Raises HeadError.
     """
     while (end := head.find(_HEAD_END)) < 0:
         if len(head) >= limits.header_bytes:
@@ -39,13 +39,13 @@ async def read_head(
     return head[: end + 4], head[end + 4 :]
 
 
-class _NotTaken(Exception):
-    """The host reads no more of the request."""
+class _HostStoppedReading(Exception):
+    """The host does not read the rest of the request."""
 
 
 class Exchange:
-    """`rest`: what the client sent behind the request's head. `has_answered`: whether the client was sent any of the
-    host's answer.
+    """Forwards one request and one answer. `rest`: what the client sent after the head. `has_answered`: the client was
+    sent a part of the host's answer.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class Exchange:
         self.has_answered = False
 
     async def run(self, watching: Work) -> None:
-        """Until the answer is complete. Raises Refusal, OSError."""
-        await run_all(self._bring_answer(), beside=(self._send_request(), watching))
+        """Forward until the answer is complete. Raises Refusal and OSError."""
+        await run_all(self._forward_answer(), background=(self._send_request(), watching))
 
     async def _send_request(self) -> None:
         try:
             await self._send(self._request.head)
             await self._send_body(build_body(self._request.framing, is_open=False))
-        except _NotTaken:
-            pass  # a host that answers before it has read all: its answer counts
+        except _HostStoppedReading:
+            pass  # the host may answer before it has read the whole request
         except HeadError as error:
             raise bad_request(str(error)) from None
-        # What follows is no second request: it is read only to see the client leave.
+        # Bytes after the request are not a second request. They are read only to notice that the client leaves.
         while await self._client.receive(self._allowance):
             pass
 
@@ -102,44 +102,46 @@ class Exchange:
         try:
             await self._host.send(data)
         except OSError:
-            raise _NotTaken from None
+            raise _HostStoppedReading from None
         self._pulse.beat()
 
-    async def _bring_answer(self) -> None:
+    async def _forward_answer(self) -> None:
         try:
             head, rest = await self._read_answer()
-            await self._bring_body(head, rest)
+            await self._forward_body(head, rest)
         except HeadError as error:
             raise self._bad_answer(f"does not answer in HTTP/1.1 ({error})") from None
 
     async def _read_answer(self) -> tuple[AnswerHead, bytes]:
-        """The first head that is not interim; those before it are handed on. `head.body` is there."""
+        """Return the final head and the bytes after it. Interim heads (1xx) before it are forwarded. `head.body` is
+        set.
+        """
         rest = b""
         for _ in range(MAX_INTERIM):
             data, rest = await read_head(self._host, self._allowance, self._limits, rest)
             if not data:
                 raise self._bad_answer("closed the connection without an answer")
             head = parse_answer(data, self._request, self._limits.header_lines)
-            await self._give(head.head, is_interim=head.body is None)
+            await self._send_to_client(head.head, is_interim=head.body is None)
             if head.body is not None:
                 return head, rest
         raise self._bad_answer("sends interim answers without an end")
 
-    async def _bring_body(self, head: AnswerHead, data: bytes) -> None:
+    async def _forward_body(self, head: AnswerHead, data: bytes) -> None:
         body = head.body
         assert body is not None
         while True:
             content = body.take(data) if not body.is_done else b""
-            await self._give(encode_chunk(content) if head.is_chunked else content)
+            await self._send_to_client(encode_chunk(content) if head.is_chunked else content)
             if not body.is_done:
                 data = await self._host.receive(self._allowance)
                 if not data:
                     body.finish()
             if body.is_done:
-                await self._give(LAST_CHUNK if head.is_chunked else b"")
+                await self._send_to_client(LAST_CHUNK if head.is_chunked else b"")
                 return
 
-    async def _give(self, data: bytes, *, is_interim: bool = False) -> None:
+    async def _send_to_client(self, data: bytes, *, is_interim: bool = False) -> None:
         self._pulse.beat()
         self.has_answered |= not is_interim
         await self._client.send(data)

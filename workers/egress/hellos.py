@@ -1,4 +1,8 @@
-"""Whom a TLS client greets: the name in its ClientHello, read without taking part in the greeting."""
+"""Reads the server name in a TLS ClientHello without taking part in the handshake.
+
+A client may open a tunnel to an allowed host and then talk TLS to another name behind the same address. So the gate
+forwards nothing before the ClientHello is complete and names the host of the tunnel.
+"""
 
 from dataclasses import dataclass
 
@@ -8,21 +12,19 @@ from workers.web.urls import Target
 UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
 """A TLS alert: fatal, unrecognized_name."""
 TLS_ONLY_PORTS = frozenset({80, 443})
-"""Ports at which a tunnel carries TLS and nothing else: plain HTTP is asked for by its URL, where its Host header is
-judged.
+"""Ports where a tunnel carries only TLS. Plain HTTP must be sent to the proxy by its URL, where the Host header is
+checked.
 """
 _CLIENT_HELLO = 1
 _EXTENSION_NAME = 0
 _MAX_RECORD_BYTES = 16_384
 _MAX_HELLO_BYTES = 64 * 1024
 _MAX_RECORDS = 8
-"""A greeting is one record or a few; in thousands of small ones it would be dear to read again and again as it
-comes.
-"""
+"""Maximum TLS records of one ClientHello. Thousands of small records would be expensive to parse repeatedly."""
 
 
 class HelloError(ValueError):
-    """Bytes that are no ClientHello."""
+    """The bytes are not a ClientHello."""
 
 
 @dataclass
@@ -44,21 +46,22 @@ class _Cursor:
         return int.from_bytes(self.take(size), "big")
 
     def vector(self, size: int) -> "_Cursor":
-        """What follows a length of `size` bytes."""
+        """Read a length of `size` bytes, and return the bytes of that length."""
         return _Cursor(self.take(self.number(size)))
 
 
 def parse_hello(data: bytes) -> str | None:
-    """The server name of the ClientHello that `data` begins with; empty when it names none; None when more has to come.
+    """Return the server name of the ClientHello at the start of `data`: empty when it has none, None when more bytes
+    are needed.
 
-    Raises HelloError when this is no ClientHello.
+    Raises HelloError when the bytes are not a ClientHello.
     """
     message = _join_records(data)
     return None if message is None else _find_name(_Cursor(message))
 
 
 def _join_records(data: bytes) -> bytes | None:
-    """The first handshake message, without its type and length; None when it is not complete."""
+    """Return the first handshake message without its type and length, or None when it is incomplete."""
     records, message = _Cursor(data), b""
     for _ in range(_MAX_RECORDS):
         if records.left < 5:
@@ -117,20 +120,20 @@ def _read_name(entries: _Cursor) -> str:
 
 
 class HelloGate:
-    """Holds back what a client sends into a tunnel until it is seen to greet the host that it asked for."""
+    """Holds back the bytes of a client until its ClientHello names the host of the tunnel."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._held = b""
+        self._buffered = b""
         self._is_open = False
 
     def pass_on(self, data: bytes) -> bytes:
-        """What may be sent on now. Raises Refusal."""
+        """Return the bytes that may be forwarded now. Raises Refusal."""
         if self._is_open:
             return data
-        self._held += data
+        self._buffered += data
         try:
-            name = parse_hello(self._held)
+            name = parse_hello(self._buffered)
         except HelloError:
             return self._pass_other()
         if name is None:
@@ -139,8 +142,8 @@ class HelloGate:
         return self._release()
 
     def finish(self) -> None:
-        """The client sends no more. Raises Refusal when that was in the middle of its greeting."""
-        if self._held:
+        """Note that the client sends no more. Raises Refusal when that is in the middle of the ClientHello."""
+        if self._buffered:
             raise self._refusal("ended in the middle of its TLS greeting")
 
     def _check_name(self, name: str) -> None:
@@ -152,7 +155,7 @@ class HelloGate:
         raise self._refusal(f"greets another server in TLS (SNI) than {host}: ask for a tunnel to that one")
 
     def _pass_other(self) -> bytes:
-        if self._held[:1] == b"\x16" or self._target.port in TLS_ONLY_PORTS:
+        if self._buffered[:1] == b"\x16" or self._target.port in TLS_ONLY_PORTS:
             raise self._refusal(
                 f"does not speak TLS, and a tunnel to port {self._target.port} carries nothing else: "
                 "for http send the proxy the whole http:// URL instead of CONNECT"
@@ -160,13 +163,13 @@ class HelloGate:
         return self._release()
 
     def _release(self) -> bytes:
-        self._is_open, held, self._held = True, self._held, b""
-        return held
+        self._is_open, buffered, self._buffered = True, self._buffered, b""
+        return buffered
 
     def _refusal(self, what: str) -> Refusal:
         return refuse(EgressVerdict.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {what}")
 
     @property
     def answers_in_tls(self) -> bool:
-        """Whether what came so far looks like TLS, so that a refusal has to be an alert."""
-        return self._held[:1] == b"\x16"
+        """True when the bytes look like TLS, so that a refusal must be a TLS alert."""
+        return self._buffered[:1] == b"\x16"

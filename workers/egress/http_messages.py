@@ -1,5 +1,7 @@
-"""HTTP/1.1 requests and answers on their way through the proxy: heads checked and rewritten, bodies followed to their
-end.
+"""HTTP/1.1 requests and answers in the proxy: heads are checked and rewritten, bodies are parsed to their end.
+
+A message that two parsers could read differently is refused. The proxy writes its own head from parsed parts and never
+forwards a head as it came.
 """
 
 import re
@@ -12,8 +14,7 @@ from workers.egress.verdicts import bad_request
 from workers.web.urls import Target, parse_url
 
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}")
-# Visible characters, spaces and tabs, and what is above ASCII: no other control character, hence no line end of any
-# kind.
+# Visible characters, spaces, tabs and bytes above ASCII. No control characters, so no line end of any kind.
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _HOP_BY_HOP = frozenset(
@@ -30,7 +31,7 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# What a message is framed and routed by cannot be declared a matter of one hop.
+# Headers that frame or route a message must not be declared hop-by-hop.
 _END_TO_END = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _REQUEST_LINE = re.compile(rb"([A-Z][A-Z-]{0,19}) ([\x21-\x7e]+) HTTP/1\.([01])")
 _ABSOLUTE = re.compile(r"http://([^/?#]*)([^#]*)", re.IGNORECASE)
@@ -46,12 +47,12 @@ _SWITCHING = 101
 
 
 class HeadError(ValueError):
-    """Bytes that are not the head of a message; the text says why, in the middle of a sentence."""
+    """The bytes are not the head of a message. The text gives the reason as a part of a sentence."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """One line: its name in lower case, and the line as it came but for spaces around the value."""
+    """One header line: its name in lower case, and its bytes without spaces around the value."""
 
     key: bytes
     name: bytes
@@ -64,14 +65,14 @@ class Header:
 
 @dataclass(frozen=True)
 class Framing:
-    """How long a body is: `length` bytes, or in chunks, or (neither) what the kind of message says."""
+    """The length of a body: `length` bytes, or chunked, or (neither) defined by the kind of message."""
 
     length: int | None = None
     is_chunked: bool = False
 
 
 def split_head(head: bytes, max_lines: int) -> tuple[bytes, tuple[Header, ...]]:
-    """The first line and the headers of a head that ends with its empty line. Raises HeadError."""
+    """Return the first line and the headers of a head that ends with its empty line. Raises HeadError."""
     if not head.endswith(b"\r\n\r\n"):
         raise HeadError("its head has no end")
     first, *lines = head[:-4].split(b"\r\n")
@@ -98,7 +99,7 @@ def find_values(headers: Iterable[Header], key: bytes) -> list[bytes]:
 
 
 def parse_framing(headers: Sequence[Header]) -> Framing:
-    """Raises HeadError where two readers might not agree on where the body ends."""
+    """Return the framing of the body. Raises HeadError where two parsers might disagree on its end."""
     lengths, encodings = find_values(headers, b"content-length"), find_values(headers, b"transfer-encoding")
     if encodings:
         if lengths:
@@ -114,8 +115,8 @@ def parse_framing(headers: Sequence[Header]) -> Framing:
 
 
 def drop_hop_by_hop(headers: Sequence[Header]) -> list[Header]:
-    """What is for the next hop's reader. Raises HeadError when Connection lists what a message is framed or routed
-    by.
+    """Return the headers without those of this hop. Raises HeadError when Connection lists a header that frames or
+    routes the message.
     """
     listed = {word.strip(b" \t").lower() for value in find_values(headers, b"connection") for word in value.split(b",")}
     if listed & _END_TO_END:
@@ -125,19 +126,19 @@ def drop_hop_by_hop(headers: Sequence[Header]) -> list[Header]:
 
 @dataclass(frozen=True)
 class ProxyRequest:
-    """`head`: what the host is sent, up to the empty line; empty for a tunnel. `target.path` means nothing here."""
+    """`head`: the bytes for the host, up to the empty line; empty for a tunnel. `target.path` is not used here."""
 
     method: str
     target: Target
     is_tunnel: bool
     is_old: bool
-    """HTTP/1.0: it cannot be answered in chunks."""
+    """HTTP/1.0, which has no chunked answers."""
     framing: Framing
     head: bytes
 
 
 def parse_request(head: bytes, max_lines: int) -> ProxyRequest:
-    """The request whose head this is. Raises Refusal (400) for whatever could be read in two ways."""
+    """Return the request of a head. Raises Refusal (400) for anything that could be read in two ways."""
     try:
         return _parse(head, max_lines)
     except HeadError as error:
@@ -190,16 +191,16 @@ def _parse_authority(scheme: str, authority: str) -> Target:
 
 
 def _check_host(headers: tuple[Header, ...], target: Target, *, is_needed: bool) -> None:
-    """A Host header has to say what the URL says: whoever reads the other one would be asked for another host."""
+    """Check that the Host header and the URL name the same host: a server may use either."""
     values = find_values(headers, b"host")
     if len(values) > 1 or (is_needed and not values):
         raise HeadError("it needs one Host header")
     if not values:
         return
-    said = _parse_authority(target.scheme, values[0].decode("latin-1"))
-    # Clients that ask for a tunnel may leave the port out.
-    is_bare = target.scheme == "https" and said.authority == said.host
-    if said.host != target.host or (said.port != target.port and not is_bare):
+    host_header = _parse_authority(target.scheme, values[0].decode("latin-1"))
+    # Clients may leave out the port when they ask for a tunnel.
+    is_bare = target.scheme == "https" and host_header.authority == host_header.host
+    if host_header.host != target.host or (host_header.port != target.port and not is_bare):
         raise HeadError("its Host header names another host than its URL")
 
 
@@ -222,39 +223,39 @@ def _build_head(
 
 
 class Body(Protocol):
-    """A body as it comes. `is_done`: its end was seen; what came behind it is dropped."""
+    """A body that arrives in parts. `is_done`: its end was read; bytes after it are dropped."""
 
     is_done: bool
 
     def take(self, data: bytes) -> bytes:
-        """The content in `data`. Raises HeadError when it is not framed as it must be."""
+        """Return the content in `data`. Raises HeadError when the framing is invalid."""
         ...
 
     def finish(self) -> None:
-        """The connection ended. Raises HeadError when that is in the middle."""
+        """Note the end of the connection. Raises HeadError when the body is incomplete."""
         ...
 
 
 class ExactBody:
-    """`length` bytes."""
+    """A body of `length` bytes."""
 
     def __init__(self, length: int) -> None:
-        self._left = length
+        self._remaining = length
         self.is_done = length == 0
 
     def take(self, data: bytes) -> bytes:
-        content = data[: self._left]
-        self._left -= len(content)
-        self.is_done = self._left == 0
+        content = data[: self._remaining]
+        self._remaining -= len(content)
+        self.is_done = self._remaining == 0
         return content
 
     def finish(self) -> None:
         if not self.is_done:
-            raise HeadError(f"its body ended {self._left} bytes before its end")
+            raise HeadError(f"its body ended {self._remaining} bytes before its end")
 
 
 class OpenBody:
-    """Everything until the connection ends."""
+    """A body that ends with the connection."""
 
     is_done = False
 
@@ -266,19 +267,19 @@ class OpenBody:
 
 
 class ChunkedBody:
-    """In chunks. Extensions and trailers are checked and dropped."""
+    """A chunked body. Extensions and trailers are checked and dropped."""
 
     def __init__(self) -> None:
-        self._held = b""
+        self._buffer = b""
         self._at = 0
-        self._left = 0
+        self._remaining = 0
         self._step = self._read_size
         self._trailer_bytes = 0
         self.is_done = False
 
     def take(self, data: bytes) -> bytes:
-        # One copy of what is left over, however small the chunks: a step that copied would make small ones dear.
-        self._held, self._at = self._held[self._at :] + data, 0
+        # Copy the rest once per call, however small the chunks: a copy per chunk would make small chunks expensive.
+        self._buffer, self._at = self._buffer[self._at :] + data, 0
         pieces: list[bytes] = []
         while not self.is_done and (piece := self._step()) is not None:
             pieces.append(piece)
@@ -295,20 +296,20 @@ class ChunkedBody:
         match = _SIZE_LINE.fullmatch(line)
         if match is None:
             raise HeadError("the size of a chunk is not a number")
-        self._left = int(match[1], 16)
-        self._step = self._read_content if self._left else self._read_trailer
+        self._remaining = int(match[1], 16)
+        self._step = self._read_content if self._remaining else self._read_trailer
         return b""
 
     def _read_content(self) -> bytes | None:
-        content = self._held[self._at : self._at + self._left]
+        content = self._buffer[self._at : self._at + self._remaining]
         self._at += len(content)
-        self._left -= len(content)
-        if not self._left:
+        self._remaining -= len(content)
+        if not self._remaining:
             self._step = self._read_end
         return content or None
 
     def _read_end(self) -> bytes | None:
-        end = self._held[self._at : self._at + 2]
+        end = self._buffer[self._at : self._at + 2]
         if end != b"\r\n"[: len(end)]:
             raise HeadError("a chunk is not as long as it says")
         if len(end) < 2:
@@ -328,18 +329,18 @@ class ChunkedBody:
         return b""
 
     def _take_line(self) -> bytes | None:
-        end = self._held.find(b"\r\n", self._at, self._at + _MAX_LINE_BYTES + 2)
+        end = self._buffer.find(b"\r\n", self._at, self._at + _MAX_LINE_BYTES + 2)
         if end < 0:
-            if len(self._held) - self._at > _MAX_LINE_BYTES:
+            if len(self._buffer) - self._at > _MAX_LINE_BYTES:
                 raise HeadError("a line between its chunks is too long")
             return None
-        line = self._held[self._at : end]
+        line = self._buffer[self._at : end]
         self._at = end + 2
         return line
 
 
 def build_body(framing: Framing, *, is_open: bool) -> Body:
-    """The reader of a body; without a length it has none, or, when `is_open`, ends with the connection."""
+    """Return the parser of a body. Without a length the body is empty or, with `is_open`, ends with the connection."""
     if framing.is_chunked:
         return ChunkedBody()
     if framing.length is None and is_open:
@@ -348,16 +349,14 @@ def build_body(framing: Framing, *, is_open: bool) -> Body:
 
 
 def encode_chunk(content: bytes) -> bytes:
-    """One chunk; nothing for no content, which would be the last one."""
+    """Return one chunk, or nothing for empty content: an empty chunk would end the body."""
     return b"%x\r\n%b\r\n" % (len(content), content) if content else b""
 
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """`head`: what the client is sent. `body`: how to read what follows; None after an interim answer (1xx): another
-    head follows.
-
-    `is_chunked`: whether the client is sent the body in chunks.
+    """`head`: the bytes for the client. `body`: the parser of the body; None for an interim answer (1xx), after which
+    another head follows. `is_chunked`: the client gets the body in chunks.
     """
 
     status: int
@@ -367,7 +366,7 @@ class AnswerHead:
 
 
 def parse_answer(head: bytes, request: ProxyRequest, max_lines: int) -> AnswerHead:
-    """The head of the answer to `request`. Raises HeadError for what is none of HTTP/1.1."""
+    """Return the head of the answer to `request`. Raises HeadError when it is not HTTP/1.1."""
     first, headers = split_head(head, max_lines)
     match = _STATUS_LINE.fullmatch(first)
     if match is None:
@@ -381,7 +380,7 @@ def parse_answer(head: bytes, request: ProxyRequest, max_lines: int) -> AnswerHe
         return AnswerHead(status, b"".join([*lines, b"\r\n"]), None, False)
     has_body = request.method != "HEAD" and status not in (204, 304)
     body = build_body(framing if has_body else Framing(length=0), is_open=has_body)
-    # An end that is only the connection's could not be told from a cut: the client is sent chunks instead.
+    # An end by closing looks the same as a cut connection. Therefore the client gets chunks instead.
     is_chunked = has_body and framing.length is None and not request.is_old
     if is_chunked:
         lines.append(b"Transfer-Encoding: chunked\r\n")

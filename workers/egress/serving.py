@@ -1,4 +1,7 @@
-"""One connection of a sandbox, from sandboxd's opening to its line in the log."""
+"""Serves one connection of a sandbox, from sandboxd's opening to its line in the log.
+
+The proxy refuses by default: every step must allow the connection explicitly, and an error at any step ends it.
+"""
 
 import asyncio
 import contextlib
@@ -25,7 +28,7 @@ _ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 @dataclass
 class _Record:
-    """What the log will say. Never a path, a query or a header."""
+    """The facts of a log line. It never contains a path, a query or a header."""
 
     opening: Opening | None = None
     request: ProxyRequest | None = None
@@ -49,7 +52,7 @@ class _Record:
 
 
 class Proxy:
-    """Serves connections, each once. What is not said to be allowed is refused."""
+    """Serves connections. Anything that no rule allows is refused."""
 
     def __init__(self, destinations: Destinations, allowances: Allowances, limits: ProxyLimits) -> None:
         self._destinations = destinations
@@ -57,16 +60,16 @@ class Proxy:
         self._limits = limits
 
     async def serve(self, sock: socket.socket) -> None:
-        """Until the connection has ended, whatever ends it; the socket is closed then."""
+        """Serve a connection to its end, and close the socket whatever happens."""
         await _Connection(Stream(sock), self._destinations, self._allowances, self._limits).serve()
 
     async def turn_away(self, sock: socket.socket) -> None:
-        """For one more than the proxy can hold."""
+        """Refuse a connection because the proxy is full."""
         client = Stream(sock)
         sentence = "the egress proxy of this host has as many connections as it can hold: try again later"
         log.warning("egress_full")
         try:
-            await _tell(
+            await _send_last(
                 client,
                 build_answer(Refusal(EgressVerdict.TOO_MANY_CONNECTIONS, HTTPStatus.SERVICE_UNAVAILABLE, sentence)),
                 self._limits,
@@ -75,9 +78,9 @@ class Proxy:
             client.close()
 
 
-async def _tell(client: Stream, data: bytes, limits: ProxyLimits) -> None:
-    """Send the last words, and leave the client time to read them."""
-    with contextlib.suppress(OSError, TimeoutError):  # it is gone, or does not read: it has had its chance
+async def _send_last(client: Stream, data: bytes, limits: ProxyLimits) -> None:
+    """Send the last bytes and give the client time to read them."""
+    with contextlib.suppress(OSError, TimeoutError):  # the client has left or does not read
         async with asyncio.timeout(limits.linger_s):
             await client.send(data)
             client.end_sending()
@@ -93,7 +96,7 @@ class _Connection:
         self._limits = limits
         self._record = _Record()
         self._is_http = True
-        self._last_words = b""
+        self._last_bytes = b""
 
     async def serve(self) -> None:
         try:
@@ -101,8 +104,8 @@ class _Connection:
         except Refusal as refusal:
             self._record.verdict = refusal.verdict
             self._close_host()
-            await _tell(
-                self._client, self._last_words or (build_answer(refusal) if self._is_http else b""), self._limits
+            await _send_last(
+                self._client, self._last_bytes or (build_answer(refusal) if self._is_http else b""), self._limits
             )
         except OSError:
             self._record.verdict = EgressVerdict.BROKEN_OFF
@@ -137,18 +140,19 @@ class _Connection:
                 await self._exchange(self._host, request, rest, allowance)
 
     async def _read_opening(self) -> Opening | None:
-        """None when nothing at all came: somebody looked whether the proxy is there."""
+        """Return sandboxd's opening, or None when the peer sent nothing, as a check that the proxy is running does."""
         try:
             async with asyncio.timeout(self._limits.opening_s):
                 line = await self._client.receive_line(self._limits.opening_bytes)
         except TimeoutError:
             raise bad_gateway(
-                EgressVerdict.BAD_OPENING, "sandboxd did not say in time what this session may reach: tell the operator"
+                EgressVerdict.BAD_OPENING,
+                "sandboxd did not send in time what this session may reach: tell the operator",
             ) from None
         return parse_opening(line) if line else None
 
     async def _read_request(self, allowance: Allowance) -> tuple[ProxyRequest, bytes] | None:
-        """The request and what came behind its head; None when the client left without one."""
+        """Return the request and the bytes after its head, or None when the client left without a request."""
         try:
             async with asyncio.timeout(self._limits.request_s):
                 first = await self._client.receive(allowance)
@@ -167,10 +171,10 @@ class _Connection:
         self._is_http = False
         try:
             relaying = tunnel(self._client, host, gate, rest, allowance, pulse)
-            await run_all(relaying, beside=(watch(self._client, pulse, self._limits),))
+            await run_all(relaying, background=(watch(self._client, pulse, self._limits),))
         except Refusal as refusal:
             if refusal.verdict is EgressVerdict.TLS_REFUSED:
-                self._last_words = UNRECOGNIZED_NAME if gate.answers_in_tls else build_answer(refusal)
+                self._last_bytes = UNRECOGNIZED_NAME if gate.answers_in_tls else build_answer(refusal)
             raise
 
     async def _exchange(self, host: Stream, request: ProxyRequest, rest: bytes, allowance: Allowance) -> None:

@@ -1,5 +1,5 @@
-"""Bytes between a client and a host: each side a stream that counts what it takes, both ways at once, watched for idle
-and old connections.
+"""Bytes between a client and a host: a stream per side that charges the session's quota, both directions at once, and a
+watch for idle and old connections.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from workers.egress.verdicts import EgressVerdict, bad_gateway
 
 
 class Stream:
-    """Owns its socket. Nothing is read ahead: what is not asked for stays in the kernel. One reader and one writer at a
-    time.
+    """A socket with its quota. Nothing is read ahead: bytes that are not requested stay in the kernel. One reader and
+    one writer at a time.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -26,16 +26,16 @@ class Stream:
         self._socket = sock
         self._loop = asyncio.get_running_loop()
         self.received = 0
-        """Bytes that an allowance was charged with."""
+        """Bytes that were charged to a quota."""
         self.is_ended = False
-        """Whether the end of what the other side sends was seen."""
+        """True when the end of the other side's data was read."""
 
     async def receive(self, allowance: Allowance, at_most: int = CHUNK_BYTES) -> bytes:
-        """What comes next; empty at the end. Raises Refusal when the session's bytes are spent and there is more,
-        OSError.
+        """Return the next bytes; empty at the end. Raises OSError, and Refusal when the session's quota is used up and
+        more bytes wait.
         """
         while True:
-            # An end costs nothing: a session that has used all it has still learns that it got everything.
+            # The end costs no quota: a session without quota can still learn that the answer is complete.
             data = (
                 self._peek(allowance) if allowance.is_spent else self._receive(allowance, await allowance.take(at_most))
             )
@@ -46,7 +46,7 @@ class Stream:
             await self._until_readable()
 
     def _receive(self, allowance: Allowance, granted: int) -> bytes | None:
-        """At most `granted` bytes; None when there are none yet."""
+        """Return at most `granted` bytes, or None when none are there yet."""
         data: bytes | None = None
         try:
             data = self._try_receive(granted) if granted else None
@@ -60,35 +60,39 @@ class Stream:
         return data
 
     async def receive_line(self, at_most: int) -> bytes:
-        """Up to the end of a line and not a byte more; shorter when `at_most` bytes hold none, or the stream ends. Not
-        charged for.
+        """Return the bytes up to the end of the line and none after it. The result is shorter when `at_most` bytes
+        contain no line end, or the stream ends. Not charged to a quota.
         """
         line = b""
         while len(line) < at_most and not line.endswith(b"\n"):
             await self._until_readable()
-            seen = self._socket.recv(min(CHUNK_BYTES, at_most - len(line)), socket.MSG_PEEK)
-            if not seen:
+            peeked = self._socket.recv(min(CHUNK_BYTES, at_most - len(line)), socket.MSG_PEEK)
+            if not peeked:
                 break
-            line += self._socket.recv(seen.find(b"\n") + 1 or len(seen))
+            line += self._socket.recv(peeked.find(b"\n") + 1 or len(peeked))
         return line
 
     async def send(self, data: bytes) -> None:
-        """All of it. Raises OSError."""
+        """Send all of the data. Raises OSError."""
         if data:
             await self._loop.sock_sendall(self._socket, data)
 
     def end_sending(self) -> None:
-        """The other side reads to the end, and may go on sending."""
-        with contextlib.suppress(OSError):  # it is gone: there is nobody to be told
+        """End the sending direction. The other side can still send."""
+        with contextlib.suppress(OSError):  # the other side has already closed
             self._socket.shutdown(socket.SHUT_WR)
 
     async def drain(self) -> None:
-        """Read and drop until the other side ends, so that closing does not take an answer away from it."""
+        """Read and drop until the other side ends, because closing with unread data would reset the connection and lose
+        the answer.
+        """
         while await self._loop.sock_recv(self._socket, CHUNK_BYTES):
             pass
 
-    def is_left(self) -> bool:
-        """Whether the other side has closed both directions, or broken off: an end of its sending alone is not it."""
+    def has_left(self) -> bool:
+        """Return True when the other side has closed both directions or reset the connection. The end of its sending
+        alone does not count.
+        """
         poll = select.poll()
         poll.register(self._socket, 0)
         return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
@@ -121,7 +125,7 @@ Work = Coroutine[Any, Any, None]
 
 
 class Pulse:
-    """When something last moved on a connection, and since when there is one."""
+    """The times of a connection's start and of its last activity."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -140,10 +144,12 @@ class Pulse:
 
 
 async def watch(client: Stream, pulse: Pulse, limits: ProxyLimits) -> None:
-    """Never ends by itself. Raises Refusal when the connection is idle, too old, or left by its client."""
+    """Watch a connection until the task is cancelled. Raises Refusal when it is idle, too old, or left by its
+    client.
+    """
     while True:
         await asyncio.sleep(min(limits.watch_s, limits.idle_s / 4, limits.total_s / 4))
-        if client.is_ended and client.is_left():
+        if client.is_ended and client.has_left():
             raise bad_gateway(EgressVerdict.BROKEN_OFF, "the client left")
         if pulse.idle_s >= limits.idle_s:
             raise bad_gateway(EgressVerdict.IDLE, f"nothing came or went for {limits.idle_s:g} s: try again")
@@ -153,12 +159,12 @@ async def watch(client: Stream, pulse: Pulse, limits: ProxyLimits) -> None:
             )
 
 
-async def run_all(*works: Work, beside: tuple[Work, ...] = ()) -> None:
-    """Returns when all `works` have ended; what runs `beside` is cancelled then. Raises what the first to fail raises,
-    the rest cancelled.
+async def run_all(*works: Work, background: tuple[Work, ...] = ()) -> None:
+    """Return when all `works` have ended, and then cancel the `background` tasks. Raises the first failure and
+    cancels the rest.
     """
     needed = {asyncio.ensure_future(work) for work in works}
-    every = needed | {asyncio.ensure_future(work) for work in beside}
+    every = needed | {asyncio.ensure_future(work) for work in background}
     try:
         running = set(every)
         while needed & running:
@@ -174,8 +180,8 @@ async def run_all(*works: Work, beside: tuple[Work, ...] = ()) -> None:
 async def tunnel(
     client: Stream, host: Stream, gate: HelloGate, first: bytes, allowance: Allowance, pulse: Pulse
 ) -> None:
-    """Until both sides have ended; the end of one is handed on. `first`: what the client has sent already. Raises
-    Refusal, OSError.
+    """Relay until both sides have ended. The end of one side is passed to the other. `first`: bytes that the client has
+    already sent. Raises Refusal and OSError.
     """
     await run_all(_send_up(client, host, gate, first, allowance, pulse), _send_down(client, host, allowance, pulse))
 
@@ -190,7 +196,7 @@ async def _send_up(
         try:
             await host.send(passed)
         except OSError:
-            return  # it reads no more; what it said before that is still the client's to hear
+            return  # the host reads no more, but the client must still get its answer
         pulse.beat()
     gate.finish()
     host.end_sending()

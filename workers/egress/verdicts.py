@@ -1,11 +1,11 @@
-"""How a connection ended, and what its client is told: one closed list, and HTTP answers that a model can act on."""
+"""The outcomes of a connection, as a closed list, and the HTTP answers for clients. A model can act on their text."""
 
 from enum import StrEnum
 from http import HTTPStatus
 
 
 class EgressVerdict(StrEnum):
-    """What the log says of a connection. `allowed` is one that ended by itself, whatever came over it."""
+    """The outcome of a connection in the log. `allowed`: it ended normally, whatever it carried."""
 
     ALLOWED = "allowed"
     BAD_OPENING = "bad_opening"
@@ -27,8 +27,8 @@ class EgressVerdict(StrEnum):
 
 
 class Refusal(Exception):
-    """The connection ends here. `sentence` is for the client, in HTTP as long as nothing of the host's answer has been
-    sent.
+    """Ends the connection. `sentence` is for the client, sent as an HTTP answer unless a part of the host's answer was
+    already sent.
     """
 
     def __init__(self, verdict: EgressVerdict, status: HTTPStatus, sentence: str) -> None:
@@ -39,27 +39,27 @@ class Refusal(Exception):
 
 
 def refuse(verdict: EgressVerdict, sentence: str) -> Refusal:
-    """403: the rules do not have it."""
+    """Return a 403: the rules do not allow it."""
     return Refusal(verdict, HTTPStatus.FORBIDDEN, sentence)
 
 
 def bad_request(what: str) -> Refusal:
-    """400: what the client sent is not a request that a proxy takes."""
+    """Return a 400: a proxy does not accept what the client sent."""
     return Refusal(EgressVerdict.BAD_REQUEST, HTTPStatus.BAD_REQUEST, f"the request is not accepted: {what}")
 
 
 def exhausted(verdict: EgressVerdict, sentence: str) -> Refusal:
-    """429: a cap of the session or its tenant is reached."""
+    """Return a 429: a quota of the session or its tenant is used up."""
     return Refusal(verdict, HTTPStatus.TOO_MANY_REQUESTS, sentence)
 
 
 def bad_gateway(verdict: EgressVerdict, sentence: str) -> Refusal:
-    """502: the host cannot be had."""
+    """Return a 502: the host cannot be reached."""
     return Refusal(verdict, HTTPStatus.BAD_GATEWAY, sentence)
 
 
 def build_answer(refusal: Refusal) -> bytes:
-    """The whole HTTP answer; its body is the sentence."""
+    """Return the whole HTTP answer. Its body is the sentence."""
     body = f"toolcrew egress proxy: {refusal.sentence}\n".encode()
     head = (
         f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}\r\n"

@@ -33,7 +33,9 @@ DONE = {
     "allowed": "Allowed. The call goes on.",
     "denied": "Denied. The model reads the reason.",
 }
-"""The sentence that a page shows after a change, by the `done` value of its address. The text never comes from the address."""
+"""The sentence that a page shows after a change, by the `done` value of its address. The text never comes from the
+address.
+"""
 
 Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 

@@ -80,7 +80,12 @@ def environment() -> Environment:
         "json": build_json,
         "part": lambda value: quote(str(value), safe=""),
     }
-    made.globals |= {"static": static_address, "count_odd": count_odd, "shorten": shorten, "now": lambda: format_instant(time.time(), "milliseconds")}
+    made.globals |= {
+        "static": static_address,
+        "count_odd": count_odd,
+        "shorten": shorten,
+        "now": lambda: format_instant(time.time(), "milliseconds"),
+    }
     return made
 
 
@@ -135,9 +140,7 @@ def _ago(at: float | None) -> Markup:
 
 def _age(seconds: float) -> str:
     """Return an age in whole units, as `formatAge` in page.js does."""
-    for size, unit, below in _AGES:
-        if seconds < below:
-            break
+    size, unit = next((size, unit) for size, unit, below in _AGES if seconds < below)
     return f"{int(max(0.0, seconds) // size)} {unit} ago"
 
 

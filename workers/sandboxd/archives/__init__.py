@@ -1,3 +1,1 @@
-"""Where archives of sessions are kept when their sandbox is not: a folder of this host, or a store that several hosts
-share.
-"""
+"""Stores for the archives of sessions: a folder of this host, or a store that several hosts share."""

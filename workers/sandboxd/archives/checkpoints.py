@@ -17,19 +17,19 @@ from workers.sandboxd.archives.packing import ROOTS, Guest, Packing, pack_roots,
 
 MAX_ARCHIVE_BYTES = 16 * 1024**3
 WHOLE_S = 500.0
-"""For all of it, the guest's part and the store's: a little less than workers wait for an answer."""
+"""Limit for the whole operation in guest and store. It is a little shorter than workers wait for an answer."""
 MOST_CHECKPOINTS = 100
-"""Of one tenant in one store: what a tenant keeps is on the operator's disk."""
+"""Maximum checkpoints of one tenant in one store. They use the operator's disk."""
 AUTOMATIC_KEPT_S = 7 * 86_400.0
-"""How long an automatic checkpoint is kept that its session has not replaced."""
+"""How long an automatic checkpoint is kept when its session makes no newer one."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _AUTOMATIC_ID = re.compile(r"auto-([0-9a-f]{8,12})-[A-Za-z0-9_-]{24}")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was kept, by size and sha256 in hex. `skipped`: sockets, which are not kept. `is_torn`: files changed while
-    they were read.
+    """A stored checkpoint: size in bytes and sha256 in hex. `skipped`: number of sockets, which are not stored.
+    `is_torn`: files changed while they were read.
     """
 
     id: str
@@ -40,10 +40,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Saves sandboxes and loads them into others. `most`: a tenant may keep so many; None: no limit. `save_s`: for one
-    saving.
+    """Saves sandboxes and loads them into others. `most`: how many checkpoints a tenant may have; None for no limit.
+    `save_s`: limit for one save.
 
-    All raise SandboxUnavailable when the store fails or the sandbox is lost.
+    All methods raise SandboxUnavailable when the store fails or the sandbox is lost.
     """
 
     def __init__(self, store: ArchiveStore, *, most: int | None = None, save_s: float = WHOLE_S) -> None:
@@ -60,9 +60,10 @@ class Checkpoints:
         max_bytes: int = MAX_ARCHIVE_BYTES,
         is_automatic: bool = False,
     ) -> Checkpoint:
-        """Keep the roots of a sandbox. `is_automatic`: nobody asked for it: it does not count, and goes by its age.
+        """Save the roots of a sandbox. `is_automatic`: no client requested it, so it does not count towards the limit
+        and is deleted by its age.
 
-        Raises ToolFailure: NO_SPACE when the tenant keeps too many, TIMEOUT, and as `Packing.chunks`.
+        Raises ToolFailure: NO_SPACE when the tenant has too many, TIMEOUT, and like `Packing.chunks`.
         """
         if not is_automatic:
             await self._check_count(tenant)
@@ -75,9 +76,9 @@ class Checkpoints:
         return Checkpoint(name, stored.bytes, stored.sha256, facts.skipped, facts.is_torn)
 
     async def load(self, tenant: str, checkpoint: str, sandbox: Guest, *, roots: tuple[str, ...] = ROOTS) -> None:
-        """Unpack into a sandbox that is empty; when it raises, the sandbox holds a part and is of no use.
+        """Unpack a checkpoint into an empty sandbox. When it raises, the sandbox holds a part and must not be used.
 
-        Raises ToolFailure: FILE_NOT_FOUND for what is not the tenant's, TIMEOUT, and as `unpack`.
+        Raises ToolFailure: FILE_NOT_FOUND when the tenant has no such checkpoint, TIMEOUT, and like `unpack`.
         """
         name = _name(tenant, checkpoint)
         try:
@@ -88,7 +89,7 @@ class Checkpoints:
             raise _no_such(checkpoint) from None
 
     async def forget(self, tenant: str, checkpoint: str) -> bool:
-        """Delete it. False when the tenant has none of that id."""
+        """Delete a checkpoint. Returns False when the tenant has none of that id."""
         return await self._store.delete(_name(tenant, checkpoint))
 
     async def forget_old(self, kept_s: float = AUTOMATIC_KEPT_S) -> int:
@@ -104,8 +105,8 @@ class Checkpoints:
         return len(names)
 
     async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
-        """Delete every archive of this store whose tenant and id are not in `kept`; gives how many. For a store that
-        one sandboxd has alone.
+        """Delete every archive whose tenant and id are not in `kept`, and return how many. Only for a store that a
+        single sandboxd uses.
         """
         names = {f"{tenant}/{checkpoint}" for tenant, checkpoint in kept}
         return await self._forget_all([name for name in await self._store.list() if name not in names])
@@ -153,12 +154,12 @@ def _name(tenant: str, checkpoint: str) -> str:
 
 
 def _automatic_id() -> str:
-    """Tells its age to whoever sweeps."""
+    """Return an id that contains its time, so that a sweep can tell its age."""
     return f"auto-{int(time.time()):08x}-{secrets.token_urlsafe(18)}"
 
 
 def _automatic_at(name: str) -> float | None:
-    """When an automatic checkpoint was made, epoch seconds; None for any other."""
+    """Return when an automatic checkpoint was made, in epoch seconds. Returns None for any other."""
     found = _AUTOMATIC_ID.fullmatch(name.partition("/")[2])
     return float(int(found[1], 16)) if found is not None else None
 

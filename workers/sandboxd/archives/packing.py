@@ -1,7 +1,7 @@
-"""Streams of files out of a guest and into another. Nothing is ever unpacked on the host.
+"""Archives of a session's files, as a tar stream out of one guest and into another.
 
-Both ends run the image's own programs inside the sandbox. What a guest sends is stored as it is and only ever given to
-a guest of the same tenant.
+The bytes of an archive are hostile, so the host never unpacks them. Both ends run the image's own tar inside a sandbox.
+An archive is only given to a guest of the same tenant. The host limits its size and time.
 """
 
 import asyncio
@@ -16,21 +16,22 @@ from workers.sandboxd.frames import Frame
 from workers.sandboxd.sandbox import FRAME_COST_BYTES, quote_text
 
 ROOTS = ("/workspace", "/output")
-"""The session's files; long outputs, logs of jobs, the carried shell state and what is remembered of files."""
-PARCEL_TIMEOUT_S = 480.0
+"""The session's files; and the long outputs, job logs, shell state and file states of the guest."""
+PACKING_TIMEOUT_S = 480.0
 _PIECE_BYTES = 4 * 1024 * 1024
-"""What the guest holds of an archive in memory while it is unpacked."""
+"""Bytes of an archive that the guest holds in memory while it unpacks."""
 _FIFO_FOLDER = "/tmp"
 _FRAME_BYTES = 512 * 1024
 _WAITING_BYTES = 1024 * 1024
-"""Nothing more is read from the guest while this much has come that nobody has taken."""
-_WORDS_BYTES = 65_536
-_LAST_WORDS_S = 5.0
+"""The guest is not read while more received bytes than this wait for the caller."""
+_STDERR_BYTES = 65_536
+_LAST_ERROR_S = 5.0
 _CHANGED = 1
-"""tar's exit code when a file changed, or went, while it was read."""
+"""tar's exit code when a file changed or disappeared while it was read."""
 _FULL = (b"No space left", b"File too large", b"Disk quota exceeded")
 
-# What its own user may not read is opened to him for as long as tar reads, the lowest folder last put back.
+# Files that their own user may not read are made readable while tar runs. Modes are restored from the deepest folder
+# upwards.
 _PACK = """
 mapfile -d '' -t closed < <(find "$@" -xdev -user "$UID" \\
     \\( -type d ! -perm -500 -printf '%m %p\\0' -exec chmod u+rx {} \\; \\) -o \\
@@ -42,8 +43,8 @@ trap put_back EXIT
 tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${@#/}"
 """
 _MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
-# Open for both, or each piece's end would be the stream's. Only head knows where that is. /tmp itself is the
-# container's: its own user may fill it and not change its mode, and tar would try.
+# Open the FIFO for reading and writing, or the end of each chunk would end the stream. head knows the total. Exclude
+# /tmp itself: its user may fill it but not change its mode, and tar would try.
 _UNPACK = """
 trap 'rm -f -- "$1"' EXIT
 head -c "$2" 0<>"$1" | tar -x -f - -p --delay-directory-restore --no-overwrite-dir --no-same-owner \\
@@ -71,7 +72,7 @@ trap 'rm -f -- "$1"' EXIT
 
 
 class Guest(Protocol):
-    """What an archive needs of a sandbox."""
+    """The part of a sandbox that packing needs."""
 
     async def ask(
         self,
@@ -81,7 +82,7 @@ class Guest(Protocol):
         body: AsyncIterator[bytes] | None = None,
         body_bytes: int = 0,
     ) -> dict[str, Any]:
-        """One request; gives the guest's last header. Raises SandboxUnavailable when the sandbox is lost."""
+        """Send one request and return the guest's last header. Raises SandboxUnavailable when the sandbox is lost."""
         ...
 
     def hold(self, holder: object) -> None: ...
@@ -91,8 +92,8 @@ class Guest(Protocol):
 
 @dataclass(frozen=True)
 class ArchiveFacts:
-    """What was packed, by size and sha256 in hex. `skipped`: sockets, which nobody can pack. `is_torn`: files changed
-    while they were read.
+    """A packed archive: size in bytes and sha256 in hex. `skipped`: number of sockets, which cannot be packed.
+    `is_torn`: files changed while they were read.
     """
 
     bytes: int
@@ -102,9 +103,7 @@ class ArchiveFacts:
 
 
 def count_most_bytes(workspace_bytes: int, inodes: int) -> int:
-    """The most an archive of such a workspace may have: its files, the outputs, /tmp, and what tar needs for each
-    name.
-    """
+    """Return the largest size of an archive of such a workspace: its files, the outputs, /tmp, and tar's headers."""
     return workspace_bytes + 256 * 1024 * 1024 + 4096 * inodes
 
 
@@ -121,7 +120,7 @@ def pack_list(names: str, folder: str) -> list[str]:
 
 
 class Packing:
-    """One archive on its way out of a guest: `chunks` once, then `facts`."""
+    """Packs one archive: read `chunks` once, then `facts`."""
 
     def __init__(self, guest: Guest, argv: list[str], max_bytes: int) -> None:
         """`argv`: from `pack_roots` or `pack_list`."""
@@ -131,11 +130,11 @@ class Packing:
         self.facts: ArchiveFacts | None = None
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """The tar stream, in pieces of a few MiB at most. Who takes them slowly holds the whole sandbox up: take them
-        to a disk.
+        """Yield the tar stream in chunks of a few MiB at most. A slow reader delays the whole sandbox, so write the
+        chunks to a disk.
 
-        Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, SandboxUnavailable; what was
-        given is then void.
+        Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, and SandboxUnavailable. The
+        chunks are then void.
         """
         flow, tally = _Outflow(self._guest), ArchiveHash()
         request = _exec(self._argv, {"stream": self._max_bytes + 1})
@@ -154,24 +153,24 @@ class Packing:
         finally:
             flow.close()
             await _cancelled(packing)
-        _check(done, flow.words, "packed", (0, _CHANGED))
+        _check(done, flow.stderr, "packed", (0, _CHANGED))
         whole = tally.facts()
         self.facts = ArchiveFacts(
-            whole.bytes, whole.sha256, flow.words.count(b"socket ignored"), done["exit_code"] == _CHANGED
+            whole.bytes, whole.sha256, flow.stderr.count(b"socket ignored"), done["exit_code"] == _CHANGED
         )
 
 
 async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes], total: int) -> None:
-    """Unpack an archive of these roots, of `total` bytes, into the places that it was packed from.
+    """Unpack an archive of these roots and of `total` bytes into a guest.
 
-    Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and what `read` raises; files may then
-    lie there already.
+    Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and whatever `read` raises. Some files
+    may then be unpacked.
     """
     names = [root.removeprefix("/") for root in roots]
-    done, words = await _stream_in(
+    done, stderr = await _stream_in(
         guest, lambda fifo: ["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names], read, total
     )
-    _check(done, words, "unpacked")
+    _check(done, stderr, "unpacked")
 
 
 async def stream_in(
@@ -180,10 +179,10 @@ async def stream_in(
     """Run a program in the guest whose standard input are these bytes, a pipe. Return its end and its stderr. Raises as
     `unpack`.
     """
-    done, words = await _stream_in(
+    done, stderr = await _stream_in(
         guest, lambda fifo: ["bash", "-c", _READ_FIFO, "read", fifo, str(total), *argv], read, total
     )
-    return done, bytes(words).decode("utf-8", "replace")
+    return done, bytes(stderr).decode("utf-8", "replace")
 
 
 async def run_with_file(
@@ -192,28 +191,29 @@ async def run_with_file(
     """As `stream_in` for a program that seeks in its standard input: the bytes are stored at `path` meanwhile."""
     sent = 0
     async for piece in in_pieces(read, _PIECE_BYTES):
-        words = bytearray()
+        stderr = bytearray()
         done = await guest.ask(
             _exec(["bash", "-c", _APPEND, "append", path]),
-            sink=_keep(words),
+            sink=_collect_stderr(stderr),
             body=_framed(piece),
             body_bytes=len(piece),
         )
-        _check(done, words, "copied in")
+        _check(done, stderr, "copied in")
         sent += len(piece)
     _check_size(sent, total)
-    words = bytearray()
-    done = await guest.ask(_exec(["bash", "-c", _WITH_FILE, "run", path, *argv]), sink=_keep(words))
-    return done, bytes(words).decode("utf-8", "replace")
+    stderr = bytearray()
+    done = await guest.ask(_exec(["bash", "-c", _WITH_FILE, "run", path, *argv]), sink=_collect_stderr(stderr))
+    return done, bytes(stderr).decode("utf-8", "replace")
 
 
 async def _stream_in(
     guest: Guest, build_argv: Callable[[str], list[str]], read: AsyncIterator[bytes], total: int
 ) -> tuple[dict[str, Any], bytearray]:
     """Feed a program that reads a FIFO, a piece at a time: the guest holds a whole piece in memory."""
-    fifo, words = f"{_FIFO_FOLDER}/.archive-{secrets.token_hex(8)}", bytearray()
-    _check(await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_keep(words)), words, "unpacked")
-    unpacking = asyncio.ensure_future(guest.ask(_exec(build_argv(fifo)), sink=_keep(words)))
+    fifo, stderr = f"{_FIFO_FOLDER}/.archive-{secrets.token_hex(8)}", bytearray()
+    made = await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_collect_stderr(stderr))
+    _check(made, stderr, "unpacked")
+    unpacking = asyncio.ensure_future(guest.ask(_exec(build_argv(fifo)), sink=_collect_stderr(stderr)))
     try:
         sent = 0
         async for piece in in_pieces(read, _PIECE_BYTES):
@@ -222,7 +222,7 @@ async def _stream_in(
                 break
         if not unpacking.done():
             _check_size(sent, total)
-        return await unpacking, words
+        return await unpacking, stderr
     finally:
         await _cancelled(unpacking)
 
@@ -233,10 +233,12 @@ def _check_size(sent: int, total: int) -> None:
 
 
 async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Future[dict[str, Any]]") -> bool:
-    """Hand one piece on; False when tar has ended. Raises as `unpack`."""
-    words = bytearray()
+    """Send one chunk to tar. Returns False when tar has ended. Raises like `unpack`."""
+    stderr = bytearray()
     request = _exec(["bash", "-c", _FEED, "feed", fifo])
-    feeding = asyncio.ensure_future(guest.ask(request, sink=_keep(words), body=_framed(piece), body_bytes=len(piece)))
+    feeding = asyncio.ensure_future(
+        guest.ask(request, sink=_collect_stderr(stderr), body=_framed(piece), body_bytes=len(piece))
+    )
     try:
         await asyncio.wait({feeding, unpacking}, return_when=asyncio.FIRST_COMPLETED)
         if unpacking.done():
@@ -245,18 +247,16 @@ async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Futur
     finally:
         await _cancelled(feeding)
     if done.get("exit_code") != 0:
-        # tar may have left, and is about to say why.
-        await asyncio.wait({unpacking}, timeout=_LAST_WORDS_S)
+        # tar may have ended; wait for its error message.
+        await asyncio.wait({unpacking}, timeout=_LAST_ERROR_S)
         if unpacking.done():
             return False
-    _check(done, words, "unpacked")
+    _check(done, stderr, "unpacked")
     return True
 
 
 class _Outflow:
-    """What has come of a stream from a guest and nobody has taken. `words`: what its stderr said, as far as it was
-    kept.
-    """
+    """Bytes of a guest's stream that the caller has not read yet. `stderr`: the beginning of its stderr."""
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
@@ -265,13 +265,13 @@ class _Outflow:
         self._news = asyncio.Event()
         self._is_over = False
         self._is_closed = False
-        self.words = bytearray()
+        self.stderr = bytearray()
 
     def take(self, frame: Frame) -> None:
         if self._is_closed:
             return
         if frame.header.get("stream") != "stdout":
-            self.words += frame.body[: _WORDS_BYTES - len(self.words)]
+            self.stderr += frame.body[: _STDERR_BYTES - len(self.stderr)]
             return
         self._waiting.append(frame.body)
         self._waiting_bytes += len(frame.body) + FRAME_COST_BYTES
@@ -284,20 +284,18 @@ class _Outflow:
         self._news.set()
 
     def close(self) -> None:
-        """Drop what comes from now on: unread, the guest could not say that it has ended, and would pass for one that
-        does not end.
-        """
+        """Drop what still arrives. Without reading, the guest could not report its end and would count as hanging."""
         self._is_closed = True
         self._guest.release(self)
 
     async def next(self) -> bytes | None:
-        """None after the last."""
+        """Return the waiting bytes, or None at the end."""
         while not self._waiting:
             if self._is_over:
                 return None
             self._news.clear()
             await self._news.wait()
-        # All of it at once: each write costs its taker a thread's turn.
+        # Return all bytes at once: each write of the caller costs a thread.
         chunk = b"".join(self._waiting)
         self._waiting.clear()
         self._waiting_bytes = 0
@@ -306,19 +304,19 @@ class _Outflow:
 
 
 def _exec(argv: list[str], capture: Mapping[str, int] | None = None) -> dict[str, Any]:
-    kept = capture or {"stdout": 0, "stderr": _WORDS_BYTES}
+    capture_limits = capture or {"stdout": 0, "stderr": _STDERR_BYTES}
     return {
         "op": "exec",
         "argv": argv,
         "cwd": "/",
         "env": {"LC_ALL": "C"},
-        "timeout_s": PARCEL_TIMEOUT_S,
-        "capture": kept,
+        "timeout_s": PACKING_TIMEOUT_S,
+        "capture": capture_limits,
     }
 
 
-def _keep(words: bytearray) -> Callable[[Frame], None]:
-    return lambda frame: words.extend(frame.body[: _WORDS_BYTES - len(words)])
+def _collect_stderr(stderr: bytearray) -> Callable[[Frame], None]:
+    return lambda frame: stderr.extend(frame.body[: _STDERR_BYTES - len(stderr)])
 
 
 async def _framed(piece: bytes) -> AsyncIterator[bytes]:
@@ -327,31 +325,33 @@ async def _framed(piece: bytes) -> AsyncIterator[bytes]:
 
 
 async def _cancelled(task: "asyncio.Future[Any]") -> None:
-    """End what was asked; who asked has its answer, or wants none any more."""
+    """Cancel a request and wait for its end. The caller has its answer, or needs none."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()
 
 
-def _check(done: Mapping[str, Any], words: bytes | bytearray, what: str, well: tuple[int, ...] = (0,)) -> None:
-    """Raises ToolFailure unless a request ended with one of the exit codes that are well."""
+def _check(
+    done: Mapping[str, Any], stderr: bytes | bytearray, what: str, accepted_codes: tuple[int, ...] = (0,)
+) -> None:
+    """Raise ToolFailure unless the exit code is one of `accepted_codes`."""
     error = done.get("error")
     if isinstance(error, Mapping):
         raise ToolFailure(
             ErrorCode.INTERNAL, f"the session's files could not be {what}: {quote_text(error.get('message'))}"
         )
     if done.get("timed_out") is True:
-        raise ToolFailure(ErrorCode.TIMEOUT, f"the session's files were not {what} within {PARCEL_TIMEOUT_S:g} s")
+        raise ToolFailure(ErrorCode.TIMEOUT, f"the session's files were not {what} within {PACKING_TIMEOUT_S:g} s")
     code = done.get("exit_code")
-    if type(code) is int and code in well:
+    if type(code) is int and code in accepted_codes:
         return
-    if any(full in words for full in _FULL):
+    if any(full in stderr for full in _FULL):
         raise ToolFailure(
             ErrorCode.NO_SPACE, f"the session's files could not be {what}: its workspace is too small for them"
         )
     raise ToolFailure(
         ErrorCode.INTERNAL,
         f"the session's files could not be {what}: tar ended with {quote_text(code)}: "
-        f"{quote_text(bytes(words[-200:]).decode('utf-8', 'replace'))}",
+        f"{quote_text(bytes(stderr[-200:]).decode('utf-8', 'replace'))}",
     )

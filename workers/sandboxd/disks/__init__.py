@@ -1,1 +1,1 @@
-"""Where a session's files live: kinds of workspace, each apart from the container that works in it."""
+"""Workspaces: where the files of a session are. Each kind is separate from the container that uses it."""

@@ -1,4 +1,4 @@
-"""What sandboxd asks of a workspace: room of a bounded size that is handed to one container at a time."""
+"""The interface of a workspace: storage of limited size that one container at a time can use."""
 
 from collections.abc import Mapping, Set
 from contextlib import AbstractAsyncContextManager
@@ -7,12 +7,12 @@ from typing import Final, Literal, Protocol
 
 Kind = Literal["image", "tmpfs", "folder"]
 UID: Final = 1000
-"""The user of all sandboxes, who owns the files of a workspace."""
+"""The uid of all sandboxes. It owns the files of a workspace."""
 
 
 @dataclass(frozen=True)
 class WorkspaceSize:
-    """Most bytes and files (inodes) a workspace may hold."""
+    """Maximum bytes and files (inodes) of a workspace."""
 
     bytes: int
     inodes: int
@@ -20,7 +20,7 @@ class WorkspaceSize:
 
 @dataclass(frozen=True)
 class WorkspaceMount:
-    """How /workspace comes into a container: `bind` is a path of the host, None a tmpfs of the workspace's size inside
+    """How /workspace gets into a container. `bind` is a path of the host; None means a tmpfs of the workspace's size in
     the container.
     """
 
@@ -28,14 +28,14 @@ class WorkspaceMount:
 
 
 class Workspace(Protocol):
-    """One session's files. At most one container has it at a time."""
+    """The files of one session. At most one container uses them at a time."""
 
     @property
     def kind(self) -> Kind: ...
 
     @property
     def name(self) -> str:
-        """Unique on this host; what a record keeps to find it again."""
+        """Unique on this host. Records use it to find the workspace again."""
         ...
 
     @property
@@ -43,51 +43,53 @@ class Workspace(Protocol):
 
     @property
     def outlives_container(self) -> bool:
-        """Whether its files are still there when the container is gone."""
+        """True when the files exist after the container was removed."""
         ...
 
     def mounted(self) -> AbstractAsyncContextManager[WorkspaceMount]:
-        """Held from before the container is created until it runs; afterwards the container alone has the mount.
+        """Hold from before the container is created until it runs. Afterwards only the container has the mount.
 
-        Waits until a container before has let go of it. Raises SandboxUnavailable with what to do.
+        Waits until an earlier container has released it. Raises SandboxUnavailable, which says what to do.
         """
         ...
 
     async def remove(self) -> None:
-        """Delete the files, after the container is gone. Removing again is fine. Raises SandboxUnavailable; then try
-        again later.
+        """Delete the files, after the container was removed. A repeated call is allowed. Raises SandboxUnavailable;
+        then try again later.
         """
         ...
 
 
 class Workspaces(Protocol):
-    """Makes workspaces of one kind on this host."""
+    """Creates workspaces of one kind on this host."""
 
     @property
     def kind(self) -> Kind: ...
 
     @property
     def is_hard(self) -> bool:
-        """Whether the kernel enforces the size; False: it is only watched (a soft quota)."""
+        """True when the kernel enforces the size; False when it is only watched (a soft quota)."""
         ...
 
     async def make(self, name: str, size: WorkspaceSize) -> Workspace:
-        """An empty workspace. Raises SandboxUnavailable: no space on the host, no right, with what to do."""
+        """Create an empty workspace. Raises SandboxUnavailable when the host has no space or no permission; the text
+        says what to do.
+        """
         ...
 
     def find(self, name: str, size: WorkspaceSize) -> Workspace | None:
-        """The workspace of that name that an earlier sandboxd left here; None when its files are gone."""
+        """Return the workspace of that name from an earlier sandboxd, or None when its files do not exist."""
         ...
 
     async def sweep(self, keep: Set[str]) -> int:
-        """Delete what no name in `keep` owns; gives how many."""
+        """Delete every workspace that no name in `keep` owns, and return how many."""
         ...
 
     async def find_overfull(self) -> Mapping[str, int]:
-        """Names of workspaces that hold more than their size, and how many bytes they hold, at least 1; always empty
+        """Return the names of workspaces that exceed their size, with the bytes they hold (at least 1). Always empty
         when `is_hard`.
 
-        A file counts as at least its share of the size, so too many empty ones are bytes too. Raises
+        A file counts as at least its share of the size, so too many empty files count as bytes too. Raises
         SandboxUnavailable.
         """
         ...

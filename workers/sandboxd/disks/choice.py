@@ -1,4 +1,4 @@
-"""Which kind of workspace this host can have."""
+"""Selects the kind of workspace that this host supports."""
 
 import os
 from dataclasses import dataclass
@@ -16,52 +16,52 @@ from workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
 WantedKind = Literal["auto", "image", "tmpfs", "folder"]
 
 LARGEST_TMPFS_BYTES: Final = 256 * 1024 * 1024
-"""What is larger is not put into memory unasked."""
+"""Larger workspaces are not put into memory by default."""
 _PROBE_SIZE: Final = WorkspaceSize(1024 * 1024, 256)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The workspaces, and why they are weaker than the best kind; None: they are the best."""
+    """The workspaces, and why they are weaker than the best kind. The note is None for the best kind."""
 
     workspaces: Workspaces
     note: str | None = None
 
 
-def choose_workspaces(wanted: WantedKind, state: Path, workspace_bytes: int, host_free_bytes: int) -> Choice:
-    """Image where this process may mount, else tmpfs for small workspaces, else a watched folder. A kind that was asked
-    for is not replaced.
+def choose_workspaces(requested: WantedKind, state: Path, workspace_bytes: int, host_free_bytes: int) -> Choice:
+    """Return images where this process may mount, else tmpfs for small workspaces, else a watched folder. A kind that
+    the setting names is not replaced.
 
-    It makes and mounts an image to see whether it can: some tens of milliseconds of blocking. Images and folders lie
-    below `state`/workspaces. Raises SandboxUnavailable when the wanted kind cannot be had, with what is missing.
+    Makes and mounts an image as a test, which blocks for some tens of milliseconds. Images and folders are below
+    `state`/workspaces. Raises SandboxUnavailable when the requested kind is impossible; the text says what is missing.
     """
     folder = state / "workspaces"
-    if wanted == "tmpfs":
-        return Choice(TmpfsWorkspaces(), "tmpfs was asked for: files end with their container")
-    if wanted == "folder":
+    if requested == "tmpfs":
+        return Choice(TmpfsWorkspaces(), "tmpfs was requested: files are lost with their container")
+    if requested == "folder":
         _check_folder(folder, host_free_bytes)
-        return Choice(FolderWorkspaces(folder, host_free_bytes), "a folder was asked for: its size is only watched")
+        return Choice(FolderWorkspaces(folder, host_free_bytes), "a folder was requested: its size is only watched")
     missing = find_obstacle(folder, host_free_bytes)
     if missing is None:
         return Choice(ImageWorkspaces(folder, host_free_bytes))
-    if wanted == "image":
+    if requested == "image":
         raise SandboxUnavailable(f"this host cannot have workspaces of the kind image: {missing}")
     return choose_without_images(missing, state, workspace_bytes, host_free_bytes)
 
 
 def choose_without_images(why: str, state: Path, workspace_bytes: int, host_free_bytes: int) -> Choice:
-    """The next best kind for workspaces of that size. Raises SandboxUnavailable when there is none, with what is
-    missing.
+    """Return the next best kind for workspaces of that size. Raises SandboxUnavailable when there is none; the text
+    says what is missing.
     """
     if workspace_bytes <= LARGEST_TMPFS_BYTES:
-        return Choice(TmpfsWorkspaces(), f"no images: {why}. Files end with their container")
+        return Choice(TmpfsWorkspaces(), f"no images: {why}. Files are lost with their container")
     folder = state / "workspaces"
     _check_folder(folder, host_free_bytes)
     return Choice(FolderWorkspaces(folder, host_free_bytes), f"no images: {why}. The size of a folder is only watched")
 
 
 def find_obstacle(folder: Path, host_free_bytes: int) -> str | None:
-    """Why images cannot be made and mounted below `folder`; None: they can, it was tried."""
+    """Return why images cannot be made and mounted below `folder`, or None when a test succeeded."""
     if os.geteuid() != 0:
         return "sandboxd is not root, and only root may mount"
     if find_tool("mkfs.ext4") is None or find_tool("e2fsck") is None:
@@ -79,8 +79,8 @@ def find_obstacle(folder: Path, host_free_bytes: int) -> str | None:
 
 def _try_image(folder: Path, host_free_bytes: int) -> None:
     WorkspaceStore(folder, host_free_bytes).prepare()
-    for left in (folder, folder / TEMPLATES):
-        clear_work(left)
+    for folder_with_work in (folder, folder / TEMPLATES):
+        clear_work(folder_with_work)
     with open_work(folder) as work:
         make_image(work / "image", work / "mount", _PROBE_SIZE)
 

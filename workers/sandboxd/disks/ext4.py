@@ -1,5 +1,5 @@
-"""ext4 images that hold a workspace of a given size: made once per size, copied for each workspace, checked before they
-are mounted.
+"""ext4 images that hold a workspace of a given size. An image is made once per size, copied for each workspace, and
+checked before it is mounted.
 """
 
 import errno
@@ -31,8 +31,8 @@ _RESERVED_INODES = 10
 _TOOL_S = 60.0
 _RELEASE_S = 10.0
 _TRIES = 8
-# Spelt out, so that no configuration of the host changes them. No journal: it would cost room and time, and a workspace
-# whose host went down is checked before its next mount.
+# All features are listed, so that the host's configuration cannot change them. No journal: it would cost space and
+# time, and a workspace is checked before its next mount after a host failure.
 _FEATURES = (
     "none,extents,dir_index,filetype,sparse_super,large_file,huge_file,flex_bg,metadata_csum,dir_nlink,extra_isize,"
     "ext_attr"
@@ -48,15 +48,15 @@ _UNCORRECTED = 4
 
 
 class Templates:
-    """Empty images, one per size, in a private folder. Blocking; for any thread."""
+    """Empty images, one per size, in a private folder. Methods block and may run in any thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
 
     def copy(self, size: WorkspaceSize, target: Path) -> None:
-        """A new sparse image at `target`. Raises OSError, and SandboxUnavailable when an image of that size cannot be
-        made.
+        """Create a sparse image at `target`. Raises OSError, and SandboxUnavailable when an image of that size cannot
+        be made.
         """
         template = self._folder / f"ext4-1-{size.bytes}-{size.inodes}"
         with self._lock:
@@ -78,7 +78,7 @@ class Templates:
 
 @contextmanager
 def open_work(folder: Path) -> Iterator[Path]:
-    """A private folder below `folder` to make an image in. Raises OSError."""
+    """Yield a private folder below `folder` in which to make an image. Raises OSError."""
     work = folder / f"{_WORK}{secrets.token_hex(8)}"
     work.mkdir(mode=0o700)
     try:
@@ -88,9 +88,7 @@ def open_work(folder: Path) -> Iterator[Path]:
 
 
 def clear_work(folder: Path) -> None:
-    """Delete what a process that was killed while it made an image left below `folder`, mounts included. Raises
-    OSError.
-    """
+    """Delete what a killed process left below `folder` while it made an image, including mounts. Raises OSError."""
     for work in folder.glob(f"{_WORK}*"):
         _clear(work)
 
@@ -101,21 +99,21 @@ def _clear(work: Path) -> None:
 
 
 def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
-    """An empty image that keeps all of `size` usable, and little more. It is mounted at `place` meanwhile, a folder
-    that this makes.
+    """Make an empty image that has all of `size` usable, and little more. It is mounted at `place` meanwhile, a folder
+    that this function makes.
 
     Raises OSError, and SandboxUnavailable when mkfs.ext4 is missing or fails.
     """
     place.mkdir(mode=0o700)
-    wanted = -(-size.bytes // _BLOCK)
-    wanted += max(4, wanted // 256)  # for the lists of blocks of large files
-    blocks, inodes = wanted + size.inodes // 16 + 8, size.inodes + _RESERVED_INODES
+    data_blocks = -(-size.bytes // _BLOCK)
+    data_blocks += max(4, data_blocks // 256)  # room for the block lists of large files
+    blocks, inodes = data_blocks + size.inodes // 16 + 8, size.inodes + _RESERVED_INODES
     for _ in range(_TRIES):
         _format(image, blocks, inodes)
         with _mounted(image, place):
             (place / "lost+found").rmdir()
             found = os.statvfs(place)
-        short, few = wanted - found.f_bavail, size.inodes - found.f_favail
+        short, few = data_blocks - found.f_bavail, size.inodes - found.f_favail
         if short <= 0 and few <= 0:
             return
         blocks += max(0, short) + max(0, short) // 32
@@ -126,7 +124,9 @@ def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
 
 
 def is_clean(image: int) -> bool:
-    """Whether the image, mounted nowhere, was unmounted in order. Raises OSError, also when it is no ext4 image."""
+    """Return True when the image, which is not mounted, was unmounted cleanly. Raises OSError, also when it is not an
+    ext4 image.
+    """
     magic, state = struct.unpack("<HH", os.pread(image, 4, _SUPERBLOCK + 0x38).ljust(4, b"\0"))
     if magic != _MAGIC:
         raise OSError(errno.EUCLEAN, "it is not an ext4 image")
@@ -134,25 +134,25 @@ def is_clean(image: int) -> bool:
 
 
 def repair(image: Path) -> None:
-    """Put right what a host's sudden end left. Of what was just being made, that may cost the name: then it is in
-    `lost+found`, and logged.
+    """Repair the file system after a sudden end of the host. A file that was just being created may lose its name; it
+    is then in `lost+found`, and the damage is logged.
 
     Raises SandboxUnavailable.
     """
-    status, words = _run("e2fsck", "-p", str(image))
+    status, output = _run("e2fsck", "-p", str(image))
     if status & ~_CORRECTED == _UNCORRECTED:
-        log.warning("workspace_damaged", image=str(image), said=words)
-        status, words = _run("e2fsck", "-y", str(image))
+        log.warning("workspace_damaged", image=str(image), said=output)
+        status, output = _run("e2fsck", "-y", str(image))
     if status & ~_CORRECTED:
         raise SandboxUnavailable(
-            f"the file system of {image} was damaged when the host went down, and e2fsck cannot repair it ({words}): "
+            f"the file system of {image} was damaged when the host went down, and e2fsck cannot repair it ({output}): "
             "open a new session"
         )
 
 
 def clear_found(top: Path) -> None:
-    """Take away the folder of root's that a repair has made at the top of a mounted image. What lay nameless is in it:
-    then it is the sandbox's.
+    """Remove the folder `lost+found` that a repair has made in a mounted image. When it contains files without names,
+    give it to the sandbox's user instead.
 
     Raises OSError.
     """
@@ -168,7 +168,7 @@ def clear_found(top: Path) -> None:
 
 
 def find_tool(name: str) -> str | None:
-    """The program's path; None when it is not installed."""
+    """Return the path of a program, or None when it is not installed."""
     return shutil.which(name, path=_PATH) or shutil.which(name)
 
 
@@ -178,13 +178,13 @@ def _format(image: Path, blocks: int, inodes: int) -> None:
     groups = max(-(-blocks // _MOST_INODES_A_GROUP), -(-inodes // _MOST_INODES_A_GROUP))
     blocks_a_group = max(256, min(_MOST_INODES_A_GROUP, -(-blocks // groups // 8) * 8))
     options = ["-q", "-F", "-b", str(_BLOCK), "-I", "256", "-m", "0", "-g", str(blocks_a_group), "-N", str(inodes)]
-    status, words = _run("mkfs.ext4", *options, "-O", _FEATURES, "-E", _EXTENDED, str(image))
+    status, output = _run("mkfs.ext4", *options, "-O", _FEATURES, "-E", _EXTENDED, str(image))
     if status != 0:
-        raise SandboxUnavailable(f"mkfs.ext4 failed with status {status}: {words}")
+        raise SandboxUnavailable(f"mkfs.ext4 failed with status {status}: {output}")
 
 
 def _run(name: str, *arguments: str) -> tuple[int, str]:
-    """Status and words of one of e2fsprogs' programs."""
+    """Run a program of e2fsprogs, and return its status and output."""
     program = find_tool(name)
     if program is None:
         raise SandboxUnavailable(f"{name} is missing: install e2fsprogs")
@@ -205,7 +205,7 @@ def _run(name: str, *arguments: str) -> tuple[int, str]:
 
 @contextmanager
 def _mounted(image: Path, place: Path) -> Iterator[None]:
-    """Mounted inside the block; afterwards no loop device has the image any more."""
+    """Mount an image inside the block. Afterwards no loop device holds it."""
     fd = _open_released(image)
     try:
         mount_image(fd, place)
@@ -231,10 +231,10 @@ def _check_lock_is_kept(image: Path) -> None:
 
 
 def _open_released(image: Path) -> int:
-    """Return the image, open and locked, as soon as no loop device has it.
+    """Open and lock the image as soon as no loop device holds it.
 
-    A program that another thread starts holds a copy of every open file between its fork and its exec. So the lock of a
-    file that is closed already may be kept for a moment, longer on a busy host.
+    A program that another thread starts has a copy of every open file between its fork and its exec. So the lock of a
+    file that is already closed may be held for a moment, longer on a busy host.
     """
     fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
     until = time.monotonic() + _RELEASE_S
@@ -250,7 +250,7 @@ def _open_released(image: Path) -> int:
 
 
 def _copy_sparse(source: Path, target: Path) -> None:
-    """Copy the data and leave the holes. Raises OSError."""
+    """Copy the data and keep the holes. Raises OSError."""
     from_fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         to_fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

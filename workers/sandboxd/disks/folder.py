@@ -1,4 +1,4 @@
-"""Workspaces as plain folders of the host: files outlive the container anywhere, but their size is only watched."""
+"""Workspaces as plain folders of the host. Files outlive the container everywhere, but their size is only watched."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
 
 FILES = "files"
 WATCH_S = 0.2
-"""The longest that one look at all workspaces takes."""
+"""Maximum duration in seconds of one check of all workspaces."""
 _SLICE_S = 0.05
 
 
@@ -45,8 +45,8 @@ class FolderWorkspace:
 
 
 class FolderWorkspaces:
-    """Folders below `folder`; below `host_free_bytes` on its disk none is made. For sandboxd's user being root or the
-    sandboxes' own uid.
+    """Workspaces below `folder`. None is made when its disk has less than `host_free_bytes` free. sandboxd's user must
+    be root or the sandboxes' uid.
     """
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
@@ -76,22 +76,22 @@ class FolderWorkspaces:
         return await self._store.sweep(keep)
 
     async def find_overfull(self) -> Mapping[str, int]:
-        """Of the workspaces that a container has had since this sandboxd started. Ends soon: what it could not count is
-        first the next time.
+        """Return overfull workspaces among those that a container has used since this sandboxd started. The time is
+        limited: what could not be counted comes first next time.
 
-        Raises SandboxUnavailable when one cannot be read and no other holds too much.
+        Raises SandboxUnavailable when a workspace cannot be read and no other is overfull.
         """
         async with self._watching:
             watched = dict(self._watched)
             return await asyncio.to_thread(self._watch, watched)
 
     def open_for(self, workspace: FolderWorkspace) -> str:
-        """Its path for a container, from now on watched."""
+        """Return the path for a container, and watch the workspace from now on."""
         self._watched[workspace.name] = workspace
         return str(self._store.of(workspace.name) / FILES)
 
     async def remove(self, workspace: FolderWorkspace) -> None:
-        """Delete it and watch it no longer. Raises SandboxUnavailable; then try again later."""
+        """Delete a workspace and stop watching it. Raises SandboxUnavailable; then try again later."""
         await self._store.remove(workspace.name)
         self._watched.pop(workspace.name, None)
 

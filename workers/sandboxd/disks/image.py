@@ -1,4 +1,4 @@
-"""Workspaces as ext4 images: the kernel enforces bytes and inodes, and the files outlive the container."""
+"""Workspaces as ext4 images. The kernel enforces bytes and inodes, and the files outlive the container."""
 
 import asyncio
 import errno
@@ -18,17 +18,17 @@ from workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refuse
 IMAGE = "image"
 TEMPLATES = ".templates"
 RELEASE_S = 30.0
-"""A container that was removed has let go of its workspace by then, or never will."""
+"""A removed container has released its workspace by then, or never will."""
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
 class ImageWorkspace:
-    """`<folder>/<name>/image`, a sparse file that only this user may open, and `mount` beside it.
+    """`<folder>/<name>/image`, a sparse file that only this user may open, with a folder `mount` next to it.
 
-    The mount there exists only while a container is made: the container keeps the file system with its own mount, and
-    when it is gone the kernel frees mount and loop device. So nothing of them can be left behind, whoever dies.
+    The mount exists only while a container is created. The container keeps the file system by its own mount, and at its
+    end the kernel frees mount and loop device. So no death of a process can leave them behind.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ImageWorkspace:
             )
         self.handing_over.add(self.name)
         try:
-            # One that was killed at this point may have left its mount.
+            # A sandboxd that was killed at this point may have left its mount.
             await run_to_end(lambda: _unmount(place))
             image = await self._open_released(place / IMAGE)
             try:
@@ -70,17 +70,17 @@ class ImageWorkspace:
         await self.store.remove(self.name)
 
     async def _open_released(self, image: Path) -> int:
-        """The image, open and locked: no container has it any more. Raises SandboxUnavailable."""
+        """Open and lock the image when no container holds it. Raises SandboxUnavailable."""
         fd = _open_image(image)
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self.release_s, _FIRST_PAUSE_S
         try:
-            # The kernel tells nobody when a loop device goes.
+            # The kernel sends no event when a loop device is freed.
             while not try_lock(fd):
                 if loop.time() >= until:
                     raise SandboxUnavailable(
-                        f"workspace {self.name} is still mounted {self.release_s:g} s after its container should be "
-                        "gone: find who has it with `findmnt` and `losetup`, end that, and try again"
+                        f"workspace {self.name} is still mounted {self.release_s:g} s after its container should have "
+                        "ended: find the process that holds it with `findmnt` and `losetup`, end it, and try again"
                     )
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE_S)
@@ -91,8 +91,8 @@ class ImageWorkspace:
 
 
 class ImageWorkspaces:
-    """Images below `folder`. They are sparse: together they may promise more than the host's disk has; below
-    `host_free_bytes` none is made.
+    """Images below `folder`. They are sparse, so together they may promise more than the disk has. None is made when
+    the disk has less than `host_free_bytes` free.
     """
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
@@ -110,7 +110,7 @@ class ImageWorkspaces:
 
     async def make(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
         await self._store.make(name, lambda place: self._fill(place, size))
-        return self._known(name, size)
+        return self._build_workspace(name, size)
 
     def find(self, name: str, size: WorkspaceSize) -> ImageWorkspace | None:
         place = self._store.of(name)
@@ -118,7 +118,7 @@ class ImageWorkspaces:
             return None
         if name not in self._handing_over:
             _unmount(place)
-        return self._known(name, size)
+        return self._build_workspace(name, size)
 
     async def sweep(self, keep: Set[str]) -> int:
         return await self._store.sweep(keep)
@@ -126,11 +126,11 @@ class ImageWorkspaces:
     async def find_overfull(self) -> Mapping[str, int]:
         return {}
 
-    def _known(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
+    def _build_workspace(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
         return ImageWorkspace(name, size, self._store, self._handing_over)
 
     def _fill(self, place: Path, size: WorkspaceSize) -> None:
-        # Nobody may write there: a container whose start missed the mount would fill the host's disk.
+        # No user may write there: a container whose start missed the mount would fill the host's disk.
         (place / MOUNT).mkdir(mode=0o500)
         unfinished = place / f"{IMAGE}.new"
         self._templates.copy(size, unfinished)
@@ -142,7 +142,7 @@ def _open_image(image: Path) -> int:
         fd = os.open(image, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise SandboxUnavailable(
-            f"the image of workspace {image.parent.name} is gone: its session's files are lost, open a new session"
+            f"the image of workspace {image.parent.name} is missing: its session's files are lost, open a new session"
         ) from None
     except OSError as error:
         raise refused(f"the image of workspace {image.parent.name} cannot be opened", error) from error
@@ -151,12 +151,14 @@ def _open_image(image: Path) -> int:
         return fd
     os.close(fd)
     raise SandboxUnavailable(
-        f"{image} is not the file that sandboxd made there: somebody changed its folder; open a new session"
+        f"{image} is not the file that sandboxd made there: another process changed its folder; open a new session"
     )
 
 
 def _mount(image: int, place: Path) -> None:
-    """Mount the locked image, after a check where it needs one. Closes it: from then on the mount has the lock."""
+    """Mount the locked image, after a check if it needs one. Closes the descriptor: from then on the mount holds the
+    lock.
+    """
     try:
         was_clean = is_clean(image)
         if not was_clean:

@@ -1,9 +1,8 @@
-"""Mounts of file system images: one loop device each, which the kernel frees with the last mount of it.
+"""Mounts of file system images. Each has one loop device, which the kernel frees with its last mount.
 
 The lock of an image (`try_lock`) belongs to its open file, and the loop device keeps that file open. So the lock is
-held exactly as long as the device lives: in whichever mount namespace, whoever died, and also when the image has been
-deleted or renamed. Whoever has the lock may make a device; two devices over one file, which would corrupt it, cannot
-be.
+held exactly as long as the device lives, in any mount namespace, whichever process dies, and even when the image has
+been deleted or renamed. Only the holder of the lock makes a device. Two devices over one file would corrupt it.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ _LOOP_CONFIGURE = 0x4C0A
 _LOOP_CTL_GET_FREE = 0x4C82
 _AUTOCLEAR = 4
 _DIRECT_IO = 16
-"""The image's pages are not cached a second time; a file system that has no direct I/O ignores it."""
+"""Do not cache the image's pages twice. A file system without direct I/O ignores the flag."""
 _CONFIG = struct.Struct("=II 5Q 4I 64s 64s 32s 2Q 64x")  # struct loop_config of linux/loop.h
 _TRIES = 64
 
@@ -25,16 +24,16 @@ _MS_NOSUID = 2
 _MS_NODEV = 4
 _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
-# discard: room that the sandbox frees is free on the host again. noinit_itable: the table of inodes is a hole of the
-# image, and reads as zeros.
+# discard: space that the sandbox frees becomes free on the host. noinit_itable: the inode table is a hole of the image
+# and reads as zeros.
 _OPTIONS = b"discard,noinit_itable,errors=remount-ro"
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def try_lock(image: int) -> bool:
-    """Take the image's lock for this open file, without waiting; False: a loop device or another open file has it.
-    Raises OSError.
+    """Take the lock of the image for this open file without waiting. Returns False when a loop device or another open
+    file has it. Raises OSError.
     """
     try:
         fcntl.flock(image, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,10 +43,10 @@ def try_lock(image: int) -> bool:
 
 
 def mount_image(image: int, place: Path) -> None:
-    """Mount the ext4 image, locked and open for writing, with nosuid and nodev. Afterwards the mount alone holds device
+    """Mount the ext4 image, locked and open for writing, with nosuid and nodev. Afterwards only the mount holds device
     and lock.
 
-    Raises OSError; then nothing is left of it.
+    Raises OSError; then nothing is left.
     """
     device, path = _attach(image, place)
     try:
@@ -62,7 +61,7 @@ def mount_image(image: int, place: Path) -> None:
 
 
 def unmount(place: Path) -> bool:
-    """Take away every mount at `place`, now; a container that has it keeps it. False: there was none. Raises
+    """Remove every mount at `place` now. A container that uses it keeps it. Returns False when there was none. Raises
     OSError.
     """
     was_mounted = False
@@ -77,7 +76,7 @@ def unmount(place: Path) -> bool:
 
 
 def _attach(image: int, place: Path) -> tuple[int, str]:
-    """A loop device over the image, open; it goes when it is closed here and mounted nowhere."""
+    """Open a loop device over the image. It is freed when it is closed here and mounted nowhere."""
     label = os.fsencode(place)[-63:]
     config = _CONFIG.pack(image, 0, 0, 0, 0, 0, 0, 0, 0, 0, _AUTOCLEAR | _DIRECT_IO, label, b"", b"", 0, 0)
     for _ in range(_TRIES):

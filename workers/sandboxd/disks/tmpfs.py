@@ -1,4 +1,6 @@
-"""Workspaces in the container's own memory: made at once, everywhere, and gone with the container."""
+"""Workspaces in the container's own memory. They need nothing from the host, and their files are lost with the
+container.
+"""
 
 from collections.abc import AsyncIterator, Mapping, Set
 from contextlib import asynccontextmanager
@@ -9,7 +11,7 @@ from workers.sandboxd.disks.base import Kind, WorkspaceMount, WorkspaceSize
 
 @dataclass(frozen=True)
 class TmpfsWorkspace:
-    """Only a size: the engine mounts it with the container, and the container's memory pays for it."""
+    """Only a size. The engine mounts it with the container, and it counts as the container's memory."""
 
     name: str
     size: WorkspaceSize
@@ -27,11 +29,11 @@ class TmpfsWorkspace:
         yield WorkspaceMount()
 
     async def remove(self) -> None:
-        """Nothing is left of it when its container is gone."""
+        """Do nothing: the files end with the container."""
 
 
 class TmpfsWorkspaces:
-    """Hard limits of bytes and inodes by the kernel."""
+    """The kernel enforces bytes and inodes."""
 
     @property
     def kind(self) -> Kind:
@@ -45,10 +47,10 @@ class TmpfsWorkspaces:
         return TmpfsWorkspace(name, size)
 
     def find(self, name: str, size: WorkspaceSize) -> TmpfsWorkspace:
-        """There is nothing to find: what it held comes from an archive, or is gone."""
+        """Return a workspace of that name. Its files come from an archive, or are lost."""
         return TmpfsWorkspace(name, size)
 
-    async def sweep(self, keep: Set[str]) -> int:  # the protocol's
+    async def sweep(self, keep: Set[str]) -> int:  # part of the protocol
         return 0
 
     async def find_overfull(self) -> Mapping[str, int]:

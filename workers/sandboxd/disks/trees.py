@@ -1,5 +1,7 @@
-"""Folders whose content a hostile user made, any depth, any names and modes: deleted and measured without following a
-link.
+"""Deletes and measures folders whose content a hostile user made, with any depth, names and modes.
+
+No symbolic link is ever followed: every step opens a name relative to a folder descriptor with O_NOFOLLOW. Depth must
+not cost memory, stack or descriptors.
 """
 
 import errno
@@ -16,14 +18,15 @@ from workers.sandboxd.disks.base import WorkspaceSize
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TIMES = 4
-"""So many times the files it may hold are counted: what bounds time and memory."""
+"""The count stops at this multiple of the allowed files. It limits time and memory."""
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete `folder` and all in it; nobody else may be changing it. One that is not there is fine. Raises OSError.
+    """Delete `folder` and its content, which no other process may change meanwhile. A missing folder is ignored. Raises
+    OSError.
 
-    However deep it is, three descriptors and no recursion do: what a subfolder holds is moved up, and the empty
-    subfolder removed.
+    Three descriptors are enough at any depth, without recursion: the content of a subfolder is moved up, and the empty
+    subfolder is removed.
     """
     try:
         top = _open_folder(str(folder), None)
@@ -37,7 +40,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def _empty(top: int) -> None:
-    mark = secrets.token_hex(8)  # a name that nothing in the tree can have
+    mark = secrets.token_hex(8)  # a random name that the tree cannot contain
     numbers = itertools.count()
     while True:
         names = list(_unlink_files(top))
@@ -55,7 +58,7 @@ def _empty(top: int) -> None:
 
 
 def _unlink_files(folder: int) -> Iterator[str]:
-    """The names of the subfolders; all else is deleted on the way."""
+    """Yield the names of subfolders and delete everything else."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -65,7 +68,7 @@ def _unlink_files(folder: int) -> Iterator[str]:
 
 
 def _open_folder(name: str, parent: int | None) -> int:
-    """Open it whatever its mode is, where it is ours."""
+    """Open a folder whatever its mode is, if it belongs to this user."""
     try:
         fd = os.open(name, _FOLDER, dir_fd=parent)
     except PermissionError:
@@ -77,9 +80,7 @@ def _open_folder(name: str, parent: int | None) -> int:
 
 
 def allow_owner(name: str, parent: int | None) -> None:
-    """Give the owner of a folder his rights in it; its other rights stay, and a link is not followed. Raises
-    OSError.
-    """
+    """Give the owner of a folder all rights in it and keep its other rights. Does not follow a link. Raises OSError."""
     fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
         path = f"/proc/self/fd/{fd}"
@@ -93,8 +94,8 @@ _Identity = tuple[int, int]
 
 @dataclass
 class _Level:
-    """A folder on the way down: what it is, its name in the one above, and its subfolders that are still to be
-    counted.
+    """A folder on the current path: its identity, its name in the parent, and the subfolders that are not
+    counted yet.
     """
 
     identity: _Identity
@@ -104,11 +105,11 @@ class _Level:
 
 @dataclass
 class TreeCount:
-    """One count of a folder, to its end or to several times the files that it may hold.
+    """One count of a folder, to its end or to a multiple of the allowed files.
 
-    A file with several names counts once. What is moved about meanwhile may be missed, or counted twice. A deleted file
-    that is still open is not seen. A folder of ours without rights for its owner gets them; one that cannot be read at
-    all is as good as too much.
+    A file with several names counts once. Files that move during the count may be missed or counted twice. A deleted
+    file that is still open is not counted. A folder of this user without owner rights gets them. A folder that cannot
+    be read counts as overfull.
     """
 
     folder: Path
@@ -126,8 +127,8 @@ class TreeCount:
 
     @property
     def held_bytes(self) -> int:
-        """Of one that is over: more the more it holds. A file weighs at least its share of the size, so that many empty
-        ones are seen to grow.
+        """The size of an overfull folder; it grows with the content. A file weighs at least its share of the size, so
+        that many empty files count.
         """
         return max(self.bytes, self.inodes * self.most.bytes // self.most.inodes, 1)
 
@@ -136,9 +137,10 @@ class TreeCount:
         return self.inodes >= self.most.inodes * _TIMES
 
     def advance(self, until: float) -> bool:
-        """Count on until that instant of the monotonic clock, one folder at least; True when the count is complete.
+        """Continue the count until that time of the monotonic clock, by at least one folder. Returns True when the
+        count is complete.
 
-        The folder itself being gone is complete, too. Raises OSError.
+        A missing folder counts as complete. Raises OSError.
         """
         try:
             self._descend()
@@ -153,7 +155,7 @@ class TreeCount:
         return self._is_enough or not self._levels
 
     def _step(self, levels: list[_Level]) -> None:
-        """Into the next subfolder, or else up."""
+        """Enter the next subfolder, or return to the parent."""
         if levels[-1].pending:
             name = levels[-1].pending.pop()
             child = self._open_child(name)
@@ -167,12 +169,12 @@ class TreeCount:
         above = self._open_child("..")
         if above is not None:
             self._move_to(above)
-        # Of a folder that was moved, `..` is not where we came from, and might be outside.
+        # The `..` of a moved folder is not the parent we came from, and might be outside.
         if above is None or _identify(os.fstat(above)) != levels[-1].identity:
             self._descend()
 
     def _descend(self) -> None:
-        """From the top by the names of the levels, as far as they still are what they were; the rest is given up."""
+        """Descend from the top by the names of the levels, as far as their identities match. The rest is dropped."""
         self._move_to(self._open_top())
         if self._levels is None:
             self._levels = []
@@ -201,7 +203,7 @@ class TreeCount:
         self._fd = fd
 
     def _open_child(self, name: str) -> int | None:
-        """None: it is gone, or no folder any more."""
+        """Return a descriptor, or None when the name is missing or no longer a folder."""
         try:
             return os.open(name, _FOLDER, dir_fd=self._fd)
         except PermissionError:
@@ -220,7 +222,7 @@ class TreeCount:
             return None
 
     def _enter(self, name: str) -> None:
-        """Count what the open folder holds, and make it the lowest level."""
+        """Count the content of the open folder, and make it the lowest level."""
         pending: list[str] = []
         with os.scandir(self._fd) as entries:
             for entry in entries:

@@ -1,4 +1,4 @@
-"""The folder with the workspaces of one sandboxd: a private folder for each, of the workspace's name."""
+"""The folder of a sandboxd's workspaces, with a private folder for each workspace, of its name."""
 
 import asyncio
 import errno
@@ -20,13 +20,13 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 MOUNT = "mount"
-"""Where in a workspace's folder its image is mounted."""
+"""Where the image is mounted in the workspace's folder."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 async def run_to_end(work: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
-    """What blocking work gives, in a thread. It ends before this does, also when the caller is cancelled; then `undo`
-    takes back a success.
+    """Run blocking work in a thread and return its result. When the caller is cancelled, wait for the work first; then
+    `undo` reverts a success.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
@@ -37,40 +37,42 @@ async def run_to_end(work: Callable[[], T], undo: Callable[[], object] | None = 
                 await asyncio.wait([running])
             except asyncio.CancelledError:
                 continue
-        # An error of the work is not told: the cancellation is.
+        # The cancellation is raised, not an error of the work.
         if not running.cancelled() and running.exception() is None and undo is not None:
             try:
                 await run_to_end(undo)
             except (
                 SandboxUnavailable
-            ) as error:  # whoever cancelled must still see that it was; the next start clears what is left
+            ) as error:  # The caller must still see its cancellation. The next start removes what is left.
                 log.error("not_undone", error=str(error))
         raise
 
 
 class WorkspaceStore:
-    """The workspaces' folders. All but `of` blocks; made for one event loop, usable from its threads."""
+    """The folders of all workspaces. All methods but `of` block. It belongs to one event loop and may be used from its
+    threads.
+    """
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
         self.folder = folder
         self._host_free_bytes = host_free_bytes
         self._making: set[str] = set()
-        # Whoever needs a lock holds it: with the last one it goes.
+        # The lock of a name lives as long as a task uses it.
         self._removing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, name: str) -> Path:
-        """A workspace's folder, which need not be there. ValueError for a name that is not of letters, digits, _ and
-        -.
+        """Return a workspace's folder, which need not exist. Raises ValueError unless the name consists of letters,
+        digits, _ and -.
         """
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} cannot be a workspace's name: 1 to 128 letters, digits, _ and -")
         return self.folder / name
 
     async def make(self, name: str, fill: Callable[[Path], T]) -> T:
-        """A new folder, and what `fill` makes in it of it. Nothing is left of it when that fails or the caller is
+        """Create a folder, and return what `fill` makes in it. Nothing is left when that fails or the caller is
         cancelled.
 
-        Raises SandboxUnavailable: the disk is nearly full, the name is taken, or whatever else the host says.
+        Raises SandboxUnavailable when the disk is nearly full, the name is taken, or the host refuses.
         """
         place = self.of(name)
         if name in self._making:
@@ -82,7 +84,7 @@ class WorkspaceStore:
             self._making.discard(name)
 
     def prepare(self) -> None:
-        """The folder itself, which only this user may enter. Raises SandboxUnavailable."""
+        """Create the folder itself, which only this user may enter. Raises SandboxUnavailable."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.folder.lstat()
@@ -96,7 +98,7 @@ class WorkspaceStore:
             raise refused(f"the folder of workspaces {self.folder} cannot be made", error) from error
 
     def check_room(self) -> None:
-        """Raises SandboxUnavailable when the host's disk has too little left."""
+        """Raise SandboxUnavailable when the host's disk has too little free space."""
         found = os.statvfs(self.folder)
         free = found.f_bavail * found.f_frsize
         if free < self._host_free_bytes or (found.f_files and not found.f_favail):
@@ -107,19 +109,19 @@ class WorkspaceStore:
             )
 
     async def remove(self, name: str) -> None:
-        """Unmount and delete a workspace's folder; one that is not there is fine. Raises SandboxUnavailable; then try
+        """Unmount and delete a workspace's folder. A missing folder is ignored. Raises SandboxUnavailable; then try
         again later.
         """
         place = self.of(name)
-        # A sweep may come upon what a session is just giving up.
+        # A sweep may find a workspace that a session deletes at the same time.
         async with self._removing.setdefault(name, asyncio.Lock()):
             await run_to_end(lambda: self._delete(place))
 
     async def sweep(self, keep: Set[str]) -> int:
-        """Delete the folders of no name in `keep`, but for those that are being made; gives how many. Raises
-        SandboxUnavailable at the end when some would not go.
+        """Delete the folders that no name in `keep` owns, except those in creation, and return how many. Raises
+        SandboxUnavailable at the end when some could not be deleted.
 
-        What is there is looked at before anything is awaited: what is made later is safe.
+        The list is made before the first await, so a workspace that is created later is safe.
         """
         strays = [name for name in self._list_names() if name not in keep and name not in self._making]
         failed: list[str] = []
@@ -130,7 +132,8 @@ class WorkspaceStore:
                 failed.append(str(error))
         if failed:
             raise SandboxUnavailable(
-                f"{len(failed)} of {len(strays)} workspaces that nobody owns would not go; the first: {failed[0]}"
+                f"{len(failed)} of {len(strays)} workspaces without an owner could not be deleted; the first: "
+                f"{failed[0]}"
             )
         return len(strays)
 
@@ -176,7 +179,7 @@ class WorkspaceStore:
 
 
 def refused(what: str, error: OSError) -> SandboxUnavailable:
-    """What the host said, and what to do about it."""
+    """Return the host's error and what to do about it."""
     next_step = {
         errno.ENOSPC: "the host's disk is full: free space on it",
         errno.EDQUOT: "the quota of sandboxd's user is used up: raise it, or free space",

@@ -1,1 +1,1 @@
-"""The connections that a sandbox with network opens, relayed to the egress proxy of its host."""
+"""Relays the connections of a sandbox with network to the egress proxy of its host."""

@@ -1,4 +1,9 @@
-"""One connection of a sandbox, relayed between its guest and the egress proxy."""
+"""Relays one connection of a sandbox between its guest and the egress proxy.
+
+Each direction has a window: the sender may have WINDOW bytes on their way that the receiver has not read. So a slow
+side delays only its own connection and can never fill the memory of sandboxd. Windows and the end of each direction
+belong to the guest protocol.
+"""
 
 import asyncio
 import contextlib
@@ -16,17 +21,17 @@ log = structlog.get_logger(__name__)
 
 CONNECT_S = 5.0
 _READ_BYTES = 32_768
-"""What may wait unread of one connection is twice as much."""
+"""asyncio buffers up to twice as many unread bytes per connection."""
 
 ProxyStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 WINDOW = 65_536
-"""Bytes that may be on their way in one direction: sent, and not yet taken at the other end."""
+"""Bytes in one direction that were sent and not yet read at the other end."""
 GRANT = WINDOW // 2
-"""Room is told of when there is this much."""
+"""Freed window space is reported in steps of at least this size."""
 PIECE = 32_768
-"""The most that one frame carries: what a call's frame may have to wait for."""
+"""Maximum bytes of one frame, and so the longest delay of a call's frame."""
 LINGER_S = 1.0
-"""How often a proxy that has said its last is looked at: whether it still listens."""
+"""How often a proxy that has ended its data is checked for having closed the connection."""
 _UNREACHABLE = (
     "The egress proxy of this host does not answer, so nothing outside of the sandbox can be reached now. "
     "The operator of the host can start it. Do without the network, or try again later.\n"
@@ -38,31 +43,30 @@ _ANSWER = (
 
 
 async def open_proxy(path: Path | None, preamble: Mapping[str, Any], uids: frozenset[int]) -> ProxyStreams:
-    """A connection to the proxy that listens at `path`, the preamble sent: one line of JSON, before the program's own
-    bytes.
+    """Connect to the proxy at `path` and send the preamble: one line of JSON before the program's bytes.
 
-    Raises OSError, in words for the operator: there is no proxy (None), and whatever `connect_proxy` raises.
+    Raises OSError with a text for the operator when there is no proxy (None), and like `connect_proxy`.
     """
     if path is None:
         raise OSError("a kept session has network egress, and TOOLCREW_EGRESS_SOCKET is not set any more")
     reader, writer = await connect_proxy(path, uids)
-    # What waits to be written is counted where it comes from.
+    # Bytes that wait for the proxy are already counted in the guest's window.
     writer.transport.set_write_buffer_limits(high=0)
     writer.write(json.dumps(dict(preamble), separators=(",", ":")).encode("ascii") + b"\n")
     return reader, writer
 
 
 async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
-    """A connection on which nothing was said yet.
+    """Open a connection without sending anything.
 
-    Raises OSError, in words for the operator: nobody listens or answers in time, or whoever does runs under a uid that
+    Raises OSError with a text for the operator when no process listens or answers in time, or when the listener's uid
     is not one of `uids`.
     """
     try:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_unix_connection(str(path), limit=_READ_BYTES)
     except TimeoutError:
-        raise OSError(f"nobody took the connection to {path} in {CONNECT_S:g} s") from None
+        raise OSError(f"no process accepted the connection to {path} within {CONNECT_S:g} s") from None
     uid = find_peer_uid(writer.get_extra_info("socket"))
     if uid not in uids:
         writer.transport.abort()
@@ -73,7 +77,9 @@ async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
 
 
 class Wire:
-    """What the connections of one sandbox share: the channel, on which they take turns, and the way to the proxy."""
+    """The parts that all connections of a sandbox share: the channel, which they use in turn, and the way to
+    the proxy.
+    """
 
     def __init__(
         self,
@@ -87,19 +93,19 @@ class Wire:
         self._drain = drain
         self._turn = asyncio.Lock()
 
-    def tell(self, number: int, op: str, **fields: int) -> None:
+    def send_event(self, number: int, op: str, **fields: int) -> None:
         self._send({"op": op, "conn": number, **fields}, b"")
 
     async def send_data(self, number: int, data: bytes) -> None:
-        """One piece at a time, and none while the guest is behind: a call's frame finds little before it."""
+        """Send one piece at a time, and none while the guest is behind. So a frame of a call waits only briefly."""
         async with self._turn:
             await self._drain()
             self._send({"op": "net_data", "conn": number}, data)
 
 
 class Relay:
-    """Relays from its making on; `on_over` is called when both sides have closed. The caller has checked what the guest
-    says.
+    """Relays one connection from its creation on. `on_over` is called when both sides have closed. The caller has
+    checked the guest's frames.
     """
 
     def __init__(self, number: int, wire: Wire, on_over: Callable[["Relay"], None]) -> None:
@@ -113,34 +119,35 @@ class Relay:
         self._ended = False
         self._closed = False
         self._upward = bytearray()
-        self._untold = 0
+        self._unreported_room = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._arrived = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
-        # Not a `finally` of the task: one that is cancelled before its first step has none.
+        # A callback, not a `finally` of the task: a task that is cancelled before its first step never enters its
+        # `try`.
         self._task.add_done_callback(self._close)
 
     def take_data(self, data: bytes) -> None:
-        """Bytes for the proxy, within `guest_room`."""
+        """Accept bytes for the proxy, within `guest_room`."""
         self.guest_room -= len(data)
         if not self._closed:
             self._upward += data
             self._arrived.set()
 
     def take_room(self, count: int) -> None:
-        """The guest takes as many bytes more."""
+        """Note that the guest can receive that many bytes more."""
         self.room += count
         self._has_room.set()
 
     def take_end(self) -> None:
-        """The program has nothing more to say."""
+        """Note that the program sends no more."""
         self.guest_ended = True
         self._arrived.set()
 
     def take_close(self) -> None:
-        """The guest has let go. What the program said to its end is still handed on; else both directions are cut
-        off.
+        """Note that the guest has closed. If the program ended its data before, the data is still relayed; otherwise
+        both directions are cut.
         """
         self.guest_closed = True
         if self._closed:
@@ -149,11 +156,11 @@ class Relay:
             self._task.cancel()
 
     def cut(self) -> None:
-        """Both directions end here and now; the guest is told."""
+        """Cut both directions now. The guest is notified."""
         self._task.cancel()
 
     def abort(self) -> None:
-        """The sandbox is gone."""
+        """End the relay because the sandbox has ended."""
         self._closed = True
         self._task.cancel()
 
@@ -166,7 +173,7 @@ class Relay:
             return
         self._note(None)
         try:
-            # Whoever cuts the connection off ends it: the guest then tells the program.
+            # An error of the proxy's connection ends the relay, and the guest then closes the program's connection.
             with contextlib.suppress(OSError):
                 await self._relay(reader, writer)
         finally:
@@ -184,7 +191,7 @@ class Relay:
             upward.cancel()
 
     async def _send_down(self, reader: asyncio.StreamReader) -> None:
-        """Until the proxy's end. Raises OSError when it was cut off."""
+        """Relay to the guest until the proxy's end. Raises OSError when the connection was cut."""
         while True:
             await self._has_room.wait()
             data = await reader.read(min(self.room, PIECE))
@@ -195,7 +202,7 @@ class Relay:
         self._end()
 
     async def _send_up(self, writer: asyncio.StreamWriter) -> None:
-        """Until the program's end. A proxy that takes no more may still have an answer: what comes for it is
+        """Relay to the proxy until the program's end. A proxy that reads no more may still answer, so later bytes are
         dropped.
         """
         try:
@@ -209,7 +216,7 @@ class Relay:
             await self._drop_upward()
 
     async def _next_upward(self) -> bytes:
-        """What has come for the proxy; nothing at the program's end."""
+        """Return the bytes for the proxy; none at the program's end."""
         if not self._upward and not self.guest_ended:
             self._arrived.clear()
             await self._arrived.wait()
@@ -225,13 +232,13 @@ class Relay:
         self._take_up_room(len(_ANSWER))
         await self._wire.send_data(self.number, _ANSWER)
         self._end()
-        # A program that is still asking reads the answer only when it has asked.
+        # A program reads the answer only after it has sent its request.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await self._drop_upward()
 
     def _note(self, error: OSError | None) -> None:
-        """Log that the proxy is there no more, or again."""
+        """Log when the proxy becomes unreachable, and when it answers again."""
         was_there, self._wire.proxy_answers = self._wire.proxy_answers, error is None
         if error is not None and was_there:
             log.error("egress_proxy_unreachable", error=str(error))
@@ -244,15 +251,15 @@ class Relay:
             self._has_room.clear()
 
     def _give_room(self, count: int) -> None:
-        self._untold += count
-        if self._untold >= GRANT and not self.guest_ended:
-            self.guest_room += self._untold
-            self._wire.tell(self.number, "net_room", bytes=self._untold)
-            self._untold = 0
+        self._unreported_room += count
+        if self._unreported_room >= GRANT and not self.guest_ended:
+            self.guest_room += self._unreported_room
+            self._wire.send_event(self.number, "net_room", bytes=self._unreported_room)
+            self._unreported_room = 0
 
     def _end(self) -> None:
         self._ended = True
-        self._wire.tell(self.number, "net_end")
+        self._wire.send_event(self.number, "net_end")
 
     def _close(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -261,13 +268,13 @@ class Relay:
             return
         self._closed = True
         self._upward.clear()
-        self._wire.tell(self.number, "net_close")
+        self._wire.send_event(self.number, "net_close")
         if self.guest_closed:
             self._on_over(self)
 
 
 def _has_left(writer: asyncio.StreamWriter) -> bool:
-    """Whether the proxy has closed, and not only said its last."""
+    """Return True when the proxy has closed the connection, not only ended its data."""
     if writer.is_closing():
         return True
     poller = select.poll()

@@ -1,4 +1,9 @@
-"""sandboxd's ends of the connections that one sandbox opens: what its guest may say of them, and who relays each."""
+"""The connections that one sandbox opens: checks the guest's frames and passes them to a relay per connection.
+
+The guest is hostile. Every frame is checked for its fields, its connection's state and its window before it costs
+anything, and the rate of frames is limited, because one event loop serves all sandboxes. Any violation ends the
+sandbox.
+"""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -9,9 +14,9 @@ from workers.sandboxd.frames import Frame
 
 MAX_TUNNELS = 64
 _FRAMES_PER_S = 4000.0
-"""Twice what a guest of ours lets itself send."""
+"""Twice the rate of a genuine guest."""
 _FRAMES_AT_ONCE = 32_000.0
-"""More than fits between a guest and us while we do not read."""
+"""More frames than can wait between a guest and sandboxd while sandboxd does not read."""
 _OPEN_COST = 20.0
 _FIELDS: Mapping[str, frozenset[str]] = {
     "net_open": frozenset({"ev", "conn"}),
@@ -23,15 +28,14 @@ _FIELDS: Mapping[str, frozenset[str]] = {
 
 
 class _Violation(Exception):
-    """The guest said what no guest of ours says."""
+    """The guest sent what no genuine guest sends."""
 
 
 class Tunnels:
-    """All connections of one sandbox that are not over on both sides.
+    """All connections of one sandbox that are open on at least one side.
 
-    `send` takes a frame for the guest and `drain` waits until the guest has taken most of what was sent; `connect`
-    opens a connection to the proxy, or raises OSError; `on_violation` gets what the guest did, once, and nothing is
-    relayed after it.
+    `send` takes a frame for the guest; `drain` waits until the guest has read most of what was sent. `connect` opens a
+    connection to the proxy, or raises OSError. `on_violation` gets a description, once; nothing is relayed after it.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class Tunnels:
         self._counted_at = time.monotonic()
 
     def take(self, frame: Frame) -> None:
-        """One frame whose `ev` begins with `net_`, in the order they came. Never waits."""
+        """Accept a frame whose `ev` begins with `net_`, in order of arrival. Never waits."""
         if self._is_closed:
             return
         try:
@@ -60,14 +64,14 @@ class Tunnels:
             self._on_violation(str(violation))
 
     def close(self) -> None:
-        """Cut all connections off: the sandbox is gone."""
+        """Cut all connections, because the sandbox has ended."""
         self._is_closed = True
         for relay in self._relays.values():
             relay.abort()
         self._relays.clear()
 
     def cut(self) -> None:
-        """Cut off what stands; the guest is told, and may open others."""
+        """Cut the open connections. The guest is notified and may open new ones."""
         for relay in list(self._relays.values()):
             relay.cut()
 
@@ -85,7 +89,7 @@ class Tunnels:
         elif number not in self._relays or self._relays[number].guest_closed:
             raise _Violation("word of a connection that is not open")
         else:
-            self._tell(self._relays[number], event, frame)
+            self._pass_event(self._relays[number], event, frame)
 
     def _open(self, number: int) -> None:
         if not self._last < number < 2**53:
@@ -95,14 +99,14 @@ class Tunnels:
         self._last = number
         self._relays[number] = Relay(number, self._wire, self._forget)
 
-    def _tell(self, relay: Relay, event: str, frame: Frame) -> None:
+    def _pass_event(self, relay: Relay, event: str, frame: Frame) -> None:
         if event == "net_data":
             if relay.guest_ended or not 0 < len(frame.body) <= relay.guest_room:
                 raise _Violation("data of a connection that has ended, none, or more than there was room for")
             relay.take_data(frame.body)
         elif event == "net_room":
             count = frame.header["bytes"]
-            # A little at a time would let a guest send a frame for every byte.
+            # Small steps would let a guest send a frame for every byte.
             if type(count) is not int or count < GRANT or relay.room + count > WINDOW:
                 raise _Violation("room that a connection does not have, or too little to tell of")
             relay.take_room(count)
@@ -117,8 +121,8 @@ class Tunnels:
         self._relays.pop(relay.number, None)
 
     def _count(self, event: str) -> None:
-        """Raises _Violation when frames come faster than a guest of ours sends them: every sandbox is read in one
-        loop.
+        """Raise _Violation when frames arrive faster than a genuine guest sends them. One event loop serves all
+        sandboxes.
         """
         now = time.monotonic()
         self._tokens = min(_FRAMES_AT_ONCE, self._tokens + (now - self._counted_at) * _FRAMES_PER_S)

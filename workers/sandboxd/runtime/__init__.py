@@ -1,1 +1,1 @@
-"""How a sandbox is started and removed. The only folder that imports docker."""
+"""Starts and removes containers. The only folder that imports docker."""

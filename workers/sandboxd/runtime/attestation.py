@@ -1,4 +1,4 @@
-"""What a guest tells of its sandbox, checked, and judged before a session gets it."""
+"""A guest's report about its sandbox: checked, and judged before a session gets the sandbox."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,17 +17,16 @@ _LOSSES = {
     "git": "git is not there for commands; the other tools do not need it",
     "ripgrep": "grep_tool uses its slower Python engine",
 }
-# A file system's own tables take a part of the image it lies in.
+# The tables of a file system use a part of its image.
 _LEAST_SHARE = 0.7
 
 
 @dataclass(frozen=True)
 class Attestation:
-    """`processes`: living ones beside PID 1 and its waiting supervisor; `entries`: folder -> entries directly in it,
+    """`processes`: living processes except PID 1 and its waiting supervisor. `entries`: folder -> direct entries,
     counted up to 1,000.
 
-    `workspace_bytes` and `workspace_inodes` are the file system's size, used or not; 0 inodes: it has no fixed number
-    of them.
+    `workspace_bytes` and `workspace_inodes`: total size of the file system. 0 inodes means that it has no fixed number.
     """
 
     processes: int
@@ -42,27 +41,25 @@ class Attestation:
 
 
 class Guest(Protocol):
-    """Who can be asked: a sandbox."""
+    """A sandbox that answers requests."""
 
     async def ask(self, request: Mapping[str, Any], /) -> Mapping[str, Any]: ...
 
 
 async def ask_attestation(guest: Guest, timeout_s: float = 5.0) -> Attestation:
-    """What the guest says now. Raises SandboxUnavailable when it says nothing, or not what the protocol has."""
+    """Return the guest's current report. Raises SandboxUnavailable when it sends none, or an invalid one."""
     try:
         return parse_attestation(await guest.ask({"op": "attest", "timeout_s": timeout_s}))
     except ValueError as error:
         raise SandboxUnavailable(
-            f"the guest does not tell how its sandbox is ({error}): build its image anew"
+            f"the guest sent no valid report about its sandbox ({error}): build its image again"
         ) from error
 
 
 def parse_attestation(done: Mapping[str, Any]) -> Attestation:
-    """The answer to `attest`. Raises ValueError when it is an error, or anything in it is not what the protocol
-    says.
-    """
+    """Return the answer to `attest`. Raises ValueError when it is an error or violates the protocol."""
     if "error" in done:
-        raise ValueError(f"it cannot: {str(done['error'])[:300]}")
+        raise ValueError(f"it failed:  {str(done['error'])[:300]}")
     entries, workspace = _mapping(done, "entries"), _mapping(done, "workspace")
     kind = workspace.get("type")
     if not isinstance(kind, str) or not _KIND.fullmatch(kind):
@@ -81,9 +78,9 @@ def parse_attestation(done: Mapping[str, Any]) -> Attestation:
 
 
 def find_dirt(attestation: Attestation) -> list[str]:
-    """Why the sandbox is not as it was made: sentences; none for one that nobody has used."""
+    """Return sentences about traces of use. Empty for a sandbox that was never used."""
     found = [
-        (attestation.processes, "process(es) live beside the guest"),
+        (attestation.processes, "process(es) run in addition to the guest"),
         (attestation.zombies, "dead process(es) wait to be collected"),
         (attestation.jobs, "background job(s) run"),
         *((attestation.entries[name], f"entries lie in {_NAMES[name]}") for name in _FOLDERS),
@@ -92,7 +89,7 @@ def find_dirt(attestation: Attestation) -> list[str]:
 
 
 def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list[str]:
-    """Why the workspace is not the one of a hard quota that was asked for: sentences; none when it is."""
+    """Return sentences about differences from the requested workspace with a hard quota. Empty when it matches."""
     return [
         *_compare("bytes", attestation.workspace_bytes, size_bytes, attestation.workspace_type),
         *_compare("inodes", attestation.workspace_inodes, inodes, attestation.workspace_type),
@@ -100,18 +97,16 @@ def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list
 
 
 def explain_lacks(attestation: Attestation, image: str) -> list[str]:
-    """What an image of the operator's own choice does without: sentences; none for one that has all that the tools
-    use.
-    """
+    """Return sentences about programs that the operator's image lacks. Empty when it has all that the tools use."""
     return [f"image {image} has no {name}: {_LOSSES[name]}" for name in _PROGRAMS if name not in attestation.programs]
 
 
-def _compare(what: str, found: int, asked: int, kind: str) -> Iterator[str]:
-    # A kernel rounds up to whole pages, or groups of inodes, and no further.
-    if found > asked * 1.1 + 65_536:
-        yield f"/workspace ({kind}) has {found} {what}, more than the {asked} asked for: its quota is not in force"
-    elif found < asked * _LEAST_SHARE and (what == "bytes" or found):
-        yield f"/workspace ({kind}) has {found} {what}, fewer than the {asked} asked for"
+def _compare(what: str, found: int, requested: int, kind: str) -> Iterator[str]:
+    # A kernel rounds up to whole pages or groups of inodes, not further.
+    if found > requested * 1.1 + 65_536:
+        yield f"/workspace ({kind}) has {found} {what}, more than the {requested} requested: its quota is not in force"
+    elif found < requested * _LEAST_SHARE and (what == "bytes" or found):
+        yield f"/workspace ({kind}) has {found} {what}, fewer than the {requested} requested"
 
 
 def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:

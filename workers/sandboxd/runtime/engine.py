@@ -1,4 +1,9 @@
-"""The container engine through its SDK; every call goes through one gate, bounded in time."""
+"""The container engine through its SDK. Every call goes through one gate and is limited in time.
+
+A start that the engine does not answer may still create a container later. So its name is remembered, and the container
+is removed whenever it appears. The name was chosen before the call and recorded on disk, so this also holds after kill
+-9.
+"""
 
 import asyncio
 import contextlib
@@ -24,29 +29,31 @@ from workers.sandboxd.runtime.volumes import GuestVolumes, fill_volume, list_vol
 log = structlog.get_logger(__name__)
 
 PAUSES_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Before each try; the last one for ever."""
+"""Pauses before each attempt; the last value repeats."""
 ABSENT_ENOUGH: Final = 5
-"""Never made: not there this many times in a row, while the engine answered. What comes later still is found by its
-deadline.
+"""Attempts in a row that found no container while the engine answered; then it counts as never created. A container
+that appears even later is removed at its deadline.
 """
 LABEL_PRODUCT: Final = "toolcrew.product"
 LABEL_DEPLOYMENT: Final = "toolcrew.deployment"
 LABEL_SANDBOXD: Final = "toolcrew.sandboxd"
 LABEL_CREATED_AT: Final = "toolcrew.created_at"
 LABEL_DEADLINE: Final = "toolcrew.deadline"
-"""Epoch seconds in decimal: after it any sandboxd of the deployment may remove the container."""
+"""Epoch seconds in decimal. After it any sandboxd of the deployment may remove the container."""
 LABEL_LEASE: Final = "toolcrew.lease"
 LABEL_GUEST: Final = "toolcrew.guest"
-"""An image's: it has a guest of its own."""
+"""Label of an image that contains its own guest."""
 PRODUCT: Final = "sandbox"
 _REMOVAL_S: Final = 20
-"""How long the engine's own removal of a container is waited for."""
-_TIMEOUT_WORDS: Final = ("timeout", "timed out", "deadline exceeded")
+"""How long to wait for the engine's own removal of a container."""
+_TIMEOUT_TEXTS: Final = ("timeout", "timed out", "deadline exceeded")
 T = TypeVar("T")
 
 
 class LateStarts:
-    """Removes in the background. `remove`: by name; whether it was there; raises SandboxUnavailable."""
+    """Removes containers that appear late, in the background. `remove` gets a name and returns True when the container
+    existed. It raises SandboxUnavailable.
+    """
 
     def __init__(self, remove: Callable[[str], Awaitable[bool]], pauses_s: Sequence[float] = PAUSES_S) -> None:
         self._remove = remove
@@ -54,11 +61,11 @@ class LateStarts:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
-        """How many are still looked for."""
+        """Return how many containers are still searched."""
         return len(self._tasks)
 
     def forget(self, name: str) -> None:
-        """Look for it from now on; once more from the beginning when it is looked for already."""
+        """Search and remove that container from now on. A search in progress starts again."""
         if name in self._tasks:
             self._tasks.pop(name).cancel()
         task = asyncio.get_running_loop().create_task(self._look(name))
@@ -66,7 +73,7 @@ class LateStarts:
         task.add_done_callback(lambda done: self._drop(name, done))
 
     def close(self) -> None:
-        """Look no more."""
+        """End all searches."""
         for task in list(self._tasks.values()):
             task.cancel()
 
@@ -75,10 +82,10 @@ class LateStarts:
             del self._tasks[name]
 
     async def _look(self, name: str) -> None:
-        absent, turn = 0, 0
+        absent, attempt = 0, 0
         while absent < ABSENT_ENOUGH:
-            await asyncio.sleep(self._pauses_s[min(turn, len(self._pauses_s) - 1)])
-            turn += 1
+            await asyncio.sleep(self._pauses_s[min(attempt, len(self._pauses_s) - 1)])
+            attempt += 1
             try:
                 was_there = await self._remove(name)
             except SandboxUnavailable:
@@ -92,7 +99,9 @@ class LateStarts:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the engine says of itself. `components`: versions by name, as `runc`; empty where it says nothing."""
+    """The engine's description of itself. `components`: versions by name, such as `runc`; empty when it
+    reports none.
+    """
 
     version: str
     cgroup_version: int
@@ -101,7 +110,7 @@ class EngineFacts:
     kernel: str
     components: Mapping[str, str] = field(default_factory=dict)
     security: frozenset[str] = frozenset()
-    """Of apparmor, selinux, userns, rootless, cgroupns, seccomp."""
+    """A subset of apparmor, selinux, userns, rootless, cgroupns, seccomp."""
     storage_driver: str = ""
     has_memory_limit: bool = True
     has_swap_limit: bool = True
@@ -118,8 +127,8 @@ class AttachedContainer:
 
 @dataclass(frozen=True)
 class ListedContainer:
-    """One of ours as the engine lists it. `state` in the engine's words: created, running, paused, exited, dead ...;
-    instants in epoch seconds.
+    """A container of this product as the engine lists it. `state` is the engine's: created, running, paused, exited,
+    dead. Times are in epoch seconds.
     """
 
     id: str
@@ -130,8 +139,8 @@ class ListedContainer:
 
 
 class Engine:
-    """Create, attach, start, pause, inspect, remove. Raises SandboxUnavailable with the engine's own words, or why it
-    is not asked.
+    """Creates, attaches, starts, pauses, inspects and removes containers. Raises SandboxUnavailable with the engine's
+    error text, or with why the engine was not called.
     """
 
     def __init__(self, lanes: Lanes = LANES, late_pauses_s: Sequence[float] = PAUSES_S) -> None:
@@ -142,18 +151,19 @@ class Engine:
         self.gate = EngineGate(lambda: self._work(lambda api: api.ping(), lanes.probe_s), probe_s=lanes.probe_s)
 
     async def facts(self) -> EngineFacts:
-        """Version, cgroup version, seccomp and runtimes of the engine."""
+        """Return version, cgroup version, seccomp and runtimes of the engine."""
         return await self._run(self._lanes.start_check, lambda api: _build_facts(api.info(), api.version()))
 
     async def image_id(self, image: str) -> str | None:
-        """The image's content id, or None when the engine does not have it."""
+        """Return the image's content id, or None when the engine does not have it."""
         found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
         return None if found is None else str(found["Id"])
 
     async def has_guest(self, image: str) -> bool:
-        """Whether the image says that it has a guest of its own. False for one that the engine does not have.
+        """Return True when the image's label says that it contains a guest. False for an image that the engine does not
+        have.
 
-        Raises SandboxUnavailable for one that would be more than the profile allows.
+        Raises SandboxUnavailable for an image that would exceed the profile.
         """
         found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
         config = (found or {}).get("Config") or {}
@@ -163,10 +173,10 @@ class Engine:
         return (config.get("Labels") or {}).get(LABEL_GUEST) == "1"
 
     async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
-        """Create a container of that raw configuration, attach, start it.
+        """Create a container of that raw configuration, attach to it, and start it.
 
-        On failure nothing is left behind: at once where the engine refused; where it stayed silent, as soon as it
-        answers again.
+        A failure leaves nothing behind. When the engine refused, the container is removed at once. When it did not
+        answer, the container is removed as soon as it answers again.
         """
         begun = threading.Event()
 
@@ -190,25 +200,29 @@ class Engine:
             raise
 
     async def inspect(self, container: str) -> dict[str, Any]:
-        """The engine's description of a container."""
+        """Return the engine's description of a container."""
         return await self._run(self._lanes.start_check, lambda api: dict(api.inspect_container(container)))
 
     async def pause(self, container: str) -> None:
-        """Freeze all its processes; a frozen one is fine. Raises SandboxUnavailable when it is gone or does not run."""
+        """Freeze all processes of a container. Does nothing to a frozen one. Raises SandboxUnavailable when it does not
+        exist or does not run.
+        """
         await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=True))
 
     async def unpause(self, container: str) -> None:
-        """Thaw it; one that runs is fine. Raises SandboxUnavailable when it is gone or does not run."""
+        """Thaw a container. Does nothing to a running one. Raises SandboxUnavailable when it does not exist or does not
+        run.
+        """
         await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=False))
 
     async def remove(self, container: str) -> None:
-        """Kill and remove, frozen or not; returns when the engine no longer has it. A container that is already gone is
-        fine.
+        """Kill and remove a container, frozen or not, and return when the engine no longer has it. Ignores a container
+        that does not exist.
         """
         await self._remove_by_name(container)
 
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
-        """All containers of the product and that deployment, in any state, whichever sandboxd made them."""
+        """Return all containers of the product and that deployment, in any state, of any sandboxd."""
         filters = {"label": [f"{LABEL_PRODUCT}={PRODUCT}", f"{LABEL_DEPLOYMENT}={deployment}"]}
 
         def work(api: docker.APIClient) -> list[ListedContainer]:
@@ -217,8 +231,8 @@ class Engine:
         return await self._run(self._lanes.start_check, work)
 
     async def ensure_guest_volume(self, image: str) -> str:
-        """Name of a volume that holds the guest of that image of ours, for images that have none; made and filled where
-        it is not there.
+        """Return the name of a volume with the guest of that toolcrew image, for images that have none. Creates and
+        fills the volume if needed.
 
         Raises SandboxUnavailable when the image is missing or has no guest, and when the volume holds something else
         and is in use.
@@ -226,27 +240,27 @@ class Engine:
         return await self._run(self._lanes.fills, lambda api: self._volumes.ensure(api, image))
 
     async def make_skill_volume(self, name: str, labels: Mapping[str, str]) -> None:
-        """An empty volume for skills."""
+        """Create an empty volume for skills."""
         await self._run(self._lanes.fills, lambda api: make_volume(api, name, labels))
 
     async def fill_skill_volume(self, name: str, image: str, archive: IO[bytes]) -> None:
-        """Unpack a tar archive into the volume. `image`: any that the engine has."""
+        """Unpack a tar archive into the volume. `image`: any image of the engine."""
         await self._run(self._lanes.fills, lambda api: fill_volume(api, name, image, archive))
 
     async def list_skill_volumes(self, label: str) -> Mapping[str, Mapping[str, str]]:
-        """The labels of all volumes for skills with that label (`name=value`), by their names."""
+        """Return the labels of all skill volumes with that label (`name=value`), by volume name."""
         return await self._run(self._lanes.start_check, lambda api: list_volumes(api, label))
 
     async def remove_skill_volume(self, name: str) -> None:
-        """One that is gone is fine. Raises SandboxUnavailable while a container has it."""
+        """Remove a volume. Ignores one that does not exist. Raises SandboxUnavailable while a container uses it."""
         await self._run(self._lanes.removals, lambda api: remove_volume(api, name))
 
     def describe(self) -> dict[str, Any]:
-        """What `status` tells of the engine: calls under way and waiting, and whether it is asked at all."""
+        """Return the state of the engine for `status`: calls in progress and waiting, and the state of the breaker."""
         return {**self.gate.describe(), "late_starts": len(self._late)}
 
     def close(self) -> None:
-        """Leave what runs to itself: threads end with the process."""
+        """Close the clients. Running threads end with the process."""
         self._late.close()
         while self._clients:
             self._clients.popleft().close()
@@ -257,15 +271,15 @@ class Engine:
         return await self.gate.run(lane, lambda: self._work(work, lane.deadline_s), late)
 
     def _work(self, work: Callable[[docker.APIClient], T], timeout_s: float) -> T:
-        """In a thread. No single wait on the engine's socket is longer than `timeout_s`."""
+        """Run work in the current thread. No single wait on the engine's socket is longer than `timeout_s`."""
         try:
             with self._client(timeout_s) as api:
                 return work(api)
         except docker.errors.APIError as error:
-            words = str(error.explanation or error)
-            if error.is_server_error() and any(word in words.lower() for word in _TIMEOUT_WORDS):
-                raise EngineSilent(f"the Docker engine gave up on itself: {words}") from error
-            raise SandboxUnavailable(f"the Docker engine refused: {words}") from error
+            message = str(error.explanation or error)
+            if error.is_server_error() and any(word in message.lower() for word in _TIMEOUT_TEXTS):
+                raise EngineSilent(f"the Docker engine reported an internal timeout:  {message}") from error
+            raise SandboxUnavailable(f"the Docker engine refused: {message}") from error
         except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
             raise EngineSilent(
                 f"the Docker engine does not answer ({error}): start it, or check DOCKER_HOST and your rights"
@@ -277,8 +291,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _client(self, timeout_s: float) -> Iterator[docker.APIClient]:
-        # One a call at a time: a requests session is not promised to be thread-safe. None is kept whose call went wrong
-        # on the way.
+        # One client per call at a time, because a requests session is not guaranteed to be thread-safe. A client whose
+        # call failed in transport is not kept.
         try:
             api = self._clients.popleft()
         except IndexError:
@@ -295,8 +309,8 @@ class Engine:
         self._put_back(api)
 
     def _put_back(self, api: docker.APIClient) -> None:
-        """Keep the client for the next call. Over a socket of this host its connections go: it would keep one for each
-        address it has asked.
+        """Keep the client for the next call. Over a local socket, close its connections first: it would keep one for
+        each URL it has called.
         """
         if not str(api.base_url).startswith(("http://", "https://")):
             api.close()
@@ -357,7 +371,7 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
             f"the engine has no image {config['Image']}: build it with scripts/build-image, or pull it"
         ) from error
     attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
-    # A descriptor of our own: the SDK's object then goes its way without taking the connection with it.
+    # Use an own descriptor: the SDK's object can then be closed without closing the connection.
     sock = socket.socket(fileno=os.dup(attached.fileno()))
     attached.close()
     try:
@@ -373,9 +387,9 @@ def _freeze(api: docker.APIClient, container: str, *, is_wanted: bool) -> None:
     try:
         (api.pause if is_wanted else api.unpause)(container)
     except docker.errors.NotFound as error:
-        raise SandboxUnavailable("the sandbox's container is gone") from error
+        raise SandboxUnavailable("the sandbox's container does not exist") from error
     except docker.errors.APIError:
-        # Engines differ in how they say that it is so already.
+        # Engines differ in how they report that the state is already so.
         state = api.inspect_container(container)["State"]
         if not state.get("Running"):
             raise SandboxUnavailable("the sandbox's container has ended") from None
@@ -384,7 +398,7 @@ def _freeze(api: docker.APIClient, container: str, *, is_wanted: bool) -> None:
 
 
 def _remove(api: docker.APIClient, container: str) -> bool:
-    """Whether it was there."""
+    """Remove a container and return True when it existed."""
     try:
         api.remove_container(container, force=True, v=True)
     except docker.errors.NotFound:
@@ -403,5 +417,5 @@ def _wait_removed(api: docker.APIClient, container: str) -> None:
         return
     except requests.exceptions.RequestException as error:
         raise SandboxUnavailable(
-            f"the Docker engine does not get done with removing container {container[:12]}: it is tried again"
+            f"the Docker engine has not finished removing container {container[:12]}: sandboxd tries again"
         ) from error

@@ -1,5 +1,9 @@
-"""Every call to the container engine passes one gate: bounded in number and time, and refused while the engine does not
-answer.
+"""The gate for every call to the container engine. It limits the number and the duration of calls, and refuses calls
+while the engine does not answer.
+
+A blocked thread cannot be stopped. So a call that exceeds its deadline is answered with an error, but it keeps its slot
+until its thread ends: the number of threads in a hanging engine stays limited. After a few calls without an answer the
+breaker opens, and callers fail at once instead of waiting.
 """
 
 import asyncio
@@ -26,7 +30,9 @@ T = TypeVar("T")
 
 
 class Admission(Enum):
-    """What a caller may do. `PROBE`: ask whether the engine is back, and report it; one caller at a time is told so."""
+    """The breaker's decision for a caller. `PROBE`: check that the engine answers and report the result; only one
+    caller at a time gets it.
+    """
 
     GO = "go"
     PROBE = "probe"
@@ -34,9 +40,10 @@ class Admission(Enum):
 
 
 class Breaker:
-    """Closed: calls go through. Open: none but a probe when the pause is over; each probe that fails doubles the pause.
+    """A circuit breaker. Closed: calls pass. Open: only a probe passes when the pause is over, and each failed probe
+    doubles the pause.
 
-    Pure: no waiting, no I/O; `clock` gives seconds.
+    Pure: no waiting, no I/O. `clock` returns seconds.
     """
 
     def __init__(
@@ -57,22 +64,22 @@ class Breaker:
         self._silent_since = 0.0
         self.is_open = False
         self.failures = 0
-        """Calls in a row that got no answer."""
+        """Calls in a row without an answer."""
         self.last_error = ""
 
     @property
     def silent_s(self) -> float:
-        """How long the engine has been silent; 0 when its last call was answered."""
+        """Seconds since the engine stopped answering; 0 when its last call was answered."""
         return self._clock() - self._silent_since if self.failures else 0.0
 
     @property
     def next_try_s(self) -> float:
-        """Seconds until a probe is let through; 0 when it would be now, or is under way."""
+        """Seconds until the next probe; 0 when a probe may run now or is running."""
         return max(0.0, self._next_try_at - self._clock()) if self.is_open else 0.0
 
     def admit(self) -> Admission:
-        """What a caller may do now. After `PROBE` one of `probe_failed`, `probe_answered` and `probe_dropped` must
-        follow.
+        """Decide about a call. After `PROBE` the caller must call `probe_failed`, `probe_answered` or
+        `probe_dropped`.
         """
         if not self.is_open:
             return Admission.GO
@@ -82,8 +89,8 @@ class Breaker:
         return Admission.PROBE
 
     def failed(self, error: str) -> bool:
-        """A call got no answer. True when this opened the breaker. Calls that were under way when it opened add nothing
-        to its pause.
+        """Note a call without an answer. Returns True when this opened the breaker. Calls that were in progress when it
+        opened do not lengthen the pause.
         """
         self._count(error)
         if self.is_open or self.failures < self._threshold:
@@ -93,7 +100,7 @@ class Breaker:
         return True
 
     def answered(self) -> bool:
-        """A call was answered, be it by a refusal. True when this closed the breaker."""
+        """Note an answer, even a refusal. Returns True when this closed the breaker."""
         was_open = self.is_open
         self.is_open = self._is_probing = False
         self.failures = 0
@@ -101,17 +108,17 @@ class Breaker:
         return was_open
 
     def probe_failed(self, error: str) -> None:
-        """The engine is still silent."""
+        """Note that the engine still does not answer."""
         self._count(error)
         self._is_probing = False
         self._lengthen_pause()
         self._next_try_at = self._clock() + self._pause_s
 
     def probe_answered(self) -> bool:
-        """The engine answers again; a call that gets no answer opens the breaker at once, for longer. True when this
-        closed it.
+        """Note that the engine answers again. The next call without an answer opens the breaker at once, with a longer
+        pause. Returns True when this closed the breaker.
 
-        An engine can answer a probe and nothing else: only a call's answer makes the pause short again.
+        An engine may answer a probe and nothing else. Only the answer to a call resets the pause.
         """
         if not self.is_open:
             return False
@@ -121,7 +128,7 @@ class Breaker:
         return True
 
     def probe_dropped(self) -> None:
-        """Whoever was to probe has left: the next caller probes."""
+        """Note that the probing caller has left. The next caller probes."""
         self._is_probing = False
 
     def _count(self, error: str) -> None:
@@ -135,14 +142,12 @@ class Breaker:
 
 
 class EngineSilent(SandboxUnavailable):
-    """The engine gave no answer, or none that an engine gives. A few of these in a row open the breaker."""
+    """The engine gave no answer, or an invalid one. A few in a row open the breaker."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One kind of call. `name` is its plural, for sentences. A caller waits for its turn no longer than
-    `max_wait_s`.
-    """
+    """One kind of call. `name` is its plural, for error messages. A caller waits for a slot at most `max_wait_s`."""
 
     name: str
     at_once: int
@@ -153,7 +158,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Every kind of call to the engine. `probe_s`: how long a silent one may take to show that it is back."""
+    """All kinds of calls to the engine. `probe_s`: time limit of a probe."""
 
     starts: Lane
     removals: Lane
@@ -164,8 +169,8 @@ class Lanes:
 
 
 LANES: Final = Lanes(
-    # Nearly all work of the engine's on this host: more at a time than it has cores end no sooner, and each waits
-    # longer.
+    # Starts are most of the engine's work. More starts at once than the host has cores do not finish sooner, and each
+    # takes longer.
     starts=Lane("starts", at_once=max(2, min(os.cpu_count() or 1, 16)), deadline_s=45.0),
     removals=Lane("removals", at_once=4, deadline_s=45.0, max_wait_s=120.0),
     start_check=Lane("looks", at_once=4, deadline_s=15.0, max_wait_s=30.0),
@@ -174,16 +179,16 @@ LANES: Final = Lanes(
 )
 
 
-class _Turns:
-    """Who may use a lane: first come, first served. A turn ends with the thread that used it, not with its caller's
-    patience.
+class _LaneSlots:
+    """The slots of a lane, in order of arrival. A slot is free when the thread that used it ends, not when its caller
+    gives up.
     """
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self.running = 0
         self.overdue = 0
-        """Of those that run: given up by their callers at the deadline, and still in the engine's hands."""
+        """Running calls whose callers gave up at the deadline."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -191,8 +196,8 @@ class _Turns:
         return len(self._waiting)
 
     async def take(self) -> None:
-        """Returns with a turn that must be given back. Raises SandboxUnavailable when too many wait, or for too
-        long.
+        """Wait for a slot, which the caller must give back. Raises SandboxUnavailable when too many callers wait, or
+        for too long.
         """
         if self.running < self.lane.at_once:
             self.running += 1
@@ -213,65 +218,66 @@ class _Turns:
             raise
 
     def give_back(self) -> None:
-        """The next that waits has the turn."""
+        """Pass the slot to the next waiting caller."""
         while self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():  # else its caller is leaving in this very moment
+            if not turn.done():  # otherwise its caller is leaving at this moment
                 turn.set_result(None)
                 return
         self.running -= 1
 
     def count_overdue(self) -> None:
-        """One more is overdue; nobody waits for turns of which none may ever come back."""
+        """Count one more overdue call. When all slots are overdue, callers do not wait: no slot may ever
+        become free.
+        """
         self.overdue += 1
         if self.overdue >= self.lane.at_once:
             self.refuse_waiting(self._stuck())
 
-    def refuse_waiting(self, words: str) -> None:
-        """Everybody who waits gets a SandboxUnavailable of these words."""
+    def refuse_waiting(self, message: str) -> None:
+        """Raise SandboxUnavailable with this message in every waiting caller."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
-                turn.set_exception(SandboxUnavailable(words))
+                turn.set_exception(SandboxUnavailable(message))
 
     def _leave(self, turn: "asyncio.Future[None]") -> None:
         if turn in self._waiting:
             self._waiting.remove(turn)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
-            self.give_back()  # it came as the caller left
+            self.give_back()  # the slot came while the caller left
 
     def _stuck(self) -> str:
-        return (
-            f"the Docker engine does not get done with any of {self.overdue} {self.lane.name}: look after it, or "
-            "restart it"
-        )
+        return f"the Docker engine does not finish any of {self.overdue} {self.lane.name}: check it, or restart it"
 
     def _busy(self) -> SandboxUnavailable:
         return SandboxUnavailable(
-            f"the Docker engine is busy: {self.running} {self.lane.name} under way, {self.waiting} waiting: try again "
-            "later, or spread the sessions over more hosts"
+            f"the Docker engine is busy: {self.running} {self.lane.name} in progress, {self.waiting} waiting: try "
+            "again later, or spread the sessions over more hosts"
         )
 
 
 class EngineGate:
-    """Runs blocking calls in threads of their own. `probe`: the cheapest blocking call that shows an engine alive."""
+    """Runs blocking calls in their own threads. `probe`: the cheapest blocking call that shows that the
+    engine answers.
+    """
 
     def __init__(self, probe: Callable[[], object], breaker: Breaker | None = None, probe_s: float = 3.0) -> None:
         self._probe = probe
         self._probe_s = probe_s
         self._breaker = breaker or Breaker()
-        self._turns: dict[str, _Turns] = {}
+        self._turns: dict[str, _LaneSlots] = {}
         self._probing: asyncio.Future[object] | None = None
 
     async def run(self, lane: Lane, work: Callable[[], T], late: Callable[[T], None] | None = None) -> T:
-        """The result of `work`, which may raise SandboxUnavailable (the engine refused) or EngineSilent.
+        """Return the result of `work`, which may raise SandboxUnavailable (the engine refused) or EngineSilent.
 
-        Raises SandboxUnavailable at once while the breaker is open, when the lane is full, and EngineSilent at the
-        lane's deadline. A thread cannot be stopped: after a deadline or a cancelled wait it goes on, holds its turn,
-        and its result goes to `late`.
+        Raises SandboxUnavailable at once while the breaker is open or the lane is full, and EngineSilent at the lane's
+        deadline. A thread cannot be stopped: after a deadline or a cancelled wait it continues and keeps its slot, and
+        its result goes to `late`.
         """
         await self._admit()
-        turns = self._turns.setdefault(lane.name, _Turns(lane))
+        turns = self._turns.setdefault(lane.name, _LaneSlots(lane))
         await turns.take()
         if self._breaker.is_open:
             turns.give_back()
@@ -288,7 +294,7 @@ class EngineGate:
             raise
 
     def describe(self) -> dict[str, Any]:
-        """For `status`: what runs and waits by kind, and whether the engine is asked at all."""
+        """Return the running and waiting calls by kind and the state of the breaker, for `status`."""
         breaker = self._breaker
         return {
             "running": {name: turns.running for name, turns in self._turns.items()},
@@ -308,11 +314,11 @@ class EngineGate:
             raise SandboxUnavailable(self._silence())
 
     async def _ask_probe(self) -> None:
-        # One that hangs is asked again for its answer: no two threads are in the hands of a silent engine for this.
+        # Wait again for a probe that hangs. So at most one thread hangs in a silent engine because of probes.
         try:
             if self._probing is None or self._probing.done():
                 self._probing = in_thread(self._probe, "engine-probe")
-                self._probing.add_done_callback(_look_at)
+                self._probing.add_done_callback(_retrieve_error)
             async with asyncio.timeout(self._probe_s):
                 await asyncio.shield(self._probing)
         except (SandboxUnavailable, TimeoutError) as error:
@@ -324,8 +330,8 @@ class EngineGate:
         if self._breaker.probe_answered():
             log.info("engine_breaker_closed")
 
-    def learn(self, error: BaseException | None) -> None:
-        """What the end of a call shows of the engine."""
+    def note_end(self, error: BaseException | None) -> None:
+        """Update the breaker after the end of a call."""
         if isinstance(error, EngineSilent):
             self._fail(error)
         elif (error is None or isinstance(error, SandboxUnavailable)) and self._breaker.answered():
@@ -348,16 +354,16 @@ class EngineGate:
 
 
 class _Call(Generic[T]):
-    """A call in its thread. Whether its caller waits or has left: at the deadline it is silence, and its end gives the
-    turn back.
+    """A call in its thread. The deadline counts as silence of the engine. The end of the thread gives the slot back,
+    even if the caller has left.
     """
 
     def __init__(
-        self, gate: EngineGate, turns: _Turns, running: "asyncio.Future[T]", late: Callable[[T], None] | None
+        self, gate: EngineGate, turns: _LaneSlots, running: "asyncio.Future[T]", late: Callable[[T], None] | None
     ) -> None:
         loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[T] = loop.create_future()
-        """What the caller waits for; cancelled when he leaves."""
+        """The future of the caller; cancelled when the caller leaves."""
         self._gate = gate
         self._turns = turns
         self._late = late
@@ -366,16 +372,16 @@ class _Call(Generic[T]):
         running.add_done_callback(self._end)
 
     def leave(self) -> None:
-        """The caller was cancelled, be it that the answer was there already."""
+        """Pass the result to `late`, because the caller was cancelled, perhaps after the answer came."""
         if not self.answer.cancelled() and self.answer.exception() is None:
             self._hand_over(self.answer.result())
 
     def _give_up(self) -> None:
         self._is_overdue = True
         silence = EngineSilent(
-            f"the Docker engine did not answer within {self._turns.lane.deadline_s:g} s: look after it, or restart it"
+            f"the Docker engine did not answer within {self._turns.lane.deadline_s:g} s: check it, or restart it"
         )
-        self._gate.learn(silence)
+        self._gate.note_end(silence)
         self._turns.count_overdue()
         if not self.answer.done():
             self.answer.set_exception(silence)
@@ -387,7 +393,7 @@ class _Call(Generic[T]):
         self._turns.give_back()
         error = running.exception()
         if not (self._is_overdue and isinstance(error, EngineSilent)):
-            self._gate.learn(error)
+            self._gate.note_end(error)
         if not self.answer.done():
             _settle(self.answer, running)
         elif error is None:
@@ -406,7 +412,7 @@ def _settle(answer: "asyncio.Future[T]", running: "asyncio.Future[T]") -> None:
         answer.set_result(running.result())
 
 
-def _look_at(running: "asyncio.Future[Any]") -> None:
-    """An exception that nobody waits for any more is no bug of ours."""
+def _retrieve_error(running: "asyncio.Future[Any]") -> None:
+    """Retrieve an exception that no caller waits for, so that asyncio does not report it."""
     if not running.cancelled():
         running.exception()

@@ -1,8 +1,9 @@
-"""The whole container profile of a sandbox, as one table: what is asked of the engine, and whether the engine kept it.
+"""The complete container profile of a sandbox as one table, and the check that the engine applied it.
 
-Pure data and functions; whoever owns the engine socket sends `build_container_config` to `POST /containers/create` and
-gives the answer of `GET /containers/<id>/json` to `find_drift`. No caller chooses a row: image, runtime, sizes and
-labels are all that varies.
+This module has only data and functions. The owner of the engine socket sends `build_container_config` to `POST
+/containers/create`, and passes the answer of `GET /containers/<id>/json` to `find_drift`. A caller cannot change a row:
+only image, runtime, sizes and labels vary. Nothing is trusted because it was requested: every row is compared with what
+the engine reports.
 """
 
 import json
@@ -20,10 +21,10 @@ SKILLS_FOLDER: Final = "/skills"
 GUEST_COMMAND: Final = ("-I", "-S", "-u", GUEST_FOLDER)
 OWN_PYTHON: Final = "/usr/bin/python3"
 PROXY_PORT: Final = 3128
-"""Where, on its own loopback, a sandbox with `egress` finds the proxy."""
+"""The port of the proxy on the loopback of a sandbox with `egress`."""
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/workspace",  # the only place that is large, executable and kept
+    "HOME": "/workspace",  # the only folder that is large, executable and kept
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
@@ -31,10 +32,11 @@ _PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
 EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
     **{
         name: _PROXY for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-    },  # programs differ in what they read
+    },  # programs read different names
     **{name: "localhost,127.0.0.1,::1" for name in ("no_proxy", "NO_PROXY")},
 }
-# The engine's own defaults, 20.10 and later. Not asked for, because naming them would drop what a newer engine adds.
+# The engine's own defaults since 20.10. They are not requested, because naming them would drop the additions of a newer
+# engine.
 MASKED_PATHS: Final = frozenset({
     "/proc/asound", "/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list",
     "/proc/timer_stats", "/proc/sched_debug", "/proc/scsi", "/sys/firmware",
@@ -44,16 +46,18 @@ READONLY_PATHS: Final = frozenset({"/proc/bus", "/proc/fs", "/proc/irq", "/proc/
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """How much one sandbox may use. Every number is above zero: to the engine and to tmpfs a zero means "no limit"."""
+    """The limits of one sandbox. Every number is above zero, because zero means "no limit" to the engine and
+    to tmpfs.
+    """
 
-    memory_reserve_bytes: int = 256 * MIB  # for processes, and for about 1 KiB an inode of the mounts below
+    memory_reserve_bytes: int = 256 * MIB  # for processes, and about 1 KiB per inode of the mounts below
     cpus: float = 1.0
     pids: int = 128
     workspace_bytes: int = 256 * MIB
     workspace_inodes: int = 65_536
     tmp_bytes: int = 64 * MIB
     tmp_inodes: int = 16_384
-    output_bytes: int = 80 * MIB  # long outputs and what the guest remembers of the session
+    output_bytes: int = 80 * MIB  # long outputs, and the guest's state of the session
     output_inodes: int = 8_192
     shm_bytes: int = 16 * MIB
     shm_inodes: int = 1_024
@@ -67,8 +71,8 @@ class SandboxLimits:
                 raise ValueError(f"{field.name} is {value}; it must be a number of at least {least}")
 
     def memory_bytes(self, has_tmpfs_workspace: bool = True) -> int:
-        """The container's limit: full mounts in memory are charged to it and must leave the reserve to the
-        processes.
+        """Return the memory limit of the container. Full mounts in memory count towards it and must leave the reserve
+        to the processes.
         """
         mounts = (
             self.tmp_bytes + self.output_bytes + self.shm_bytes + (self.workspace_bytes if has_tmpfs_workspace else 0)
@@ -81,8 +85,9 @@ _OWN_MEMORY: Final = WorkspaceMount()
 
 @dataclass(frozen=True)
 class Variant:
-    """What sandboxes of one host differ in beside image, runtime and sizes. `guest_volume`: for an image that has no
-    guest of its own; `skills_volume`: what sandboxes read skills from; None: there are none."""
+    """Properties in which sandboxes of one host differ, besides image, runtime and sizes. `guest_volume`: for an image
+    without a guest. `skills_volume`: the skills of sandboxes, or None.
+    """
 
     workspace: WorkspaceMount = _OWN_MEMORY
     network: NetworkPolicy = "none"
@@ -93,7 +98,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Promise:
-    """One row: where it stands in the create body, what is asked, what it stops."""
+    """One row: its place in the create body, the requested value, and the reason."""
 
     place: str
     value: object
@@ -110,10 +115,10 @@ def build_promises(
     cgroup_version: int,
     variant: Variant = Variant(),
 ) -> tuple[Promise, ...]:
-    """The table. `cgroup_version`, 1 or 2, is what the engine's `GET /info` reports as `CgroupVersion`.
+    """Return the table. `cgroup_version`, 1 or 2, is `CgroupVersion` of the engine's `GET /info`.
 
-    ValueError when an argument would silently weaken a row: an empty runtime, a seccomp text that is not a profile, a
-    foreign label.
+    Raises ValueError when an argument would silently weaken a row: an empty runtime, a seccomp text that is not a
+    profile, a foreign label.
     """
     _check_arguments(image, runtime, labels, seccomp, cgroup_version)
     row = Promise
@@ -125,9 +130,9 @@ def build_promises(
         row("Cmd", [], "nothing of the image is appended to the guest's command"),
         row("WorkingDir", "/workspace", "relative paths start where files may be made"),
         row("Env", _environment(variant), "exactly this: no secret, nothing of the image"),
-        row("Hostname", "sandbox", "tells nothing of the host"),
-        row("Domainname", "", "tells nothing of the host"),
-        row("Labels", dict(labels), "how the reaper knows its own; anybody with the socket can read them"),
+        row("Hostname", "sandbox", "reveals nothing about the host"),
+        row("Domainname", "", "reveals nothing about the host"),
+        row("Labels", dict(labels), "how the reaper finds its containers; anyone with the socket can read them"),
         row("Volumes", {}, "an anonymous volume is host disk without a limit"),
         row("Healthcheck", {"Test": ["NONE"]}, "no process but the guest is started from outside"),
         row("Tty", False, "frames are binary, and TIOCSTI needs a terminal"),
@@ -135,7 +140,7 @@ def build_promises(
         row("StdinOnce", True, "the first owner's end of input ends the guest"),
         row("AttachStdin", True, "the channel"),
         row("AttachStdout", True, "the channel"),
-        row("AttachStderr", True, "the guest's last words"),
+        row("AttachStderr", True, "the guest's error output"),
         row("NetworkDisabled", True, "no TCP, UDP, DNS; loopback only"),
         row("HostConfig.NetworkMode", "none", "no TCP, UDP, DNS; loopback only"),
         row("HostConfig.PortBindings", {}, "nothing on the host listens for a sandbox"),
@@ -171,15 +176,15 @@ def build_promises(
         row("HostConfig.Memory", memory, "a hog dies in its own sandbox"),
         row("HostConfig.MemorySwap", memory, "equal to memory: no swap on top"),
         row("HostConfig.OomKillDisable", False, "a hog is killed, not frozen"),
-        row("HostConfig.NanoCpus", round(limits.cpus * 1_000_000_000), "neighbours keep their share"),
+        row("HostConfig.NanoCpus", round(limits.cpus * 1_000_000_000), "other sandboxes keep their share"),
         row("HostConfig.PidsLimit", limits.pids, "a fork bomb stops here"),
         row("HostConfig.Ulimits", _ulimits(limits), "descriptors, core files, one huge file"),
         row("HostConfig.Init", False, "an init would be killable from inside, and ptraceable"),
         row("HostConfig.RestartPolicy", {"Name": "no", "MaximumRetryCount": 0}, "a dead sandbox stays dead"),
-        row("HostConfig.AutoRemove", True, "the engine removes it even when sandboxd is gone"),
+        row("HostConfig.AutoRemove", True, "the engine removes it even when sandboxd has died"),
         row("HostConfig.LogConfig", {"Type": "none", "Config": {}}, "output does not fill the host's disk"),
     ]
-    if mounts := _mounts(variant):  # an engine reports no empty list; what nobody asked for is found by find_drift
+    if mounts := _mounts(variant):  # An engine reports no empty list. find_drift finds mounts that were not requested.
         table.append(
             row(
                 "HostConfig.Mounts",
@@ -187,22 +192,22 @@ def build_promises(
                 "the workspace where it is kept apart, the guest where the image has none, and skills, both read-only",
             )
         )
-    if cgroup_version == 1:  # version 2 has no such knob, and engines refuse or drop it there
+    if cgroup_version == 1:  # version 2 has no such setting, and engines refuse or drop it there
         table.append(row("HostConfig.MemorySwappiness", 0, "the limit is memory, never the host's swap"))
     return tuple(table)
 
 
-# Message queues and semaphores outlive their process too; the sizes are what a small database needs, not what fills a
+# Message queues and semaphores outlive their process, too. The sizes are enough for a small database and cannot fill a
 # sandbox.
 _IPC_SYSCTLS: Final[Mapping[str, str]] = {
-    "kernel.shm_rmid_forced": "1",  # a segment goes with the last process that has it attached
+    "kernel.shm_rmid_forced": "1",  # a segment is freed with the last process that has it attached
     "kernel.msgmni": "64",
     "kernel.sem": "250 2048 32 64",
 }
 
 
 def _entrypoint(variant: Variant) -> list[str]:
-    # By its name where the image is another's: the engine looks it up in PATH, and says when there is none.
+    # By name in a foreign image: the engine looks it up in PATH and reports when it is missing.
     python = OWN_PYTHON if variant.guest_volume is None else "python3"
     return [
         python,
@@ -214,8 +219,8 @@ def _entrypoint(variant: Variant) -> list[str]:
 
 
 def _environment(variant: Variant) -> list[str]:
-    wanted = {**ENVIRONMENT, **(EGRESS_ENVIRONMENT if variant.network == "egress" else {})}
-    return [f"{name}={value}" for name, value in wanted.items()]
+    variables = {**ENVIRONMENT, **(EGRESS_ENVIRONMENT if variant.network == "egress" else {})}
+    return [f"{name}={value}" for name, value in variables.items()]
 
 
 def _mounts(variant: Variant) -> list[dict[str, object]]:
@@ -247,7 +252,7 @@ def _workspace_tmpfs(limits: SandboxLimits) -> dict[str, str]:
 def _tmpfs_mounts(limits: SandboxLimits, variant: Variant) -> dict[str, str]:
     tmp = f"size={limits.tmp_bytes},nr_inodes={limits.tmp_inodes}"
     output = f"size={limits.output_bytes},nr_inodes={limits.output_inodes}"
-    # The engine's own mount has no nr_inodes: empty files in /dev/shm, which no kill ends, would use up the memory
+    # The engine's own mount has no nr_inodes. Empty files in /dev/shm, which no kill removes, would use up the memory
     # limit.
     shm = f"size={limits.shm_bytes},nr_inodes={limits.shm_inodes}"
     return {
@@ -259,8 +264,8 @@ def _tmpfs_mounts(limits: SandboxLimits, variant: Variant) -> dict[str, str]:
 
 
 def _ulimits(limits: SandboxLimits) -> list[dict[str, object]]:
-    wanted = {"nofile": limits.nofile, "core": 0, "fsize": limits.workspace_bytes}
-    return [{"Name": name, "Soft": value, "Hard": value} for name, value in wanted.items()]
+    values = {"nofile": limits.nofile, "core": 0, "fsize": limits.workspace_bytes}
+    return [{"Name": name, "Soft": value, "Hard": value} for name, value in values.items()]
 
 
 def _check_arguments(image: str, runtime: str, labels: Mapping[str, str], seccomp: str, cgroup_version: int) -> None:
@@ -289,7 +294,7 @@ def build_container_config(
     cgroup_version: int,
     variant: Variant = Variant(),
 ) -> dict[str, object]:
-    """The body of `POST /containers/create`. Arguments and errors as in `build_promises`."""
+    """Return the body of `POST /containers/create`. Arguments and errors as in `build_promises`."""
     host: dict[str, object] = {}
     config: dict[str, object] = {}
     for promise in build_promises(
@@ -307,17 +312,17 @@ def build_container_config(
 
 
 def find_drift(config: Mapping[str, object], inspected: Mapping[str, object]) -> list[str]:
-    """Sentences: every promise in `config`, and of the engine's own defaults, that the inspected container does not
-    confirm.
+    """Return a sentence for every value in `config`, and every engine default, that the inspected container does not
+    confirm. Empty when all hold.
 
-    Empty: all hold. `inspected` may be of a created or a running container. The engine reports what it accepted; that
-    the kernel enforces it is what the attack tests show.
+    `inspected` may describe a created or a running container. The engine reports what it accepted; the attack tests
+    show that the kernel enforces it.
     """
     host = cast(Mapping[str, object], config["HostConfig"])
-    asked = {f"Config.{name}": value for name, value in config.items() if name != "HostConfig"}
-    asked |= {f"HostConfig.{name}": value for name, value in host.items()}
+    requested = {f"Config.{name}": value for name, value in config.items() if name != "HostConfig"}
+    requested |= {f"HostConfig.{name}": value for name, value in host.items()}
     drift = []
-    for place, value in asked.items():
+    for place, value in requested.items():
         found = _look_up(inspected, place)
         if not _COMPARISONS.get(place, _is_same)(value, found):
             drift.append(f"{place} is {_shown(found)}, not {_shown(value)}.")
@@ -325,22 +330,22 @@ def find_drift(config: Mapping[str, object], inspected: Mapping[str, object]) ->
 
 
 def _find_engine_drift(host: Mapping[str, object], inspected: Mapping[str, object]) -> Iterator[str]:
-    for place, wanted in (("HostConfig.MaskedPaths", MASKED_PATHS), ("HostConfig.ReadonlyPaths", READONLY_PATHS)):
+    for place, required in (("HostConfig.MaskedPaths", MASKED_PATHS), ("HostConfig.ReadonlyPaths", READONLY_PATHS)):
         found = _look_up(inspected, place)
-        missing = wanted - set(found if isinstance(found, list) else [])
+        missing = required - set(found if isinstance(found, list) else [])
         if missing:
             yield f"{place} lacks {', '.join(sorted(missing))}."
     networks = _look_up(inspected, "NetworkSettings.Networks")
     if not isinstance(networks, dict) or not set(networks) <= {"none"}:
         yield f"NetworkSettings.Networks is {_shown(networks)}, not none."
-    asked = {mount["Target"] for mount in cast(list[Mapping[str, object]], host.get("Mounts") or [])}
+    requested = {mount["Target"] for mount in cast(list[Mapping[str, object]], host.get("Mounts") or [])}
     mounts = _look_up(inspected, "Mounts")
     if not isinstance(mounts, list):
         yield f"Mounts is {_shown(mounts)}, not a list."
         return
     for mount in mounts:
-        if mount.get("Destination") not in asked:
-            yield f"Mounts has {mount.get('Destination')} ({mount.get('Type')}), which nobody asked for."
+        if mount.get("Destination") not in requested:
+            yield f"Mounts has {mount.get('Destination')} ({mount.get('Type')}), which was not requested."
 
 
 _MISSING: Final = "missing"
@@ -355,28 +360,28 @@ def _look_up(inspected: Mapping[str, object], place: str) -> object:
     return value
 
 
-def _is_same(asked: object, found: object) -> bool:
-    if asked in ([], {}, ""):  # the engine writes null for an empty one
-        return found is None or (found == asked and type(found) is type(asked))
-    return found == asked and isinstance(found, bool) == isinstance(asked, bool)
+def _is_same(requested: object, found: object) -> bool:
+    if requested in ([], {}, ""):  # the engine writes null for an empty value
+        return found is None or (found == requested and type(found) is type(requested))
+    return found == requested and isinstance(found, bool) == isinstance(requested, bool)
 
 
-def _is_same_in_any_order(asked: object, found: object) -> bool:
-    if not isinstance(asked, list) or not isinstance(found, list):
+def _is_same_in_any_order(requested: object, found: object) -> bool:
+    if not isinstance(requested, list) or not isinstance(found, list):
         return False
-    return sorted(json.dumps(item, sort_keys=True) for item in asked) == sorted(
+    return sorted(json.dumps(item, sort_keys=True) for item in requested) == sorted(
         json.dumps(item, sort_keys=True) for item in found
     )
 
 
-def _are_our_labels(asked: object, found: object) -> bool:
-    """An image may have labels of its own; ours are set over them."""
-    return isinstance(asked, Mapping) and asked.items() <= (found if isinstance(found, Mapping) else {}).items()
+def _are_our_labels(requested: object, found: object) -> bool:
+    """An image may have its own labels; ours override them."""
+    return isinstance(requested, Mapping) and requested.items() <= (found if isinstance(found, Mapping) else {}).items()
 
 
-def _is_left_enabled(asked: object, found: object) -> bool:
-    """On cgroup version 2 the OOM killer cannot be disabled and the engine reports null."""
-    return asked is False and (found is None or found is False)
+def _is_left_enabled(requested: object, found: object) -> bool:
+    """On cgroup version 2 the OOM killer cannot be disabled, and the engine reports null."""
+    return requested is False and (found is None or found is False)
 
 
 _COMPARISONS: Final[Mapping[str, Callable[[object, object], bool]]] = {

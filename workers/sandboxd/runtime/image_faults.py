@@ -1,4 +1,4 @@
-"""Why a sandbox of some image did not start: the engine's and the guest's own words, as a sentence for the operator."""
+"""Explains why a sandbox of an image did not start, from the error texts of the engine and the guest."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -9,16 +9,16 @@ from contract.errors import SandboxUnavailable
 
 _NEEDS = "an image needs python3, 3.9 or later, with its whole standard library, of this machine's kind of processor"
 FOLDERS = "/workspace, /tmp, /output and /opt/toolcrew must be folders in an image, or missing"
-_MOST_WORDS = 2000
+_MAX_CHARS = 2000
 
 
-def explain_start_failure(words: str, image: str) -> str | None:
-    """What `words` say about the image; None when they are about something else.
+def explain_start_failure(error_text: str, image: str) -> str | None:
+    """Return what the error text says about the image, and what to do; None when it is about something else.
 
-    `words`: what the engine answered to the start, or what the container wrote to its stderr before it ended: only its
-    first 2,000 characters are looked at. A sentence that says what to do next.
+    `error_text`: the engine's error, or what the container wrote to its stderr. Only its first 2,000 characters are
+    examined.
     """
-    head = words[:_MOST_WORDS]
+    head = error_text[:_MAX_CHARS]
     for pattern, explain in _FAULTS:
         found = pattern.search(head)
         if found is not None:
@@ -27,9 +27,7 @@ def explain_start_failure(words: str, image: str) -> str | None:
 
 
 def explain_unfit(config: Mapping[str, Any], image: str) -> str | None:
-    """Why no sandbox may be made of an image with that `Config`, as the engine inspects it; None when one may. A
-    sentence with what to do.
-    """
+    """Return why no sandbox may be made of an image with that `Config`, and what to do; None when it is allowed."""
     volumes = ", ".join(sorted(config.get("Volumes") or {}))
     if not volumes:
         return None
@@ -42,9 +40,7 @@ def explain_unfit(config: Mapping[str, Any], image: str) -> str | None:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Around the start of a sandbox: a SandboxUnavailable that is the image's fault says so. Others pass as they
-    are.
-    """
+    """Explain a SandboxUnavailable inside the block when the image causes it. Other errors pass unchanged."""
     try:
         yield
     except SandboxUnavailable as error:
@@ -58,7 +54,8 @@ def _say(sentence: str) -> Callable[[re.Match[str]], str]:
     return lambda _: sentence
 
 
-# The program is always the guest's python3: nothing else is started from outside. The most particular first.
+# The program is always the guest's python3, because nothing else is started from outside. The most specific patterns
+# come first.
 _FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     (
         re.compile(r"toolcrew guest: this image's python3 is (\d{1,3}\.\d{1,3});"),
@@ -76,7 +73,7 @@ _FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     ),
     (
         re.compile(r"toolcrew guest: this image's python3 lacks a part"),
-        _say("its python3 has not the whole standard library; install the whole of Python"),
+        _say("its python3 lacks a part of the standard library; install the whole of Python"),
     ),
     (
         re.compile(r"executable file not found in \$PATH|exec: \"[^\"]{0,200}python3\": stat "),
@@ -106,17 +103,17 @@ _FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
             r'to rootfs at "(/[a-z/]{1,40})"[^\n]*'
             r"(?:: not a directory|cannot be mounted because it is not of type proc)"
         ),
-        lambda found: f"its {found[1]} is no folder; {FOLDERS}",
+        lambda found: f"its {found[1]} is not a folder;  {FOLDERS}",
     ),
     (
         re.compile(r"Cannot mkdir: /workspace is not a directory|evalSymlinksInScope: too many links"),
-        _say(f"its /workspace is no folder; {FOLDERS}"),
+        _say(f"its /workspace is not a folder;  {FOLDERS}"),
     ),
     (
         re.compile(r"can't find '__main__' module in '/opt/toolcrew'|can't open file '/opt/toolcrew'"),
         _say(
-            "there is no guest in /opt/toolcrew: build the image FROM ours, or remove its label toolcrew.guest to have "
-            "the guest mounted"
+            "there is no guest in /opt/toolcrew: build the image FROM the toolcrew image, or remove its label "
+            "toolcrew.guest to have the guest mounted"
         ),
     ),
     (
@@ -125,6 +122,6 @@ _FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     ),
     (
         re.compile(r"toolcrew guest: (unknown option|--[a-z]{1,20} without a value)"),
-        _say("its guest is of another version than this sandboxd; build it anew with scripts/build-image"),
+        _say("its guest is of another version than this sandboxd; build it again with scripts/build-image"),
     ),
 )

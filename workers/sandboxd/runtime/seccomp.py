@@ -1,23 +1,24 @@
-"""Loads and checks the system call filter every sandbox runs under (`seccomp.json`, beside this file).
+"""Loads and checks the system call filter of every sandbox (`seccomp.json` in this folder).
 
-How the profile was made. The starting point was the list of upstream's default profile (github.com/moby/profiles,
-`seccomp/default.json`, June 2026, 426 names), written anew and sorted by what the calls are for. Then:
+How the profile was made. It started from the list of upstream's default profile (github.com/moby/profiles,
+`seccomp/default.json`, June 2026, 426 names), rewritten and sorted by purpose. Then:
 
-- every rule that depends on a capability went, because a sandbox has none;
+- every rule that depends on a capability was removed, because a sandbox has none;
 - ptrace, process_vm_*, name_to_handle_at, memfd_secret, modify_ldt, vmsplice, listmount, statmount, adjtimex,
-  clock_adjtime* and fanotify_mark went, which upstream allows to everybody;
-- the io_setup family went: its slots (fs.aio-max-nr) are one number for the whole host, and a sandbox could take them
-  all;
-- `socket` is for AF_UNIX, AF_INET and AF_INET6 by equality, so that neither a new family nor one with high bits set
-  slips through, and `socketpair` for AF_UNIX only;
+  clock_adjtime* and fanotify_mark were removed, which upstream allows to all containers;
+- the io_setup family was removed: its slots (fs.aio-max-nr) are one number for the whole host, and one sandbox could
+  use them all;
+- `socket` is allowed for AF_UNIX, AF_INET and AF_INET6 by equality, so that neither a new family nor one with high bits
+  set passes, and `socketpair` for AF_UNIX only;
 - `socketcall`, the 32-bit way to `socket` whose family no filter can read, answers ENOSYS. libseccomp silently adds a
-  permission for it to every `socket` rule, and runc skips a denial that equals the default action: hence an errno of
-  its own, and first;
+  permission for it to every `socket` rule, and runc skips a denial that equals the default action. Therefore it has its
+  own errno and comes first;
 - `clone3` answers ENOSYS so that the C library falls back to `clone`, which is allowed without the namespace flags;
-- rules of architectures other than x86-64 and aarch64 (with their 32-bit sides) went.
+- rules of architectures other than x86-64 and aarch64 (with their 32-bit variants) were removed.
 
-Whatever is not named gets EPERM; nothing is ever killed for a call. An engine or libseccomp that does not know a name
-skips it, which denies that call. `tests/integration/test_container_profile.py` asks a real kernel about each of these.
+A call that is not listed gets EPERM; no process is ever killed for a call. An engine or libseccomp that does not know a
+name skips it, which denies that call. `tests/integration/test_container_profile.py` checks each of these against a real
+kernel.
 """
 
 import json
@@ -77,8 +78,8 @@ class _Rule:
 
 
 def load_seccomp_profile() -> str:
-    """The profile as one line of JSON, as `HostConfig.SecurityOpt` wants it. ValueError when the shipped file is not
-    what we promise.
+    """Return the profile as one line of JSON for `HostConfig.SecurityOpt`. Raises ValueError when the shipped file
+    breaks a rule of this module.
     """
     text = resources.files("workers.sandboxd.runtime").joinpath("seccomp.json").read_text(encoding="utf-8")
     faults = find_profile_faults(text)
@@ -88,8 +89,8 @@ def load_seccomp_profile() -> str:
 
 
 def find_profile_faults(text: str) -> list[str]:
-    """Sentences: what in this profile breaks the rules of the module's docstring. Empty: nothing does. Never raises for
-    bad JSON.
+    """Return a sentence for every violation of the rules in the module's docstring. Invalid JSON is reported, not
+    raised.
     """
     try:
         profile = json.loads(text)
@@ -155,9 +156,9 @@ def _is_one_family(args: tuple[Mapping[str, object], ...]) -> bool:
 
 
 def _find_loose_clones(rules: list[_Rule]) -> Iterator[str]:
-    wanted = {"index": 0, "value": NAMESPACE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+    expected = {"index": 0, "value": NAMESPACE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
     for rule in rules:
-        if "clone" in rule.names and list(rule.args) != [wanted]:
+        if "clone" in rule.names and list(rule.args) != [expected]:
             yield f"a rule allows clone by {list(rule.args)}, which may make a namespace"
     if not any("clone3" in rule.names and rule.errno == ENOSYS for rule in rules):
         yield "clone3 is not refused with ENOSYS"

@@ -1,5 +1,8 @@
-"""Volumes that the engine fills: the guest, for images that have none, and the skills. Blocks, and raises what the SDK
-raises.
+"""Volumes that the engine fills: the guest for images that have none, and the skills. The functions block and raise the
+SDK's errors.
+
+Several sandboxds may fill the same guest volume. The name of the filler container is the lock: the engine accepts a
+name once. A filler that was killed is removed after a while.
 """
 
 import contextlib
@@ -30,26 +33,26 @@ PRODUCT_SKILLS: Final = "skills"
 
 
 class GuestVolumes:
-    """Remembers which volumes it has looked into. Its one method blocks and raises what the SDK raises."""
+    """Remembers which volumes it has verified. Its method blocks and raises the SDK's errors."""
 
     def __init__(self) -> None:
         self._filled: dict[str, str] = {}
 
     def ensure(self, api: docker.APIClient, image: str) -> str:
-        """Name of a volume with the guest of that image of ours. Raises SandboxUnavailable when the image is missing or
-        has no guest.
+        """Return the name of a volume with the guest of that toolcrew image. Raises SandboxUnavailable when the image
+        is missing or has no guest.
         """
         try:
             identity = str(api.inspect_image(image)["Id"])  # type: ignore[no-untyped-call]
         except docker.errors.ImageNotFound as error:
-            words = (
+            message = (
                 f"the engine has no image {image}, from which other images get the guest: build it with "
                 "scripts/build-image"
             )
-            raise SandboxUnavailable(words) from error
+            raise SandboxUnavailable(message) from error
         name = _name_of(identity)
-        # One that was made at another time is not ours: a container's start makes a volume that is missing, and makes
-        # it empty.
+        # A volume with another creation time was not filled here: the start of a container recreates a missing volume,
+        # but empty.
         if name not in self._filled or self._filled[name] != _made_at(api, name):
             _fill(api, image, identity, name)
             self._filled[name] = _made_at(api, name)
@@ -62,13 +65,13 @@ def _name_of(image: str) -> str:
 
 
 def _remove_orphans(api: docker.APIClient) -> None:
-    """Remove volumes whose images the engine no longer has: nobody asks for them again. A container's is not removed by
-    the engine.
+    """Remove volumes whose images the engine no longer has. The engine refuses to remove a volume that a container
+    uses.
     """
-    # In this order: the image of a volume that is made meanwhile is among those that are listed afterwards.
+    # Volumes first: the image of a volume that is made meanwhile is then in the later list.
     listed = api.volumes(filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_GUEST}"]})["Volumes"] or []
-    wanted = {_name_of(str(image["Id"])) for image in api.images(all=True)}
-    for name in sorted({str(volume["Name"]) for volume in listed} - wanted):
+    current_names = {_name_of(str(image["Id"])) for image in api.images(all=True)}
+    for name in sorted({str(volume["Name"]) for volume in listed} - current_names):
         try:
             api.remove_volume(name)
         except docker.errors.APIError as error:
@@ -79,28 +82,28 @@ def _remove_orphans(api: docker.APIClient) -> None:
 
 def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None:
     remove_old_fillers(api, PRODUCT_GUEST)
-    # Its name is the lock: the engine gives it to one of all sandboxd that would fill this volume.
+    # The name is the lock: the engine gives it to only one sandboxd that fills this volume.
     with _filler(api, identity, f"toolcrew-fill-{volume}", None) as own:
-        wanted = _read_guest(api, own)
-        if not wanted:
+        expected = _read_guest(api, own)
+        if not expected:
             raise SandboxUnavailable(
-                f"the image {image} has nothing in {GUEST_FOLDER}: build it anew with scripts/build-image"
+                f"the image {image} has nothing in {GUEST_FOLDER}: build it again with scripts/build-image"
             )
         for _ in range(2):
             api.create_volume(volume, driver="local", labels={LABEL_PRODUCT: PRODUCT_GUEST})
-            # The engine copies the image's folder into an empty volume as it creates a container.
+            # The engine copies the image's folder into an empty volume when it creates a container.
             with _filler(api, identity, f"toolcrew-fill-{secrets.token_hex(8)}", volume) as filled:
-                if _read_guest(api, filled) == wanted:
+                if _read_guest(api, filled) == expected:
                     return
             with contextlib.suppress(docker.errors.NotFound):
-                api.remove_volume(volume)  # of a fill that was cut off; the engine refuses while a sandbox has it
+                api.remove_volume(volume)  # left by an interrupted fill; the engine refuses while a sandbox uses it
     raise SandboxUnavailable(
-        f"the volume {volume} does not take what {image} has in {GUEST_FOLDER}: look at the engine's disk"
+        f"the volume {volume} does not accept the content of {GUEST_FOLDER} in {image}: check the engine's disk"
     )
 
 
 def _made_at(api: docker.APIClient, volume: str) -> str:
-    """Empty when there is none."""
+    """Return when the volume was created; empty when it does not exist."""
     try:
         return str(api.inspect_volume(volume)["CreatedAt"])
     except docker.errors.NotFound:
@@ -109,8 +112,8 @@ def _made_at(api: docker.APIClient, volume: str) -> str:
 
 @contextlib.contextmanager
 def _filler(api: docker.APIClient, image: str, name: str, volume: str | None) -> Iterator[str]:
-    """A container of the image that is never started, with the volume where the guest is. Waits while another has its
-    name.
+    """Create a container of the image that is never started, with the volume in place of the guest's folder. Waits
+    while another container has its name.
     """
     mounts = [] if volume is None else [{"Type": "volume", "Source": volume, "Target": GUEST_FOLDER}]
     body = {"Image": image, "NetworkDisabled": True, "Labels": {LABEL_PRODUCT: PRODUCT_GUEST}}
@@ -132,7 +135,7 @@ def _filler(api: docker.APIClient, image: str, name: str, volume: str | None) ->
 
 
 def _read_guest(api: docker.APIClient, container: str) -> Mapping[str, str]:
-    """What it has in the guest's folder: path -> type, mode, owner and digest. Empty when it has none."""
+    """Return the content of the guest's folder: path -> type, mode, owner and digest. Empty when there is none."""
     try:
         chunks, _ = api.get_archive(container, GUEST_FOLDER)
         with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
@@ -142,7 +145,7 @@ def _read_guest(api: docker.APIClient, container: str) -> Mapping[str, str]:
 
 
 def remove_old_fillers(api: docker.APIClient, product: str) -> None:
-    """Whoever made them was killed before he removed them."""
+    """Remove fillers whose processes were killed before they removed them."""
     for container in api.containers(all=True, filters={"label": [f"{LABEL_PRODUCT}={product}"]}):
         if container["Created"] < time.time() - _FILLER_LIFE_S:
             _remove(api, str(container["Id"]))
@@ -160,24 +163,26 @@ def _remove(api: docker.APIClient, container: str) -> None:
 
 
 def make_volume(api: docker.APIClient, name: str, labels: Mapping[str, str]) -> None:
-    """An empty one."""
+    """Create an empty volume."""
     api.create_volume(name, driver="local", labels={**labels, LABEL_PRODUCT: PRODUCT_SKILLS})
 
 
 def list_volumes(api: docker.APIClient, label: str) -> dict[str, Mapping[str, str]]:
-    """Those with that label (`name=value`): their labels by their names."""
+    """Return the labels of the volumes with that label (`name=value`), by volume name."""
     listed = api.volumes(filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_SKILLS}", label]})["Volumes"] or []
     return {str(volume["Name"]): dict(volume["Labels"] or {}) for volume in listed}
 
 
 def remove_volume(api: docker.APIClient, name: str) -> None:
-    """One that is gone is fine; one that a container has is refused by the engine."""
+    """Remove a volume. Ignores one that does not exist. The engine refuses while a container uses it."""
     with contextlib.suppress(docker.errors.NotFound):
         api.remove_volume(name)
 
 
 def fill_volume(api: docker.APIClient, name: str, image: str, archive: IO[bytes]) -> None:
-    """Unpack a tar archive, whose names begin with the folder's, by a container of the image that is never started."""
+    """Unpack a tar archive, whose names begin with the folder's, through a container of the image that is never
+    started.
+    """
     remove_old_fillers(api, PRODUCT_SKILLS)
     mounts = [{"Type": "volume", "Source": name, "Target": SKILLS_FOLDER, "VolumeOptions": {"NoCopy": True}}]
     config = {
@@ -188,7 +193,7 @@ def fill_volume(api: docker.APIClient, name: str, image: str, archive: IO[bytes]
     }
     container = str(api.create_container_from_config(config, f"toolcrew-skill-{secrets.token_hex(8)}")["Id"])  # type: ignore[no-untyped-call]
     try:
-        # From above: the engine leaves the mode of the folder itself, into which it unpacks, as it was.
+        # Unpack at the root: the engine does not change the mode of the folder into which it unpacks.
         api.put_archive(container, "/", archive)
     finally:
         with contextlib.suppress(docker.errors.NotFound):
