@@ -33,7 +33,6 @@ from orchestrator.cli.batches_views import (
     JsonAsItGoes,
     batches_export,
     batches_list,
-    batches_report,
     batches_show,
 )
 from orchestrator.cli.runner import Json, Tenant, open_client, open_pool_client, run_work
@@ -189,7 +188,6 @@ def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None
 batches_app.command("list")(batches_list)
 batches_app.command("show")(batches_show)
 batches_app.command("export")(batches_export)
-batches_app.command("report")(batches_report)
 
 
 async def _read(

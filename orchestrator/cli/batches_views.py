@@ -1,4 +1,4 @@
-"""The views of `toolcrew batches`: list, show, export and report."""
+"""The views of `toolcrew batches`: list, show and export."""
 
 import asyncio
 import json
@@ -115,7 +115,7 @@ def batches_show(
 def batches_export(
     batch: BatchId,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Into this file, and failures beside it. Else all rows on stdout.")
+        Path | None, typer.Option("--output", help="Write the rows to this file. Default: print all of them.")
     ] = None,
     errors: Errors = None,
     artifacts: Annotated[
@@ -125,12 +125,30 @@ def batches_export(
             help="Also copy the artifacts of a detached batch from the store into this folder, one folder per item.",
         ),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a report to this file instead: a page with plots that needs no network."),
+    ] = None,
+    events: Annotated[
+        Path | None,
+        typer.Option(
+            "--events",
+            help="With --html: OUT.events.jsonl of `submit`. Default: the events in Redis, the latest of a large batch.",
+        ),
+    ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Print or write the rows of the items that have ended so far."""
+    """Print or write the rows of finished items, or write a report."""
     if errors is not None and output is None:
-        raise typer.BadParameter("--errors goes with --output: without it all rows are printed")
+        raise typer.BadParameter("--errors needs --output: without it all rows are printed")
+    if events is not None and page is None:
+        raise typer.BadParameter("--events needs --html: only a report reads them")
+    if page is not None and output is not None:
+        raise typer.BadParameter("--html and --output exclude each other: export rows and report one after the other")
+    if page is not None:
+        _export_report(batch, page, events, tenant, as_json=as_json)
+        return
 
     async def work() -> int:
         stored = StoredFiles.of(load_settings()) if artifacts is not None else None
@@ -149,23 +167,7 @@ def batches_export(
         typer.echo(json.dumps({"batch": batch, "rows": count}) if as_json else f"{count} rows", err=not as_json)
 
 
-def batches_report(
-    batch: BatchId,
-    page: Annotated[Path, typer.Option("-o", "--html", help="Where the page goes.")],
-    events: Annotated[
-        Path | None,
-        typer.Option(
-            "--events",
-            help=(
-                "out.events.jsonl, as `submit` wrote it. Else what Redis still has, which for large batches is not all."
-            ),
-        ),
-    ] = None,
-    tenant: Tenant = None,
-    as_json: Json = False,
-) -> None:
-    """Write the report of a batch: one HTML page with plots that opens offline."""
-
+def _export_report(batch: str, page: Path, events: Path | None, tenant: str | None, *, as_json: bool) -> None:
     async def work() -> None:
         if events is not None:
             await asyncio.to_thread(_write_page, page, batch, tenant or DEFAULT_TENANT, read_batch_events(events))

@@ -17,50 +17,46 @@ from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import table_rows
 from store.skills import InstalledSkill
 
-skills_app = typer.Typer(no_args_is_help=True, help="List, show, check, install and remove skills.")
+skills_app = typer.Typer(no_args_is_help=True, help="List, check, install and remove skills.")
 Source = Annotated[Path, typer.Argument(help="The skill's folder, or a .zip file of it.")]
 
 
 @skills_app.command("list")
-def skills_list(tenant: Tenant = None, as_json: Json = False) -> None:
-    """List the skills of a tenant: those that were installed for it, and those of the pool's workers."""
+def skills_list(
+    name: Annotated[str | None, typer.Argument(help="Only this skill, in full.")] = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """List the skills of a tenant, or show one skill.
 
-    async def work() -> list[dict[str, Any]]:
+    A tenant has the skills of the workers and those that were installed for it.
+    """
+
+    async def work() -> tuple[list[SkillSummary], list[dict[str, Any]]]:
         async with open_client(tenant) as client:
             offer = await client.offer()
-            return [{**skill.model_dump(mode="json"), **offer.describe(skill.name)} for skill in offer.skills]
+            skills = list(offer.skills) if name is None else [await client.skill(name)]
+            return skills, [{**skill.model_dump(mode="json"), **offer.describe(skill.name)} for skill in skills]
 
-    rows = run_work(work(), as_json)
+    skills, rows = run_work(work(), as_json)
     if as_json:
         typer.echo(json.dumps(rows))
-        return
-    short = [
-        {**row, "description": str(row["description"])[:100], "scripts": "yes" if row["has_scripts"] else "no"}
-        for row in rows
-    ]
-    print_lines(table_rows(short, ("name", "source", "tool", "files", "scripts", "description")))
+    elif name is None:
+        short = [
+            {**row, "description": str(row["description"])[:100], "scripts": "yes" if row["has_scripts"] else "no"}
+            for row in rows
+        ]
+        print_lines(table_rows(short, ("name", "source", "tool", "files", "scripts", "description")))
+    else:
+        print_lines(_describe(skills[0]))
 
 
-@skills_app.command("show")
-def skills_show(
-    name: Annotated[str, typer.Argument(help="The skill.")], tenant: Tenant = None, as_json: Json = False
-) -> None:
-    """Show a skill: its description, its size, and warnings."""
-
-    async def work() -> SkillSummary:
-        async with open_client(tenant) as client:
-            return await client.skill(name)
-
-    skill = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(skill.model_dump(mode="json")))
-        return
+def _describe(skill: SkillSummary) -> list[str]:
     facts = (("license", skill.license), ("compatibility", skill.compatibility), ("digest", skill.digest))
     size = f"{skill.files} files, {skill.bytes} bytes, {'with' if skill.has_scripts else 'without'} scripts"
-    told = [f"{key}: {value}" for key, value in facts if value is not None]
-    print_lines(
-        [skill.name, "", skill.description, "", size, *told, *(f"warning: {warning}" for warning in skill.warnings)]
-    )
+    fields = [f"{key}: {value}" for key, value in facts if value is not None]
+    warnings = [f"warning: {warning}" for warning in skill.warnings]
+    return [skill.name, "", skill.description, "", size, *fields, *warnings]
 
 
 @skills_app.command("install")

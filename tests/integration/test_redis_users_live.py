@@ -314,7 +314,7 @@ def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(house: H
         "CallFinished",
         "RunEnded",
     }
-    house.toolcrew("batches", "report", "own", "--html", str(tmp_path / "page.html"))
+    house.toolcrew("batches", "export", "own", "--html", str(tmp_path / "page.html"))
 
 
 async def serve(house: House, watch: Callable[[House], Awaitable[None]]) -> None:

@@ -70,7 +70,6 @@ OWN = {
     "approvals list": ["approvals", "list"],
     "batches cancel": ["batches", "cancel", "rival-batch"],
     "batches list": ["batches", "list"],
-    "batches report": ["batches", "report", "rival-batch", "-o", "page.html"],
     "batches export": ["batches", "export", "rival-batch"],
     "batches resume": ["batches", "resume", "rival-batch", "--output", "rows.jsonl"],
     "batches show": ["batches", "show", "rival-batch"],
@@ -92,7 +91,6 @@ OWN = {
     "skills install": ["skills", "install", "nothing"],
     "skills list": ["skills", "list"],
     "skills remove": ["skills", "remove", "rival-skill"],
-    "skills show": ["skills", "show", "rival-skill"],
     "tools list": ["tools", "list"],
     "tools show": ["tools", "show", "echo_tool"],
 }

@@ -63,7 +63,7 @@ def test_a_skill_is_checked_installed_seen_replaced_and_removed(tmp_path: Path) 
     assert (again.exit_code, "has a skill beta already: replace it (--replace)" in again.stderr) == (1, True)
     (folder / "more").write_text("x")
     assert toolcrew("install", str(folder), "--replace").stdout.startswith("beta is installed (3 files, digest ")
-    assert "source" not in toolcrew("show", "beta").stdout
+    assert "source" not in toolcrew("list", "beta").stdout
 
     assert toolcrew("remove", "beta").stdout == "beta is removed\n"
     assert [row["source"] for row in json.loads(toolcrew("list", "--json").stdout)] == ["system", "system"]
@@ -84,17 +84,17 @@ def test_what_is_no_skill_is_not_installed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pool")
-def test_show_tells_everything_of_one_and_escapes_what_it_says() -> None:
-    told = toolcrew("show", "beta").stdout
+def test_list_with_a_name_shows_all_of_one_skill_and_escapes_it() -> None:
+    told = toolcrew("list", "beta").stdout
     assert told.startswith("beta\n\nDoes \\x1b[2J beta.\n\n1 files, ")
     assert "license: MIT\n" in told
     assert told.endswith("warning: keys that are not in the standard are ignored: extra\n")
-    assert json.loads(toolcrew("show", "beta", "--json").stdout)["license"] == "MIT"
+    assert [row["license"] for row in json.loads(toolcrew("list", "beta", "--json").stdout)] == ["MIT"]
 
 
 @pytest.mark.usefixtures("pool")
 def test_a_skill_that_is_none_gets_the_nearest_names() -> None:
-    result = toolcrew("show", "alfa")
+    result = toolcrew("list", "alfa")
     assert (result.exit_code, "Skill not found: alfa; there are alpha" in result.stderr) == (1, True)
 
 

@@ -176,7 +176,7 @@ def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server
     assert cancelled.exit_code == 0, cancelled.output
     log = pool.paste("toolcrew batches show --logs t2 --tenant acme --json")
     page = tmp_path / "page.html"
-    assert pool.paste(f"toolcrew batches report t2 --tenant acme -o {page}").exit_code == 0
+    assert pool.paste(f"toolcrew batches export t2 --tenant acme --html {page}").exit_code == 0
     hints = {*find_commands(submitted.output), *find_commands(log.output), *find_commands(page.read_text())}
     assert {" ".join(hint.split()[1:3]) for hint in hints} >= {"batches show", "batches resume"}
     for hint in hints:

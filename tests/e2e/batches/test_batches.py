@@ -112,7 +112,7 @@ def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
     page = shell.folder / "page.html"
     assert (
         shell.toolcrew(
-            "batches", "report", "rows", "--html", str(page), "--events", str(shell.folder / "out.events.jsonl")
+            "batches", "export", "rows", "--html", str(page), "--events", str(shell.folder / "out.events.jsonl")
         ).returncode
         == 0
     )
