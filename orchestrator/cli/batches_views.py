@@ -133,7 +133,7 @@ def batches_export(
         Path | None,
         typer.Option(
             "--events",
-            help="With --html: OUT.events.jsonl of `submit`. Default: the events in Redis, the latest of a large batch.",
+            help="With --html: OUT.events.jsonl of `submit`. Default: the latest events, from Redis.",
         ),
     ] = None,
     tenant: Tenant = None,
