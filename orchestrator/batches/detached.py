@@ -33,7 +33,7 @@ def check_detached(file: BatchFile, artifacts: str | None, name: str, *, uploads
     if artifacts is not None:
         told = (
             f"artifacts of a detached batch go to the store, not to {artifacts}: leave out --artifacts, and copy them "
-            "with `toolcrew batches export --artifacts` afterwards"
+            "with `toolcrew batches export BATCH --artifacts DIR` afterwards"
         )
         complaints.insert(0, Complaint(told))
     if complaints:

@@ -82,9 +82,9 @@ def config(api: APIClient) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("behaviour", "deadline_s", "words", "later_words"),
     [
-        (answers_nothing, 0.1, "did not answer within 0.1 s", "does not get done with any of 2 looks"),
-        (stalls_in_its_header, 0.1, "did not answer within 0.1 s", "does not get done with any of 2 looks"),
-        (drips, 0.1, "did not answer within 0.1 s", "does not get done with any of 2 looks"),
+        (answers_nothing, 0.1, "did not answer within 0.1 s", "does not finish any of 2 looks"),
+        (stalls_in_its_header, 0.1, "did not answer within 0.1 s", "does not finish any of 2 looks"),
+        (drips, 0.1, "did not answer within 0.1 s", "does not finish any of 2 looks"),
         (talks_garbage, PATIENT_S, "does not answer", "has not answered since"),
         (answers_something_else, PATIENT_S, "cannot be read", "has not answered since"),
     ],

@@ -337,7 +337,7 @@ FAULTY = {
     "without Python": (("etc/motd", 0o644, b"hello\n"), "it has no python3"),
     "with a Python nobody may run": (("usr/bin/python3", 0o644, b"x"), "it has no python3 that may be run"),
     "of another processor": (("usr/bin/python3", 0o755, OTHER_MACHINE), "for another processor"),
-    "with a file in the place of its workspace": (("workspace", 0o644, b""), "its /workspace is no folder"),
+    "with a file in the place of its workspace": (("workspace", 0o644, b""), "its /workspace is not a folder"),
     "with a script that has no interpreter": (("usr/bin/python3", 0o755, b"#!/no/such/thing\n"), "cannot be loaded"),
 }
 

@@ -44,7 +44,7 @@ async def container_of(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> str
 async def test_the_example_is_right_and_leaves_no_session(stack: Stack, tmp_path: Path) -> None:
     """With files and a setup script, which Inspect puts into /tmp, where nothing can be started."""
     async with ToolClient.connect(stack.redis_url) as client:
-        before = {session.session for session in (await client.sessions()).sessions}
+        before = {session.id for session in (await client.sessions()).sessions}
         done = await asyncio.to_thread(
             subprocess.run,
             [sys.executable, "examples/inspect_eval.py", str(tmp_path)],
@@ -59,7 +59,7 @@ async def test_the_example_is_right_and_leaves_no_session(stack: Stack, tmp_path
             True,
             True,
         ], done.stdout
-        assert {session.session for session in (await client.sessions()).sessions} <= before
+        assert {session.id for session in (await client.sessions()).sessions} <= before
 
 
 async def test_at_the_limit_everything_is_killed_and_what_was_printed_is_told(

@@ -170,7 +170,7 @@ async def test_a_server_that_does_not_count_makes_no_budget_endless(
 async def test_a_run_id_is_good_for_one_run() -> None:
     one = agent(ScriptedModel(["a", "b"]), run_or_hang, run_id="r1")
     await work(one)
-    with pytest.raises(ValueError, match="'r1' has had its run"):
+    with pytest.raises(ValueError, match="'r1' has already started"):
         await work(one)
 
 

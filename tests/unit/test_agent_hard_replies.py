@@ -92,7 +92,7 @@ async def test_a_reply_that_breaks_off_is_asked_for_again_and_shown_once() -> No
     result = await house.work()
     assert (result.answer, house.shown, result.steps) == ("The answer is 4", "The answer is 4", 1)
     assert [event.text for event in house.events if isinstance(event, TextArrived)] == ["The ans", "wer", " is 4"]
-    assert "asked for again" in house.warnings[0]
+    assert "requested again" in house.warnings[0]
 
 
 async def test_another_reply_after_a_break_withdraws_what_was_shown() -> None:

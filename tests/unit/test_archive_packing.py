@@ -288,7 +288,7 @@ async def test_a_workspace_without_room_for_it_is_said() -> None:
 
 
 async def test_a_guest_that_takes_nothing_does_not_keep_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing_module, "_LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(packing_module, "_LAST_ERROR_S", 0.05)
     guest = ScriptedGuest(
         saying, never, lambda request, sink: saying(request, sink, stderr=b"cat: no room", exit_code=1)
     )

@@ -281,6 +281,6 @@ async def test_the_thread_that_reads_answers_ends_when_nobody_waits() -> None:
 def test_what_tools_had_of_the_model_counts_for_the_runs_budgets() -> None:
     options = ReActOptions(max_tokens=100, prices=Prices(1e6, 2e6))
     spending = Spending(options, by_tools=lambda: Usage(60, 30))
-    assert (spending.exhausted(), spending.cost) == (None, 120)
+    assert (spending.find_exhausted(), spending.cost) == (None, 120)
     spending.charge(Usage(5, 5), Usage())
-    assert (spending.exhausted(), spending.counted) == (StopReason.MAX_TOKENS, Usage(65, 35))
+    assert (spending.find_exhausted(), spending.counted) == (StopReason.MAX_TOKENS, Usage(65, 35))

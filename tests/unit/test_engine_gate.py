@@ -85,7 +85,7 @@ async def test_who_waits_too_long_is_told_how_many_wait() -> None:
     calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(2)]
     await until(lambda: work.running == 2)
 
-    with pytest.raises(SandboxUnavailable, match=r"busy: 2 starts under way, .* try again later"):
+    with pytest.raises(SandboxUnavailable, match=r"busy: 2 starts in progress, .* try again later"):
         await gate.run(lane, work)
     assert gate.describe()["waiting"]["starts"] == 0
 
@@ -336,7 +336,7 @@ async def test_a_hung_call_that_its_caller_left_early_is_overdue_all_the_same() 
     left.cancel()
     await asyncio.wait({left})
 
-    with pytest.raises(SandboxUnavailable, match="does not get done with any of 1 starts"):
+    with pytest.raises(SandboxUnavailable, match="does not finish any of 1 starts"):
         await gate.run(lane, work)
     assert gate.describe()["failures"] == 1
 

@@ -324,7 +324,7 @@ def test_a_volume_of_the_image_is_told() -> None:
     inspected = inspected_of(config)
     inspected["Mounts"] = [{"Type": "volume", "Destination": "/data"}]
 
-    assert find_drift(config, inspected) == ["Mounts has /data (volume), which nobody asked for."]
+    assert find_drift(config, inspected) == ["Mounts has /data (volume), which was not requested."]
 
 
 def test_a_mount_that_was_asked_for_is_not_drift() -> None:

@@ -24,7 +24,7 @@ WORDS = {
         "no module 'ctypes'"
     ),
     "toolcrew guest: this image's python3 lacks a part of the standard library: cannot import name 'x'\n": (
-        "whole standard library"
+        "lacks a part of the standard library"
     ),
     "python3: error while loading shared libraries: libpython3.9.so.1.0: cannot open shared object file": (
         "libpython3.9.so.1.0"
@@ -37,15 +37,15 @@ WORDS = {
         "size=64m: "
         "not a directory: unknown: "
         "Are you trying to mount a directory onto a file (or vice-versa)?"
-    ): "its /tmp is no folder",
+    ): "its /tmp is not a folder",
     (
         f'{RUNC}error mounting "/srv/mount" to rootfs at "/workspace": "/x/proc" cannot be mounted because it is not '
         "of "
         "type proc"
     ): ("its /workspace is"),
-    "the Docker engine refused: Cannot mkdir: /workspace is not a directory": "its /workspace is no folder",
+    "the Docker engine refused: Cannot mkdir: /workspace is not a directory": "its /workspace is not a folder",
     "evalSymlinksInScope: too many links in /var/lib/docker/overlay2/b8d9/merged/workspace": (
-        "its /workspace is no folder"
+        "its /workspace is not a folder"
     ),
 }
 

@@ -52,13 +52,13 @@ async def test_more_calls_than_allowed_are_refused_and_do_not_reach_the_model() 
     failures = [result for result in results if isinstance(result, ToolFailure)]
     assert (len(model.requests), len(failures)) == (2, 3)
     assert failures[0].code is ErrorCode.PERMISSION_DENIED
-    assert "may ask the model 2 times" in failures[0].message
+    assert "budget of 2 calls" in failures[0].message
 
 
 async def test_more_tokens_than_allowed_are_refused() -> None:
     adapter = BudgetedModel(ScriptedModel(lambda _: "x" * 50), max_tokens=50)
     await adapter.complete("x")
-    with pytest.raises(ToolFailure, match="may use 50 tokens of the model and has used 51"):
+    with pytest.raises(ToolFailure, match="used 51 tokens, and its budget is 50"):
         await adapter.complete("x")
 
 
@@ -67,7 +67,7 @@ async def test_a_server_that_does_not_count_does_not_make_the_budget_endless() -
     adapter = BudgetedModel(ScriptedModel(lambda _: Raw([chunk])), max_tokens=100)
     await adapter.complete("x")
     assert adapter.usage == Usage()
-    with pytest.raises(ToolFailure, match="budget is used up"):
+    with pytest.raises(ToolFailure, match="its budget is 100"):
         await adapter.complete("x")
 
 
@@ -82,7 +82,7 @@ async def test_questions_at_once_or_without_an_answer_count_as_well() -> None:
         error.code for error in await asyncio.gather(*asked, return_exceptions=True) if isinstance(error, ToolFailure)
     ]
     assert codes == [ErrorCode.TIMEOUT] * 2 + [ErrorCode.PERMISSION_DENIED] * 2
-    with pytest.raises(ToolFailure, match="may use 150 tokens"):
+    with pytest.raises(ToolFailure, match="its budget is 150"):
         await adapter.complete("x")
 
 

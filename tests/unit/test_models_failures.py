@@ -127,10 +127,10 @@ def test_a_request_that_is_refused_for_what_is_in_it_says_why_without_the_key(st
 
 
 def test_a_status_inside_a_reply_counts_as_one_outside() -> None:
-    assert isinstance(build_error(Failure("told", body={"message": "no", "code": 400}), ENDPOINT), ModelRefused)
-    assert not is_transient(Failure("told", body={"message": "no", "code": "400"}))
-    assert not is_transient(Failure("told", body={"message": "no", "type": "invalid_request_error"}))
-    assert is_transient(Failure("told", body={"message": "no", "code": 503}))
+    assert isinstance(build_error(Failure("in_reply", body={"message": "no", "code": 400}), ENDPOINT), ModelRefused)
+    assert not is_transient(Failure("in_reply", body={"message": "no", "code": "400"}))
+    assert not is_transient(Failure("in_reply", body={"message": "no", "type": "invalid_request_error"}))
+    assert is_transient(Failure("in_reply", body={"message": "no", "code": 503}))
 
 
 def test_every_kind_of_break_may_pass_later_and_what_is_no_endpoint_will_not() -> None:
@@ -157,7 +157,7 @@ def test_a_reason_that_nests_deeper_than_can_be_written_is_none() -> None:
     body: dict[str, Any] = {}
     for _ in range(5000):
         body = {"message": body}
-    assert "nests too deep" in str(build_error(Failure("status", 400, body), ENDPOINT))
+    assert "nested too deep" in str(build_error(Failure("status", 400, body), ENDPOINT))
 
 
 def test_the_key_is_in_no_representation_of_its_endpoint() -> None:
@@ -172,7 +172,7 @@ def test_the_key_is_in_no_representation_of_its_endpoint() -> None:
         (Failure("status", 403, {"message": "no"}), True),
         (Failure("status", 404, {"message": "no such model"}), True),
         (Failure("status", 429, {"message": "pay", "code": "insufficient_quota"}), True),
-        (Failure("told", body={"message": "no", "code": 401}), True),
+        (Failure("in_reply", body={"message": "no", "code": 401}), True),
         (Failure("status", 404, {"message": "no endpoint takes tools"}), False),
         (Failure("status", 429, {"message": "slower"}), False),
         (Failure("status", 503, {"message": "later"}), False),

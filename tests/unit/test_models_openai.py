@@ -150,7 +150,7 @@ async def test_a_number_of_more_digits_than_can_be_read_is_a_failure_of_the_mode
     reply = stream(HELLO, done=False) + f"data: {text}\n\n".encode() if streaming else answer(200, text)
     async with serving([reply]) as server:
         error = await failure(ask(server.url, streaming=streaming))
-    assert (isinstance(error, ModelInterrupted), "could not be asked: ValueError" in str(error)) == (streaming, True)
+    assert (isinstance(error, ModelInterrupted), "could not be called: ValueError" in str(error)) == (streaming, True)
 
 
 async def test_a_dead_endpoint_is_named() -> None:

@@ -38,7 +38,7 @@ def test_the_wait_is_anything_from_nothing_to_its_bound() -> None:
 
 @pytest.mark.parametrize("wrong", [{"attempts": 0}, {"base_s": -1}, {"max_wait_s": -1}, {"factor": 0.5}])
 def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="not a retry policy"):
+    with pytest.raises(ValueError, match="not a valid retry policy"):
         RetryPolicy(**wrong)  # type: ignore[arg-type]
 
 
@@ -131,7 +131,7 @@ async def test_the_wait_that_the_server_asks_for_is_kept_exactly(waits: Waits) -
 async def test_a_wait_that_is_too_long_is_told_instead_of_waited(waits: Waits) -> None:
     async with serving([answer(429, {}, retry_after="3600"), stream(END)]) as server:
         sentence = str(await failure(read(build(server.url, waits))))
-    assert "it asks to wait 3600 s, longer than the 60 s" in sentence
+    assert "a wait of 3600 s, and the limit is 60 s" in sentence
     assert waits.kept == []
 
 

@@ -25,7 +25,7 @@ from contract.run_events import (
 )
 from orchestrator.cli.call import parse_arguments
 from orchestrator.dialects.model import ModelRequest, Usage
-from orchestrator.loop.agent import build_asked
+from orchestrator.loop.agent import build_model_asked
 from orchestrator.loop.limits import Prices, ReActOptions, Spending, StopReason
 from orchestrator.loop.transcript import Transcript
 from orchestrator.operations import redis_server as redis_server_module
@@ -74,7 +74,7 @@ def test_a_limit_that_is_no_number_is_refused() -> None:
 def test_a_budget_is_used_up_when_it_is_reached(
     options: dict[str, Any], spent: dict[str, Any], reason: StopReason | None
 ) -> None:
-    assert Spending(ReActOptions(**options), **spent).exhausted() is reason
+    assert Spending(ReActOptions(**options), **spent).find_exhausted() is reason
 
 
 def test_only_limits_are_limits() -> None:
@@ -124,7 +124,7 @@ def test_a_line_of_json_a_message() -> None:
 EVENTS: list[RunEvent] = [
     RunStarted(run="r", instruction="do", model="m", dialect="native"),
     StepStarted(run="r", step=1),
-    build_asked("r", 1, ModelRequest([{"role": "user"}], [{"type": "function"}], {"seed": 1}), ModelRequest([])),
+    build_model_asked("r", 1, ModelRequest([{"role": "user"}], [{"type": "function"}], {"seed": 1}), ModelRequest([])),
     TextArrived(run="r", text="hi"),
     CallStarted(run="r", call=ToolCall(id="c", name="echo", arguments={"a": [1]})),
     CallFinished(run="r", result=RESULT),
@@ -152,7 +152,7 @@ def test_an_event_is_parsed_from_its_json(event: RunEvent) -> None:
 def test_a_request_in_a_stream_has_sizes_and_in_a_trace_what_is_new() -> None:
     before = ModelRequest([{"role": "system"}, {"role": "user"}], [{"type": "function"}])
     request = ModelRequest([{"role": "system"}, {"role": "user", "content": "x"}], before.tools)
-    event = build_asked("r", 2, request, before)
+    event = build_model_asked("r", 2, request, before)
     assert event.to_json() == {
         "type": "ModelAsked",
         "run": "r",

@@ -17,7 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from contract.names import catalog_key, catalog_names_key
-from contract.run_events import BatchNotice, FailureKind, RunEnded
+from contract.run_events import BatchNotice, FailureKind
 from contract.session_locations import seal_start
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
@@ -29,6 +29,7 @@ from orchestrator.command import app
 from orchestrator.terminal.commands import build_command
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
+from tests.batch_story import ended
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.stack import ROOT
@@ -230,7 +231,7 @@ def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
     progress = Progress(4)
     kinds = (FailureKind.INFRASTRUCTURE, FailureKind.MODEL, FailureKind.CANCELLED)
     batch_events = [BatchNotice(at=1.0, message="submitted", total=4)]
-    ends = [RunEnded(at=2.0, item=f"i{at}", run=f"run{at}", failure=kind, code="X") for at, kind in enumerate(kinds)]
+    ends = [ended(2.0, f"i{at}", run=f"run{at}", failure=kind, code="X") for at, kind in enumerate(kinds)]
     for batch_event in (*batch_events, *ends):
         progress.add(batch_event)
     summary = Watched("t2", progress, tenant="acme").summary()

@@ -33,7 +33,7 @@ def show(replies: list[list[str]]) -> Display:
     shown, display = ShownText(), Display()
     for at, pieces in enumerate(replies):
         if at:
-            shown.begin_again()
+            shown.restart()
         for piece in pieces:
             display.take(*shown.show(piece))
     display.take(shown.end(), "")
@@ -71,7 +71,7 @@ def test_the_cost_of_the_same_text_again_grows_with_its_length_only() -> None:
     shown = ShownText()
     for piece in pieces:
         shown.show(piece)
-    shown.begin_again()
+    shown.restart()
     started = time.process_time()
     for piece in pieces:
         shown.show(piece)

@@ -103,11 +103,11 @@ _FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
             r'to rootfs at "(/[a-z/]{1,40})"[^\n]*'
             r"(?:: not a directory|cannot be mounted because it is not of type proc)"
         ),
-        lambda found: f"its {found[1]} is not a folder;  {FOLDERS}",
+        lambda found: f"its {found[1]} is not a folder; {FOLDERS}",
     ),
     (
         re.compile(r"Cannot mkdir: /workspace is not a directory|evalSymlinksInScope: too many links"),
-        _say(f"its /workspace is not a folder;  {FOLDERS}"),
+        _say(f"its /workspace is not a folder; {FOLDERS}"),
     ),
     (
         re.compile(r"can't find '__main__' module in '/opt/toolcrew'|can't open file '/opt/toolcrew'"),
