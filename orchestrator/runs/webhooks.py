@@ -65,6 +65,11 @@ class WebhookSender:
             log.error("webhook_dropped", **names, error=str(error)[:500])
             await self._notices.settle(notice, None)
             return
+        except BrokerUnavailable:
+            raise
+        except Exception as error:  # a defect delays one notice, not those of other tenants
+            log.exception("webhook_broke_off", **names)
+            problem = type(error).__name__
         if problem is None:
             log.info("webhook_sent", **names)
             await self._notices.settle(notice, None)

@@ -30,15 +30,17 @@ HOOK = Webhook(url="https://hooks.example.org/x", secret=SECRET)
 
 
 class Receiver:
-    """A web worker. `answers`: statuses or errors, the last one for good."""
+    """A web worker. `answers`: statuses or errors; the last one repeats."""
 
-    def __init__(self, *answers: int | ErrorCode) -> None:
+    def __init__(self, *answers: int | ErrorCode | Exception) -> None:
         self.answers = list(answers)
         self.sent: list[dict[str, Any]] = []
 
     async def dispatch(self, request: Request) -> ToolResult:
         self.sent.append(dict(request.call.arguments))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
         if isinstance(answer, ErrorCode):
             return ToolResult.failed(request.call, answer, "no")
         return ToolResult(call_id=request.call.id, name=request.call.name, success=True, metadata={"status": answer})
@@ -128,6 +130,15 @@ async def test_a_notice_that_fails_is_sent_again_with_the_same_id_and_is_dropped
             await ground.make_due()
     assert await ground.due() == {}
     assert len({sent["headers"]["webhook-id"] for sent in receiver.sent}) == 1
+
+
+async def test_a_defect_delays_one_notice_and_the_sender_goes_on(ground: Ground) -> None:
+    receiver = Receiver(RuntimeError("a defect"), 200)
+    await ground.end_batch()
+    assert await ground.sender(receiver).send_due() == 1
+    await ground.make_due()
+    assert await ground.sender(receiver).send_due() == 1
+    assert await ground.due() == {}
 
 
 async def test_a_sender_that_dies_loses_no_notice(ground: Ground) -> None:
