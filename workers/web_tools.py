@@ -11,7 +11,9 @@ from workers.mcp.server_registry import Source
 from workers.mcp.settings import HttpEntry, load_servers
 from workers.settings import WorkerSettings, load_web_settings
 from workers.tools.base import WorkerTool
-from workers.web.tools import build_web_tools
+from workers.web.resolver import SystemResolver
+from workers.web.tools import build_egress_rules, build_web_tools
+from workers.web.webhook import build_webhook
 
 
 def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
@@ -22,7 +24,10 @@ def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
     # Once: a Redis that is away must not hold up every fetch.
     cache = PageCache(connect_once(broker), settings.deployment)
     custom = load_custom_tools(settings.tool_modules, config=settings.tool_config)
-    return (*build_web_tools(load_web_settings(), cache), *custom)
+    web = load_web_settings()
+    # webhook.send is no tool of models: orchestrators call it.
+    webhook = build_webhook(SystemResolver(), build_egress_rules(web))
+    return (*build_web_tools(web, cache), webhook, *custom)
 
 
 def load_web_worker_servers(settings: WorkerSettings) -> Sequence[Source]:

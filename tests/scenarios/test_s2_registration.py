@@ -3,6 +3,7 @@ and on while it is used, listed.
 """
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ async def test_s2_24_a_skill_that_a_tenant_installs_runs_through_skill_tool_of_t
         pool.redis.hset("toolcrew:default:switches", off, switch)
         assert (await session.call("counts", {"text": "a"})).error_code is ErrorCode.TOOL_DISABLED
         # The worker refuses it too, whatever the sender knows of the switches.
-        client._dispatcher._switches = None
+        client._dispatcher._rules = replace(client._dispatcher._rules, switches=None)
         assert (await session.call("counts", {"text": "a"})).error_code is ErrorCode.TOOL_DISABLED
 
 
@@ -182,7 +183,7 @@ async def test_s2_26_an_agent_is_not_told_of_a_tool_that_is_off_and_one_that_cal
 
 async def test_s2_26_a_worker_refuses_it_itself_whoever_sent_the_call(pool: SwitchedPool, client: ToolClient) -> None:
     await client.disable("beta_tool")
-    client._dispatcher._switches = None
+    client._dispatcher._rules = replace(client._dispatcher._rules, switches=None)
     assert (await (await client.open_session()).call("beta_tool", {})).error_code is ErrorCode.TOOL_DISABLED
 
 

@@ -368,8 +368,6 @@ async def test_closing_a_session_whose_host_is_lost_closes_it(client: "redis.asy
     await ground.open()
     for queue in list(ground.hosts.all):
         await ground.hosts.lose(client, queue)
-    closing = build_spec("session.close", audience="session")
-    ground.door._catalog = StaticCatalog(SAFE, ACTS, closing)
     deliver = ground.fleet.deliver
 
     async def refuse(attempt: Attempt) -> Any:

@@ -1,6 +1,7 @@
 """Tools that are off for one tenant alone: on both sides, in what its models are told of, and for nobody else."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import redis.asyncio
@@ -82,7 +83,7 @@ async def test_a_tool_that_a_tenants_policy_does_not_allow_is_forbidden_in_lists
 
 async def test_a_worker_refuses_it_whatever_the_sender_has_looked_at(pool: SwitchedPool, client: ToolClient) -> None:
     await client.disable("echo", tenant="acme")
-    client._dispatcher._switches = None
+    client._dispatcher._rules = replace(client._dispatcher._rules, switches=None)
     assert await call(client) is ErrorCode.TOOL_DISABLED
     board = WorkerSwitches(pool.redis, "default", KEY)
     assert board.find("echo", build_context().tenant) is not None

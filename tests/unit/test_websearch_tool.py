@@ -386,7 +386,7 @@ def test_a_searxng_on_a_private_address_is_reached_below_its_own_path(server: We
     server.replies["/x/search"] = says(entries("searxng", "https://a.example/"))
     settings = WebSettings(searxng_url=SecretStr(f"http://127.0.0.1:{server.port}/x/"))
     tools = build_web_tools(settings, MemoryStore(), StubResolver())
-    assert [tool.name for tool in tools] == ["webfetch_tool", "websearch_tool", "webhook.send"]
+    assert [tool.name for tool in tools] == ["webfetch_tool", "websearch_tool"]
     assert run_tool(tools[1], query="needle").success
 
 

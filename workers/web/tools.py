@@ -22,7 +22,6 @@ from workers.web.providers.tavily import Tavily
 from workers.web.resolver import Resolver, SystemResolver
 from workers.web.urls import parse_url
 from workers.web.webfetch import build_webfetch
-from workers.web.webhook import build_webhook
 from workers.web.websearch import build_websearch
 
 WEB_PORTS = frozenset({80, 443})
@@ -39,12 +38,10 @@ def _is_set(secret: SecretStr | None) -> TypeGuard[SecretStr]:
 def build_web_tools(
     settings: WebSettings, cache: PageStore, resolver: Resolver | None = None
 ) -> tuple[WorkerTool, ...]:
-    """Build the web tools and webhook.send. Raises ConfigError for an invalid address of a search service."""
+    """Build webfetch_tool and websearch_tool. Raises ConfigError for an invalid address of a search service."""
     resolver = resolver or SystemResolver()
-    rules = build_egress_rules(settings)
-    fetcher = Fetcher(resolver, rules, cache, per_minute=settings.webfetch_per_minute)
-    search = build_websearch(build_providers(settings, resolver))
-    return build_webfetch(fetcher), search, build_webhook(resolver, rules)
+    fetcher = Fetcher(resolver, build_egress_rules(settings), cache, per_minute=settings.webfetch_per_minute)
+    return build_webfetch(fetcher), build_websearch(build_providers(settings, resolver))
 
 
 def build_egress_rules(settings: WebSettings) -> EgressRules:
