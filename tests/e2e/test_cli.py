@@ -378,7 +378,7 @@ def test_up_with_a_data_folder_keeps_tenants_and_keys_when_it_is_killed(engine: 
 )
 def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Footprint, number: int, end: str) -> None:
     process = subprocess.Popen(
-        [TOOLCREW, "up"],
+        [TOOLCREW, "up", "--workers-only"],
         env=footprint.environment({"PYTHONUNBUFFERED": "1"}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -398,7 +398,7 @@ def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Foo
     assert "Ctrl-C also deletes its tenants, API keys, runs and batches" in text
     assert "export TOOLCREW_REDIS_URL=" in text
     assert "toolcrew call bash_tool" in text
-    # Both are switched off here.
+    # --workers-only leaves both out.
     assert "Flower" not in text
     assert "  API " not in text
     footprint.assert_nothing_left(within_s=1)

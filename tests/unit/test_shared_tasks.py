@@ -59,7 +59,7 @@ async def test_what_tells_the_events_of_all_runs_is_not_of_the_first_one(ground:
     with bound(call="first"):
         async with ground.working():
             await ground.events(run)
-    assert begun["Runner._worked"] == [{"call": "first"}]
+    assert begun["Runner._hold"] == [{"call": "first"}]
     assert begun["RunEventPublisher._send_regularly"] == [{}]
     assert begun["RunEventHub._read_all"] == [{}]
 

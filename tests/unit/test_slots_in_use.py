@@ -69,10 +69,10 @@ def check_pages(look: Overview) -> None:
     values = {"tenants": [], "live": [], "batches": [], "approvals": "0", "seen": 0, "unseen": 0}
     page = build("overview.part.html", viewer, look=look, **values)
     assert re.search(r"<dt>Slots in use</dt><dd>5 <small>of 6</small>", page)
-    assert re.search(rf"{re.escape(QUEUE)}</th><td data-label=\"slots in use\" class=\"number\">3 of 4</td>", page)
-    assert re.search(rf"{re.escape(POOL_WEB)}</th><td data-label=\"slots in use\" class=\"number\">2 of 2</td>", page)
+    assert re.search(rf"{re.escape(QUEUE)}</th><td data-label=\"Slots in use\" class=\"number\">3 of 4</td>", page)
+    assert re.search(rf"{re.escape(POOL_WEB)}</th><td data-label=\"Slots in use\" class=\"number\">2 of 2</td>", page)
     rows = build("tenants.part.html", viewer, tenants=[{"look": look.tenants[0], "sessions": 0}], keys=None, left=0)
-    assert '<td data-label="in flight" class="number">6 of 100</td>' in rows
+    assert '<td data-label="In flight" class="number">6 of 100</td>' in rows
 
 
 def test_the_list_of_tenants_shows_calls_in_flight_and_waiting(

@@ -59,7 +59,7 @@ async def ask_attestation(guest: Guest, timeout_s: float = 5.0) -> Attestation:
 def parse_attestation(done: Mapping[str, Any]) -> Attestation:
     """Return the answer to `attest`. Raises ValueError when it is an error or violates the protocol."""
     if "error" in done:
-        raise ValueError(f"it failed:  {str(done['error'])[:300]}")
+        raise ValueError(f"it failed: {str(done['error'])[:300]}")
     entries, workspace = _mapping(done, "entries"), _mapping(done, "workspace")
     kind = workspace.get("type")
     if not isinstance(kind, str) or not _KIND.fullmatch(kind):

@@ -278,7 +278,7 @@ class Engine:
         except docker.errors.APIError as error:
             message = str(error.explanation or error)
             if error.is_server_error() and any(word in message.lower() for word in _TIMEOUT_TEXTS):
-                raise EngineSilent(f"the Docker engine reported an internal timeout:  {message}") from error
+                raise EngineSilent(f"the Docker engine reported an internal timeout: {message}") from error
             raise SandboxUnavailable(f"the Docker engine refused: {message}") from error
         except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
             raise EngineSilent(
