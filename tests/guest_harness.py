@@ -33,8 +33,8 @@ _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]);"
     "from guest import supervisors; from guest.loop import main, parse_options; from guest.paths import GuestPaths;"
     "supervisors.IDLE_S = float(sys.argv[2]);"
-    "paths = [path.encode() for path in sys.argv[3:6]];"
-    "exec(sys.argv[6]);"
+    "exec(sys.argv[3]);"
+    "paths = [path.encode() for path in sys.argv[4:7]];"
     "main(parse_options(sys.argv[7:]), GuestPaths(tuple(paths[:-1]), paths[-1]))"
 )
 # A user of its own for each guest: limits of processes count by user, over the whole host.
@@ -104,7 +104,7 @@ class Guest:
             root.mkdir()
             os.chown(root, uid, uid)
         roots = [str(root) for root in (self.workspace, self.tmp, self.output)]
-        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(idle_s), *roots, faults, *options]
+        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(idle_s), faults, *roots, *options]
         user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--inh-caps=-all"]
         # Not sh: dash knows no `ulimit -u`. A limit that cannot be set must end the start, not be missing.
         shell = ["/bin/bash", "--norc", "-c", f'set -e; {shell_prefix} exec "$@"', "bash"]

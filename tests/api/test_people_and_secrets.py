@@ -160,6 +160,6 @@ async def test_a_long_question_has_a_page_of_its_own_on_which_it_is_decided(
         listed = (await client.get("/approvals")).text
         alone = (await client.get(f"/approvals/{longer}")).text
     assert [f'action="/approvals/{one}"' in listed for one in (short, long, longer)] == [True, True, False]
-    assert f'<a href="/approvals/{longer}">Read its arguments, and decide</a>' in listed
+    assert f'<a href="/approvals/{longer}">Read them and decide</a>' in listed
     assert f'action="/approvals/{longer}"' in alone
     assert alone.count("\\u202e") >= 100

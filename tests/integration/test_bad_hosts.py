@@ -103,7 +103,7 @@ async def test_an_engine_that_hangs_or_refuses_keeps_sandboxd_from_starting_in_t
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/engine")
 
     async with stub_engine(tmp_path / "engine", answers_nothing):
-        with pytest.raises(SandboxUnavailable, match=r"did not answer within 0.2 s: look after it, or restart it"):
+        with pytest.raises(SandboxUnavailable, match=r"did not answer within 0.2 s: check it, or restart it"):
             await open_on(build_settings(tmp_path), Engine(HASTY))
     (tmp_path / "engine").unlink(missing_ok=True)
     async with stub_engine(tmp_path / "engine", refuses(b"the database is locked")):

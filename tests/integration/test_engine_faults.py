@@ -265,7 +265,7 @@ async def test_a_frozen_sandbox_is_listed_thawed_and_removed(config: dict[str, A
         ]
         assert running
         assert await engine.list_sandboxes(DEPLOYMENT) == []
-        with pytest.raises(SandboxUnavailable, match="is gone"):
+        with pytest.raises(SandboxUnavailable, match="does not exist"):
             await engine.unpause(attached.id)
     finally:
         attached.sock.close()

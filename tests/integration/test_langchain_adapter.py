@@ -232,7 +232,7 @@ def test_a_plain_program_invokes_them_over_a_thread_with_a_loop(stack: Stack) ->
     with open_in_thread(stack) as (_, tools, _):
         message = tools["bash_tool"].invoke(asked("bash_tool", command="echo plain"))
     assert (message.content, message.status) == ("plain\n", "success")
-    with pytest.raises(RuntimeError, match="the loop of its client has ended"):
+    with pytest.raises(RuntimeError, match="the event loop of its client has ended"):
         tools["bash_tool"].invoke(asked("bash_tool", command="true"))
 
 

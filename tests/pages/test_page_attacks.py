@@ -56,7 +56,7 @@ async def test_another_site_cannot_switch_a_tool_with_an_operators_cookie_and_to
         response = await client.post("/tools/read_tool", data=form, headers=headers)
         assert response.status_code == 403
         assert "was not sent from a page of this service" in response.text
-        assert 'Turn off<span class="hidden"> read_tool</span>' in (await client.get("/tools")).text
+        assert 'Disable<span class="hidden"> read_tool</span>' in (await client.get("/tools")).text
 
 
 async def test_what_says_of_no_site_that_it_comes_from_there_is_refused(world: World, visitors: Visitors) -> None:
@@ -94,7 +94,7 @@ async def test_a_page_elsewhere_that_sends_a_form_by_itself_is_nobody_here(world
         await visit.page.goto("http://evil.test/")
         await visit.page.wait_for_url("**/login")
         await visit.page.goto("/tools")
-        assert await visit.page.get_by_role("button", name="Turn off read_tool").count() == 1
+        assert await visit.page.get_by_role("button", name="Disable read_tool for all tenants").count() == 1
 
 
 async def test_the_cookie_is_out_of_scripts_reach_and_redis_has_not_the_word(world: World, visitors: Visitors) -> None:

@@ -97,7 +97,7 @@ function follow(list) {
 
 const AGES = [[1, "s", 60], [60, "min", 3600], [3600, "h", 172800], [86400, "d", Infinity]];
 // The clock of the browser may be wrong: ages count from the time of the service.
-const behind = Date.parse(document.body.dataset.now) - Date.now();
+const behind = document.body.dataset.now ? Date.parse(document.body.dataset.now) - Date.now() : 0;
 
 function formatAge(seconds) {
   const [size, unit] = AGES.find(([, , below]) => seconds < below);
