@@ -223,6 +223,9 @@ class Ground:
             "DOCKER_HOST": f"unix://{engine}",
             "TALLY": str(self.tally),
         }
+        if tree != ROOT:
+            # The earlier releases' name of TOOLCREW_POOL_SIZE.
+            daemon["TOOLCREW_POOL_TARGET"] = "0"
         self._start(
             f"{name}.sandboxd", [sys.executable, "-m", "tests.chaos.sandboxd_with_tally"], {**daemon, **own}, tree
         )
