@@ -39,9 +39,10 @@ def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(
     assert set(played.done) == set(WAYS)
     assert daemon.status()["sessions"] == 0
     assert daemon.status()["room"]["taken"] == 0
-    # Connections to the engine and threads are kept for the next calls: a few, and not one a round.
+    # Connections to the engine and threads stay open for the next calls, more of them on a busy host. A leak would be
+    # at least one for each round.
     assert after.threads <= before.threads + 4, (before, after)
-    assert after.files <= before.files + ROUNDS // 2, (before, after)
+    assert after.files < before.files + ROUNDS - 2, (before, after)
     assert after.rss - before.rss < 16 * 2**20, (before, after)
 
 

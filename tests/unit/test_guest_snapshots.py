@@ -114,4 +114,4 @@ def test_remembering_is_cheap(paths: GuestPaths) -> None:
         started = time.perf_counter()
         remember(paths, b"/w/a", digest, data, CHANGED_NS)
         best = min(best, time.perf_counter() - started)
-    assert best < 0.001
+    assert best < 0.005
