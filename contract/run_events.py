@@ -335,7 +335,7 @@ class RunRetried(RunEvent):
 class RunEnded(RunEvent):
     """The one end of a durable run. `state`: succeeded, failed or cancelled. `answer`: the model's last text; `is_cut`:
     only its beginning. `cost` None: no prices are known. `clocks`: those of its calls, summed. `seconds`: since it was
-    claimed.
+    claimed. `artifacts_file`: the id of its artifacts in the store.
     """
 
     state: str
@@ -349,6 +349,7 @@ class RunEnded(RunEvent):
     cost: float | None = None
     clocks: Clocks = field(default_factory=Clocks)
     seconds: float = 0.0
+    artifacts_file: str | None = None
 
 
 # --- Events about the stream itself ----------------------------------------------------------------------------------

@@ -151,7 +151,8 @@ class HostedState(StrEnum):
 class RunEnd(Record):
     """How a run ended. `failure` None: it succeeded. `answer`: the model's last text, also of a run that a limit
     stopped; `is_cut`: only its beginning, as in lists and events. `cost` None: no prices are known. `clocks`: those of
-    its calls, summed."""
+    its calls, summed. `artifacts`: the paths in the archive `artifacts_file` of the store; empty in lists and events.
+    """
 
     answer: str = ""
     is_cut: bool = False
@@ -161,6 +162,9 @@ class RunEnd(Record):
     cost: float | None = None
     clocks: Clocks = Clocks()
     failure: Failure | None = None
+    artifacts: tuple[str, ...] = ()
+    artifacts_missing: tuple[str, ...] = ()
+    artifacts_file: str | None = None
 
 
 class HostedRun(Record):
@@ -743,28 +747,16 @@ def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> H
 def build_end(outcome: Outcome) -> RunEnd:
     """Return the end that an outcome describes, with the whole answer."""
     body: Mapping[str, Any] = outcome.body or {}
-    values = {
-        name: body[name] for name in ("answer", "stop_reason", "steps", "usage", "cost", "clocks") if name in body
-    }
+    values = {name: body[name] for name in RunEnd.model_fields if name in body}
     return RunEnd.model_validate({**values, "failure": outcome.failure}, strict=False)
 
 
 def end_event(run: str, at: float, attempt: int, end: RunEnd) -> str:
     """Return the last event of a run as JSON, which its hash keeps, too. A long answer is cut."""
-    event = RunEnded(
-        run=run,
-        at=at,
-        attempt=attempt,
-        state=final_state(end.failure),
-        failure=end.failure,
-        answer=end.answer[:SHOWN_ANSWER],
-        is_cut=end.is_cut or len(end.answer) > SHOWN_ANSWER,
-        stop_reason=end.stop_reason,
-        steps=end.steps,
-        usage=end.usage,
-        cost=end.cost,
-        clocks=end.clocks,
-    )
+    fields: dict[str, Any] = {name: value for name, value in end if name not in ("artifacts", "artifacts_missing")}
+    fields["is_cut"] = end.is_cut or len(end.answer) > SHOWN_ANSWER
+    fields["answer"] = end.answer[:SHOWN_ANSWER]
+    event = RunEnded(run=run, at=at, attempt=attempt, state=final_state(end.failure), **fields)
     return json.dumps(event.to_json(), separators=(",", ":"))
 
 

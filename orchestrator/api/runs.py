@@ -18,9 +18,11 @@ from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
+from orchestrator.batches.artifacts import MAX_PATTERNS
 from orchestrator.batches.strict_json import MAX_DEPTH
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.hosted import HostedRuns
+from store.archives.files import MAX_LOCATION_CHARS, is_file_id
 from store.batches import Ground, RunBody, RunLimits
 from store.run_events import parse_id
 from store.runs import HostedRun, HostedState
@@ -36,9 +38,10 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 
 class NewRun(BaseModel):
-    """`session`: an open one to work in; without, the run has one of its own, of `image`, `restore` and `network`.
-    `tools`: those that the model may call; None: all that it can cope with. `metadata`: found again with the run.
-    `webhook`: where its end is announced.
+    """A run. `session`: an open session to work in; otherwise the run opens one of its own with `image`, `network`, and
+    the files of `workspace` (an upload, artifacts, or a location of the store) or of `restore` (a checkpoint).
+    `artifacts`: patterns below /workspace of the files to store at the end. `tools`: names of the tools that the model
+    may call; null: all that suit the model. `metadata`: returned with the run. `webhook`: where its end is announced.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -50,6 +53,8 @@ class NewRun(BaseModel):
     tools: list[str] | None = Field(default=None, max_length=200)
     session: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
     image: str | None = Field(default=None, min_length=1, max_length=256)
+    workspace: str | None = Field(default=None, min_length=1, max_length=MAX_LOCATION_CHARS)
+    artifacts: list[str] = Field(default_factory=list, max_length=MAX_PATTERNS)
     restore: str | None = Field(default=None, min_length=1, max_length=64)
     network: Literal["none", "egress"] | None = None
     max_iterations: int | None = Field(default=None, ge=1, le=10_000)
@@ -89,12 +94,21 @@ class NewRun(BaseModel):
         )
 
     def ground(self) -> Ground:
-        return Ground(session=self.session, image=self.image, restore=self.restore, network=self.network)
+        return Ground(
+            workspace=self.workspace,
+            restore=self.restore,
+            image=self.image,
+            network=self.network,
+            artifacts=tuple(self.artifacts),
+            session=self.session,
+        )
 
 
 class RunView(BaseModel):
-    """A run as it stands. `answer`, `stop_reason`, `steps`, `usage` and `failure` are there when it has ended;
-    `is_cut`: the answer is only its beginning, as lists have it. Instants in ISO 8601."""
+    """A run. `answer`, `stop_reason`, `steps`, `usage`, `failure` and the artifacts are set at its end. `is_cut`:
+    lists contain only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file` (GET
+    /v1/files/{id}/content), not in lists; `artifacts_missing`: why other files are not there. Instants in ISO 8601.
+    """
 
     id: str
     tenant: str
@@ -115,6 +129,9 @@ class RunView(BaseModel):
     usage: dict[str, int] | None = None
     clocks: dict[str, float] | None = None
     failure: Failure | None = None
+    artifacts: tuple[str, ...] = ()
+    artifacts_missing: tuple[str, ...] = ()
+    artifacts_file: str | None = None
 
 
 class Transcript(BaseModel):
@@ -136,6 +153,7 @@ async def start_run(
         if idempotency_key
         else None
     )
+    await _check_upload(wanted.workspace, caller)
     run = await hosted(caller).start(
         caller.tenant,
         wanted.body(),
@@ -245,8 +263,15 @@ def view_run(run: HostedRun) -> RunView:
     instants = {name: _instant(getattr(run, name)) for name in ("created_at", "started_at", "ended_at")}
     if run.end is None:
         return RunView(**fields, **instants)
-    end = run.end.model_dump(include={"answer", "is_cut", "stop_reason", "steps", "usage", "clocks"})
+    end = run.end.model_dump(exclude={"cost", "failure"})
     return RunView(**fields, **instants, **end, failure=run.end.failure)
+
+
+async def _check_upload(workspace: str | None, caller: Caller) -> None:
+    """Raise ToolFailure(FILE_NOT_FOUND) for an upload that the tenant does not have."""
+    settings = caller.app_state.settings
+    if workspace is not None and is_file_id(workspace) and settings.workspace_store is not None:
+        await caller.app_state.stored_files().get(caller.tenant, workspace)
 
 
 def _instant(at: float | None) -> str | None:

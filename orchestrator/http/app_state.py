@@ -189,7 +189,7 @@ class AppState:
         approvals = ApprovalQueue(pool.redis, deployment, pool.keys, settings.approvers)
         metrics = MetricsPage(pool.redis, deployment)
         return ConnectedParts(
-            pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, HostedRuns.on(pool, deployment), metrics
+            pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, HostedRuns.on(pool, settings), metrics
         )
 
     async def _connected(self, stack: AsyncExitStack, is_over: asyncio.Event) -> ConnectedParts | None:

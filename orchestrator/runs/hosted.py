@@ -16,11 +16,14 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import CallFinished, ModelReplied
 from contract.signing import SigningKeys
 from contract.webhooks import Webhook
+from orchestrator.batches.grounds import Grounds
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.observations import build_tool_messages
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
+from orchestrator.settings import OrchestratorSettings
+from store.archives.files import TenantStore
 from store.audit import Actor, build_entry, entry_text
 from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, Ground, RunBody
 from store.connection import RedisClient
@@ -93,22 +96,26 @@ class HostedRuns:
         keys: SigningKeys,
         tenants: RedisTenants,
         *,
+        workspace_store: str | None = None,
         max_pending: int = MAX_PENDING,
         max_kept: int = MAX_KEPT,
     ) -> None:
-        """`max_pending`: runs of a tenant that may wait; `max_kept`: those that are listed."""
+        """`workspace_store`: the URL or folder of the store; None: there is none. `max_pending`: limit of a tenant's
+        queued runs; `max_kept`: limit of the runs that are listed.
+        """
         self._tenants = tenants
+        self._workspace_store = workspace_store
         self._places = SessionStore(client, deployment)
         self._queue = RunQueue(client, deployment, keys)
         self._limits = (max_pending, max_kept)
         self.hub = RunEventHub(client, deployment)
 
     @classmethod
-    def on(cls, pool: PoolConnection, deployment: str) -> "HostedRuns":
+    def on(cls, pool: PoolConnection, settings: OrchestratorSettings) -> "HostedRuns":
         """Those of a pool. One a process: whoever follows runs by it shares one connection. `hub.close` before the pool
         is.
         """
-        return cls(pool.redis, deployment, pool.keys, pool.tenants)
+        return cls(pool.redis, settings.deployment, pool.keys, pool.tenants, workspace_store=settings.workspace_store)
 
     async def start(
         self,
@@ -131,6 +138,7 @@ class HostedRuns:
         """
         about = _build_about(body, ground, metadata or {})
         run = secrets.token_hex(12) if word is None else _run_of_word(tenant, word)
+        _check_files(ground, TenantStore(self._workspace_store, tenant))
         item = _build_item(run, body, ground, priority)
         await self._tenants.policy(tenant)
         if ground.session is not None:
@@ -244,19 +252,22 @@ def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> Batch
         raise _refused(
             "the run's request could not be read again, for it is nested too deeply: make it flatter"
         ) from error
-    if ground.workspace is not None or ground.artifacts:
-        raise _refused(
-            "a run reads no folder of any machine and copies nothing out to one: begin with a checkpoint (`restore`) "
-            "or in a session"
-        )
     if body.model == LOCAL:
         raise _refused("no orchestrator starts a model of its own for a run: name one of its endpoint, or none")
-    if ground.session is not None and ground != Ground(session=ground.session):
+    if ground.session is not None and ground != Ground(session=ground.session, artifacts=ground.artifacts):
         raise _refused(
-            "a session that is open has its image, network and files: leave `image`, `network` and `restore` out, or "
-            "the session"
+            "an open session has its image, network and files: leave out `image`, `network`, `workspace` and "
+            "`restore`, or `session`"
         )
     return item
+
+
+def _check_files(ground: Ground, store: TenantStore) -> None:
+    """Raise ToolFailure(INVALID_ARGUMENTS) for first files that no sandbox can have, and invalid patterns."""
+    if ground.workspace is not None and ground.restore is not None:
+        raise _refused("a session starts from a workspace or a checkpoint: leave out `workspace` or `restore`")
+    for path, problem in Grounds(None, store).complaints(ground):
+        raise _refused(f"{'.'.join(str(part) for part in path)}: {problem}")
 
 
 def _checked(run: str) -> str:

@@ -357,7 +357,7 @@ class ToolClient:
         """Runs of the client's tenant that the pool's orchestrators work, whether this program lives on or not
         (docs/agents.md).
         """
-        hosted = HostedRuns.on(self._pool, self._settings.deployment)
+        hosted = HostedRuns.on(self._pool, self._settings)
         return ClientRuns(hosted, lambda: self._as_tenant(None), self.actor)
 
     async def _as_tenant(self, tenant: str | None) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from contract.webhooks import Webhook
 from orchestrator.runs.hosted import HostedRuns
 from store.audit import Actor
 from store.batches import Ground, RunBody
@@ -30,13 +31,20 @@ class ClientRuns:
         word: str | None = None,
         metadata: Mapping[str, str] | None = None,
         priority: int = 0,
+        webhook: Webhook | None = None,
     ) -> HostedRun:
-        """Queue a run (HostedRuns.start). An instruction alone is worked with the orchestrator's model and the tools
-        that it can cope with.
+        """Queue a run (HostedRuns.start). An instruction alone runs with the orchestrator's model and the tools that
+        suit that model. `ground`: where the run works; its workspace and artifacts are files of the store.
         """
         body = RunBody(instruction=instruction) if isinstance(instruction, str) else instruction
         return await self._hosted.start(
-            await self._tenant(), body, ground or Ground(), word=word, metadata=metadata, priority=priority
+            await self._tenant(),
+            body,
+            ground or Ground(),
+            word=word,
+            metadata=metadata,
+            priority=priority,
+            webhook=webhook,
         )
 
     async def get(self, run: str) -> HostedRun:

@@ -20,7 +20,7 @@ NO_STORE = (
     "the API and of every sandboxd"
 )
 _FILE_ID = re.compile(r"(?:file|artifacts)-([0-9a-f]{8})-[0-9a-f]{24}")
-_MAX_LOCATION_CHARS = 4096
+MAX_LOCATION_CHARS = 4096
 
 
 def new_file_id(kind: Literal["file", "artifacts"]) -> str:
@@ -67,7 +67,7 @@ def parse_location(location: str, setting: str | None, tenant: str) -> str:
     root = store_root(setting)
     path = location.removeprefix(root + "/")
     parts = path.split("/")
-    is_plain = location.isprintable() and len(location) <= _MAX_LOCATION_CHARS
+    is_plain = location.isprintable() and len(location) <= MAX_LOCATION_CHARS
     if path == location or len(parts) < 2 or not is_plain or any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"it is not a file of the store: give {root}/{tenant}/... or {root}/{SHARED}/...")
     if parts[0] not in (tenant, SHARED):

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from store.archives.files import MAX_WORKSPACE_BYTES
-from tests.api_stack import SOON_S, ApiStack, store_settings
+from tests.api_stack import SOON_S, ApiStack, read_events, store_settings
 from tests.stack import run_toolcrew
 from tests.unit.test_workspace_sources import git
 
@@ -103,6 +103,28 @@ async def test_an_upload_is_a_workspace_and_artifacts_are_downloaded(api_stack: 
         # What one item has made is what another begins with.
         again = await rows_of(client, call("three", "cat out/b.txt", workspace=body["artifacts_file"]))
         assert output_of(again["three"]).strip() == "made"
+
+
+async def test_a_run_has_a_workspace_and_artifacts(api_stack: ApiStack) -> None:
+    async with api_stack.client() as client, api_stack.client("rival") as rival:
+        file = await upload(client, tar_of(("src/a.txt", b"from the archive\n")))
+        run = {"instruction": "carries files", "workspace": file, "artifacts": ["out.txt", "none/*"]}
+        started = await client.post("/v1/runs", json=run)
+        assert started.status_code == 202, started.text
+        path = started.headers["location"]
+        events = await read_events(client, f"{path}/events")
+        ended = (await client.get(path)).json()
+        assert (ended["state"], ended["answer"], ended["artifacts"]) == ("succeeded", "from the archive", ["out.txt"])
+        assert len(ended["artifacts_missing"]) == 1
+        assert events[-1]["data"]["artifacts_file"] == ended["artifacts_file"]
+        content = await client.get(f"/v1/files/{ended['artifacts_file']}/content")
+        assert files_in(content.content) == {"out.txt": b"from the archive\n"}
+
+        refused = await rival.post("/v1/runs", json=run)
+        assert (refused.status_code, refused.json()["code"]) == (404, "FILE_NOT_FOUND")
+        for wrong in ({"workspace": "/etc"}, {"artifacts": ["../up"]}, {"restore": "c"}):
+            refused = await client.post("/v1/runs", json={**run, **wrong})
+            assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS"), wrong
 
 
 @pytest.mark.parametrize("kind", ["bundle", "zip"])

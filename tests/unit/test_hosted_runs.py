@@ -15,6 +15,7 @@ from orchestrator.dispatch.sessions import Session, Start
 from orchestrator.runs.batches import Batches
 from orchestrator.runs.hosted import HostedRuns
 from store import run_log
+from store.archives.files import new_file_id
 from store.audit import Actor, Audit
 from store.batches import HOSTED_BATCH, BatchEventWriter, BatchItem, Ground, RunBody
 from store.run_log import MAX_TRANSCRIPT_BYTES
@@ -189,15 +190,17 @@ async def test_a_word_starts_one_run_however_often_it_is_given(ground: HostedGro
     ("body", "ground_of", "options", "told"),
     [
         (ECHO.model_copy(update={"instruction": "x" * 2**20}), Ground(), {}, "leave large texts"),
-        (ECHO, Ground(workspace="/etc"), {}, "no folder of any machine"),
-        (ECHO, Ground(artifacts=("out/**",)), {}, "no folder of any machine"),
+        (ECHO, Ground(workspace="/etc"), {}, "upload it"),
+        (ECHO, Ground(workspace=new_file_id("file")), {}, "TOOLCREW_WORKSPACE_STORE"),
+        (ECHO, Ground(artifacts=("out/**",)), {}, "TOOLCREW_WORKSPACE_STORE"),
+        (ECHO, Ground(workspace=new_file_id("file"), restore="c"), {}, "`restore`"),
         (ECHO.model_copy(update={"model": "local"}), Ground(), {}, "no model|of its own"),
         (ECHO, Ground(), {"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         (ECHO, Ground(), {"metadata": {"a": "x" * 513}}, "metadata"),
         (ECHO, Ground(), {"word": ""}, "1 to 256"),
         (ECHO, Ground(), {"metadata": {"a": "\ud83d"}}, "Unicode"),
         (ECHO.model_copy(update={"history": ({"role": "user", "content": nested(1000)},)}), Ground(), {}, "flatter"),
-        (ECHO, Ground(session="s", image="i"), {}, "the session"),
+        (ECHO, Ground(session="s", image="i"), {}, "`session`"),
         (ECHO, Ground(), {"priority": 101}, "priority"),
     ],
 )
