@@ -84,9 +84,11 @@ def is_dead(pid: int) -> bool:
     are closed by the last thread.
     """
     process = Path(f"/proc/{pid}")
-    return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z" and len(
-        list((process / "task").iterdir())
-    ) == 1
+    try:
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z" and len(list((process / "task").iterdir())) == 1
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 async def until_flower_listens(page: Page, session: Session) -> None:
