@@ -354,7 +354,7 @@ def test_the_parser_reaches_nothing_even_when_a_page_took_it_over(
         "keeper = os.getppid()\n"
         "for name, aim in (\n"
         "    ('environ', lambda: open(f'/proc/{keeper}/environ')), ('file', lambda: open('/etc/passwd')), ('write', "
-        "lambda: open('/tmp/x', 'w')),\n"
+        f"lambda: open({str(tmp_path / 'x')!r}, 'w')),\n"
         "    ('program', lambda: os.execv('/bin/true', ['true'])),\n"
         "):\n"
         "    try: aim(); told['reached'].append(name)\n"
