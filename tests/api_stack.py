@@ -40,8 +40,8 @@ SCRIPT: list[dict[str, Any]] = [
     rule("globs", 0, calls=[{"name": "glob_tool", "arguments": {"pattern": "*"}}]),
     rule("globs", 1, calls=[bash("echo still here")]),
     rule("globs", 2, text="told: {{observation}}"),
-    rule("carries files", 0, calls=[bash("cat src/a.txt; cp src/a.txt out.txt")]),
-    rule("carries files", 1, text="{{observation|first_line}}"),
+    rule("carries", 0, calls=[bash("cat src/a.txt; cp src/a.txt out.txt")]),
+    rule("carries", 1, text="{{observation|first_line}}"),
     {"kind": "rule", "reply": {"text": "Hello."}},
 ]  # fmt: skip
 

@@ -108,7 +108,7 @@ async def test_an_upload_is_a_workspace_and_artifacts_are_downloaded(api_stack: 
 async def test_a_run_has_a_workspace_and_artifacts(api_stack: ApiStack) -> None:
     async with api_stack.client() as client, api_stack.client("rival") as rival:
         file = await upload(client, tar_of(("src/a.txt", b"from the archive\n")))
-        run = {"instruction": "carries files", "workspace": file, "artifacts": ["out.txt", "none/*"]}
+        run = {"instruction": "[item carries] act", "workspace": file, "artifacts": ["out.txt", "none/*"]}
         started = await client.post("/v1/runs", json=run)
         assert started.status_code == 202, started.text
         path = started.headers["location"]
